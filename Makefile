@@ -1,0 +1,69 @@
+# make demo | test | lint | docs    Each makes $(VENV) first, if it is not there.
+# Another torch: make test TORCH=torch==2.11.0 VENV=.venv211
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: help demo test lint docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   trains a small transformer under every recipe and compares (results in demo_out/)"
+	@echo "make test   lint and tests"
+	@echo "make lint   ruff and mypy"
+	@echo "make docs   regenerates the tables in README.md and docs/"
+	@echo "make clean  removes $(VENV) and everything that was built"
+
+demo: $(VENV)/.demo
+	@echo "==> training under every recipe"
+	@$(BIN)/python docs/demo/train.py
+
+test: lint $(VENV)/.test
+	@echo "==> running the tests"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.lint
+	@echo "==> ruff"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "==> mypy"
+	@rm -rf build/types && mkdir -p build/types/fxquant
+	@ln -s $(CURDIR)/fxquant/* $(CURDIR)/passes $(CURDIR)/kernels build/types/fxquant/
+	@MYPYPATH=build/types $(BIN)/mypy
+
+docs: $(VENV)/.demo
+	@echo "==> regenerating tables"
+	@$(BIN)/python docs/tables.py
+
+clean:
+	rm -rf $(VENV) build dist demo_out *.egg-info
+
+# torch first and pinned, so that no other requirement chooses one; a venv that has a usable one keeps it
+HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+$(VENV)/.torch:
+	@test -x $(BIN)/python || { echo "==> making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+ifeq ($(origin TORCH),file)
+	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "==> installing $(TORCH)"; $(PIP) "$(TORCH)"; }
+else
+	@echo "==> installing $(TORCH)"; $(PIP) "$(TORCH)"
+endif
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "==> installing fxquant and what the demo needs"
+	@$(PIP) -e ".[demo]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	@echo "==> installing fxquant and what the tests need"
+	@$(PIP) -e ".[demo,test,corpus]"
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.torch pyproject.toml
+	@echo "==> installing fxquant, ruff and mypy"
+	@$(PIP) -e ".[lint]"
+	@touch $@

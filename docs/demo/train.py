@@ -1,0 +1,326 @@
+"""Trains the same small transformer under bf16 and under every low-precision recipe, and compares.
+
+    python docs/demo/train.py [--steps N] [--out DIR] [--recipes NAME ...] [--inner inductor|aot_eager]
+
+The text is the Python standard library's own source code, byte by byte. Parameters are float32 under bfloat16
+autocast in every run; seeds and batches are the same. Writes loss_curves.png, report.html and results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import json
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import Transformer
+from torch import Tensor
+
+import fxquant
+from fxquant import (
+    CustomRecipe,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizerRole,
+    Report,
+    report_html,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model and of its training."""
+
+    dim: int
+    depth: int
+    heads: int
+    hidden: int
+    batch: int
+    length: int
+    steps: int
+    lr: float
+
+
+CPU = Config(dim=128, depth=2, heads=4, hidden=384, batch=8, length=128, steps=300, lr=3e-3)
+GPU = Config(dim=1024, depth=8, heads=16, hidden=2816, batch=16, length=1024, steps=600, lr=6e-4)
+
+
+def mxfp8_forward_nvfp4_backward(role: QuantizerRole) -> fxquant.Quantizer:
+    """A factory: MXFP8 for fprop (the rowwise halves), NVFP4 for dgrad and wgrad."""
+    if role.module_type != "linear":
+        return IdentityQuantizer()
+    if role.tensor_type == "grad_output":
+        return NVFP4Quantizer()
+    # dgrad then multiplies by the weight that fprop multiplied by, up to one more rounding
+    source = "rowwise_dequantized" if role.tensor_type == "weight" else "original"
+    return HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source=source)
+
+
+RECIPES: dict[str, Any] = {
+    "bf16": None,
+    "current_scaling": "current_scaling",
+    "rowwise": "rowwise",
+    "float8_blockwise": "float8_blockwise",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+    "mxfp8 fwd, nvfp4 bwd": CustomRecipe(qfactory=mxfp8_forward_nvfp4_backward),
+}
+
+
+@dataclass
+class Run:
+    """What one training run gave. `final` is the mean loss of the last 20 steps, in nats per byte."""
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    final: float = 0.0
+    gap: float = 0.0
+    coverage: float = 0.0
+    saved_bytes: int = 0
+    compile_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def main() -> None:
+    """Runs the demo."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = GPU if device == "cuda" else CPU
+    options = _parse(config)
+    config = Config(**{**asdict(config), "steps": options.steps})
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+
+    data = read_text().to(device)
+    matmul_weights = sum(p.numel() for p in Transformer(**_sizes(config)).parameters() if p.dim() == 2)
+    print(f"text: {len(data):,} bytes of the Python {platform.python_version()} standard library")
+    print(
+        f"model: {config.depth} blocks of width {config.dim}, {matmul_weights:,} parameters; "
+        f"{config.steps} steps of {config.batch} x {config.length} bytes on {device}, torch {torch.__version__}\n"
+    )
+    runs: list[Run] = []
+    reports: dict[str, Report] = {}
+    for name in options.recipes:
+        run, report = train(name, config, data, device, options.inner)
+        runs.append(run)
+        if report is not None:
+            reports[name] = report
+    baseline = next((run.final for run in runs if run.name == "bf16"), float("nan"))
+    for run in runs:
+        run.gap = run.final - baseline
+
+    table = [[*TITLES], *(row(run) for run in runs)]
+    print("\n" + fxquant.report.aligned(table))
+    for name, report in list(reports.items())[-1:]:
+        print(f"\nevery operand of one layer under {name!r}:")
+        print(report.table(r"^blocks\.\d+\.mlp\.up$", collapse=True))
+    plot(runs, config, out / "loss_curves.png")
+    (out / "report.html").write_text(html(config, table, reports, out / "loss_curves.png", device), encoding="utf-8")
+    results = {
+        "config": asdict(config),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "runs": [asdict(run) for run in runs],
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print("\nwrote " + ", ".join(str(out / name) for name in ("loss_curves.png", "report.html", "results.json")))
+
+
+def _parse(config: Config) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=config.steps, help=f"training steps (default: {config.steps})")
+    parser.add_argument("--out", default="demo_out", help="where the results go (default: demo_out)")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="NAME",
+        help=f"some of: {'; '.join(RECIPES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--inner", choices=["inductor", "aot_eager"], default="inductor",
+        help="what compiles the rewritten graphs; aot_eager starts faster and runs slower",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def read_text() -> Tensor:
+    """The standard library's source files, one after another in the order of their names, as uint8 [bytes]."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    return {"dim": config.dim, "depth": config.depth, "heads": config.heads, "hidden": config.hidden}
+
+
+def train(name: str, config: Config, data: Tensor, device: str, inner: str) -> tuple[Run, Report | None]:
+    """One run under the recipe of that name; the report says what was quantized."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Transformer(**_sizes(config)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=config.steps + 1, pct_start=0.1)
+    recipe = RECIPES[name]
+    backend: Callable[..., Any] | str = inner if recipe is None else fxquant.Backend(recipe, inner=inner)
+    compiled = torch.compile(model, backend=backend)
+    generator = torch.Generator().manual_seed(0)
+    window = torch.arange(config.length + 1, device=device)
+
+    run, progress, started = Run(name), Progress(name, config.steps), time.perf_counter()
+    for step in range(config.steps):
+        start = torch.randint(len(data) - config.length, (config.batch, 1), generator=generator).to(device)
+        batch = data[start + window].long()
+        saved = SavedBytes(model) if step == 1 else contextlib.nullcontext()
+        with saved, torch.autocast(device, dtype=torch.bfloat16):
+            loss = compiled(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        run.losses.append(loss.item())
+        if isinstance(saved, SavedBytes):
+            run.saved_bytes = saved.total
+        if step == 0:
+            run.compile_seconds = time.perf_counter() - started
+        progress.show(step + 1, run.losses)
+    run.seconds = time.perf_counter() - started
+    last = run.losses[-20:]
+    run.final = sum(last) / len(last)
+    progress.finish(f"{run.final:.3f} nats/byte, {run.seconds:.0f} s ({run.compile_seconds:.0f} s to compile)")
+    if recipe is None:
+        return run, None
+    report = backend.report()
+    run.coverage = report.coverage
+    return run, report
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that a forward keeps for its backward: each storage once, parameters not."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.sizes: dict[int, int] = {}
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.parameters:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+
+class Progress:
+    """One line that updates on a terminal; a line every tenth of the way elsewhere."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.name, self.steps, self.live = name, steps, sys.stdout.isatty()
+        self._write("compiling ...")
+
+    def show(self, step: int, losses: list[float]) -> None:
+        mean = sum(losses[-20:]) / len(losses[-20:])
+        if self.live or step % max(1, self.steps // 10) == 0:
+            filled = 24 * step // self.steps
+            bar = f"[{'#' * filled}{'.' * (24 - filled)}] " if self.live else ""
+            self._write(f"{bar}step {step}/{self.steps}  loss {mean:.3f}")
+
+    def finish(self, text: str) -> None:
+        self._write(text)
+        if self.live:
+            print()
+
+    def _write(self, text: str) -> None:
+        line = f"{self.name:<22}{text}"
+        print("\r" + line.ljust(79) if self.live else line, end="" if self.live else "\n", flush=True)
+
+
+TITLES = ("recipe", "final loss", "gap to bf16", "FLOPs quantized", "saved activations", "seconds", "of it compiling")
+
+
+def row(run: Run) -> list[str]:
+    """A line of the results table."""
+    return [
+        run.name,
+        f"{run.final:.3f}",
+        f"{run.gap:+.3f}",
+        f"{100 * run.coverage:.1f}%",
+        f"{run.saved_bytes / 2**20:.1f} MiB",
+        f"{run.seconds:.0f}",
+        f"{run.compile_seconds:.0f}",
+    ]
+
+
+def plot(runs: list[Run], config: Config, path: Path) -> None:
+    """Loss curves, smoothed over 20 steps, and the gap of each to bf16."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = ["#222222", "#1f77b4", "#17a2b8", "#4d9a2a", "#d99000", "#d1495b", "#7b4fb5"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=130)
+    smoothed = {run.name: _smooth(run.losses) for run in runs}
+    base = smoothed.get("bf16")
+    for run, color in zip(runs, colors * 2, strict=False):
+        curve = smoothed[run.name]
+        steps = range(1, len(curve) + 1)
+        left.plot(steps, curve, color=color, lw=2.2 if run.name == "bf16" else 1.3, label=run.name)
+        if base is not None and run.name != "bf16":
+            right.plot(steps, [a - b for a, b in zip(curve, base, strict=True)], color=color, lw=1.3, label=run.name)
+    left.set(xlabel="step", ylabel="nats per byte", title="training loss")
+    right.set(xlabel="step", ylabel="nats per byte", title="gap to bf16")
+    right.axhline(0, color="#222222", lw=1)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], window: int = 20) -> list[float]:
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+
+
+def html(config: Config, table: list[list[str]], reports: dict[str, Report], picture: Path, device: str) -> str:
+    """The page: results, curves, and the decisions under every recipe."""
+    head = "".join(f"<th class='{'num' if i else ''}'>{escape(c)}</th>" for i, c in enumerate(table[0]))
+    body = "".join(
+        "<tr>" + "".join(f"<td class='{'num' if i else ''}'>{escape(c)}</td>" for i, c in enumerate(line)) + "</tr>"
+        for line in table[1:]
+    )
+    encoded = base64.b64encode(picture.read_bytes()).decode()
+    parts = [
+        "<h1>One transformer, seven precisions</h1>" if len(table) == 8 else "<h1>One transformer</h1>",
+        f"<p class='soft'>{config.depth} blocks of width {config.dim}, {config.steps} steps of {config.batch} x "
+        f"{config.length} bytes of Python source on {device}, torch {torch.__version__}, same seed and batches</p>",
+        f"<div class='scroll' style='margin:16px 0'><table><thead><tr>{head}</tr></thead>",
+        f"<tbody>{body}</tbody></table></div>",
+        f"<img alt='loss curves' src='data:image/png;base64,{encoded}'>",
+        "<h2>What was quantized</h2>",
+    ]
+    parts += [
+        f"<details><summary>{escape(name)}: {escape(report.totals())}</summary><div>{report_html.section(report)}</div>"
+        "</details>"
+        for name, report in reports.items()
+    ]
+    return report_html.page("fxquant demo", "\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()

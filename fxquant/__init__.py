@@ -1,0 +1,73 @@
+"""Trains, fine-tunes and serves unmodified PyTorch models in FP8, MXFP8 and NVFP4.
+
+    torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})
+
+`fxquant.explain(model, recipe, *args)` shows what was done to every operand of every matmul.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxquant import recipes
+from fxquant.decisions import Decision, SkipReason
+from fxquant.errors import FxQuantError, OptionError, RecipeError
+from fxquant.quantizers import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    Quantizer,
+)
+from fxquant.recipes import (
+    CustomRecipe,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    HighPrecision,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    Rule,
+    Rules,
+)
+from fxquant.roles import Direction, Gemm, QuantizerRole
+
+if TYPE_CHECKING:
+    from fxquant.backend import Backend, compile
+    from fxquant.explain import explain
+    from fxquant.report import Report
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Backend": "fxquant.backend",
+    "compile": "fxquant.backend",
+    "explain": "fxquant.explain",
+    "Report": "fxquant.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # the compiler side is imported on first use: torch may import this package while it is still initialising
+    import importlib
+
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'fxquant' has no attribute {name!r}")
+
+
+__all__ = [
+    "Backend", "CustomRecipe", "DType", "Decision", "Direction", "Float8BlockQuantizer", "Float8BlockScaling",
+    "Float8CurrentScaling", "Float8CurrentScalingQuantizer", "Float8RowwiseQuantizer", "Float8RowwiseScaling",
+    "Format", "FxQuantError", "Gemm", "HighPrecision", "HybridQuantizer", "IdentityQuantizer", "MXFP8BlockScaling",
+    "MXFP8Quantizer", "NVFP4BlockScaling", "NVFP4Quantizer", "OptionError", "QuantizedTensor", "Quantizer",
+    "QuantizerRole", "Recipe", "RecipeError", "Report", "Rule", "Rules", "SkipReason", "__version__", "compile",
+    "explain", "recipes",
+]  # fmt: skip

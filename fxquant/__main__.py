@@ -1,0 +1,201 @@
+"""The command line: ``python -m fxquant explain | formats | recipes | env``.
+
+Tables go to stdout, errors as one line to stderr. Exit code 0 is success, 1 a failure, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import fxquant
+from fxquant import recipes
+from fxquant.errors import FxQuantError
+from fxquant.formats import FORMATS
+from fxquant.report import Report, aligned
+from fxquant.roles import Direction, QuantizerRole
+
+OPERANDS = ("input", "weight", "grad_output")
+
+
+def format_rows() -> list[dict[str, str]]:
+    """One row per format, as text."""
+    return [
+        {
+            "format": row.name,
+            "element": row.element.name if row.element else "-",
+            "one scale for": _block_text(row.block) if row.element else "-",
+            "scale": str(row.scale_dtype).removeprefix("torch.") if row.scale_dtype else "-",
+            "bits/element": f"{8 * row.bytes_per_element:g}" if row.element else "-",
+            "on Hopper": row.hopper,
+            "on the CPU": row.cpu,
+        }
+        for row in FORMATS.values()
+    ]
+
+
+def recipe_rows() -> list[dict[str, str]]:
+    """One row per named recipe, as text: the format of each operand of a linear, and how its GEMMs run."""
+    rows = []
+    for name, recipe in recipes.RECIPES.items():
+        specs = {o: str(recipe.quantizer(QuantizerRole("linear", o)).operand_spec()) for o in OPERANDS}
+        places = {f"on {place}": runs_as(name, place) for place in ("Hopper", "the CPU")}
+        rows.append({"recipe": name, **specs, **places})
+    return rows
+
+
+def runs_as(recipe: str, place: str) -> str:
+    """How the GEMMs of a recipe run on a device: native if those of all its formats do, else emulated."""
+    quantizers = [recipes.get(recipe).quantizer(QuantizerRole("linear", operand)) for operand in OPERANDS]
+    formats = [FORMATS[q.spec(d).format] for q in quantizers for d in Direction]
+    kinds = {(f.hopper if place == "Hopper" else f.cpu).partition(":")[0] for f in formats}
+    return "emulated" if "emulated" in kinds else "native"
+
+
+def environment() -> dict[str, Any]:
+    """Versions, the device, and how each recipe runs on it."""
+    content: dict[str, Any] = {"fxquant": fxquant.__version__, "python": platform.python_version()}
+    content["torch"] = torch.__version__
+    try:
+        content["triton"] = importlib.import_module("triton").__version__
+    except ImportError:
+        content["triton"] = "not installed"
+    place = "the CPU"
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        content["device"] = torch.cuda.get_device_name()
+        content["capability"] = "sm{}{}".format(*capability)
+        place = "Hopper" if capability[0] == 9 else place
+    else:
+        content["device"] = "cpu"
+    content["recipes"] = {name: runs_as(name, place) for name in recipes.RECIPES}
+    return content
+
+
+def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) from ``package.module:function``.
+
+    The function takes nothing and returns (model, args), (model, kwargs) or (model, args, kwargs). Raises FxQuantError
+    for anything else.
+    """
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise FxQuantError(f"cannot import {module_name!r}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise FxQuantError(f"{module_name} has no function {attribute!r}")
+    match function():
+        case (model, tuple() | list() as args):
+            return model, tuple(args), {}
+        case (model, dict() as kwargs):
+            return model, (), kwargs
+        case (model, tuple() | list() as args, dict() as kwargs):
+            return model, tuple(args), kwargs
+    raise FxQuantError(f"{target}() must return (model, args), (model, kwargs) or (model, args, kwargs)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        print(options.run(options))
+    except FxQuantError as error:
+        print(f"fxquant: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fxquant", description="Shows what fxquant does, and why.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    explain = commands.add_parser(
+        "explain",
+        help="what becomes of every matmul of a model",
+        description="Captures a model, applies a recipe and prints a row for every operand of every GEMM.",
+    )
+    explain.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        type=_target,
+        help="a function without arguments that returns (model, args), (model, kwargs) or (model, args, kwargs)",
+    )
+    explain.add_argument("--recipe", default="mxfp8", help=f"one of {', '.join(recipes.RECIPES)} (default: mxfp8)")
+    explain.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
+    explain.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
+    explain.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
+    explain.add_argument("--html", metavar="PATH", help="also write an HTML report")
+    explain.set_defaults(run=_explain)
+
+    for name, run, text in (
+        ("formats", lambda o: _rows(format_rows(), o.json), "every number format and its scaling"),
+        ("recipes", lambda o: _rows(recipe_rows(), o.json), "the named recipes and where they run natively"),
+        ("env", _env, "versions, the device, and how each recipe runs on it"),
+    ):
+        commands.add_parser(name, help=text, description=f"Prints {text}.").set_defaults(run=run)
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _target(text: str) -> str:
+    if not re.fullmatch(r"[\w.]+:\w+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form package.module:function")
+    return text
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
+    return text
+
+
+def _explain(options: argparse.Namespace) -> str:
+    recipe = recipes.get(options.recipe)
+    model, args, kwargs = load(options.target)
+    report: Report = fxquant.explain(model, recipe, *args, **kwargs)
+    if options.html:
+        report.to_html(options.html)
+    if options.json:
+        return report.to_json()
+    text = report.text(options.layer, collapse=options.collapse)
+    if options.graphs:
+        text += "".join(f"\n\n{name} graph\n{graph}" for name, graph in report.graphs.items())
+    return text
+
+
+def _env(options: argparse.Namespace) -> str:
+    content = environment()
+    if options.json:
+        return json.dumps(content, indent=1)
+    ways = content.pop("recipes")
+    return aligned([*content.items(), ("recipes", ""), *((f"  {name}", way) for name, way in ways.items())])
+
+
+def _rows(rows: list[dict[str, str]], as_json: bool) -> str:
+    if as_json:
+        return json.dumps(rows, indent=1)
+    return aligned([list(rows[0]), *(list(row.values()) for row in rows)])
+
+
+def _block_text(block: tuple[int, int]) -> str:
+    rows, columns = ("all" if size == 0 else str(size) for size in block)
+    return "tensor" if rows == columns == "all" else "row" if columns == "all" else f"{rows}x{columns}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The backend of torch.compile: analyses and rewrites the captured graph, then hands it to AOTAutograd and Inductor."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant.kernels.linear
+from fxquant import compat
+from fxquant.decisions import Decision
+from fxquant.errors import OptionError
+from fxquant.passes import Lowering, Rewriter
+from fxquant.recipes import Recipe, resolve
+from fxquant.report import Report
+
+log = logging.getLogger(__name__)
+
+INNER = ("inductor", "aot_eager")
+OPTIONS = ("recipe", "inner", "allow_float64", "inductor")
+
+
+class Backend:
+    """A torch.compile backend for one recipe.
+
+        backend = fxquant.Backend("mxfp8")
+        compiled = torch.compile(model, backend=backend)
+        compiled(x)
+        print(backend.report())
+
+    `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
+    debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
+    go to Inductor. `model` gives layers their full names where the graph breaks.
+
+    Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str,
+        *,
+        inner: str = "inductor",
+        allow_float64: bool = False,
+        mode: str | None = None,
+        inductor: Mapping[str, Any] | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.recipe = resolve(recipe)
+        if inner not in INNER:
+            raise OptionError(f"unknown inner compiler {inner!r}; known: {', '.join(INNER)}")
+        self.inner = inner
+        self.allow_float64 = allow_float64
+        self.inductor = {**compat.inductor_mode_options(mode), **(inductor or {})}
+        for option in self.inductor:
+            if not compat.is_inductor_option(option):
+                raise OptionError(f"Inductor has no setting {option!r}")
+        self._names: Callable[[], Mapping[str, str]] = _names_of(model)
+        self._decisions: list[Decision] = []
+        self._roles: list[Any] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        """Compiles one captured graph; torch.compile calls this."""
+        self.rewrite(gm, example_inputs)
+        return self.compile(gm, example_inputs)
+
+    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report."""
+        rewriter = Rewriter(self.recipe, allow_float64=self.allow_float64, names=self._names())
+        first = 1 + max((d.site for d in self._decisions), default=-1)
+        decisions, roles = rewriter(gm, autocast=_ambient_autocast(example_inputs), first_site=first)
+        self._decisions += decisions
+        self._roles += roles
+        log.info("%s", Report(recipe=str(self.recipe), decisions=decisions).summary())
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles a rewritten graph, forward and backward."""
+        if self.inner == "aot_eager":
+            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
+        patches = {
+            "eager_numerics.division_rounding": True,  # scales are true quotients
+            **self.inductor,
+            "post_grad_custom_post_pass": Lowering(
+                self.recipe.fingerprint(),
+                self.inductor.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
+            ),
+        }
+        return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
+
+    def report(self) -> Report:
+        """What was decided in all graphs that this backend has compiled so far."""
+        return Report(
+            recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles)
+        )
+
+
+def compile_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """AOTAutograd with the partitioner that Inductor uses, merged graphs, and `inner` as their compiler."""
+
+    def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        Lowering.merge(graph_module.graph)
+        graph_module.recompile()
+        return compat.make_boxed_func(inner(graph_module, inputs))
+
+    run = compat.aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=compiler,
+        partition_fn=compat.min_cut_rematerialization_partition,
+    )
+    return run(gm, list(example_inputs))  # type: ignore[no-any-return]
+
+
+def _ambient_autocast(example_inputs: Sequence[Any]) -> torch.dtype | None:
+    """The dtype of an autocast region around the compiled call, which no node of the graph shows."""
+    device = next((x.device.type for x in example_inputs if isinstance(x, Tensor)), "cpu")
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
+    if model is None:
+        return dict
+    reference = weakref.ref(model)
+
+    def names() -> Mapping[str, str]:
+        alive = reference()
+        return {} if alive is None else {str(id(m)): name for name, m in alive.named_modules() if name}
+
+    return names
+
+
+def fxquant_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
+
+    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`. Raises OptionError for
+    another and RecipeError for an unknown recipe, each with the list of those that are known.
+    """
+    options = dict(options or {})
+    check_options(options)
+    return Backend(options.pop("recipe"), mode=mode, **options)(gm, example_inputs)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises OptionError for an unknown option, or when no recipe is given."""
+    unknown = [key for key in options if key not in OPTIONS]
+    if unknown:
+        raise OptionError(f"unknown options {unknown}; known options: {', '.join(OPTIONS)}")
+    if "recipe" not in options:
+        from fxquant.recipes import RECIPES
+
+        raise OptionError(f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}")
+
+
+def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    """`torch.compile` with fxquant as its backend.
+
+    `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
+    torch.compile (`dynamic`, `fullgraph`, `mode`). Unknown recipes and options are refused here.
+    """
+    if "backend" in kwargs:
+        raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
+    merged = {**(options or {}), "recipe": resolve(recipe)}
+    check_options(merged)
+    Backend(**merged, mode=kwargs.get("mode"))
+    return torch.compile(model, backend=fxquant_backend, options=merged, **kwargs)
+
+
+__all__ = ["INNER", "OPTIONS", "Backend", "check_options", "compile", "compile_eager", "fxquant_backend"]
+_ = fxquant.kernels.linear

@@ -1,0 +1,97 @@
+"""Every private import from torch and every branch on its version. Tested with torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch._guards import detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
+
+OLDEST_TORCH = (2, 11)
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the torch in use."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
+    """`compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs), config_patches=dict(patches))
+
+
+def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decomposition table that Inductor's own graphs have been through."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_mode_options(mode: str | None) -> dict[str, Any]:
+    """The settings behind `torch.compile(mode=...)`; raises RuntimeError with the known modes for another."""
+    if mode in (None, "default"):
+        return {}
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise RuntimeError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
+    return dict(known[mode])
+
+
+def is_inductor_option(name: str) -> bool:
+    """Whether Inductor has a setting of this dotted name."""
+    return name in inductor_config.get_config_copy()
+
+
+@contextmanager
+def compile_to_look() -> Iterator[None]:
+    """A scope in which compiling a function once more is never refused, and its backward is compiled at once."""
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
+    with (
+        dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16),
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        yield
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The number a symbolic size had in the example; 1 where there is none."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return 1 if hint is None else int(hint)
+
+
+def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
+    """The mode of the first fake tensor found: that of the captured graph, not the one set up for the backend."""
+    fakes = (leaf for leaf in tree_leaves(trees) if isinstance(leaf, FakeTensor))
+    return next((fake.fake_mode for fake in fakes), None)
+
+
+__all__ = [
+    "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "aot_autograd", "compile_with_inductor",
+    "enter_autocast", "exit_autocast", "fake_mode_of", "flex_attention_op", "fx_graph_cse", "get_hash_for_files", "inductor_config",
+    "inductor_decompositions", "inductor_mode_options", "is_inductor_option", "make_boxed_func", "make_fx",
+    "min_cut_rematerialization_partition", "size_hint", "statically_known_true", "torch_version",
+]  # fmt: skip

@@ -1,0 +1,83 @@
+"""What was decided for every operand of every matmul, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from fxquant.roles import Direction, Gemm, QuantizerRole
+
+if TYPE_CHECKING:
+    from fxquant.quantizers import Quantizer
+
+
+class SkipReason(str, Enum):
+    """Why an operand stays in high precision."""
+
+    HIGH_PRECISION = "HIGH_PRECISION"
+    TOO_SMALL = "TOO_SMALL"
+    DTYPE = "DTYPE"
+    LAYOUT = "LAYOUT"
+    GROUPED = "GROUPED"
+    GATHERED_WEIGHT = "GATHERED_WEIGHT"
+    ATTENTION = "ATTENTION"
+    CONVOLUTION = "CONVOLUTION"
+    BILINEAR = "BILINEAR"
+    MULTI_PRODUCT = "MULTI_PRODUCT"
+    UNSUPPORTED_FORM = "UNSUPPORTED_FORM"
+    OPAQUE = "OPAQUE"
+
+    @property
+    def meaning(self) -> str:
+        return _MEANINGS[self]
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_MEANINGS = {
+    SkipReason.HIGH_PRECISION: "the recipe keeps this operand in high precision",
+    SkipReason.TOO_SMALL: "fewer than 16 input or output features: padding would cost more than it saves",
+    SkipReason.DTYPE: "integer, boolean, complex, or float64 (which stays exact unless allow_float64 is set)",
+    SkipReason.LAYOUT: "a sparse, quantized or otherwise not strided tensor",
+    SkipReason.GROUPED: "grouped matmul (experts): found and reported, kept in high precision by this version",
+    SkipReason.GATHERED_WEIGHT: "the weight is gathered by an index for each row: a batch of matrix-vector products",
+    SkipReason.ATTENTION: "attention: found and reported, kept in high precision by this version",
+    SkipReason.CONVOLUTION: "a convolution that is not a matmul of its channels or patches",
+    SkipReason.BILINEAR: "a product of three tensors at once",
+    SkipReason.MULTI_PRODUCT: "several products in one node whose order is not a chain from the activation",
+    SkipReason.UNSUPPORTED_FORM: "a contraction that is not a matmul: diagonal, outer or summed axes",
+    SkipReason.OPAQUE: "an operator whose inside cannot be seen",
+}
+
+
+Size = int | str
+"""A size, or the symbol of a dynamic one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One operand of one GEMM: either a quantizer or a skip reason, never both, never neither.
+
+    `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` are those of
+    the whole GEMM with dynamic sizes at their example values.
+    """
+
+    role: QuantizerRole
+    gemm: Gemm
+    direction: Direction
+    shape: tuple[Size, ...]
+    quantizer: Quantizer | None = None
+    skip_reason: SkipReason | None = None
+    detail: str = ""
+    form: str = ""
+    site: int = 0
+    flops: int = 0
+
+    def __post_init__(self) -> None:
+        assert (self.quantizer is None) != (self.skip_reason is None), self
+
+    @property
+    def layer(self) -> str:
+        return self.role.name

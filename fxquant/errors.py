@@ -1,0 +1,19 @@
+"""Errors that users can meet. Each message says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class FxQuantError(RuntimeError):
+    """Base of every error that fxquant raises on purpose."""
+
+
+class RecipeError(FxQuantError, ValueError):
+    """A recipe, quantizer or format that cannot work, found before anything runs."""
+
+
+class OptionError(FxQuantError, ValueError):
+    """An option that the backend does not know."""
+
+
+class GraphVerificationError(FxQuantError):
+    """A pass left a graph in a state that the next one must not see: a bug in fxquant."""

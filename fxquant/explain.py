@@ -1,0 +1,66 @@
+"""`fxquant.explain`: what a recipe does to a model, without running a kernel of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
+
+from fxquant.backend import Backend, compile_eager
+from fxquant.compat import compile_to_look
+from fxquant.recipes import Recipe
+from fxquant.report import Report
+
+
+def graph_text(gm: fx.GraphModule) -> str:
+    """A graph as Python text, without the comments and blank lines that change with the source's place."""
+    lines = gm.print_readable(print_output=False).splitlines()
+    text = [re.sub(r";\s+[\w\s=]*= None$", "", line.rstrip()) for line in lines if line.strip()]
+    return "\n".join(line for line in text if not line.lstrip().startswith("#"))
+
+
+class _Explainer(Backend):
+    """Rewrites and partitions like the backend it stands for, records the graphs, and answers calls with zeros."""
+
+    def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
+        super().__init__(recipe, inner="aot_eager", model=model)
+        self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def record(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph_module.graph.nodes)
+            self.graphs["backward" if backward else "forward"].append(graph_text(graph_module))
+            output = next(n for n in graph_module.graph.nodes if n.op == "output")
+            values = fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
+
+            def zeros(*_: Any) -> Any:
+                return tree_map_only(Tensor, _zeros, values)
+
+            return zeros
+
+        return compile_eager(gm, example_inputs, record)
+
+
+def _zeros(fake: Tensor) -> Tensor:
+    """Real zeros in the place of a fake tensor."""
+    size, stride = [int(s) for s in fake.shape], [int(s) for s in fake.stride()]
+    return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device).zero_()
+
+
+def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
+    """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
+
+    The model's graphs are captured, rewritten and differentiated, but not run: where Python needs a result between
+    two graphs it gets zeros. The report holds the decisions, the parts of the recipe that matched nothing, and the
+    text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
+    """
+    backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
+    with compile_to_look():
+        torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+    report = backend.report()
+    report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
+    return report

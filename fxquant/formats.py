@@ -1,0 +1,276 @@
+"""Every number format and every way of scaling it, as rows of two tables.
+
+Nothing else in the project re-derives these facts from a dtype. What crosses an op schema is the text of a
+`QuantSpec`, such as ``mxfp8_e4m3`` or ``per_tensor_e4m3(pow2,eps=0.015625)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+from fxquant.errors import RecipeError
+
+Family = Literal["identity", "per_tensor", "per_row", "block", "mxfp8", "nvfp4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Element:
+    """One element format.
+
+    Sources: e4m3 and e5m2 from OCP OFP8 v1.0 section 5; e2m1 and e8m0 from OCP MX v1.0 sections 5.3.3 and 5.4.1.
+    """
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    max: float
+    smallest_normal: float
+    has_inf: bool
+    has_nan: bool
+
+    @property
+    def packed(self) -> int:
+        """Elements in one byte of storage."""
+        return 8 // self.bits
+
+
+ELEMENTS: dict[str, Element] = {
+    e.name: e
+    for e in (
+        Element(
+            name="e4m3", dtype=torch.float8_e4m3fn, bits=8, exponent_bits=4, mantissa_bits=3,
+            max=448.0, smallest_normal=2.0**-6, has_inf=False, has_nan=True,
+        ),
+        Element(
+            name="e5m2", dtype=torch.float8_e5m2, bits=8, exponent_bits=5, mantissa_bits=2,
+            max=57344.0, smallest_normal=2.0**-14, has_inf=True, has_nan=True,
+        ),
+        Element(
+            name="e2m1", dtype=torch.float4_e2m1fn_x2, bits=4, exponent_bits=2, mantissa_bits=1,
+            max=6.0, smallest_normal=1.0, has_inf=False, has_nan=False,
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A way of scaling one element format.
+
+    `block` is the (rows, columns) that share one scale in the orientation whose last axis is contracted; 0 means the
+    whole extent of that axis. `alignment` is what the contracted axis is padded to, with zeros, inside a graph: it
+    divides evenly into blocks, or is what a hardware GEMM asks for.
+    """
+
+    name: str
+    family: Family
+    element: Element | None
+    block: tuple[int, int]
+    scale_dtype: torch.dtype | None
+    alignment: int
+    has_global_amax: bool = False
+    hopper: str
+    cpu: str = "emulated: dequantized, then float32 matmul"
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Payload and scales, for blocks with a fixed number of elements."""
+        if self.element is None:
+            return 2.0
+        size = self.element.bits / 8
+        rows, columns = self.block
+        if rows and columns and self.scale_dtype is not None:
+            # a 2-d block's scale is stored once for each of its rows where the hardware wants it so (MX, NVFP4)
+            shared = columns if self.family in ("mxfp8", "nvfp4") else rows * columns
+            size += self.scale_dtype.itemsize / shared
+        return size
+
+
+def _rows() -> dict[str, Format]:
+    e8m0, e4m3, f32 = torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float32
+    rows = [
+        Format(
+            name="identity", family="identity", element=None, block=(0, 0), scale_dtype=None, alignment=1,
+            hopper="native: the GEMM of the original dtype", cpu="native: the GEMM of the original dtype",
+        )
+    ]  # fmt: skip
+    for name in ("e4m3", "e5m2"):
+        element = ELEMENTS[name]
+        rows += [
+            Format(
+                name=f"per_tensor_{name}", family="per_tensor", element=element, block=(0, 0), scale_dtype=f32,
+                alignment=16, hopper="native: _scaled_mm, per-tensor scales",
+            ),
+            Format(
+                name=f"per_row_{name}", family="per_row", element=element, block=(1, 0), scale_dtype=f32,
+                alignment=16, hopper="native: _scaled_mm, rowwise scales",
+            ),
+            Format(
+                name=f"block_1x128_{name}", family="block", element=element, block=(1, 128), scale_dtype=f32,
+                alignment=128, hopper="emulated: dequantized, then bf16 matmul",
+            ),
+            Format(
+                name=f"block_128x128_{name}", family="block", element=element, block=(128, 128), scale_dtype=f32,
+                alignment=128, hopper="emulated: dequantized, then bf16 matmul",
+            ),
+            Format(
+                name=f"mxfp8_{name}", family="mxfp8", element=element, block=(1, 32), scale_dtype=e8m0,
+                alignment=32, hopper="emulated: dequantized, then bf16 matmul",
+            ),
+            Format(
+                name=f"mxfp8_2d_{name}", family="mxfp8", element=element, block=(32, 32), scale_dtype=e8m0,
+                alignment=32, hopper="emulated: dequantized, then bf16 matmul",
+            ),
+        ]  # fmt: skip
+    e2m1 = ELEMENTS["e2m1"]
+    for name, block in (("nvfp4", (1, 16)), ("nvfp4_2d", (16, 16))):
+        rows.append(
+            Format(
+                name=name, family="nvfp4", element=e2m1, block=block, scale_dtype=e4m3, alignment=16,
+                has_global_amax=True, hopper="emulated: dequantized, then bf16 matmul",
+            )
+        )  # fmt: skip
+    return {row.name: row for row in rows}
+
+
+FORMATS: dict[str, Format] = _rows()
+
+MX_MODES = ("rceil", "floor", "ceil", "even")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantSpec:
+    """A format and the choices it leaves open, for one direction of one operand.
+
+    `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax (numerics: amax < eps gives eps).
+    `torchao` takes torchao's scale formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding
+    of MX scales. `rht` applies the 16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only),
+    `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none.
+    """
+
+    format: str
+    pow2: bool = False
+    eps: float = 0.0
+    torchao: bool = False
+    mode: str = "rceil"
+    rht: bool = False
+    random_signs: bool = True
+    dtype: str = ""
+
+    @property
+    def row(self) -> Format:
+        return FORMATS[self.format]
+
+    @property
+    def is_identity(self) -> bool:
+        return self.format == "identity"
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")
+        if self.mode not in MX_MODES:
+            raise RecipeError(f"unknown MX scale mode {self.mode!r}; known modes: {', '.join(MX_MODES)}")
+
+    def __str__(self) -> str:
+        changed = []
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                changed.append(field.name if value is True else f"{field.name}={value}")
+        return self.format + (f"({','.join(changed)})" if changed else "")
+
+    @classmethod
+    @functools.lru_cache(maxsize=None)  # noqa: B019  the arguments are short strings, and few
+    def parse(cls, text: str) -> QuantSpec:
+        """The inverse of `str(spec)`."""
+        name, _, rest = text.partition("(")
+        kinds = {field.name: type(field.default) for field in fields(cls)[1:]}
+        options: dict[str, object] = {}
+        for item in filter(None, rest.removesuffix(")").split(",")):
+            key, _, value = item.partition("=")
+            if key not in kinds:
+                raise RecipeError(f"unknown option {key!r} in quantization spec {text!r}")
+            if kinds[key] is bool:
+                options[key] = value != "False"
+            else:
+                options[key] = kinds[key](value)
+        return cls(format=name, **options)  # type: ignore[arg-type]
+
+
+IDENTITY = QuantSpec(format="identity")
+
+
+@dataclass(frozen=True)
+class OperandSpec:
+    """Both directions of one operand. `from_rowwise`: the columnwise half quantizes the dequantized rowwise half."""
+
+    rowwise: QuantSpec
+    columnwise: QuantSpec
+    from_rowwise: bool = False
+
+    def __str__(self) -> str:
+        if self.rowwise == self.columnwise and not self.from_rowwise:
+            return str(self.rowwise)
+        return f"{self.rowwise}{'>' if self.from_rowwise else '|'}{self.columnwise}"
+
+    @classmethod
+    def parse(cls, text: str) -> OperandSpec:
+        """The inverse of `str(spec)`."""
+        for mark in "|>":
+            row, found, column = text.partition(mark)
+            if found:
+                return cls(QuantSpec.parse(row), QuantSpec.parse(column), mark == ">")
+        return cls(QuantSpec.parse(text), QuantSpec.parse(text))
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """What `fxquant::linear` needs to know: its three operands, the autocast dtype in force, and its layer's name."""
+
+    input: OperandSpec
+    weight: OperandSpec
+    grad_output: OperandSpec
+    autocast: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"input={self.input}", f"weight={self.weight}", f"grad_output={self.grad_output}"]
+        parts += [f"autocast={self.autocast}"] if self.autocast else []
+        return " ".join([*parts, f"name={self.name}"])
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  a static cache of short texts
+    def parse(cls, text: str) -> LinearSpec:
+        """The inverse of `str(spec)`."""
+        head, _, name = text.partition("name=")
+        items = dict(item.split("=", 1) for item in head.split())
+        operands = (OperandSpec.parse(items[key]) for key in ("input", "weight", "grad_output"))
+        return cls(*operands, autocast=items.get("autocast", ""), name=name)
+
+
+def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:
+    """Why operands quantized as `a` and `b` cannot be multiplied, or None when they can.
+
+    Two elements in e5m2 have no FP8 matrix instruction in cuBLAS (cublasLtMatmul, FP8 kernels table), and two 2-d
+    block scalings no kernel.
+    """
+    if a.is_identity and b.is_identity:
+        return None
+    if a.is_identity or b.is_identity:
+        return "one operand is quantized and the other is in high precision"
+    families = {a.row.family, b.row.family}
+    if len(families) > 1 and families != {"per_tensor", "per_row"}:
+        return "the two scalings belong to different GEMMs"
+    if a.row.family == "block" and a.row.block[0] > 1 and b.row.block[0] > 1:
+        return "a 128x128-scaled operand multiplies only a 1x128-scaled one"
+    if a.row.element == b.row.element == ELEMENTS["e5m2"]:
+        return "no FP8 GEMM multiplies e5m2 by e5m2"
+    if a.rht != b.rht or (a.rht and a.random_signs != b.random_signs):
+        return "only one operand is Hadamard-transformed, so the transform would not cancel"
+    return None

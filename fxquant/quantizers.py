@@ -1,0 +1,314 @@
+"""Quantizers: value objects that a recipe returns for a role.
+
+A quantizer says how an operand is quantized in each direction; it holds no tensor and no state, so equal settings
+compare equal. Names and keyword arguments follow TransformerEngine. Used eagerly:
+
+    q = MXFP8Quantizer(fp8_dtype=torch.float8_e4m3fn).quantize(x)
+    q.rowwise.data, q.rowwise.scale, q.dequantize("rowwise")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fxquant.errors import RecipeError
+from fxquant.formats import IDENTITY, OperandSpec, QuantSpec, gemm_mismatch
+from fxquant.roles import Direction
+
+
+class DType:
+    """TransformerEngine's names of the element dtypes."""
+
+    kFloat8E4M3 = torch.float8_e4m3fn
+    kFloat8E5M2 = torch.float8_e5m2
+    kFloat4E2M1 = torch.float4_e2m1fn_x2
+
+
+_FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def _fp8_name(dtype: torch.dtype) -> str:
+    if dtype not in _FP8_NAMES:
+        raise RecipeError(f"fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, not {dtype}")
+    return _FP8_NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class QuantizedOperand:
+    """One direction of a quantized tensor, with the contracted axis last.
+
+    `data`: [M, K] rowwise, [K, M] columnwise; torch.float4_e2m1fn_x2 packs two elements in one along the last axis.
+    `scale`: what dequantization multiplies by, e8m0 and e4m3 scales raw. `global_amax`: float32 [1], NVFP4 only.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    global_amax: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor quantized in one or both directions. `shape` [M, K] and `dtype` are those of the original."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    rowwise: QuantizedOperand | None
+    columnwise: QuantizedOperand | None
+    _parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = field(repr=False, default_factory=dict)
+
+    def dequantize(self, direction: str = "rowwise") -> Tensor:
+        """The values of one direction, [M, K] in the original dtype's shape, as float32.
+
+        Raises RecipeError when that direction was not quantized.
+        """
+        from fxquant.kernels import ops
+
+        try:
+            parts, spec = self._parts[Direction(direction)]
+        except KeyError:
+            raise RecipeError(
+                f"the {direction} representation is not available: quantize with {direction}=True"
+            ) from None
+        rows = self.shape.numel() // self.shape[-1] if self.shape[-1] else 0
+        flat = ops.dequantize(parts, str(spec), str(Direction(direction)), [rows, self.shape[-1]], torch.float32)
+        return flat.reshape(self.shape)
+
+
+class Quantizer:
+    """How one operand is quantized. Subclasses are frozen dataclasses and answer `spec`."""
+
+    columnwise_source: ClassVar[str] = "original"
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        """The text that crosses into the graph for one direction."""
+        raise NotImplementedError
+
+    def side(self, direction: Direction) -> Quantizer:
+        """The quantizer that does the work in one direction: itself, unless it is a hybrid."""
+        return self
+
+    def operand_spec(self) -> OperandSpec:
+        """Both directions at once."""
+        source = getattr(self, "columnwise_source", "original")
+        return OperandSpec(
+            self.spec(Direction.ROWWISE), self.spec(Direction.COLUMNWISE), source == "rowwise_dequantized"
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether both directions keep the tensor as it is, without even a cast."""
+        return all(self.spec(d) == IDENTITY for d in Direction)
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        """Quantizes `x` [..., K] (leading axes are flattened to M) on its own device, outside any graph.
+
+        Raises RecipeError for a tensor that is not floating point or has no axis.
+        """
+        from fxquant.kernels import ops
+
+        if not x.is_floating_point() or x.ndim == 0:
+            raise RecipeError(f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {x.shape}")
+        flat = x.detach().reshape(-1, x.shape[-1])
+        spec = self.operand_spec()
+        wanted = [d for d, on in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)) if on]
+        parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = {}
+        for direction in wanted:
+            made, made_spec = ops.quantize_operand(flat, spec, str(direction))
+            parts[direction] = (made, made_spec)
+        shown = {d: _show(p, s, flat.shape[1 if d is Direction.ROWWISE else 0]) for d, (p, s) in parts.items()}
+        return QuantizedTensor(
+            x.shape, x.dtype, shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), parts
+        )
+
+    def __call__(self, x: Tensor) -> QuantizedTensor:
+        """Quantizes in both directions."""
+        return self.quantize(x)
+
+    def __str__(self) -> str:
+        return str(self.operand_spec())
+
+
+def _show(parts: Sequence[Tensor], spec: QuantSpec, length: int) -> QuantizedOperand:
+    """What users see of an operand: torch's own dtypes, and no padding where an element has a byte of its own."""
+    if spec.is_identity:
+        return QuantizedOperand(parts[0])
+    row, (data, scale, *amax) = spec.row, parts
+    assert row.element is not None and row.scale_dtype is not None
+    data = data.view(row.element.dtype) if row.element.packed > 1 else data[..., :length]
+    return QuantizedOperand(data, scale.view(row.scale_dtype), amax[0] if amax else None)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(Quantizer):
+    """FP8 with one float32 scale for the tensor, from its own amax (numerics: current scaling)."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    device: Any = field(default=None, compare=False, repr=False)
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _fp8_name(self.fp8_dtype)
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(
+            format=f"per_tensor_{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+        )
+
+
+@dataclass(frozen=True)
+class Float8RowwiseQuantizer(Quantizer):
+    """FP8 with one float32 scale for each row of the direction, by torchao's formula."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _fp8_name(self.fp8_dtype)
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(
+            format=f"per_row_{_fp8_name(self.fp8_dtype)}",
+            pow2=self.force_pow_2_scales,
+            eps=self.amax_epsilon,
+            torchao=True,
+        )
+
+
+@dataclass(frozen=True)
+class Float8BlockQuantizer(Quantizer):
+    """FP8 with one float32 scale for 128 elements (`block_scaling_dim=1`) or a 128x128 tile (2)."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    rowwise: bool = field(default=True, compare=False, repr=False)
+    columnwise: bool = field(default=True, compare=False, repr=False)
+    amax_epsilon: float = 0.0
+    force_pow_2_scales: bool = True
+    block_scaling_dim: int = 2
+
+    def __post_init__(self) -> None:
+        _fp8_name(self.fp8_dtype)
+        if self.block_scaling_dim not in (1, 2):
+            raise RecipeError(f"block_scaling_dim must be 1 or 2, not {self.block_scaling_dim}")
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        block = "1x128" if self.block_scaling_dim == 1 else "128x128"
+        return QuantSpec(
+            format=f"block_{block}_{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+        )
+
+
+@dataclass(frozen=True)
+class MXFP8Quantizer(Quantizer):
+    """MXFP8: one e8m0 scale for 32 elements, or for a 32x32 tile (OCP MX v1.0, section 5).
+
+    `scale_mode` is how the scale is rounded: ``rceil`` (TransformerEngine, cuBLAS), or torchao's ``floor``, ``ceil``,
+    ``even``.
+    """
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    rowwise: bool = field(default=True, compare=False, repr=False)
+    columnwise: bool = field(default=True, compare=False, repr=False)
+    with_2d_quantization: bool = False
+    scale_mode: str = "rceil"
+
+    def __post_init__(self) -> None:
+        self.spec(Direction.ROWWISE)
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        block = "2d_" if self.with_2d_quantization else ""
+        return QuantSpec(format=f"mxfp8_{block}{_fp8_name(self.fp8_dtype)}", mode=self.scale_mode)
+
+
+@dataclass(frozen=True)
+class NVFP4Quantizer(Quantizer):
+    """NVFP4: e2m1 elements, an e4m3 scale for 16 of them or a 16x16 tile, and one float32 amax for the tensor.
+
+    `with_rht` transforms the columnwise half before it is quantized, with `with_random_sign_mask` by the signed
+    Hadamard matrix.
+    """
+
+    fp4_dtype: torch.dtype = torch.float4_e2m1fn_x2
+    with_rht: bool = False
+    with_post_rht_amax: bool = False
+    with_2d_quantization: bool = False
+    with_random_sign_mask: bool = True
+
+    def __post_init__(self) -> None:
+        if self.fp4_dtype is not torch.float4_e2m1fn_x2:
+            raise RecipeError(f"fp4_dtype must be torch.float4_e2m1fn_x2, not {self.fp4_dtype}")
+        if self.with_rht and not self.with_post_rht_amax:
+            raise RecipeError("NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True")
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(
+            format="nvfp4_2d" if self.with_2d_quantization else "nvfp4",
+            rht=self.with_rht and direction is Direction.COLUMNWISE,
+            random_signs=self.with_random_sign_mask or not self.with_rht,
+        )
+
+
+@dataclass(frozen=True)
+class IdentityQuantizer(Quantizer):
+    """Keeps the tensor in high precision, cast to `dtype` if one is given."""
+
+    dtype: torch.dtype | None = None
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(format="identity", dtype=str(self.dtype).removeprefix("torch.") if self.dtype else "")
+
+
+@dataclass(frozen=True)
+class HybridQuantizer(Quantizer):
+    """One quantizer for each direction.
+
+    `columnwise_source`: ``original`` quantizes the columnwise half from the tensor itself, ``rowwise_dequantized`` from
+    the rowwise half dequantized to the tensor's dtype.
+    """
+
+    rowwise_quantizer: Quantizer
+    columnwise_quantizer: Quantizer
+    columnwise_source: Literal["original", "rowwise_dequantized"] = "original"  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        for name in ("rowwise_quantizer", "columnwise_quantizer"):
+            value = getattr(self, name)
+            if not isinstance(value, Quantizer):
+                raise TypeError(f"{name} must be a Quantizer, not {type(value).__name__}")
+            if isinstance(value, HybridQuantizer):
+                raise TypeError(f"{name} is itself a HybridQuantizer: name the quantizer of that direction")
+        if self.rowwise_quantizer is self.columnwise_quantizer:
+            raise ValueError("rowwise_quantizer and columnwise_quantizer are the same object: make one for each direction")
+        if self.columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(
+                f"columnwise_source must be 'original' or 'rowwise_dequantized', not {self.columnwise_source!r}"
+            )
+
+    def side(self, direction: Direction) -> Quantizer:
+        return self.rowwise_quantizer if direction is Direction.ROWWISE else self.columnwise_quantizer
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return self.side(direction).spec(direction)
+
+
+def quantizer_text(quantizer: Quantizer) -> str:
+    """A short name with the settings that differ from their defaults."""
+    changed = [
+        f"{f.name}={getattr(quantizer, f.name)!r}"
+        for f in fields(quantizer)  # type: ignore[arg-type]
+        if f.repr and getattr(quantizer, f.name) != f.default
+    ]
+    return f"{type(quantizer).__name__}({', '.join(changed)})"
+
+
+__all__ = [
+    "DType", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8RowwiseQuantizer", "HybridQuantizer",
+    "IdentityQuantizer", "MXFP8Quantizer", "NVFP4Quantizer", "QuantizedOperand", "QuantizedTensor", "Quantizer",
+    "gemm_mismatch", "quantizer_text",
+]  # fmt: skip

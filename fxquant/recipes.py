@@ -1,0 +1,322 @@
+"""Recipes: which quantizer each role gets.
+
+A recipe is a value: it compares, hashes and prints by its settings. `get("mxfp8")` gives a named one;
+`CustomRecipe(qfactory=...)` asks a function of the user's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from fxquant.errors import RecipeError
+from fxquant.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from fxquant.roles import QuantizerRole
+
+QuantizerFactory = Callable[[QuantizerRole], Quantizer]
+
+
+class Format(Enum):
+    """Element formats of a recipe: (forward, backward)."""
+
+    E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    E5M2 = (torch.float8_e5m2, torch.float8_e5m2)
+    HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def dtype(self, role: QuantizerRole) -> torch.dtype:
+        """The element dtype of a role: gradients take the backward one."""
+        return self.value[role.tensor_type == "grad_output"]
+
+
+def _is_linear(role: QuantizerRole) -> bool:
+    return role.module_type in ("linear", "grouped_linear")
+
+
+class Recipe:
+    """Base of all recipes. `quantizer(role)` answers; the boundary roles (output, grad_input) are never asked for."""
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        """The quantizer of a role. Raises RecipeError when a user's factory gives none."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """A text that is equal for equal recipes, in every process."""
+        return repr(self)
+
+    def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
+        """The parts of the recipe that none of these roles reached."""
+        return []
+
+    def delayed(self) -> bool:
+        """Whether this is delayed scaling."""
+        return False
+
+    def float8_current_scaling(self) -> bool:
+        """Whether this is per-tensor current scaling."""
+        return isinstance(self, Float8CurrentScaling)
+
+    def float8_block_scaling(self) -> bool:
+        """Whether this is FP8 block scaling."""
+        return isinstance(self, Float8BlockScaling)
+
+    def mxfp8(self) -> bool:
+        """Whether this is MXFP8."""
+        return isinstance(self, MXFP8BlockScaling)
+
+    def nvfp4(self) -> bool:
+        """Whether this is NVFP4."""
+        return isinstance(self, NVFP4BlockScaling)
+
+    def custom(self) -> bool:
+        """Whether a factory of the user's decides."""
+        return isinstance(self, CustomRecipe)
+
+
+def _reject_e5m2(fp8_format: Format, name: str) -> None:
+    if fp8_format is Format.E5M2:
+        raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
+
+
+@dataclass(frozen=True)
+class HighPrecision(Recipe):
+    """Quantizes nothing: the compilation is the one of plain Inductor."""
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return IdentityQuantizer()
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Per-tensor FP8 from the tensor's own amax: e4m3 forward and e5m2 gradients (HYBRID)."""
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+
+    def __post_init__(self) -> None:
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        if not _is_linear(role):
+            return IdentityQuantizer()
+        return Float8CurrentScalingQuantizer(self.fp8_format.dtype(role), force_pow_2_scales=self.use_power_2_scales)
+
+
+@dataclass(frozen=True)
+class Float8RowwiseScaling(Recipe):
+    """torchao's rowwise FP8: one power-of-two scale for each row of each direction, e4m3 throughout."""
+
+    use_power_2_scales: bool = True
+    fp8_format: Format = Format.E4M3
+
+    def __post_init__(self) -> None:
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        if not _is_linear(role):
+            return IdentityQuantizer()
+        return Float8RowwiseQuantizer(self.fp8_format.dtype(role), force_pow_2_scales=self.use_power_2_scales)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 in blocks of 128: 1x128 inputs and gradients, 128x128 weights, power-of-two scales."""
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    def __post_init__(self) -> None:
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        x, w, grad = dims
+        if any(dim not in (1, 2) for dim in dims):
+            raise RecipeError(f"block scaling dims must be 1 or 2, not {dims}")
+        if (x, w) == (2, 2) or (grad, w) == (2, 2) or (x, grad) == (2, 2):
+            raise RecipeError("2D by 2D block GEMM is not supported: make one operand of each pair 1-dimensional")
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        if not _is_linear(role):
+            return IdentityQuantizer()
+        dim = {
+            "weight": self.w_block_scaling_dim,
+            "grad_output": self.grad_block_scaling_dim,
+        }.get(role.tensor_type, self.x_block_scaling_dim)
+        return Float8BlockQuantizer(
+            self.fp8_format.dtype(role), force_pow_2_scales=not self.use_f32_scales, block_scaling_dim=dim
+        )
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: e8m0 scales for blocks of 32; `enable_2d_quantization` uses 32x32 tiles for weights."""
+
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        if not _is_linear(role):
+            return IdentityQuantizer()
+        tiles = self.enable_2d_quantization and role.tensor_type == "weight"
+        return MXFP8Quantizer(self.fp8_format.dtype(role), with_2d_quantization=tiles)
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4 for all three GEMMs, with 16x16 tiles for weights unless `disable_2d_quantization`.
+
+    The randomized Hadamard transform is off by default in this version; stochastic rounding of gradients is not yet
+    part of it.
+    """
+
+    disable_rht: bool = True
+    disable_2d_quantization: bool = False
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        if not _is_linear(role):
+            return IdentityQuantizer()
+        if role.tensor_type == "weight":
+            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
+        return NVFP4Quantizer(with_rht=not self.disable_rht, with_post_rht_amax=not self.disable_rht)
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """Asks `qfactory(role)` for every operand.
+
+    The factory returns a quantizer for each role it is asked about, `IdentityQuantizer()` to keep one in high
+    precision; None is refused. It must give equal answers to equal roles.
+    """
+
+    qfactory: QuantizerFactory
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise RecipeError(f"qfactory must be callable with a QuantizerRole, not {type(self.qfactory).__name__}")
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        made = self.qfactory(role)
+        if made is None:
+            raise RecipeError(
+                f"qfactory returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
+            )
+        if not isinstance(made, Quantizer):
+            raise RecipeError(f"qfactory returned a {type(made).__name__} for role {role}: a Quantizer is expected")
+        return made
+
+    def fingerprint(self) -> str:
+        return f"CustomRecipe({_callable_text(self.qfactory)})"
+
+    def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
+        return self.qfactory.unused(roles) if isinstance(self.qfactory, Rules) else []
+
+
+def _callable_text(call: object) -> str:
+    """A name for a factory that is the same in every process; what it decided is in the graph itself."""
+    if isinstance(call, functools.partial):
+        return f"partial({_callable_text(call.func)}, {call.args!r}, {sorted(call.keywords.items())!r})"
+    if isinstance(call, Rules):
+        return repr(call)
+    owner = call if hasattr(call, "__qualname__") else type(call)
+    return f"{owner.__module__}.{getattr(owner, '__qualname__', type(call).__name__)}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A quantizer and the roles it is for. Each given pattern must match the whole of its field.
+
+    `name` and the others are regular expressions: ``Rule(IdentityQuantizer(), name=r"lm_head|.*\\.router")``.
+    """
+
+    quantizer: Quantizer
+    name: str | None = None
+    module_type: str | None = None
+    tensor_type: str | None = None
+
+    def matches(self, role: QuantizerRole) -> bool:
+        """Whether every given pattern matches."""
+        keys = ("name", "module_type", "tensor_type")
+        patterns = [(getattr(self, key), getattr(role, key)) for key in keys]
+        return all(pattern is None or re.fullmatch(pattern, value) for pattern, value in patterns)
+
+    def __str__(self) -> str:
+        keys = ("name", "module_type", "tensor_type")
+        return ", ".join(f"{key}={value!r}" for key in keys if (value := getattr(self, key)) is not None) or "any role"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A factory made of rules: the first that matches answers, `default` where none does.
+
+    `default` is a recipe or its name; a report names the rules that matched nothing.
+    """
+
+    rules: Sequence[Rule] = field(default=())
+    default: Recipe | str = "high_precision"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        object.__setattr__(self, "default", resolve(self.default))
+
+    def _index(self, role: QuantizerRole) -> int | None:
+        return next((i for i, rule in enumerate(self.rules) if rule.matches(role)), None)
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        index = self._index(role)
+        if index is not None:
+            return self.rules[index].quantizer
+        assert isinstance(self.default, Recipe)
+        return self.default.quantizer(role)
+
+    def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
+        """The rules that no role reached."""
+        used = {self._index(role) for role in roles}
+        return [f"rule {i}: {rule}" for i, rule in enumerate(self.rules) if i not in used]
+
+
+RECIPES: dict[str, Recipe] = {
+    "high_precision": HighPrecision(),
+    "current_scaling": Float8CurrentScaling(),
+    "rowwise": Float8RowwiseScaling(),
+    "float8_blockwise": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+
+
+def get(name: str) -> Recipe:
+    """A named recipe. Raises RecipeError, with the known names, for another one."""
+    if name not in RECIPES:
+        close = difflib.get_close_matches(name, RECIPES, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise RecipeError(f"unknown recipe {name!r}{hint} Known recipes: {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def resolve(recipe: Recipe | str) -> Recipe:
+    """A recipe from itself or its name."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        return get(recipe)
+    if callable(recipe):
+        raise RecipeError("a factory is not a recipe by itself: pass CustomRecipe(qfactory=...)")
+    raise RecipeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}, not a {type(recipe).__name__}")

@@ -1,0 +1,237 @@
+"""What became of every matmul of a compiled model: counts, a text table, JSON and HTML."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fxquant.decisions import Decision
+from fxquant.roles import Gemm
+
+COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
+
+
+class Layer(NamedTuple):
+    """The decisions of one layer, or of `repeats` layers that differ only in numbers of their names."""
+
+    name: str
+    repeats: int
+    decisions: list[Decision]
+
+
+@dataclass(kw_only=True)
+class Report:
+    """The decisions of one or several compiled graphs.
+
+    `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
+    each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks.
+    """
+
+    recipe: str
+    decisions: list[Decision] = field(default_factory=list)
+    graphs: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+
+    def gemms(self) -> dict[tuple[int, Gemm], list[Decision]]:
+        """The decisions by (site, gemm): normally two, left operand then right."""
+        groups: dict[tuple[int, Gemm], list[Decision]] = defaultdict(list)
+        for decision in self.decisions:
+            groups[decision.site, decision.gemm].append(decision)
+        return dict(groups)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of all GEMMs (``total``), and of those with both operands quantized (``quantized``)."""
+        total = quantized = 0
+        for operands in self.gemms().values():
+            flops = operands[0].flops
+            total += flops
+            quantized += flops if _quantized(operands) else 0
+        return {"total": total, "quantized": quantized}
+
+    @property
+    def coverage(self) -> float:
+        """Share of matmul FLOPs that run with both operands quantized; 1 for a model without matmuls."""
+        return self.flops["quantized"] / self.flops["total"] if self.flops["total"] else 1.0
+
+    @property
+    def explained(self) -> float:
+        """Share of matmul FLOPs that are quantized or carry a written reason why not."""
+        total = self.flops["total"]
+        explained = sum(
+            operands[0].flops
+            for operands in self.gemms().values()
+            if _quantized(operands) or any(d.skip_reason is not None for d in operands)
+        )
+        return explained / total if total else 1.0
+
+    def summary(self) -> dict[str, Any]:
+        """The counts of the totals line, by name."""
+        return {
+            "matmuls": len({d.site for d in self.decisions}),
+            "operands": len(self.decisions),
+            "quantized_operands": sum(d.quantizer is not None for d in self.decisions),
+            "flops": self.flops,
+            "coverage": self.coverage,
+            "explained": self.explained,
+            "skipped": dict(Counter(str(d.skip_reason) for d in self.decisions if d.skip_reason).most_common()),
+        }
+
+    def totals(self) -> str:
+        """One line: matmuls, operands quantized, share of FLOPs, and the skipped by reason."""
+        s = self.summary()
+        line = f"{_count(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
+        line += f"{100 * s['coverage']:.1f}% of matmul FLOPs"
+        if s["skipped"]:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in s["skipped"].items())
+            line += f"; {sum(s['skipped'].values())} skipped: {reasons}"
+        return line
+
+    def table(self, layer: str = "", *, collapse: bool = False) -> str:
+        """One row per operand and GEMM, of the layers whose name the regular expression `layer` finds.
+
+        `collapse` folds layers that differ in nothing but a number of their name, written as ``layers.{0..11}.mlp``.
+        """
+        rows = [
+            (name, role_text(d), str(d.gemm), str(d.direction), shape_text(d), result(d))
+            for name, _, decisions in self.layers(layer, collapse=collapse)
+            for d in decisions
+        ]
+        return aligned([COLUMNS, *rows])
+
+    def layers(self, layer: str = "", *, collapse: bool = False) -> list[Layer]:
+        """Every layer in graph order; see `table` for the arguments."""
+        pattern = re.compile(layer)
+        found: dict[str, list[Decision]] = defaultdict(list)
+        for decision in self.decisions:
+            if pattern.search(decision.layer):
+                found[decision.layer].append(decision)
+        return _fold(found) if collapse else [Layer(name or "<model>", 1, rows) for name, rows in found.items()]
+
+    def to_json(self) -> str:
+        """Everything in the report as a JSON object."""
+        content = {
+            "recipe": self.recipe,
+            "summary": self.summary(),
+            "unused": self.unused,
+            "breaks": self.breaks,
+            "decisions": [_plain(d) for d in self.decisions],
+            "graphs": self.graphs,
+        }
+        return json.dumps(content, indent=1)
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes one file that needs no other, and follows the reader's light or dark setting."""
+        from fxquant import report_html
+
+        text = report_html.page(f"fxquant: {self.recipe}", report_html.section(self))
+        Path(path).write_text(text, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from fxquant import report_html
+
+        return report_html.fragment(self)
+
+    def text(self, layer: str = "", *, collapse: bool = False) -> str:
+        """Table, totals, unused parts of the recipe and graph breaks; see `table` for the arguments."""
+        lines = [f"recipe: {self.recipe}"]
+        if self.decisions:
+            lines.append(self.table(layer, collapse=collapse))
+        lines.append(self.totals())
+        lines += [f"unused in the recipe: {part}" for part in self.unused]
+        lines += [f"graph break: {reason}" for reason in self.breaks]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def role_text(decision: Decision) -> str:
+    """The tensor type, with the module type in front when it is not linear."""
+    role = decision.role
+    return role.tensor_type if role.module_type == "linear" else f"{role.module_type}.{role.tensor_type}"
+
+
+def shape_text(decision: Decision) -> str:
+    """The operand's shape, such as ``[64, 4096]``."""
+    return f"[{', '.join(str(size) for size in decision.shape)}]"
+
+
+def result(decision: Decision) -> str:
+    """How the operand is quantized in its direction, or ``skipped: REASON``; with the detail in parentheses."""
+    detail = f" ({decision.detail})" if decision.detail else ""
+    if decision.quantizer is None:
+        return f"skipped: {decision.skip_reason}{detail}"
+    return f"{decision.quantizer.spec(decision.direction)}{detail}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns; the last one keeps its own width."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    )
+
+
+def _quantized(operands: Sequence[Decision]) -> bool:
+    return all(d.quantizer is not None for d in operands)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _plain(decision: Decision) -> dict[str, Any]:
+    """A decision in the types of JSON."""
+    return {
+        "layer": decision.layer,
+        "module_type": decision.role.module_type,
+        "tensor_type": decision.role.tensor_type,
+        "gemm": str(decision.gemm),
+        "direction": str(decision.direction),
+        "shape": list(decision.shape),
+        "quantizer": None if decision.quantizer is None else result(decision),
+        "skip_reason": decision.skip_reason and str(decision.skip_reason),
+        "detail": decision.detail,
+        "form": decision.form,
+        "site": decision.site,
+        "flops": decision.flops,
+    }
+
+
+def _fold(layers: dict[str, list[Decision]]) -> list[Layer]:
+    """Merges layers that differ in one number of their name, one position of the name after another."""
+    folded = [(name.split("."), 1, rows) for name, rows in layers.items()]
+    for position in range(max((len(parts) for parts, _, _ in folded), default=0)):
+        groups: dict[Any, list[tuple[list[str], int, list[Decision]]]] = defaultdict(list)
+        for parts, count, rows in folded:
+            same = list(parts)
+            if position < len(parts) and parts[position].isdecimal():
+                same[position] = "{}"
+            content = tuple((role_text(d), d.gemm, d.direction, d.shape, result(d)) for d in rows)
+            groups[tuple(same), content].append((parts, count, rows))
+        folded = []
+        for members in groups.values():
+            parts, count, rows = members[0]
+            if len(members) > 1:
+                numbers = _ranges([int(member[0][position]) for member in members])
+                parts = [*parts[:position], numbers, *parts[position + 1 :]]
+            folded.append((parts, count * len(members), rows))
+    return [Layer(".".join(parts) or "<model>", count, rows) for parts, count, rows in folded]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as ``{0..11}`` or ``{0,2,5..7}``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "{" + ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}..{r[-1]}" for r in runs) + "}"

@@ -1,0 +1,57 @@
+"""What a quantizer factory is asked about: one operand of one matmul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """One operand, named as TransformerEngine names it.
+
+    `module_type`: ``linear``, ``grouped_linear``, ``dpa`` (attention), or ``matmul`` for the product of two
+    activations outside attention. `tensor_type`: ``input``, ``weight``, ``grad_output``; for attention ``qkv``,
+    ``s``, ``do``, ``dp``. `name`: the module path, such as ``model.layers.0.mlp.gate_proj``.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or '<model>'} ({self.module_type}, {self.tensor_type})"
+
+
+class Gemm(str, Enum):
+    """The three matmuls of a linear layer.
+
+    fprop: output[M, N] = input.row[M, K] x weight.row[N, K]. dgrad: grad_input[M, K] = grad_output.row[M, N] x
+    weight.col[K, N]. wgrad: grad_weight[N, K] = grad_output.col[N, M] x input.col[K, M]. Both operands of each have
+    the contracted axis last.
+    """
+
+    FPROP = "fprop"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Direction(str, Enum):
+    """Which axis of an operand [M, K] is contracted: rowwise K, columnwise M (the payload is then [K, M])."""
+
+    ROWWISE = "rowwise"
+    COLUMNWISE = "columnwise"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+GEMM_OPERANDS: dict[Gemm, tuple[tuple[str, Direction], tuple[str, Direction]]] = {
+    Gemm.FPROP: (("input", Direction.ROWWISE), ("weight", Direction.ROWWISE)),
+    Gemm.DGRAD: (("grad_output", Direction.ROWWISE), ("weight", Direction.COLUMNWISE)),
+    Gemm.WGRAD: (("grad_output", Direction.COLUMNWISE), ("input", Direction.COLUMNWISE)),
+}
+"""For each GEMM its two operands: (operand, direction), left then right."""

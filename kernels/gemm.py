@@ -1,0 +1,107 @@
+"""GEMMs of quantized operands on CUDA: `_scaled_mm` where it takes the scaling, else bfloat16 on exact values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.formats import QuantSpec
+from fxquant.kernels import reference
+
+_NATIVE = ("per_tensor", "per_row")
+
+
+def scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """a [*, M, K] x b [*, N, K]^T + bias in `out_dtype`; the meaning is `reference.scaled_mm`."""
+    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    if left.row.family in _NATIVE and a[0].ndim == 2:
+        return _fp8_mm(a, b, bias, out_dtype, fast_accum)
+    if _exact_in_bfloat16(left) and _exact_in_bfloat16(right):
+        return _bfloat16_mm(a, left, b, right, bias, out_dtype)
+    return reference.scaled_mm(a, left, b, right, bias, out_dtype)
+
+
+def _fp8_mm(
+    a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    features = b_data.shape[0]
+    spare = -features % 16
+    if spare:  # _scaled_mm wants both sizes of its right operand in multiples of 16
+        b_data = torch.nn.functional.pad(b_data.view(torch.uint8), (0, 0, 0, spare)).view(b_data.dtype)
+        if b_scale.numel() > 1 or b_scale.ndim > 1:
+            b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, spare), value=1.0)
+    per_row = a_scale.ndim > 1 or b_scale.ndim > 1
+    if per_row and out_dtype == torch.bfloat16:
+        # one scale for the tensor is the same scale for each of its rows
+        left = a_scale if a_scale.ndim > 1 else a_scale.expand(a_data.shape[0], 1).contiguous()
+        right = b_scale if b_scale.ndim > 1 else b_scale.expand(b_data.shape[0], 1).contiguous()
+        out = torch._scaled_mm(
+            a_data, b_data.t(), scale_a=left, scale_b=right.t(), out_dtype=out_dtype, use_fast_accum=fast_accum
+        )
+    elif per_row:
+        one = torch.ones([], dtype=torch.float32, device=a_data.device)
+        out = torch._scaled_mm(
+            a_data, b_data.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accum
+        )
+        out = out * a_scale * b_scale.reshape(-1)
+    else:
+        out = torch._scaled_mm(
+            a_data, b_data.t(), scale_a=a_scale.reshape([]), scale_b=b_scale.reshape([]), out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )  # fmt: skip
+    out = out[:, :features] if spare else out
+    return out.to(out_dtype) if bias is None else (out + bias).to(out_dtype)
+
+
+def _exact_in_bfloat16(spec: QuantSpec) -> bool:
+    """Whether element x block scale has at most bfloat16's 8 bits of significand: the GEMM then sees the exact values."""
+    return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
+
+
+_UNIT_AMAX = 448.0 * 6.0
+"""The NVFP4 global amax whose factor is one."""
+
+
+def _bfloat16_mm(
+    a: Sequence[Tensor],
+    a_spec: QuantSpec,
+    b: Sequence[Tensor],
+    b_spec: QuantSpec,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """One GEMM of the elements times their block scales, accumulated in float32; NVFP4's global factors come after."""
+    factor: Tensor | None = None
+    sides = []
+    for parts, spec in ((a, a_spec), (b, b_spec)):
+        if spec.row.has_global_amax:
+            own = parts[2] / _UNIT_AMAX
+            factor = own if factor is None else factor * own
+            parts = [*parts[:2], torch.full_like(parts[2], _UNIT_AMAX)]
+        sides.append(reference.dequantize(parts, spec).to(torch.bfloat16))
+    left, right = sides[0], sides[1].mT
+    if factor is None and bias is None and out_dtype == torch.bfloat16:
+        return torch.matmul(left, right)
+    multiply = torch.mm if left.ndim == 2 else torch.bmm
+    batch = left.shape[:-2]
+    if left.ndim > 3:
+        left, right = left.flatten(0, -3), right.flatten(0, -3)
+    out = multiply(left, right, out_dtype=torch.float32)  # type: ignore[call-overload]
+    if len(batch) > 1:
+        out = out.reshape(*batch, *out.shape[-2:])
+    if factor is not None:
+        out = out * factor
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,156 @@
+"""The operators that a quantized graph is made of: schemas, fake kernels, and their meaning on any device.
+
+`quantize`, `hybrid_quantize`, `dequantize` and `scaled_mm` say what is meant; the lowering decides how it runs. A
+quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out with the contracted axis
+last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.formats import OperandSpec, QuantSpec
+from fxquant.kernels import reference
+
+_library = torch.library.Library("fxquant", "DEF")
+
+_SCHEMAS = {
+    "quantize": "(Tensor x, str spec, str direction) -> Tensor[]",
+    "hybrid_quantize": "(Tensor x, str rowwise_spec, str columnwise_spec) -> Tensor[]",
+    "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
+    "scaled_mm": (
+        "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor"
+    ),
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+
+
+def _oriented(x: Tensor, direction: str) -> Tensor:
+    return x.mT if direction == "columnwise" else x
+
+
+def _quantize(x: Tensor, spec: str, direction: str) -> list[Tensor]:
+    return reference.quantize(_oriented(x, direction), QuantSpec.parse(spec))
+
+
+def _hybrid_quantize(x: Tensor, rowwise_spec: str, columnwise_spec: str) -> list[Tensor]:
+    return [*_quantize(x, rowwise_spec, "rowwise"), *_quantize(x, columnwise_spec, "columnwise")]
+
+
+def _dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    values = reference.dequantize(parts, QuantSpec.parse(spec))
+    length = size[-2] if direction == "columnwise" else size[-1]
+    return _oriented(values[..., :length], direction).to(dtype)
+
+
+def _scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    return reference.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
+
+
+IMPLEMENTATIONS = {
+    "quantize": _quantize,
+    "hybrid_quantize": _hybrid_quantize,
+    "dequantize": _dequantize,
+    "scaled_mm": _scaled_mm,
+}
+"""The meaning of each operator in plain torch, by name."""
+
+for _name, _kernel in IMPLEMENTATIONS.items():
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+
+
+def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """Shapes and dtypes of `reference.quantize(x, spec)`."""
+    row = spec.row
+    assert row.element is not None and row.scale_dtype is not None
+    *batch, rows, length = x.shape
+    padded = (length + row.alignment - 1) // row.alignment * row.alignment
+    block_rows, block_columns = row.block
+    if row.family == "per_tensor":
+        scale_shape = [1]
+    elif row.family == "per_row":
+        scale_shape = [*batch, rows, 1]
+    else:
+        tiled = row.family == "block" and block_rows > 1
+        scale_rows = (rows + block_rows - 1) // block_rows if tiled else rows
+        scale_shape = [*batch, scale_rows, padded // block_columns]
+    packed = row.element.packed
+    parts = [
+        x.new_empty([*batch, rows, padded // packed], dtype=torch.uint8 if packed > 1 else row.element.dtype),
+        x.new_empty(scale_shape, dtype=torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype),
+    ]
+    return [*parts, x.new_empty([1], dtype=torch.float32)] if row.has_global_amax else parts
+
+
+@torch.library.register_fake("fxquant::quantize", lib=_library)
+def _quantize_fake(x: Tensor, spec: str, direction: str) -> list[Tensor]:
+    return _fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
+
+
+@torch.library.register_fake("fxquant::hybrid_quantize", lib=_library)
+def _hybrid_quantize_fake(x: Tensor, rowwise_spec: str, columnwise_spec: str) -> list[Tensor]:
+    return [
+        *_fake_operand(x, QuantSpec.parse(rowwise_spec)),
+        *_fake_operand(x.mT, QuantSpec.parse(columnwise_spec)),
+    ]
+
+
+@torch.library.register_fake("fxquant::dequantize", lib=_library)
+def _dequantize_fake(
+    parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    batch = parts[0].shape[:-2]
+    return parts[0].new_empty([*batch, *size[-2:]], dtype=dtype)
+
+
+@torch.library.register_fake("fxquant::scaled_mm", lib=_library)
+def _scaled_mm_fake(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    return a[0].new_empty([*a[0].shape[:-1], b[0].shape[-2]], dtype=out_dtype)
+
+
+def quantize(x: Tensor, spec: str, direction: str) -> list[Tensor]:
+    """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M])."""
+    return torch.ops.fxquant.quantize(x, spec, direction)  # type: ignore[no-any-return]
+
+
+def dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The values of one direction as [*, M, K] (`size` = [M, K]) in `dtype`."""
+    if QuantSpec.parse(spec).is_identity:
+        return _oriented(parts[0], direction).to(dtype)
+    return torch.ops.fxquant.dequantize(parts, spec, direction, size, dtype)  # type: ignore[no-any-return]
+
+
+def quantize_operand(x: Tensor, spec: OperandSpec, direction: str) -> tuple[list[Tensor], QuantSpec]:
+    """One direction of an operand [*, M, K] with the spec that applies: an identity gives the oriented tensor itself."""
+    if direction == "rowwise":
+        return _one_side(x, spec.rowwise, direction), spec.rowwise
+    if spec.from_rowwise:
+        row = _one_side(x, spec.rowwise, "rowwise")
+        x = dequantize(row, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
+    return _one_side(x, spec.columnwise, direction), spec.columnwise
+
+
+def _one_side(x: Tensor, spec: QuantSpec, direction: str) -> list[Tensor]:
+    if not spec.is_identity:
+        return quantize(x, str(spec), direction)
+    return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]

@@ -1,0 +1,267 @@
+"""What quantize, dequantize and GEMM mean, in plain torch operations.
+
+Every kernel is held to these bytes. The functions are also what runs where no kernel does: they trace (fake tensors,
+symbolic shapes, `torch.compile`), and give the same bytes eagerly and compiled by Inductor.
+
+An operand is [*batch, R, C] with the contracted axis last; Cp is C padded with zeros to a multiple of the format's
+alignment. Columnwise quantization of x [M, K] is `quantize(x.mT, spec)`. Arithmetic is float32, rounded to nearest
+even after every operation, with subnormals kept. An amax ignores NaN elements, and NaN elements stay NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.compat import statically_known_true
+from fxquant.formats import Element, QuantSpec
+
+_FLT_MAX = torch.finfo(torch.float32).max
+_E4M3_MAX, _E2M1_MAX = 448.0, 6.0
+_RHT_NEGATIVE = 0xD7E8
+"""Bit i is set where the sign vector of the randomized Hadamard transform is -1."""
+_NOT_MANTISSA = -0x800000
+"""The bits of a float32 that are not mantissa, as an int32."""
+_SMALLEST_POWER = 0x00400000
+"""The bits of 2^-127, the one power of two that an E8M0 scale or its inverse reaches as a subnormal."""
+
+
+def quantize(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """Quantizes x [*batch, R, C] (float32, bfloat16, float16; float64 is rounded to float32) along its last axis.
+
+    Returns [data, scale], for NVFP4 [data, scale, global_amax]. `data` is [*batch, R, Cp] in the element's dtype, for
+    NVFP4 uint8 [*batch, R, Cp/2] with element 2i in the low nibble. `scale` is what dequantization multiplies by:
+
+    ===============  ====================================================================================
+    per_tensor       float32 [1]
+    per_row          float32 [*batch, R, 1]
+    block_1x128      float32 [*batch, R, Cp/128]
+    block_128x128    float32 [*batch, ceil(R/128), Cp/128]; tiles at the edge use the elements that exist
+    mxfp8, mxfp8_2d  uint8 E8M0 codes [*batch, R, Cp/32]; a 32x32 tile's code stands in each of its rows
+    nvfp4, nvfp4_2d  float8_e4m3fn [*batch, R, Cp/16], likewise; global_amax is float32 [1]
+    ===============  ====================================================================================
+    """
+    row = spec.row
+    if x.dtype == torch.float64:
+        x = x.float()
+    x = _pad(x, -1, row.alignment)
+    if spec.rht:
+        x = hadamard(x, random_signs=spec.random_signs)
+    if row.family == "nvfp4":
+        return _quantize_nvfp4(x, spec)
+    if row.family == "mxfp8":
+        return _quantize_mxfp8(x, spec)
+    return _quantize_float32_scale(x, spec)
+
+
+def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
+    """The float32 values [*batch, R, Cp] that the parts returned by `quantize` stand for."""
+    row = spec.row
+    data, scale = parts[0], parts[1]
+    if row.family in ("per_tensor", "per_row"):
+        return data.float() * scale
+    if row.family == "nvfp4":
+        values = decode_e2m1(torch.stack((data & 15, data >> 4), -1).flatten(-2))
+        factor = scale.float() * parts[2] * (1 / (_E4M3_MAX * _E2M1_MAX))
+    elif row.family == "mxfp8":
+        values, factor = data.float(), decode_e8m0(scale)
+    else:
+        values, factor = data.float(), _repeat_rows(scale, row.block[0], data.shape[-2])
+    return (_in_blocks(values, row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+
+
+def scaled_mm(
+    a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """a [*batch, M, K] x b [*batch, N, K] transposed, + bias [N], gives [*batch, M, N] of `out_dtype`.
+
+    Dequantized operands, float32 products, sums and bias, one rounding to `out_dtype`.
+    """
+    out = dequantize(a, a_spec) @ dequantize(b, b_spec).mT
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+def multiplier_from_amax(amax: Tensor, spec: QuantSpec, largest: float = _FLT_MAX) -> Tensor:
+    """What elements are multiplied by for a float32 amax of any shape, so that amax maps to the format's maximum.
+
+    An infinite quotient becomes `largest`; an amax that is zero, infinite or NaN gives 1. (TransformerEngine's
+    rule, as its CUDA kernels have it; with `spec.torchao` the formula of torchao's float8 linear.)
+    """
+    assert spec.row.element is not None
+    if spec.torchao:
+        scale = torch.full_like(amax, spec.row.element.max, dtype=torch.float64) / amax.double().clamp(min=1e-12)
+        scale = scale.float()
+    else:
+        if spec.eps:
+            amax = torch.where(amax < spec.eps, spec.eps, amax)
+        # a tensor divided by a tensor: eager torch computes `scalar / tensor` as scalar * reciprocal(tensor)
+        scale = torch.full_like(amax, spec.row.element.max) / amax
+        scale = torch.where(scale == math.inf, largest, scale)
+        scale = torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
+    if spec.pow2:
+        scale = (scale.view(torch.int32) & _NOT_MANTISSA).view(torch.float32)
+    return scale
+
+
+def e8m0_from_amax(amax: Tensor, spec: QuantSpec) -> Tensor:
+    """The E8M0 code, as int32, of the scale of blocks with these float32 amaxes.
+
+    ``rceil`` rounds the exponent of amax / maximum up (TransformerEngine, cuBLAS); ``floor`` is the OCP MX v1.0
+    section 6.3 conversion; ``ceil`` and ``even`` are torchao's variants of it.
+    """
+    element = spec.row.element
+    assert element is not None
+    if spec.mode == "rceil":
+        bits = (amax * (1 / element.max)).view(torch.int32)
+        # subnormals up to 2^-127 keep the code of 2^-127; infinity is clamped to the largest finite code
+        return torch.where(bits <= _SMALLEST_POWER, 0, ((bits + 0x7FFFFF) >> 23).clamp(max=254))
+    bits = amax.view(torch.int32)
+    if spec.mode == "ceil":
+        bits = bits + 0x7FFFFF
+    elif spec.mode == "even":
+        bits = bits + (1 << (22 - element.mantissa_bits))
+    return ((bits >> 23) - int(math.log2(element.max))).clamp(min=0)
+
+
+def decode_e8m0(code: Tensor) -> Tensor:
+    """2^(code - 127) in float32 for uint8 E8M0 codes; 255 is NaN (OCP MX v1.0 section 5.4.1)."""
+    power = (code.int() << 23).clamp(min=_SMALLEST_POWER).view(torch.float32)
+    return torch.where(code == 255, math.nan, power)
+
+
+def cast_fp8(y: Tensor, element: Element) -> Tensor:
+    """float32 to an 8-bit element: saturating (infinities too), nearest even, NaN kept."""
+    return y.clamp(-element.max, element.max).to(element.dtype)
+
+
+def encode_e2m1(y: Tensor) -> Tensor:
+    """E2M1 codes, one per byte, of float32 values: saturating, nearest even, bit 3 the sign (also of zero), NaN 7.
+
+    (OCP MX v1.0 section 5.3.3.)
+    """
+    magnitude = y.abs()
+    # below 2 the grid is even: adding 2^22, whose ulp is 0.5, leaves the code in the low bits of the sum
+    small = (magnitude + 2.0**22).view(torch.int32) & 7
+    # from 2 on, round the mantissa to one bit and rebias the exponent
+    bits = magnitude.clamp(max=_E2M1_MAX).view(torch.int32)
+    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    code = torch.where(magnitude < 2, small, large) | ((y.view(torch.int32) >> 28) & 8)
+    return torch.where(y == y, code, 7).to(torch.uint8)
+
+
+def decode_e2m1(code: Tensor) -> Tensor:
+    """The float32 values of E2M1 codes (0 to 15, one per byte)."""
+    magnitude = (code & 7).int()
+    values = torch.where(magnitude < 2, magnitude * 0.5, ((magnitude + 252) << 22).view(torch.float32))
+    return torch.where(code > 7, -values, values)
+
+
+def hadamard(x: Tensor, *, random_signs: bool = True) -> Tensor:
+    """Transforms groups of 16 along the last axis of x [..., 16n] by H16 diag(s) / 4; float32 holding bfloat16 values.
+
+    H16 is the Sylvester matrix, s a fixed sign vector (all ones without `random_signs`). Sums are taken as
+    butterflies over distances 8, 4, 2, 1 in float32 and rounded to bfloat16 once. (TransformerEngine's RHT, NVFP4.)
+    """
+    lane = torch.arange(16, dtype=torch.int32, device=x.device)
+    negative = (_RHT_NEGATIVE if random_signs else 0) >> lane & 1
+    y = _in_blocks(x.float(), 16) * (0.25 - 0.5 * negative)
+    for distance in (8, 4, 2, 1):
+        pairs = y.unflatten(-1, (8 // distance, 2, distance))
+        sign = (1.0 - 2.0 * lane[:2]).unsqueeze(-1)
+        y = (pairs.flip(-2) + pairs * sign).flatten(-3)  # (a, b) -> (b + a, a - b)
+    # rounded with integers: Inductor drops a cast to bfloat16 that is followed by one to float32
+    bits = y.view(torch.int32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
+    return torch.where(y == y, rounded.view(torch.float32), y).flatten(-2)
+
+
+def _quantize_float32_scale(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """Per tensor, per row and in blocks of 128."""
+    row = spec.row
+    assert row.element is not None
+    if row.family == "block":
+        amax = _block_amax(x, row.block)
+        multiplier = multiplier_from_amax(amax, spec, torch.finfo(x.dtype).max)
+        factor = _repeat_rows(multiplier, row.block[0], x.shape[-2])
+        y = (_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+    else:
+        amax = _amax(x) if row.family == "per_tensor" else _amax(x, -1).unsqueeze(-1)
+        multiplier = multiplier_from_amax(amax, spec)
+        y = x.float() * multiplier
+    return [cast_fp8(y, row.element), multiplier.reciprocal()]
+
+
+def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    row = spec.row
+    assert row.element is not None
+    code = e8m0_from_amax(_block_amax(x, row.block), spec)
+    code = _repeat_rows(code, row.block[0], x.shape[-2])
+    factor = ((254 - code) << 23).clamp(min=_SMALLEST_POWER).view(torch.float32)
+    y = _in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)
+    return [cast_fp8(y, row.element).flatten(-2), code.to(torch.uint8)]
+
+
+def _quantize_nvfp4(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax to 448 * 6."""
+    row = spec.row
+    amax = _block_amax(x, row.block)
+    global_amax = _amax(amax)
+    encode, decode = nvfp4_global_scale(global_amax)
+    scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = _repeat_rows(scale, row.block[0], x.shape[-2])
+    # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
+    factor = (scale.float() * decode).reciprocal().clamp(max=_FLT_MAX)
+    code = encode_e2m1(_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+    return [code[..., ::2] | (code[..., 1::2] << 4), scale, global_amax]
+
+
+def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4's tensor-level scale for a float32 amax of any shape, and its reciprocal; 1 for an amax of 0 or infinity."""
+    encode = (torch.full_like(global_amax, _E4M3_MAX * _E2M1_MAX) / global_amax).clamp(max=_FLT_MAX)
+    encode = torch.where((global_amax > 0) & (encode > 0), encode, 1.0)
+    return encode, encode.reciprocal()
+
+
+def _amax(x: Tensor, axis: int | None = None) -> Tensor:
+    """Largest magnitude, without NaN, in float32: over everything as [1], or over one axis. 0 where nothing is."""
+    magnitude = torch.where(x == x, x.abs(), 0)
+    if not statically_known_true((x.numel() if axis is None else x.shape[axis]) > 0):
+        magnitude = torch.nn.functional.pad(magnitude.flatten() if axis is None else magnitude, (0, 1))
+    return (magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)).float()
+
+
+def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The amaxes of x [*batch, R, Cp] in blocks: float32 [*batch, ceil(R / rows), Cp / columns]."""
+    amax = _amax(_in_blocks(x, block[1]), -1)
+    if block[0] == 1:
+        return amax
+    amax = _pad(amax, -2, block[0])
+    return amax.unflatten(-2, (amax.shape[-2] // block[0], block[0])).amax(-2)
+
+
+def _in_blocks(x: Tensor, columns: int) -> Tensor:
+    """x [..., C] as [..., C / columns, columns]."""
+    return x.unflatten(-1, (x.shape[-1] // columns, columns))
+
+
+def _repeat_rows(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:
+    """Repeats every row of x [*batch, R, C] and keeps the first `rows` of them."""
+    if times == 1:
+        return x
+    x = x.unsqueeze(-2).expand(*x.shape[:-1], times, x.shape[-1]).flatten(-3, -2)
+    return x if statically_known_true(x.shape[-2] == rows) else x.narrow(-2, 0, rows)
+
+
+def _pad(x: Tensor, axis: int, multiple: int) -> Tensor:
+    """Pads an axis (-1 or -2) with zeros to a multiple."""
+    size = x.shape[axis]
+    if statically_known_true(size % multiple == 0):
+        return x
+    amount = (size + multiple - 1) // multiple * multiple - size
+    return torch.nn.functional.pad(x, (0, amount) if axis == -1 else (0, 0, 0, amount))

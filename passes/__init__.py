@@ -1,0 +1,82 @@
+"""The passes, in the order they run. Analysis writes facts, rewriting reads them.
+
+On the captured graph, before autograd: `REWRITE`. On the forward and the backward graph, after partitioning: `LOWER`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+import fxquant
+from fxquant.compat import CustomGraphPass, get_hash_for_files
+from fxquant.decisions import Decision
+from fxquant.passes.assign_roles import assign_roles
+from fxquant.passes.base import run_pass
+from fxquant.passes.find_matmuls import find_matmuls
+from fxquant.passes.insert import insert
+from fxquant.passes.lower import lower
+from fxquant.passes.merge import merge
+from fxquant.passes.resolve import resolve
+from fxquant.recipes import Recipe
+from fxquant.roles import QuantizerRole
+
+LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (("merge", merge), ("lower", lower))
+"""Passes over ATen graphs, in order."""
+
+
+class Rewriter:
+    """find -> assign roles -> resolve -> insert, over one captured graph and the bodies inside it."""
+
+    def __init__(self, recipe: Recipe, *, allow_float64: bool = False, names: Mapping[str, str] | None = None) -> None:
+        self.recipe = recipe
+        self.allow_float64 = allow_float64
+        self.names = names or {}
+
+    def __call__(
+        self, gm: fx.GraphModule, *, autocast: torch.dtype | None, first_site: int = 0
+    ) -> tuple[list[Decision], list[QuantizerRole]]:
+        """Rewrites `gm` in place; returns every decision and every role."""
+        matches = find_matmuls(gm, autocast=autocast)
+        assign_roles(matches, self.names)
+        decisions, roles = resolve(matches, self.recipe, allow_float64=self.allow_float64, first_site=first_site)
+        insert(matches)
+        return decisions, roles
+
+
+class Lowering(CustomGraphPass):
+    """`LOWER` as one Inductor pass, and behind it the pass that the user had in the same place."""
+
+    def __init__(self, fingerprint: str, after: Any = None) -> None:
+        self.fingerprint = fingerprint
+        self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for name, run in LOWER:
+            run_pass(name, run, graph)
+        for other in self.after:
+            other(graph)
+
+    def uuid(self) -> Any:
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.after]
+        if None in others:
+            return None
+        return get_hash_for_files(_sources(), repr((self.fingerprint, others)))
+
+    @staticmethod
+    def merge(graph: fx.Graph) -> None:
+        """The part of lowering that keeps the meaning visible."""
+        run_pass("merge", merge, graph)
+
+
+def _sources() -> tuple[str, ...]:
+    """The files that decide what a lowered graph does."""
+    folders = (Path(__file__).parent, Path(fxquant.kernels.__file__).parent, Path(fxquant.__file__).parent)
+    return tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
+
+
+__all__ = ["LOWER", "Lowering", "Rewriter"]

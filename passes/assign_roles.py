@@ -1,0 +1,42 @@
+"""AssignRoles: gives every match its layer's name, the module path that users know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from fxquant.passes.facts import Match
+
+_ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+
+
+def clean_path(path: str) -> str:
+    """A module path without Dynamo's root and spelling: ``L['self'].layers._modules['0'].mlp`` is ``layers.0.mlp``."""
+    while (inner := re.sub(r"getattr\((.*?), ['\"]([^'\"]+)['\"]\)", r"\1.\2", path)) != path:
+        path = inner
+    path = _ROOT.sub("", path)
+    path = re.sub(r"\._modules(?=\[)", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return _WRAPPERS.sub("", path).strip(".")
+
+
+def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
+    """The path of the innermost module that a node was called in.
+
+    `names` maps ``str(id(module))`` to the path in the user's model, and wins: after a graph break the captured paths
+    start at an inner module.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    for key, (path, _) in reversed(stack.items()):
+        known = names.get(str(key).partition("@")[0])
+        return clean_path(path) if known is None else known
+    return ""
+
+
+def assign_roles(matches: Sequence[Match], names: Mapping[str, str]) -> None:
+    """Writes `name` into every match that has none."""
+    for match in matches:
+        match.name = match.name or layer_name(match.node, names)

@@ -1,0 +1,38 @@
+"""What every pass over an ATen graph shares: a name, timing in the log, and the graph before and after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch._dynamo.utils import lazy_format_graph_code
+
+log = logging.getLogger(__name__)
+
+FXQUANT_OPS = "fxquant"
+
+
+def is_fxquant(node: fx.Node, name: str | None = None) -> bool:
+    """Whether a node calls an operator of fxquant, or the one called `name`."""
+    target = node.target
+    if node.op != "call_function" or getattr(target, "namespace", None) != FXQUANT_OPS:
+        return False
+    return name is None or getattr(target, "_opname", "") == name
+
+
+def run_pass(name: str, run: Callable[[fx.Graph], int], graph: fx.Graph) -> int:
+    """Runs one pass and logs how many nodes it changed, how long it took, and with DEBUG the graph after it."""
+    start = time.perf_counter()
+    changed = run(graph)
+    log.info("%s: %d nodes in %.1f ms", name, changed, (time.perf_counter() - start) * 1e3)
+    if changed and graph.owning_module is not None:
+        log.debug("%s", lazy_format_graph_code(f"fxquant {name}", graph.owning_module))
+    return changed
+
+
+def val(node: Any) -> Any:
+    """The fake value that AOTAutograd gave a node."""
+    return node.meta["val"] if isinstance(node, fx.Node) else node

@@ -1,0 +1,115 @@
+"""What the analysis passes know of a matmul: facts that rewriting passes read and never change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from fxquant.decisions import Decision, SkipReason
+from fxquant.quantizers import Quantizer
+from fxquant.roles import Direction, Gemm, QuantizerRole
+
+Dim = int | torch.SymInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """One matmul of a node: lhs [*batch, M, K] x rhs [*batch, N, K], transposed, gives [*batch, M, N].
+
+    `lhs` and `rhs` are the graph nodes the operands come from (before any view), for dtypes, layouts and gradients.
+    `rhs_is_weight` says that `rhs` is a parameter, seen through views and casts, or stands where only a weight can.
+    """
+
+    m: Dim
+    k: Dim
+    n: Dim
+    batch: tuple[Dim, ...] = ()
+    lhs: fx.Node
+    rhs: fx.Node
+    rhs_is_weight: bool = True
+
+
+class Gemm2d(Protocol):
+    """Adds product `index` of a match to the graph: lhs [*, M, K] x rhs [N, K] (or [*batch, N, K]) + bias [N]."""
+
+    def __call__(self, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None) -> fx.Node: ...
+
+
+class Builder:
+    """Adds nodes in front of `anchor`, each with its example value, so that later passes can ask for shapes."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.anchor = anchor
+        self.graph = anchor.graph
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds a `call_function` node."""
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        for key in ("nn_module_stack", "stack_trace", "source_fn_stack", "custom"):
+            if key in self.anchor.meta:
+                node.meta[key] = self.anchor.meta[key]
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
+        node.meta["example_value"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def size(self, node: fx.Node, axis: int) -> int | fx.Node:
+        """The size of an axis: a number where it is static, else a node that computes it."""
+        size = value_of(node).shape[axis]
+        if isinstance(size, int):
+            return size
+        return self.call(torch.Tensor.size, node, axis)
+
+
+Emit = Callable[[Builder, Gemm2d], fx.Node]
+"""Writes the products of a match and the views around them in front of its node; returns the node's replacement."""
+
+
+@dataclass(kw_only=True)
+class Match:
+    """A matmul-like node. Without `emit` it cannot be rewritten, and `skip` says why."""
+
+    node: fx.Node
+    form: str
+    module_type: str
+    products: tuple[Product, ...]
+    emit: Emit | None = None
+    skip: tuple[SkipReason, str] | None = None
+    name: str = ""
+    autocast: torch.dtype | None = None
+    needs_grad: tuple[tuple[bool, bool], ...] = ()
+    """For each product, whether (lhs, rhs) get a gradient."""
+    resolved: list[Resolved] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Resolved:
+    """The quantizers of one product by operand (`input`, `weight`, `grad_output`); None keeps the product as it is."""
+
+    quantizers: dict[str, Quantizer] | None
+    decisions: list[Decision]
+
+
+def value_of(node: Any) -> Any:
+    """The example value of a node: a fake tensor, a symbol, or a tuple of them."""
+    if isinstance(node, fx.Node):
+        for key in ("example_value", "val"):
+            if key in node.meta:
+                return node.meta[key]
+        if node.op == "get_attr":
+            target: Any = node.graph.owning_module
+            for part in str(node.target).split("."):
+                target = getattr(target, part)
+            return target
+        raise KeyError(f"node {node.name} ({node.op} {node.target}) has no example value")
+    return node
+
+
+__all__ = [
+    "Builder", "Dim", "Direction", "Emit", "Gemm", "Gemm2d", "Match", "Product", "QuantizerRole", "Resolved",
+    "Sequence", "value_of",
+]  # fmt: skip

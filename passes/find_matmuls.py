@@ -1,0 +1,115 @@
+"""FindMatmuls: every matmul of a captured graph and of the bodies its higher-order ops call, as a `Match`.
+
+The graph is only read. What has a form (forms.py) gets its products' sizes, operands and a way to be rewritten; what
+costs matmul FLOPs without having one gets a reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from fxquant.compat import HigherOrderOperator, enter_autocast, exit_autocast
+from fxquant.decisions import SkipReason
+from fxquant.passes.facts import Match, Product, value_of
+from fxquant.passes.forms import Form, Site, form_of
+from fxquant.passes.forms_attention import mark_chains
+from fxquant.passes.forms_contraction import by_flops
+from fxquant.passes.forms_opaque import opaque
+
+Regions = dict[str, torch.dtype | None]
+"""The autocast dtype in force, by device type; None where autocast is off."""
+
+
+class _Walk:
+    """One walk over a graph and its bodies, each body once."""
+
+    def __init__(self, outside: torch.dtype | None) -> None:
+        self.outside = outside
+        self.outer: dict[fx.Node, fx.Node] = {}
+        self.seen: set[int] = set()
+        self.free: set[Any] = set()
+
+    def graph(self, gm: fx.GraphModule, regions: Regions) -> Iterator[Match]:
+        if id(gm) in self.seen:
+            return
+        self.seen.add(id(gm))
+        regions = dict(regions)
+        before: dict[fx.Node, Regions] = {}
+        for node in gm.graph.nodes:
+            if node.target is enter_autocast:
+                before[node] = dict(regions)
+                regions |= _region(*node.args)
+            elif node.target is exit_autocast:
+                regions = before.get(node.args[0], regions)
+            elif node.op in ("call_function", "call_method"):
+                yield from self.node(node, regions)
+
+    def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
+        form = form_of(node)
+        if form is None and isinstance(node.target, HigherOrderOperator):
+            yield from self.bodies(node, regions)
+            return
+        if form is None and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("example_value", node.meta.get("val")))):
+            return
+        site = Site(node=node, outer=self.outer)
+        match = opaque(site, self.free) if form is None else _described(site, form)
+        if match is not None:
+            match.autocast = regions.get(_device(node), self.outside)
+            yield match
+
+    def bodies(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
+        """Walks the graphs that a higher-order op calls."""
+        if node.target.name() == "wrap_with_autocast":  # type: ignore[union-attr]
+            regions = regions | _region(*node.args[:3])
+        graphs = [each for each in node.all_input_nodes if isinstance(_maybe_value(each), fx.GraphModule)]
+        operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
+        for graph in graphs:
+            body: fx.GraphModule = value_of(graph)
+            inputs = [each for each in body.graph.nodes if each.op == "placeholder"]
+            if len(inputs) <= len(operands):  # a condition or predicate comes first
+                self.outer |= dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
+            yield from self.graph(body, regions)
+
+
+def find_matmuls(gm: fx.GraphModule, *, autocast: torch.dtype | None = None) -> list[Match]:
+    """All matches in graph order, a body's where its op stands. `autocast` is the dtype of a region entered outside."""
+    matches = list(_Walk(autocast).graph(gm, {}))
+    mark_chains(matches)
+    return matches
+
+
+def _described(site: Site, form: Form) -> Match | None:
+    """What a form says of a node, or that its arguments are not ones it knows."""
+    tensors = [each for each in site.node.all_input_nodes if isinstance(_maybe_value(each), Tensor)]
+    odd = next((each for each in tensors if value_of(each).layout != torch.strided), None)
+    if odd is not None:
+        product = Product(m=0, k=1, n=1, lhs=odd, rhs=odd, rhs_is_weight=False)
+        return site.match("linear", product, skip=(SkipReason.LAYOUT, f"{odd.name} is {value_of(odd).layout}"))
+    try:
+        bound = inspect.signature(form).bind(site, *site.node.args, **site.node.kwargs)
+    except TypeError as error:
+        product = by_flops(site, tensors[0], tensors[-1], site.is_weight(tensors[-1]))
+        return site.match("matmul", product, skip=(SkipReason.UNSUPPORTED_FORM, str(error)))
+    return form(*bound.args, **bound.kwargs)
+
+
+def _region(device: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: Any) -> Regions:
+    return {device: (dtype or torch.get_autocast_dtype(device)) if enabled else None}
+
+
+def _device(node: fx.Node) -> str:
+    tensors = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
+    return tensors[0].device.type if tensors else ""
+
+
+def _maybe_value(node: fx.Node) -> Any:
+    try:
+        return value_of(node)
+    except KeyError:
+        return None

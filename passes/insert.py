@@ -1,0 +1,61 @@
+"""Insert: puts `fxquant::linear` in the place of every product that is quantized.
+
+    linear = torch._C._nn.linear(x, w, b)
+    # becomes
+    linear = torch.ops.fxquant.linear.default(x, w, b, "input=mxfp8_e4m3 weight=... name=layers.0.mlp")
+
+A match of which no product is quantized stays untouched, so that high precision keeps the bits it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+import fxquant.kernels.linear  # noqa: F401  registers fxquant::linear
+from fxquant.formats import IDENTITY, LinearSpec, OperandSpec
+from fxquant.passes.facts import Builder, Match, value_of
+from fxquant.passes.forms import apply_match
+from fxquant.quantizers import Quantizer
+
+_NONE = OperandSpec(IDENTITY, IDENTITY)
+
+
+def _spec(match: Match, quantizers: dict[str, Quantizer]) -> str:
+    operands = (quantizers[op].operand_spec() if op in quantizers else _NONE for op in ("input", "weight", "grad_output"))
+    autocast = str(match.autocast).removeprefix("torch.") if match.autocast else ""
+    return str(LinearSpec(*operands, autocast=autocast, name=match.name))
+
+
+def _plain(builder: Builder, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """A product of a rewritten node that itself stays in high precision."""
+    if value_of(rhs).ndim == 2:
+        return builder.call(F.linear, lhs, rhs, bias)
+    product = builder.call(torch.matmul, lhs, builder.call(torch.transpose, rhs, -2, -1))
+    return product if bias is None else builder.call(torch.add, product, bias)
+
+
+def insert(matches: Sequence[Match]) -> int:
+    """Rewrites the graphs of the matches in place; returns how many nodes were replaced."""
+    count = 0
+    for match in matches:
+        if match.emit is None or all(resolved.quantizers is None for resolved in match.resolved):
+            continue
+
+        def gemm(
+            builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None,
+            *, match: Match = match,
+        ) -> fx.Node:  # fmt: skip
+            quantizers = match.resolved[index].quantizers
+            if quantizers is None:
+                return _plain(builder, lhs, rhs, bias)
+            node = builder.call(torch.ops.fxquant.linear.default, lhs, rhs, bias, _spec(match, quantizers))
+            node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
+            return node
+
+        apply_match(match, gemm)
+        count += 1
+    return count

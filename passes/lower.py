@@ -1,0 +1,119 @@
+"""Lower: replaces every fxquant operator by what runs on its device. After it the graph speaks of kernels only.
+
+On the CPU that is the reference itself, spelled in ATen operators for Inductor to fuse. On CUDA, per-tensor and
+rowwise GEMMs become `_scaled_mm`; formats that the device has no GEMM for are dequantized, exactly, to bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from fxquant.compat import detect_fake_mode, inductor_decompositions, make_fx
+from fxquant.errors import GraphVerificationError
+from fxquant.kernels import gemm, ops
+from fxquant.passes.base import is_fxquant, val
+
+
+def implementation(node: fx.Node) -> Callable[..., Any]:
+    """What to trace in the place of a node: the reference, or what suits the device better."""
+    name = node.target._opname  # type: ignore[union-attr]
+    device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
+    if name == "scaled_mm" and device.type == "cuda":
+        return gemm.scaled_mm
+    return ops.IMPLEMENTATIONS[name]
+
+
+def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """`run` as an ATen graph whose inputs are the tensors among the arguments, in order."""
+    flat, tree = tree_flatten((args, kwargs))
+    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
+
+    def call(*inputs: Tensor) -> Any:
+        filled = list(flat)
+        for i, value in zip(tensors, inputs, strict=True):
+            filled[i] = value
+        args, kwargs = tree.unflatten(filled)  # type: ignore[attr-defined]
+        return run(*args, **kwargs)
+
+    inputs = [flat[i] for i in tensors]
+    with detect_fake_mode(inputs) or contextlib.nullcontext():
+        return make_fx(call, decomposition_table=inductor_decompositions())(*inputs)
+
+
+def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
+    """Copies a traced graph in front of `node`; returns its outputs."""
+    flat, _ = tree_flatten((node.args, node.kwargs))
+    inputs = [item for item in flat if isinstance(item, fx.Node) and isinstance(val(item), Tensor)]
+    body.graph.eliminate_dead_code()
+    env = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    with node.graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                continue
+            if inner.op == "output":
+                outputs = inner.args[0]
+                return [env[n] for n in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
+            if inner.op == "get_attr":
+                name = f"_fxquant_{node.name}_{inner.target}"
+                owner = node.graph.owning_module
+                assert owner is not None
+                owner.register_buffer(name, getattr(body, str(inner.target)), persistent=False)
+                env[inner] = node.graph.get_attr(name)
+                env[inner].meta = dict(inner.meta)
+                continue
+            env[inner] = node.graph.node_copy(inner, env.__getitem__)
+            env[inner].meta = {**{k: v for k, v in node.meta.items() if k != "val"}, **inner.meta}
+    raise AssertionError("a traced graph has an output")
+
+
+def lower(graph: fx.Graph) -> int:
+    """Rewrites `graph` in place; returns how many operators were lowered."""
+    count = 0
+    traced: dict[Any, fx.GraphModule] = {}
+    for node in list(graph.nodes):
+        if not is_fxquant(node):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
+        run = implementation(node)
+        key = _key(run, args, kwargs)
+        if key is None or key not in traced:
+            body = _trace(run, args, kwargs)
+            traced[key] = body
+        outputs = _inline(node, traced[key])
+        if isinstance(val(node), (list, tuple)):
+            for item in list(node.users):
+                item.replace_all_uses_with(outputs[item.args[1]])  # type: ignore[index]
+                graph.erase_node(item)
+        else:
+            node.replace_all_uses_with(outputs[0])
+        graph.erase_node(node)
+        count += 1
+    left = [node.format_node() for node in graph.nodes if is_fxquant(node)]
+    if left:
+        raise GraphVerificationError(f"operators left after lowering: {left}")
+    graph.lint()
+    return count
+
+
+def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Equal for calls with equal traces; None where sizes are symbolic, since a trace holds their symbols."""
+
+    def describe(t: Tensor) -> Any:
+        return (t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset())
+
+    flat, _ = tree_flatten((args, kwargs))
+    symbolic = any(
+        isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
+        for x in flat
+    )
+    if symbolic:
+        return None
+    name = run.__name__ if not isinstance(run, functools.partial) else run.func.__name__
+    return (name, tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])))

@@ -1,0 +1,139 @@
+"""Resolve: asks the recipe for the quantizers of every product and checks that each GEMM's pair can multiply.
+
+Everything that could go wrong in a GEMM, in the backward included, is found here, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.compat import size_hint
+from fxquant.decisions import Decision, Size, SkipReason
+from fxquant.errors import RecipeError
+from fxquant.formats import gemm_mismatch
+from fxquant.passes.facts import Dim, Match, Product, Resolved, value_of
+from fxquant.quantizers import Quantizer, quantizer_text
+from fxquant.recipes import Recipe
+from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
+
+SMALLEST = 16
+"""FP8 GEMMs want 16-byte rows: products with fewer input or output features stay as they are."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tensor_type(operand: str, product: Product) -> str:
+    """The role's tensor type: the right operand of a product of two activations is an input as well."""
+    return "input" if operand == "weight" and not product.rhs_is_weight else operand
+
+
+def _sizes(*dims: Dim) -> tuple[Size, ...]:
+    return tuple(dim if isinstance(dim, int) else str(dim) for dim in dims)
+
+
+def _shape(operand: str, product: Product) -> tuple[Size, ...]:
+    m, k, n = product.m, product.k, product.n
+    rows = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}[operand]
+    return _sizes(*product.batch, *rows)
+
+
+def _flops(product: Product) -> int:
+    flops = 2
+    for dim in (*product.batch, product.m, product.k, product.n):
+        flops *= size_hint(dim)
+    return flops
+
+
+def gemms(needs_grad: tuple[bool, bool]) -> list[Gemm]:
+    """The GEMMs that a product runs, given whether (lhs, rhs) get a gradient."""
+    return [Gemm.FPROP] + [Gemm.DGRAD] * needs_grad[0] + [Gemm.WGRAD] * needs_grad[1]
+
+
+def _cannot(match: Match, product: Product, allow_float64: bool) -> tuple[SkipReason, str] | None:
+    """Why the tensors themselves cannot be quantized."""
+    if match.skip is not None:
+        return match.skip
+    for node in (product.lhs, product.rhs):
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            continue
+        if value.layout != torch.strided:
+            return SkipReason.LAYOUT, f"{node.name} is {value.layout}"
+        if value.dtype not in _FLOATS and not (allow_float64 and value.dtype == torch.float64):
+            return SkipReason.DTYPE, f"{node.name} is {str(value.dtype).removeprefix('torch.')}"
+    for label, size in (("K", product.k), ("N", product.n)):
+        if isinstance(size, int) and size < SMALLEST:
+            return SkipReason.TOO_SMALL, f"{label}={size}"
+    return None
+
+
+def _check_pairs(match: Match, quantizers: dict[str, Quantizer], wanted: list[Gemm]) -> None:
+    for gemm in wanted:
+        (left, left_side), (right, right_side) = GEMM_OPERANDS[gemm]
+        problem = gemm_mismatch(quantizers[left].spec(left_side), quantizers[right].spec(right_side))
+        if problem is None:
+            continue
+        sides = ((left, left_side), (right, right_side))
+        first, second = (f"{op}.{side} {quantizer_text(quantizers[op].side(side))}" for op, side in sides)
+        raise RecipeError(
+            f"layer {match.name or '<model>'!r}: {gemm} cannot multiply {first} by {second}: {problem}. "
+            f"Give both operands of {gemm} quantizers of one kind; HybridQuantizer sets each direction by itself."
+        )
+
+
+def _resolve_product(
+    match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole]
+) -> Resolved:
+    product, wanted = match.products[index], gemms(match.needs_grad[index])
+    operands = ["input", "weight"] + ["grad_output"] * (len(wanted) > 1)
+    role_of = {op: QuantizerRole(match.module_type, tensor_type(op, product), match.name) for op in operands}
+    roles += role_of.values()
+    skip = _cannot(match, product, allow_float64)
+    quantizers: dict[str, Quantizer] | None = None
+    if skip is None:
+        quantizers = {op: recipe.quantizer(role) for op, role in role_of.items()}
+        _check_pairs(match, quantizers, wanted)
+    decisions = []
+    for gemm in wanted:
+        for operand, direction in GEMM_OPERANDS[gemm]:
+            used, reason = None, skip
+            if quantizers is not None:
+                used = quantizers[operand].side(direction)
+                if quantizers[operand].spec(direction).is_identity:
+                    used, reason = None, (SkipReason.HIGH_PRECISION, "")
+            decisions.append(
+                Decision(
+                    role=role_of[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
+                    quantizer=used, skip_reason=reason[0] if used is None and reason else None,
+                    detail=reason[1] if used is None and reason else "", form=match.form, site=site,
+                    flops=_flops(product),
+                )
+            )  # fmt: skip
+    if quantizers is not None and all(quantizers[op].is_identity for op in quantizers):
+        quantizers = None
+    return Resolved(quantizers=quantizers, decisions=decisions)
+
+
+def resolve(
+    matches: Sequence[Match], recipe: Recipe, *, allow_float64: bool = False, first_site: int = 0
+) -> tuple[list[Decision], list[QuantizerRole]]:
+    """Fills `match.resolved` and returns all decisions, and all roles that were found.
+
+    Raises RecipeError for a pair that cannot multiply, naming layer, GEMM and both quantizers.
+    """
+    decisions: list[Decision] = []
+    roles: list[QuantizerRole] = []
+    site = first_site
+    for match in matches:
+        match.resolved = []
+        for index in range(len(match.products)):
+            match.resolved.append(_resolve_product(match, index, site, recipe, allow_float64, roles))
+            decisions += match.resolved[-1].decisions
+            site += 1
+    return decisions, roles
+
+
+__all__ = ["SMALLEST", "Direction", "gemms", "resolve", "tensor_type"]
