@@ -20,7 +20,7 @@ import fxquant
 from fxquant import recipes
 from fxquant.errors import FxQuantError
 from fxquant.formats import FORMATS
-from fxquant.report import Report, aligned
+from fxquant.report import aligned
 from fxquant.roles import Direction, QuantizerRole
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -165,9 +165,11 @@ def _regex(text: str) -> str:
 
 
 def _explain(options: argparse.Namespace) -> str:
+    from fxquant.explain import explain
+
     recipe = recipes.get(options.recipe)
     model, args, kwargs = load(options.target)
-    report: Report = fxquant.explain(model, recipe, *args, **kwargs)
+    report = explain(model, recipe, *args, **kwargs)
     if options.html:
         report.to_html(options.html)
     if options.json:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import fxquant.kernels.linear
 from fxquant import compat
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
-from fxquant.passes import Lowering, Rewriter
+from fxquant.passes import Lowering, Rewriter, quantizes_recomputed
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
 
@@ -74,7 +73,7 @@ class Backend:
         decisions, roles = rewriter(gm, autocast=_ambient_autocast(example_inputs), first_site=first)
         self._decisions += decisions
         self._roles += roles
-        log.info("%s", Report(recipe=str(self.recipe), decisions=decisions).summary())
+        log.info("%s", Report(recipe=str(self.recipe), decisions=decisions).totals())
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
@@ -82,6 +81,8 @@ class Backend:
             return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
         patches = {
             "eager_numerics.division_rounding": True,  # scales are true quotients
+            # where an activation is recomputed it must come out with the bits that the forward quantized
+            "emulate_precision_casts": quantizes_recomputed(gm) or compat.inductor_config.emulate_precision_casts,
             **self.inductor,
             "post_grad_custom_post_pass": Lowering(
                 self.recipe.fingerprint(),
@@ -173,4 +174,3 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
 
 
 __all__ = ["INNER", "OPTIONS", "Backend", "check_options", "compile", "compile_eager", "fxquant_backend"]
-_ = fxquant.kernels.linear

@@ -21,6 +21,8 @@ from fxquant.formats import Element, QuantSpec
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
+_FP8_LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B}
+"""The code of each 8-bit element's largest finite value."""
 _RHT_NEGATIVE = 0xD7E8
 """Bit i is set where the sign vector of the randomized Hadamard transform is -1."""
 _NOT_MANTISSA = -0x800000
@@ -136,8 +138,9 @@ def decode_e8m0(code: Tensor) -> Tensor:
 
 
 def cast_fp8(y: Tensor, element: Element) -> Tensor:
-    """float32 to an 8-bit element: saturating (infinities too), nearest even, NaN kept."""
-    return y.clamp(-element.max, element.max).to(element.dtype)
+    """float32 to an 8-bit element: saturating (infinities too), nearest even, every NaN as 0x7F."""
+    code = y.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
+    return torch.where(code & 0x7F > _FP8_LARGEST[element.name], 0x7F, code).view(element.dtype)
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
@@ -146,13 +149,11 @@ def encode_e2m1(y: Tensor) -> Tensor:
     (OCP MX v1.0 section 5.3.3.)
     """
     magnitude = y.abs()
-    # below 2 the grid is even: adding 2^22, whose ulp is 0.5, leaves the code in the low bits of the sum
-    small = (magnitude + 2.0**22).view(torch.int32) & 7
-    # from 2 on, round the mantissa to one bit and rebias the exponent
-    bits = magnitude.clamp(max=_E2M1_MAX).view(torch.int32)
-    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-    code = torch.where(magnitude < 2, small, large) | ((y.view(torch.int32) >> 28) & 8)
-    return torch.where(y == y, code, 7).to(torch.uint8)
+    # written so that NaN, for which every comparison is false, gets 7
+    below = (magnitude <= 0.25).to(torch.uint8) + (magnitude < 0.75) + (magnitude <= 1.25) + (magnitude < 1.75)
+    below = below + (magnitude <= 2.5) + (magnitude < 3.5) + (magnitude <= 5.0)
+    negative = y.view(torch.int32) <= _NOT_MANTISSA  # as integers: -0.0 and below, without NaN
+    return (7 - below) | (negative.to(torch.uint8) << 3)
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
@@ -171,10 +172,12 @@ def hadamard(x: Tensor, *, random_signs: bool = True) -> Tensor:
     lane = torch.arange(16, dtype=torch.int32, device=x.device)
     negative = (_RHT_NEGATIVE if random_signs else 0) >> lane & 1
     y = _in_blocks(x.float(), 16) * (0.25 - 0.5 * negative)
-    for distance in (8, 4, 2, 1):
-        pairs = y.unflatten(-1, (8 // distance, 2, distance))
-        sign = (1.0 - 2.0 * lane[:2]).unsqueeze(-1)
-        y = (pairs.flip(-2) + pairs * sign).flatten(-3)  # (a, b) -> (b + a, a - b)
+    y = y.unflatten(-1, (4, 4))
+    for axis in (-2, -1):
+        a, b, c, d = y.unbind(axis)
+        a, b, c, d = a + c, b + d, a - c, b - d
+        y = torch.stack((a + b, a - b, c + d, c - d), axis)
+    y = y.flatten(-2)
     # rounded with integers: Inductor drops a cast to bfloat16 that is followed by one to float32
     bits = y.view(torch.int32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
@@ -230,7 +233,7 @@ def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def _amax(x: Tensor, axis: int | None = None) -> Tensor:
     """Largest magnitude, without NaN, in float32: over everything as [1], or over one axis. 0 where nothing is."""
-    magnitude = torch.where(x == x, x.abs(), 0)
+    magnitude = x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).abs()
     if not statically_known_true((x.numel() if axis is None else x.shape[axis]) > 0):
         magnitude = torch.nn.functional.pad(magnitude.flatten() if axis is None else magnitude, (0, 1))
     return (magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)).float()

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 import fxquant
-from fxquant.compat import CustomGraphPass, get_hash_for_files
+from fxquant.compat import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
 from fxquant.passes.assign_roles import assign_roles
-from fxquant.passes.base import run_pass
+from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
@@ -73,10 +73,22 @@ class Lowering(CustomGraphPass):
         run_pass("merge", merge, graph)
 
 
+def quantizes_recomputed(gm: fx.GraphModule) -> bool:
+    """Whether a rewritten graph has a quantized matmul inside an activation checkpoint."""
+    for node in gm.graph.nodes:
+        bodies = [getattr(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        graphs = [body for body in bodies if isinstance(body, fx.GraphModule)]
+        if node.target is tag_activation_checkpoint and any(is_fxquant(n) for g in graphs for n in g.graph.nodes):
+            return True
+        if any(quantizes_recomputed(graph) for graph in graphs):
+            return True
+    return False
+
+
 def _sources() -> tuple[str, ...]:
     """The files that decide what a lowered graph does."""
     folders = (Path(__file__).parent, Path(fxquant.kernels.__file__).parent, Path(fxquant.__file__).parent)
     return tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
 
 
-__all__ = ["LOWER", "Lowering", "Rewriter"]
+__all__ = ["LOWER", "Lowering", "Rewriter", "quantizes_recomputed"]

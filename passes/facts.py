@@ -62,7 +62,7 @@ class Builder:
         size = value_of(node).shape[axis]
         if isinstance(size, int):
             return size
-        return self.call(torch.Tensor.size, node, axis)
+        return self.call(torch.ops.aten.sym_size.int, node, axis)
 
 
 Emit = Callable[[Builder, Gemm2d], fx.Node]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from fxquant.compat import HigherOrderOperator, enter_autocast, exit_autocast
+from fxquant.compat import HigherOrderOperator, enter_autocast, exit_autocast, is_traceable_wrapper_subclass
 from fxquant.decisions import SkipReason
-from fxquant.passes.facts import Match, Product, value_of
+from fxquant.passes.facts import Match, value_of
 from fxquant.passes.forms import Form, Site, form_of
 from fxquant.passes.forms_attention import mark_chains
 from fxquant.passes.forms_contraction import by_flops
@@ -40,39 +40,49 @@ class _Walk:
             return
         self.seen.add(id(gm))
         regions = dict(regions)
-        before: dict[fx.Node, Regions] = {}
+        before: dict[Any, Regions] = {}
+        transforms = 0
         for node in gm.graph.nodes:
+            name = getattr(node.target, "__name__", "")
             if node.target is enter_autocast:
                 before[node] = dict(regions)
                 regions |= _region(*node.args)
             elif node.target is exit_autocast:
                 regions = before.get(node.args[0], regions)
+            elif name.endswith("_increment_nesting"):
+                transforms += 1
+            elif name.endswith("_decrement_nesting"):
+                transforms -= 1
             elif node.op in ("call_function", "call_method"):
-                yield from self.node(node, regions)
+                matches = self.node(node, regions)
+                yield from _closed(matches, "inside a torch.func transform") if transforms else matches
 
     def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
         form = form_of(node)
         if form is None and isinstance(node.target, HigherOrderOperator):
-            yield from self.bodies(node, regions)
+            yield from self.bodies(node, node.target.name(), regions)
             return
-        if form is None and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node.meta.get("example_value", node.meta.get("val")))):
-            return
-        site = Site(node=node, outer=self.outer)
-        match = opaque(site, self.free) if form is None else _described(site, form)
+        match = None
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(_maybe_value(node))):
+            site = Site(node=node, outer=self.outer)
+            match = opaque(site, self.free) if form is None else _described(site, form)
         if match is not None:
             match.autocast = regions.get(_device(node), self.outside)
             yield match
 
-    def bodies(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
+    def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:
         """Walks the graphs that a higher-order op calls."""
-        if node.target.name() == "wrap_with_autocast":  # type: ignore[union-attr]
+        if op == "wrap_with_autocast":
             regions = regions | _region(*node.args[:3])
         graphs = [each for each in node.all_input_nodes if isinstance(_maybe_value(each), fx.GraphModule)]
         operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
-        for graph in graphs:
+        for index, graph in enumerate(graphs):
             body: fx.GraphModule = value_of(graph)
-            inputs = [each for each in body.graph.nodes if each.op == "placeholder"]
-            if len(inputs) <= len(operands):  # a condition or predicate comes first
+            if op == "autograd_function_apply" and index == 1:
+                yield from _closed(self.graph(body, regions), "in the backward of a custom autograd.Function")
+                continue
+            inputs = body.graph.find_nodes(op="placeholder")
+            if len(inputs) <= len(operands):  # what comes before them is a predicate
                 self.outer |= dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
             yield from self.graph(body, regions)
 
@@ -87,16 +97,28 @@ def find_matmuls(gm: fx.GraphModule, *, autocast: torch.dtype | None = None) -> 
 def _described(site: Site, form: Form) -> Match | None:
     """What a form says of a node, or that its arguments are not ones it knows."""
     tensors = [each for each in site.node.all_input_nodes if isinstance(_maybe_value(each), Tensor)]
-    odd = next((each for each in tensors if value_of(each).layout != torch.strided), None)
-    if odd is not None:
-        product = Product(m=0, k=1, n=1, lhs=odd, rhs=odd, rhs_is_weight=False)
-        return site.match("linear", product, skip=(SkipReason.LAYOUT, f"{odd.name} is {value_of(odd).layout}"))
+    for each in tensors:
+        value = value_of(each)
+        wrapped = is_traceable_wrapper_subclass(value)
+        if wrapped or value.layout != torch.strided:
+            kind = "linear" if any(map(site.is_weight, tensors)) else "matmul"
+            product = by_flops(site, tensors[0], tensors[-1], kind == "linear")
+            what = type(value).__name__ if wrapped else str(value.layout)
+            return site.match(kind, product, skip=(SkipReason.LAYOUT, f"{each.name} is a {what}"))
     try:
         bound = inspect.signature(form).bind(site, *site.node.args, **site.node.kwargs)
     except TypeError as error:
         product = by_flops(site, tensors[0], tensors[-1], site.is_weight(tensors[-1]))
         return site.match("matmul", product, skip=(SkipReason.UNSUPPORTED_FORM, str(error)))
     return form(*bound.args, **bound.kwargs)
+
+
+def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:
+    """The same matches, none of which is rewritten."""
+    for match in matches:
+        match.emit = None
+        match.skip = match.skip or (SkipReason.UNSUPPORTED_FORM, why)
+        yield match
 
 
 def _region(device: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: Any) -> Regions:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxquant.compat import OpOverload, flex_attention_op
+from fxquant.compat import OpOverload, OpOverloadPacket, flex_attention_op
 from fxquant.passes import forms_attention as attention
 from fxquant.passes import forms_products as products
 from fxquant.passes.facts import Builder, Gemm2d, Match
@@ -66,6 +66,7 @@ FORMS: dict[str, Form] = {
 FUNCTIONS: dict[Callable[..., Any], str] = {
     F.linear: "linear",
     operator.matmul: "matmul",
+    operator.imatmul: "matmul",
     torch.matmul: "matmul",
     torch.linalg.matmul: "matmul",
     torch.mm: "mm",
@@ -99,7 +100,7 @@ FUNCTIONS: dict[Callable[..., Any], str] = {
 
 def form_of(node: fx.Node) -> Form | None:
     """The form of a node, if its target has one."""
-    if node.op == "call_method" or (node.op == "call_function" and isinstance(node.target, OpOverload)):
+    if node.op == "call_method" or (node.op == "call_function" and isinstance(node.target, (OpOverload, OpOverloadPacket))):
         return FORMS.get(op_name(node))
     if node.op == "call_function":
         return FORMS.get(FUNCTIONS.get(node.target, ""))  # type: ignore[arg-type]

@@ -70,15 +70,12 @@ def multi_head(
 
 def mark_chains(matches: Sequence[Match]) -> None:
     """Makes attention of every pair of activation products with a softmax, and nothing but its trimmings, between."""
-    products = {match.node: match for match in matches if match.module_type in ("matmul", "dpa")}
-    for match in matches:
-        if match.module_type not in ("matmul", "dpa") or match.node.target is None:
-            continue
-        for second in _reached(match.node, products):
-            for each in (match, products[second]):
-                if each.module_type == "matmul":
-                    each.module_type, each.emit = "dpa", None
-                    each.skip = (SkipReason.ATTENTION, f"with a softmax between {match.node.name} and {second.name}")
+    products = {match.node: match for match in matches if match.module_type == "matmul"}
+    for first in products:
+        for second in _reached(first, products):
+            for match in (products[first], products[second]):
+                match.module_type, match.emit = "dpa", None
+                match.skip = (SkipReason.ATTENTION, f"a softmax between {first.name} and {second.name}")
 
 
 def _reached(first: fx.Node, products: dict[fx.Node, Match]) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxquant.compat import OpOverload, fake_mode_of, size_hint
+from fxquant.compat import OpOverload, OpOverloadPacket, fake_mode_of, size_hint
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Match, Product, value_of
 from fxquant.passes.forms_contraction import Site
@@ -47,7 +47,7 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
     if node.target in free:
         return None
     flops = node_flops(node) if _worth_running(node) else 0
-    if not flops and not _tells(node.target):
+    if not flops and not _tells(node):
         free.add(node.target)
         return None
     tensors = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
@@ -72,8 +72,9 @@ def _worth_running(node: fx.Node) -> bool:
     return any(leaf.is_floating_point() or leaf.is_complex() for leaf in results)
 
 
-def _tells(target: Any) -> bool:
+def _tells(node: fx.Node) -> bool:
     """Whether this is a custom op with a telling name: its kernel may multiply without being counted."""
-    if not isinstance(target, OpOverload) or target.namespace in ("aten", "prim", "prims", "fxquant"):
+    if not isinstance(node.target, (OpOverload, OpOverloadPacket)):
         return False
-    return bool(_TELLING & set(target._schema.name.partition("::")[2].lower().split("_")))
+    namespace, _, name = op_name(node).rpartition("::")
+    return namespace not in ("", "prim", "prims", "fxquant") and bool(_TELLING & set(name.lower().split("_")))

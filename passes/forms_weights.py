@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxquant.compat import OpOverload
+from fxquant.compat import OpOverload, OpOverloadPacket
 from fxquant.passes.facts import value_of
 
 VIEWS = frozenset(
@@ -39,8 +39,9 @@ def op_name(node: fx.Node) -> str:
     if isinstance(target, str):
         return target
     if isinstance(target, OpOverload):
-        name = target._schema.name
-        return name.removeprefix("aten::")
+        return target._schema.name.removeprefix("aten::")
+    if isinstance(target, OpOverloadPacket):
+        return target._qualified_op_name.removeprefix("aten::")
     return str(getattr(target, "__name__", target))
 
 

@@ -27,7 +27,31 @@ def implementation(node: fx.Node) -> Callable[..., Any]:
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
+    if name in ("quantize", "hybrid_quantize"):
+        return functools.partial(_of_rounded, ops.IMPLEMENTATIONS[name])
     return ops.IMPLEMENTATIONS[name]
+
+
+def _of_rounded(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    """Quantizes what `x` holds in memory.
+
+    A kernel that Inductor fuses with the producer of a 16-bit tensor keeps it in float32, unrounded, and the scale
+    would be another one than for the tensor that everything else sees. So the value is rounded again, by arithmetic
+    that changes nothing in a rounded one; casting to and fro would be dropped.
+    """
+    if x.dtype == torch.bfloat16:
+        bits = x.float().view(torch.int32)
+        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).view(torch.float32)
+    elif x.dtype == torch.float16:
+        bits = x.float().view(torch.int32)
+        normal = ((bits + 0xFFF + (bits >> 13 & 1)) & -0x2000).view(torch.float32)
+        y = x.float()
+        subnormal = torch.round(y * 2.0**24) * 2.0**-24
+        rounded = torch.where(y.abs() < torch.finfo(torch.float16).tiny, subnormal, normal)
+        rounded = torch.where(rounded.abs() > torch.finfo(torch.float16).max, y * torch.inf, rounded)
+    else:
+        return run(x, *args)
+    return run(torch.where(x == x, rounded, x.float()).to(x.dtype), *args)
 
 
 def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
@@ -115,5 +139,5 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     )
     if symbolic:
         return None
-    name = run.__name__ if not isinstance(run, functools.partial) else run.func.__name__
-    return (name, tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])))
+    inner = run.args[0] if isinstance(run, functools.partial) else run
+    return (inner.__name__, tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])))

@@ -1,0 +1,174 @@
+"""What several test files need: one linear layer through the compiled path, captured graphs, and their short story."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant import Backend, CustomRecipe, HybridQuantizer, Quantizer, QuantizerRole, Recipe
+from fxquant.backend import compile_eager
+
+Tensors = dict[str, Tensor]
+
+NAMES = ("current_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
+"""The recipes that quantize."""
+
+
+def eager_backend(recipe: Recipe | str, **options: Any) -> Backend:
+    """A backend without Inductor: fast to compile, and its operators can be looked at."""
+    return Backend(recipe, inner="aot_eager", **options)
+
+
+def compiled(run: Callable[..., Any], recipe: Recipe | str, **kwargs: Any) -> Callable[..., Any]:
+    """`run`, which has to be one graph, compiled with `recipe`."""
+    return torch.compile(run, backend=eager_backend(recipe), fullgraph=True, **kwargs)
+
+
+def per_role(**quantizers: Quantizer) -> CustomRecipe:
+    """A recipe with a quantizer for each tensor type."""
+    return CustomRecipe(qfactory=lambda role: quantizers[role.tensor_type])
+
+
+def hybrid(row: Quantizer, column: Quantizer, source: str = "original") -> HybridQuantizer:
+    return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source)
+
+
+def linear_step(
+    recipe: Recipe | str | None, x: Tensor, w: Tensor, dy: Tensor, bias: Tensor | None = None, **kwargs: Any
+) -> Tensors:
+    """Output and gradients of one nn.Linear: y, dx, dw and, with a bias, db. No recipe: torch's own aot_eager."""
+    layer = nn.Linear(*w.shape[::-1], bias=bias is not None, dtype=w.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    x = x.detach().clone().requires_grad_()
+    torch.compiler.reset()
+    run = torch.compile(layer, backend="aot_eager", **kwargs) if recipe is None else compiled(layer, recipe, **kwargs)
+    y = run(x)
+    y.backward(dy)
+    result = {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
+    return result if bias is None else {**result, "db": layer.bias.grad}
+
+
+def train_step(model: nn.Module, run: Callable[..., Any], *args: Any) -> Tensors:
+    """Output and every gradient of one step of `run`, a compiled `model`; the gradients are cleared."""
+    output = run(*args)
+    output.float().square().sum().backward()
+    result = {"output": output.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            result[name] = parameter.grad
+            parameter.grad = None
+    return result
+
+
+def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = {key: (a[key] != b[key]).sum().item() for key in a if not torch.equal(a[key], b[key])}
+    assert not different, f"elements that differ: {different}"
+
+
+def problem(m: int = 64, k: int = 96, n: int = 160, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, k], w [n, k] and dy [m, n], of normal values."""
+    generator = torch.Generator().manual_seed(m + k + n)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+
+
+def captured(run: Callable[..., Any], *args: Any, **kwargs: Any) -> list[fx.GraphModule]:
+    """The graphs that Dynamo captures of a call."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(run, backend=backend, **kwargs)(*args)
+    return graphs
+
+
+class Recorder(Backend):
+    """Keeps the graphs after partitioning and merging, and runs them as they are."""
+
+    def __init__(self, recipe: Recipe | str) -> None:
+        super().__init__(recipe, inner="aot_eager")
+        self.graphs: list[fx.GraphModule] = []
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def record(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.graphs.append(graph_module)
+            return graph_module
+
+        return compile_eager(gm, example_inputs, record)
+
+    def story(self) -> str:
+        return "\n".join(f"{phase(gm)}\n{story(gm)}" for gm in self.graphs)
+
+
+def phase(gm: fx.GraphModule) -> str:
+    backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in gm.graph.nodes)
+    return "backward:" if backward else "forward:"
+
+
+def story(gm: fx.GraphModule) -> str:
+    """The quantizations and GEMMs of a graph, one a line, without the names that differ between torch versions.
+
+    A tensor that comes in, or that an ordinary operator makes, is shown as its shape; ``#0`` is the first quantized
+    operand, ``#0.column`` the second half of a hybrid one. What is saved for the backward is listed last.
+    """
+    lines, labels = [], {}
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], fx.Node):
+            return labels.get(value[0], shape(value[0]))
+        return shape(value) if isinstance(value, fx.Node) else str(value).removeprefix("torch.")
+
+    for node in gm.graph.nodes:
+        if getattr(node.target, "namespace", "") != "fxquant":
+            continue
+        arguments = ", ".join(text(value) for value in node.args)
+        name = node.target._opname
+        if "quantize" not in name or name == "dequantize":
+            lines.append(f"  {name}({arguments}) -> {shape(node)}")
+            continue
+        label = f"#{len(set(v.partition('.')[0] for v in labels.values()))}"
+        parts = sorted((user for user in node.users), key=lambda user: user.args[1])
+        first = next((i for i, p in enumerate(parts) if i and p.meta["val"].dtype == parts[0].meta["val"].dtype), len(parts))
+        for i, part in enumerate(parts):
+            half = ".column" if name == "hybrid_quantize" and i >= first else ""
+            labels[part] = label + half
+        lines.append(f"  {label} = {name}({arguments})")
+    outputs = [n for n in next(n for n in gm.graph.nodes if n.op == "output").args[0] if n is not None]
+    saved = [labels[n] for n in outputs if n in labels and n.meta["val"].ndim]
+    if saved:
+        lines.append(f"  saves {', '.join(dict.fromkeys(saved))}")
+    return "\n".join(lines)
+
+
+def shape(node: fx.Node) -> str:
+    return str(list(node.meta["val"].shape))
+
+
+def recorded_story(model: Callable[..., Any], recipe: Recipe | str, *args: Any) -> str:
+    """The story of a forward and, where something requires grad, a backward."""
+    backend = Recorder(recipe)
+    output = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args)
+    leaves = [output] if isinstance(output, Tensor) else output
+    if any(leaf.requires_grad for leaf in leaves):
+        sum(leaf.sum() for leaf in leaves).backward()
+    return backend.story()
+
+
+class Asked:
+    """A factory that notes what it was asked and answers as `recipe` does."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.roles: list[QuantizerRole] = []
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        self.roles.append(role)
+        return self.recipe.quantizer(role)

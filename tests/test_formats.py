@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxquant.errors import RecipeError
+from fxquant.formats import ELEMENTS, FORMATS, IDENTITY, MX_MODES, LinearSpec, OperandSpec, QuantSpec, gemm_mismatch
+
+specs = st.builds(
+    QuantSpec,
+    format=st.sampled_from(sorted(FORMATS)),
+    pow2=st.booleans(),
+    eps=st.sampled_from([0.0, 2.0**-6, 1e-12]),
+    torchao=st.booleans(),
+    mode=st.sampled_from(MX_MODES),
+    rht=st.booleans(),
+    random_signs=st.booleans(),
+    dtype=st.sampled_from(["", "bfloat16"]),
+)
+operands = st.builds(OperandSpec, specs, specs, st.booleans())
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_fp8_facts_are_those_of_torch(name: str) -> None:
+    element, info = ELEMENTS[name], torch.finfo(ELEMENTS[name].dtype)
+    assert (element.max, element.smallest_normal, element.bits) == (info.max, info.tiny, info.bits)
+    assert info.eps == 2.0**-element.mantissa_bits
+    assert 1 + element.exponent_bits + element.mantissa_bits == element.bits
+
+
+@pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
+def test_padding_holds_whole_blocks_and_whole_bytes(row) -> None:
+    assert row.alignment % (row.block[1] or 1) == 0
+    assert row.element is None or row.alignment % row.element.packed == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("identity", 2),
+        ("per_tensor_e4m3", 1),
+        ("block_1x128_e4m3", 1 + 4 / 128),
+        ("block_128x128_e4m3", 1 + 4 / 128**2),
+        ("mxfp8_e4m3", 1 + 1 / 32),
+        ("mxfp8_2d_e4m3", 1 + 1 / 32),
+        ("nvfp4", 0.5 + 1 / 16),
+        ("nvfp4_2d", 0.5 + 1 / 16),
+    ],
+)
+def test_bytes_per_element_count_payload_and_scales(name: str, size: float) -> None:
+    assert FORMATS[name].bytes_per_element == size
+
+
+@given(specs)
+def test_spec_text_is_parsed_back(spec: QuantSpec) -> None:
+    assert QuantSpec.parse(str(spec)) == spec
+
+
+@given(operands)
+def test_operand_text_is_parsed_back(spec: OperandSpec) -> None:
+    assert OperandSpec.parse(str(spec)) == spec
+
+
+@settings(max_examples=30, deadline=None)
+@given(operands, operands, operands, st.sampled_from(["", "bfloat16"]), st.text(max_size=20))
+def test_linear_text_is_parsed_back_with_any_name(x, w, dy, autocast, name) -> None:
+    spec = LinearSpec(x, w, dy, autocast, name)
+    assert LinearSpec.parse(str(spec)) == spec
+
+
+def test_default_settings_leave_no_trace_in_the_text() -> None:
+    assert str(QuantSpec(format="mxfp8_e4m3")) == "mxfp8_e4m3"
+    assert str(QuantSpec(format="per_tensor_e4m3", pow2=True, eps=2.0**-6)) == "per_tensor_e4m3(pow2,eps=0.015625)"
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(RecipeError, match="unknown format 'mxpf8'.*mxfp8_e4m3"):
+        QuantSpec(format="mxpf8")
+    with pytest.raises(RecipeError, match="unknown MX scale mode 'up'.*rceil"):
+        QuantSpec(format="mxfp8_e4m3", mode="up")
+    with pytest.raises(RecipeError, match="unknown option 'pow3'"):
+        QuantSpec.parse("per_tensor_e4m3(pow3)")
+
+
+def spec(name: str, **options) -> QuantSpec:
+    return QuantSpec(format=name, **options)
+
+
+def test_every_format_but_e5m2_and_tiles_multiplies_itself() -> None:
+    for name in FORMATS:
+        works = not name.endswith("e5m2") and name != "block_128x128_e4m3"
+        assert (gemm_mismatch(spec(name), spec(name)) is None) == works, name
+
+
+def test_pairs_do_not_depend_on_their_order() -> None:
+    for a, b in itertools.combinations(FORMATS, 2):
+        assert gemm_mismatch(spec(a), spec(b)) == gemm_mismatch(spec(b), spec(a))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "problem"),
+    [
+        (spec("per_tensor_e4m3"), spec("per_row_e5m2"), None),
+        (spec("block_1x128_e4m3"), spec("block_128x128_e4m3"), None),
+        (spec("mxfp8_e5m2"), spec("mxfp8_2d_e4m3"), None),
+        (spec("nvfp4"), spec("nvfp4_2d"), None),
+        (spec("nvfp4", rht=True), spec("nvfp4", rht=True), None),
+        (IDENTITY, spec("identity", dtype="bfloat16"), None),
+        (IDENTITY, spec("mxfp8_e4m3"), "high precision"),
+        (spec("mxfp8_e4m3"), spec("nvfp4"), "different GEMMs"),
+        (spec("per_tensor_e4m3"), spec("block_1x128_e4m3"), "different GEMMs"),
+        (spec("block_128x128_e4m3"), spec("block_128x128_e4m3"), "128x128"),
+        (spec("per_row_e5m2"), spec("per_tensor_e5m2"), "e5m2 by e5m2"),
+        (spec("nvfp4", rht=True), spec("nvfp4"), "Hadamard"),
+        (spec("nvfp4", rht=True), spec("nvfp4", rht=True, random_signs=False), "Hadamard"),
+    ],
+    ids=str,
+)
+def test_gemm_mismatch_says_why(a: QuantSpec, b: QuantSpec, problem: str | None) -> None:
+    found = gemm_mismatch(a, b)
+    assert (found is None) == (problem is None), found
+    assert problem is None or problem in str(found)

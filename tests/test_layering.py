@@ -1,0 +1,116 @@
+"""Imports run one way, and torch's private modules have one door."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxquant
+import fxquant.kernels
+import fxquant.passes
+
+FOLDERS = {
+    "fxquant": Path(fxquant.__file__).parent,
+    "fxquant.passes": Path(fxquant.passes.__file__).parent,
+    "fxquant.kernels": Path(fxquant.kernels.__file__).parent,
+}
+FILES = {
+    package if path.stem == "__init__" else f"{package}.{path.stem}": path
+    for package, folder in FOLDERS.items()
+    for path in folder.glob("*.py")
+}
+LAYERS = (
+    "fxquant.errors",
+    "fxquant.formats",
+    "fxquant.roles",
+    "fxquant.quantizers",
+    "fxquant.recipes",
+    "fxquant.passes",
+    "fxquant.backend",
+    "fxquant.explain",
+    "fxquant.__main__",
+)
+
+
+def imported(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that a file imports, and whether it does so when it is itself imported."""
+
+    def walk(node: ast.AST, now: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, now) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path.name}: relative import"
+                for alias in child.names:
+                    whole = f"{child.module}.{alias.name}"
+                    yield (whole if whole in FILES else str(child.module)), now
+            else:
+                lazy = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
+                    isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+                )
+                yield from walk(child, now and not lazy)
+
+    yield from walk(ast.parse(path.read_text()), True)
+
+
+def layer(module: str) -> int | None:
+    """The place of a module in the chain; modules outside of it have none."""
+    return next((i for i, name in enumerate(LAYERS) if module == name or module.startswith(name + ".")), None)
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_imports_run_one_way(module: str) -> None:
+    own = layer(module)
+    for target, now in imported(FILES[module]):
+        if own is not None and now and (other := layer(target)) is not None:
+            assert other <= own, f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("module", sorted(m for m in FILES if m.startswith("fxquant.kernels")))
+def test_kernels_know_no_passes_and_no_recipes(module: str) -> None:
+    for target, _ in imported(FILES[module]):
+        assert not target.startswith(("fxquant.passes", "fxquant.recipes", "fxquant.backend")), target
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - {"fxquant.compat"}))
+def test_private_torch_modules_are_imported_in_one_file(module: str) -> None:
+    for target, _ in imported(FILES[module]):
+        parts = target.split(".")
+        private = any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
+        assert parts[0] != "torch" or not private, f"{module} imports {target}: that belongs in compat.py"
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - {"fxquant.compat"}))
+def test_nothing_else_asks_for_torchs_version(module: str) -> None:
+    text = FILES[module].read_text()
+    assert "torch.__version__" not in text or module == "fxquant.__main__"
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_private_names_are_not_imported_from_other_files(module: str) -> None:
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fxquant"):
+            private = [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")]
+            assert not private or (module, private) == ("fxquant.kernels.linear", ["_library"]), private
+
+
+def test_what_compat_promises_is_there() -> None:
+    from fxquant import compat
+
+    assert all(hasattr(compat, name) for name in compat.__all__)
+    assert compat.torch_version() >= compat.OLDEST_TORCH
+    assert torch.__version__.startswith(".".join(map(str, compat.torch_version())))
+
+
+def test_importing_the_package_leaves_the_compiler_alone() -> None:
+    """Torch imports backends by entry point, maybe while it is itself being imported."""
+    import subprocess
+    import sys
+
+    code = "import sys, fxquant; print([m for m in ('torch._dynamo', 'torch._inductor', 'passes', 'kernels') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout

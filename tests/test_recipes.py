@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import fxquant
+from fxquant import (
+    CustomRecipe,
+    Float8BlockQuantizer,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
+    Format,
+    HighPrecision,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8BlockScaling,
+    MXFP8Quantizer,
+    NVFP4BlockScaling,
+    NVFP4Quantizer,
+    QuantizerRole,
+    RecipeError,
+    Rule,
+    Rules,
+    recipes,
+)
+from fxquant.formats import gemm_mismatch
+from fxquant.roles import GEMM_OPERANDS
+
+E5M2 = torch.float8_e5m2
+
+
+def role(tensor_type: str = "input", name: str = "layers.0.fc", module_type: str = "linear") -> QuantizerRole:
+    return QuantizerRole(module_type, tensor_type, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "input", "weight", "grad_output"),
+    [
+        ("high_precision", *[IdentityQuantizer()] * 3),
+        ("current_scaling", *[Float8CurrentScalingQuantizer()] * 2, Float8CurrentScalingQuantizer(E5M2)),
+        ("rowwise", *[Float8RowwiseQuantizer()] * 3),
+        (
+            "float8_blockwise",
+            Float8BlockQuantizer(block_scaling_dim=1),
+            Float8BlockQuantizer(block_scaling_dim=2),
+            Float8BlockQuantizer(block_scaling_dim=1),
+        ),
+        ("mxfp8", *[MXFP8Quantizer()] * 3),
+        ("nvfp4", NVFP4Quantizer(), NVFP4Quantizer(with_2d_quantization=True), NVFP4Quantizer()),
+    ],
+)
+def test_named_recipes_give_these_quantizers(name: str, input, weight, grad_output) -> None:
+    recipe = recipes.get(name)
+    assert [recipe.quantizer(role(t)) for t in ("input", "weight", "grad_output")] == [input, weight, grad_output]
+    assert recipe.quantizer(role(module_type="matmul")).is_identity
+    assert recipe.quantizer(role("qkv", module_type="dpa")).is_identity
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_named_recipes_multiply_in_every_gemm(name: str) -> None:
+    recipe = recipes.get(name)
+    for (a, a_side), (b, b_side) in GEMM_OPERANDS.values():
+        assert gemm_mismatch(recipe.quantizer(role(a)).spec(a_side), recipe.quantizer(role(b)).spec(b_side)) is None
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_equal_recipes_have_equal_fingerprints(name: str) -> None:
+    recipe = recipes.get(name)
+    assert type(recipe)() == recipe
+    assert type(recipe)().fingerprint() == recipe.fingerprint()
+    assert hash(type(recipe)()) == hash(recipe)
+
+
+def test_different_recipes_have_different_fingerprints() -> None:
+    made = [
+        *recipes.RECIPES.values(),
+        Float8CurrentScaling(use_power_2_scales=True),
+        Float8CurrentScaling(fp8_format=Format.E4M3),
+        MXFP8BlockScaling(enable_2d_quantization=True),
+        MXFP8BlockScaling(fp8_format=Format.HYBRID),
+        NVFP4BlockScaling(disable_rht=False),
+        Float8BlockScaling(use_f32_scales=True),
+        CustomRecipe(qfactory=lambda role: MXFP8Quantizer()),
+        CustomRecipe(qfactory=functools.partial(max, key=1)),
+        CustomRecipe(qfactory=Rules([Rule(MXFP8Quantizer())])),
+    ]
+    assert len({recipe.fingerprint() for recipe in made}) == len(made)
+    assert not any(" at 0x" in recipe.fingerprint() for recipe in made), "an address differs between processes"
+
+
+def test_options_reach_their_quantizers() -> None:
+    assert Float8CurrentScaling(use_power_2_scales=True).quantizer(role()).force_pow_2_scales
+    assert Float8CurrentScaling(fp8_format=Format.E4M3).quantizer(role("grad_output")) == Float8CurrentScalingQuantizer()
+    assert MXFP8BlockScaling(fp8_format=Format.HYBRID).quantizer(role("grad_output")) == MXFP8Quantizer(E5M2)
+    assert not Float8BlockScaling(use_f32_scales=True).quantizer(role()).force_pow_2_scales
+    assert NVFP4BlockScaling(disable_rht=False).quantizer(role()).with_rht
+    assert not NVFP4BlockScaling(disable_rht=False).quantizer(role("weight")).with_rht
+
+
+def test_mxfp8_tiles_are_for_weights_of_linears_only() -> None:
+    """Invariant 13."""
+    recipe = MXFP8BlockScaling(enable_2d_quantization=True)
+    assert recipe.quantizer(role("weight")).with_2d_quantization
+    assert recipe.quantizer(role("weight", module_type="grouped_linear")).with_2d_quantization
+    assert not recipe.quantizer(role("input")).with_2d_quantization
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
+def test_pure_e5m2_is_refused(recipe) -> None:
+    with pytest.raises(RecipeError, match="does not support pure E5M2"):
+        recipe(fp8_format=Format.E5M2)
+
+
+def test_tile_by_tile_block_gemms_are_refused() -> None:
+    with pytest.raises(RecipeError, match="2D by 2D"):
+        Float8BlockScaling(x_block_scaling_dim=2)
+    with pytest.raises(RecipeError, match="must be 1 or 2"):
+        Float8BlockScaling(w_block_scaling_dim=3)
+
+
+def test_unknown_recipe_lists_the_known_and_guesses() -> None:
+    with pytest.raises(RecipeError, match=r"unknown recipe 'mxpf8'; did you mean 'mxfp8'\?.*current_scaling"):
+        recipes.get("mxpf8")
+    with pytest.raises(RecipeError, match="pass CustomRecipe"):
+        recipes.resolve(lambda role: MXFP8Quantizer())
+    with pytest.raises(RecipeError, match="not a int"):
+        recipes.resolve(3)
+    with pytest.raises(RecipeError, match="unknown recipe"):
+        Rules(default="mxpf8")
+    assert recipes.resolve(recipes.get("mxfp8")) is recipes.resolve("mxfp8")
+
+
+def test_none_from_a_factory_names_the_role() -> None:
+    """Invariant 11."""
+    with pytest.raises(RecipeError, match=r"returned None for role layers.0.fc \(linear, input\): return an Identity"):
+        CustomRecipe(qfactory=lambda role: None).quantizer(role())
+    with pytest.raises(RecipeError, match="returned a str"):
+        CustomRecipe(qfactory=lambda role: "mxfp8").quantizer(role())
+    with pytest.raises(RecipeError, match="qfactory must be callable"):
+        CustomRecipe(qfactory="mxfp8")
+    with pytest.raises(TypeError):
+        CustomRecipe()
+
+
+def test_the_kind_of_a_recipe_can_be_asked_as_in_transformer_engine() -> None:
+    kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
+    asked = {name: [kind for kind in kinds if getattr(recipe, kind)()] for name, recipe in recipes.RECIPES.items()}
+    assert asked == {
+        "high_precision": [],
+        "current_scaling": ["float8_current_scaling"],
+        "rowwise": [],
+        "float8_blockwise": ["float8_block_scaling"],
+        "mxfp8": ["mxfp8"],
+        "nvfp4": ["nvfp4"],
+    }
+    assert CustomRecipe(qfactory=HighPrecision().quantizer).custom()
+
+
+def test_first_matching_rule_answers() -> None:
+    rules = Rules(
+        [
+            Rule(IdentityQuantizer(), name=r"lm_head|.*\.router"),
+            Rule(NVFP4Quantizer(), tensor_type="weight"),
+            Rule(MXFP8Quantizer(E5M2), module_type="linear", tensor_type="grad_output", name=r"layers\.0\..*"),
+        ],
+        default="mxfp8",
+    )
+    assert rules(role("weight", "layers.1.router")).is_identity
+    assert rules(role("weight", "layers.1.fc")) == NVFP4Quantizer()
+    assert rules(role("grad_output")) == MXFP8Quantizer(E5M2)
+    assert rules(role("grad_output", "layers.1.fc")) == MXFP8Quantizer()
+    assert rules(role("weight", "my.lm_head")) == NVFP4Quantizer(), "a pattern matches the whole name"
+
+
+def test_rules_that_match_nothing_are_named() -> None:
+    recipe = CustomRecipe(qfactory=Rules([Rule(MXFP8Quantizer(), name="lyers.*"), Rule(MXFP8Quantizer())]))
+    assert recipe.unused([role()]) == ["rule 0: name='lyers.*'"]
+    assert recipes.get("mxfp8").unused([role()]) == []
+
+
+def test_the_public_names_exist() -> None:
+    assert all(getattr(fxquant, name) is not None for name in fxquant.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = fxquant.nonsense
+    assert HybridQuantizer.columnwise_source == "original"
