@@ -20,10 +20,12 @@ import fxquant
 from fxquant import recipes
 from fxquant.errors import FxQuantError
 from fxquant.formats import FORMATS
-from fxquant.report import aligned
+from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer
+from fxquant.report import aligned, plain_spec
 from fxquant.roles import Direction, QuantizerRole
 
 OPERANDS = ("input", "weight", "grad_output")
+PLACES = ("Hopper", "the CPU")
 
 
 def format_rows() -> list[dict[str, str]]:
@@ -45,19 +47,28 @@ def format_rows() -> list[dict[str, str]]:
 def recipe_rows() -> list[dict[str, str]]:
     """One row per named recipe, as text: the format of each operand of a linear, and how its GEMMs run."""
     rows = []
-    for name, recipe in recipes.RECIPES.items():
-        specs = {o: str(recipe.quantizer(QuantizerRole("linear", o)).operand_spec()) for o in OPERANDS}
-        places = {f"on {place}": runs_as(name, place) for place in ("Hopper", "the CPU")}
-        rows.append({"recipe": name, **specs, **places})
+    for name in recipes.RECIPES:
+        specs = {operand: plain_spec(str(q.operand_spec())) for operand, q in _quantizers(name).items()}
+        rows.append({"recipe": name, **specs, **{f"on {place}": runs_as(name, place) for place in PLACES}})
     return rows
 
 
 def runs_as(recipe: str, place: str) -> str:
     """How the GEMMs of a recipe run on a device: native if those of all its formats do, else emulated."""
-    quantizers = [recipes.get(recipe).quantizer(QuantizerRole("linear", operand)) for operand in OPERANDS]
-    formats = [FORMATS[q.spec(d).format] for q in quantizers for d in Direction]
+    formats = [q.spec(direction).row for q in _quantizers(recipe).values() for direction in Direction]
     kinds = {(f.hopper if place == "Hopper" else f.cpu).partition(":")[0] for f in formats}
     return "emulated" if "emulated" in kinds else "native"
+
+
+def _quantizers(recipe: str) -> dict[str, Quantizer]:
+    """The quantizers of a linear's operands."""
+    answers = {operand: recipes.get(recipe).quantizer(QuantizerRole("linear", operand)) for operand in OPERANDS}
+    return {
+        operand: Float8Quantizer(answer.fp8_format.dtype(operand), 0)
+        if isinstance(answer, DelayedScalingRequest)
+        else answer
+        for operand, answer in answers.items()
+    }
 
 
 def environment() -> dict[str, Any]:

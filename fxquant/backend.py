@@ -13,14 +13,15 @@ from torch import Tensor, fx, nn
 from fxquant import compat
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
-from fxquant.passes import Lowering, Rewriter, quantizes_recomputed
+from fxquant.passes import Lowering, Rewriter, bind_state, quantizes_recomputed
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
+from fxquant.state import DelayedStore, Slots
 
 log = logging.getLogger(__name__)
 
 INNER = ("inductor", "aot_eager")
-OPTIONS = ("recipe", "inner", "allow_float64", "inductor")
+OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group")
 
 
 class Backend:
@@ -33,7 +34,8 @@ class Backend:
 
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
-    go to Inductor. `model` gives layers their full names where the graph breaks.
+    go to Inductor. `model` gives layers their full names where the graph breaks. `amax_group` is the process group
+    over which delayed scaling takes the largest amax.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -47,6 +49,7 @@ class Backend:
         mode: str | None = None,
         inductor: Mapping[str, Any] | None = None,
         model: nn.Module | None = None,
+        amax_group: Any = None,
     ) -> None:
         self.recipe = resolve(recipe)
         if inner not in INNER:
@@ -57,23 +60,32 @@ class Backend:
         for option in self.inductor:
             if not compat.is_inductor_option(option):
                 raise OptionError(f"Inductor has no setting {option!r}")
+        self.amax_group = None if amax_group is None else amax_group.group_name
+        self.delayed = DelayedStore()
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
         self._roles: list[Any] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
-        self.rewrite(gm, example_inputs)
-        return self.compile(gm, example_inputs)
+        slots = self.rewrite(gm, example_inputs)
+        if slots.request is None:
+            return self.compile(gm, example_inputs)
+        device = next(x.device for x in example_inputs if isinstance(x, Tensor))
+        state = self.delayed.get(slots, device)
+        gm, tensors = bind_state(gm, state, training=torch.is_grad_enabled(), group=self.amax_group)
+        run = self.compile(gm, [*example_inputs, *compat.static_fakes(tensors, example_inputs)])
+        return lambda *inputs: run(*inputs, *tensors)
 
-    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report."""
+    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
+        """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""
         rewriter = Rewriter(self.recipe, allow_float64=self.allow_float64, names=self._names())
         first = 1 + max((d.site for d in self._decisions), default=-1)
-        decisions, roles = rewriter(gm, autocast=_ambient_autocast(example_inputs), first_site=first)
+        decisions, roles, slots = rewriter(gm, autocast=_ambient_autocast(example_inputs), first_site=first)
         self._decisions += decisions
         self._roles += roles
         log.info("%s", Report(recipe=str(self.recipe), decisions=decisions).totals())
+        return slots
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
@@ -90,6 +102,14 @@ class Backend:
             ),
         }
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of delayed scaling as plain tensors; empty for recipes without state."""
+        return self.delayed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `state_dict` gave, for graphs compiled already and those to come."""
+        self.delayed.load_state_dict(state)
 
     def report(self) -> Report:
         """What was decided in all graphs that this backend has compiled so far."""
@@ -140,7 +160,7 @@ def fxquant_backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
-    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`. Raises OptionError for
+    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`. Raises OptionError for
     another and RecipeError for an unknown recipe, each with the list of those that are known.
     """
     options = dict(options or {})

@@ -77,6 +77,19 @@ def compile_to_look() -> Iterator[None]:
         yield
 
 
+def artificial_source(name: str) -> Any:
+    """What Dynamo wants to know of an input that no Python frame holds."""
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
+
+
+def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors as fakes of the mode that the inputs are in, with sizes that are not symbolic."""
+    mode = detect_fake_mode(list(example_inputs))
+    return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The number a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
@@ -92,8 +105,8 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
 
 
 __all__ = [
-    "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "aot_autograd", "compile_with_inductor",
+    "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "aot_autograd", "artificial_source", "compile_with_inductor",
     "enter_autocast", "exit_autocast", "fake_mode_of", "flex_attention_op", "fx_graph_cse", "get_hash_for_files", "inductor_config",
     "inductor_decompositions", "inductor_mode_options", "is_inductor_option", "is_traceable_wrapper_subclass", "make_boxed_func", "make_fx",
-    "min_cut_rematerialization_partition", "size_hint", "statically_known_true", "tag_activation_checkpoint", "torch_version",
+    "min_cut_rematerialization_partition", "size_hint", "static_fakes", "statically_known_true", "tag_activation_checkpoint", "torch_version",
 ]  # fmt: skip

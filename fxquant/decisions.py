@@ -27,6 +27,7 @@ class SkipReason(str, Enum):
     MULTI_PRODUCT = "MULTI_PRODUCT"
     UNSUPPORTED_FORM = "UNSUPPORTED_FORM"
     OPAQUE = "OPAQUE"
+    STATE = "STATE"
 
     @property
     def meaning(self) -> str:
@@ -49,6 +50,7 @@ _MEANINGS = {
     SkipReason.MULTI_PRODUCT: "several products in one node whose order is not a chain from the activation",
     SkipReason.UNSUPPORTED_FORM: "a contraction that is not a matmul: diagonal, outer or summed axes",
     SkipReason.OPAQUE: "an operator whose inside cannot be seen",
+    SkipReason.STATE: "delayed scaling inside a conditional, loop or shared region, where its state cannot be updated",
 }
 
 

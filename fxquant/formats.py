@@ -151,7 +151,8 @@ class QuantSpec:
     `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax (numerics: amax < eps gives eps).
     `torchao` takes torchao's scale formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding
     of MX scales. `rht` applies the 16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only),
-    `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none.
+    `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a
+    delayed scale in the state of its graph, -1 where the scale comes from the tensor itself.
     """
 
     format: str
@@ -162,6 +163,11 @@ class QuantSpec:
     rht: bool = False
     random_signs: bool = True
     dtype: str = ""
+    slot: int = -1
+
+    @property
+    def is_delayed(self) -> bool:
+        return self.slot >= 0
 
     @property
     def row(self) -> Format:

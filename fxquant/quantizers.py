@@ -9,8 +9,9 @@ compare equal. Names and keyword arguments follow TransformerEngine. Used eagerl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,6 +20,18 @@ from torch import Tensor
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, OperandSpec, QuantSpec, gemm_mismatch
 from fxquant.roles import Direction
+
+
+class Format(Enum):
+    """Element formats of a recipe: (forward, backward)."""
+
+    E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    E5M2 = (torch.float8_e5m2, torch.float8_e5m2)
+    HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def dtype(self, tensor_type: str) -> torch.dtype:
+        """The element dtype of a role's tensor type: gradients take the backward one."""
+        return self.value[tensor_type == "grad_output"]  # type: ignore[no-any-return]
 
 
 class DType:
@@ -297,6 +310,50 @@ class HybridQuantizer(Quantizer):
         return self.side(direction).spec(direction)
 
 
+@dataclass(frozen=True)
+class Float8Quantizer(Quantizer):
+    """FP8 with a scale from earlier steps (delayed scaling), which stands at `slot` of its graph's state.
+
+    Made from a `DelayedScalingRequest`; a recipe returns the request, not this.
+    """
+
+    fp8_dtype: torch.dtype
+    slot: int
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(format=f"per_tensor_{_fp8_name(self.fp8_dtype)}", slot=self.slot)
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        raise RecipeError("a delayed scale lives in a compiled graph's state: this quantizer has none of its own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScalingRequest:
+    """What a factory returns to ask for delayed scaling: the order for a stateful quantizer, not a quantizer.
+
+    All requests of one graph must be equal in every field. `amax_compute_algo`: ``max``, ``most_recent``, or a
+    function of the amax history [length, slots]; `scaling_factor_compute_algo`: a function of (amax, old scale,
+    largest value, request). `reduce_amax` takes the largest amax over the process group of the recipe.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    margin: float = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, object], Tensor] | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        if self.fp8_format is Format.E5M2:
+            raise RecipeError("delayed scaling does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
+        if self.amax_history_len < 1:
+            raise RecipeError(f"amax_history_len must be at least 1, not {self.amax_history_len}")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise RecipeError(
+                f"amax_compute_algo must be 'max', 'most_recent' or a function, not {self.amax_compute_algo!r}"
+            )
+
+
 def quantizer_text(quantizer: Quantizer) -> str:
     """A short name with the settings that differ from their defaults."""
     changed = [
@@ -308,7 +365,7 @@ def quantizer_text(quantizer: Quantizer) -> str:
 
 
 __all__ = [
-    "DType", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8RowwiseQuantizer", "HybridQuantizer",
+    "DType", "DelayedScalingRequest", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8RowwiseQuantizer", "Format", "HybridQuantizer",
     "IdentityQuantizer", "MXFP8Quantizer", "NVFP4Quantizer", "QuantizedOperand", "QuantizedTensor", "Quantizer",
     "gemm_mismatch", "quantizer_text",
 ]  # fmt: skip

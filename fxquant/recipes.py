@@ -10,16 +10,17 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, fields
 
-import torch
+from torch import Tensor
 
 from fxquant.errors import RecipeError
 from fxquant.quantizers import (
+    DelayedScalingRequest,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowwiseQuantizer,
+    Format,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -27,19 +28,7 @@ from fxquant.quantizers import (
 )
 from fxquant.roles import QuantizerRole
 
-QuantizerFactory = Callable[[QuantizerRole], Quantizer]
-
-
-class Format(Enum):
-    """Element formats of a recipe: (forward, backward)."""
-
-    E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
-    E5M2 = (torch.float8_e5m2, torch.float8_e5m2)
-    HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-    def dtype(self, role: QuantizerRole) -> torch.dtype:
-        """The element dtype of a role: gradients take the backward one."""
-        return self.value[role.tensor_type == "grad_output"]
+QuantizerFactory = Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
 
 
 def _is_linear(role: QuantizerRole) -> bool:
@@ -49,7 +38,7 @@ def _is_linear(role: QuantizerRole) -> bool:
 class Recipe:
     """Base of all recipes. `quantizer(role)` answers; the boundary roles (output, grad_input) are never asked for."""
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         """The quantizer of a role. Raises RecipeError when a user's factory gives none."""
         raise NotImplementedError
 
@@ -63,7 +52,7 @@ class Recipe:
 
     def delayed(self) -> bool:
         """Whether this is delayed scaling."""
-        return False
+        return isinstance(self, DelayedScaling)
 
     def float8_current_scaling(self) -> bool:
         """Whether this is per-tensor current scaling."""
@@ -112,7 +101,32 @@ class Float8CurrentScaling(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         if not _is_linear(role):
             return IdentityQuantizer()
-        return Float8CurrentScalingQuantizer(self.fp8_format.dtype(role), force_pow_2_scales=self.use_power_2_scales)
+        return Float8CurrentScalingQuantizer(self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales)
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Per-tensor FP8 with scales from the amaxes of earlier steps: no pass over the tensor before its cast.
+
+    The state (scales and amax histories) belongs to the compiled model; see `fxquant.Backend.state_dict`.
+    """
+
+    margin: float = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, object], Tensor] | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        self.request()
+
+    def request(self) -> DelayedScalingRequest:
+        """The request that every linear operand gets."""
+        return DelayedScalingRequest(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        return self.request() if _is_linear(role) else IdentityQuantizer()
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ class Float8RowwiseScaling(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         if not _is_linear(role):
             return IdentityQuantizer()
-        return Float8RowwiseQuantizer(self.fp8_format.dtype(role), force_pow_2_scales=self.use_power_2_scales)
+        return Float8RowwiseQuantizer(self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales)
 
 
 @dataclass(frozen=True)
@@ -158,7 +172,7 @@ class Float8BlockScaling(Recipe):
             "grad_output": self.grad_block_scaling_dim,
         }.get(role.tensor_type, self.x_block_scaling_dim)
         return Float8BlockQuantizer(
-            self.fp8_format.dtype(role), force_pow_2_scales=not self.use_f32_scales, block_scaling_dim=dim
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=not self.use_f32_scales, block_scaling_dim=dim
         )
 
 
@@ -176,7 +190,7 @@ class MXFP8BlockScaling(Recipe):
         if not _is_linear(role):
             return IdentityQuantizer()
         tiles = self.enable_2d_quantization and role.tensor_type == "weight"
-        return MXFP8Quantizer(self.fp8_format.dtype(role), with_2d_quantization=tiles)
+        return MXFP8Quantizer(self.fp8_format.dtype(role.tensor_type), with_2d_quantization=tiles)
 
 
 @dataclass(frozen=True)
@@ -212,13 +226,13 @@ class CustomRecipe(Recipe):
         if not callable(self.qfactory):
             raise RecipeError(f"qfactory must be callable with a QuantizerRole, not {type(self.qfactory).__name__}")
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         made = self.qfactory(role)
         if made is None:
             raise RecipeError(
                 f"qfactory returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
             )
-        if not isinstance(made, Quantizer):
+        if not isinstance(made, (Quantizer, DelayedScalingRequest)):
             raise RecipeError(f"qfactory returned a {type(made).__name__} for role {role}: a Quantizer is expected")
         return made
 
@@ -246,7 +260,7 @@ class Rule:
     `name` and the others are regular expressions: ``Rule(IdentityQuantizer(), name=r"lm_head|.*\\.router")``.
     """
 
-    quantizer: Quantizer
+    quantizer: Quantizer | DelayedScalingRequest
     name: str | None = None
     module_type: str | None = None
     tensor_type: str | None = None
@@ -279,7 +293,7 @@ class Rules:
     def _index(self, role: QuantizerRole) -> int | None:
         return next((i for i, rule in enumerate(self.rules) if rule.matches(role)), None)
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
+    def __call__(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         index = self._index(role)
         if index is not None:
             return self.rules[index].quantizer
@@ -295,6 +309,7 @@ class Rules:
 RECIPES: dict[str, Recipe] = {
     "high_precision": HighPrecision(),
     "current_scaling": Float8CurrentScaling(),
+    "delayed_scaling": DelayedScaling(),
     "rowwise": Float8RowwiseScaling(),
     "float8_blockwise": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),

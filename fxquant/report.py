@@ -168,7 +168,12 @@ def result(decision: Decision) -> str:
     detail = f" ({decision.detail})" if decision.detail else ""
     if decision.quantizer is None:
         return f"skipped: {decision.skip_reason}{detail}"
-    return f"{decision.quantizer.spec(decision.direction)}{detail}"
+    return f"{plain_spec(str(decision.quantizer.spec(decision.direction)))}{detail}"
+
+
+def plain_spec(text: str) -> str:
+    """The text of a spec with ``delayed`` in the place of its slot number, which differs from layer to layer."""
+    return re.sub(r"slot=\d+", "delayed", text)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -183,10 +183,15 @@ def _cells(gemm: Gemm, decisions: Sequence[Decision]) -> str:
     if not operands:
         return "<td class='edge'></td><td></td>"
     return "".join(
-        f"<td class='{'' if i else 'edge'}'><span class='cell {_family(d)}' "
-        f"title='{escape(f'{role_text(d)} {d.direction} {shape_text(d)}: {result(d)}')}'>{escape(_short(d))}</span></td>"
+        f"<td class='{'' if i else 'edge'}'><span class='cell {_family(d)}' title='{escape(_explained(d))}'>"
+        f"{escape(_short(d))}</span></td>"
         for i, d in enumerate(operands)
     )
+
+
+def _explained(decision: Decision) -> str:
+    reason = f"\n{decision.skip_reason.meaning}" if decision.skip_reason else ""
+    return f"{role_text(decision)} {decision.direction} {shape_text(decision)}: {result(decision)}{reason}"
 
 
 def _short(decision: Decision) -> str:

@@ -6,6 +6,7 @@ GEMM nodes of the forward and of the backward, each direction by itself, for the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,42 @@ from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels.ops import _library, quantize_operand
 
 
+@dataclass(frozen=True)
+class DelayedTensors:
+    """The tensors of delayed scaling that a graph's linears share; see `fxquant.state.DelayedState`.
+
+    `scale` [n] is read. `forward_amax` [n] and `backward_amax` [2, n] are written, where they are given: amaxes of
+    this step, the second with the `step` that wrote them.
+    """
+
+    scale: Tensor
+    forward_amax: Tensor | None = None
+    backward_amax: Tensor | None = None
+    step: Tensor | None = None
+
+    def record_forward(self, x: Tensor, spec: OperandSpec) -> None:
+        """Takes the amax of an input or weight into its slot."""
+        if spec.rowwise.is_delayed and self.forward_amax is not None:
+            kept = self.forward_amax.narrow(0, spec.rowwise.slot, 1)
+            kept.copy_(torch.maximum(kept, torch.ops.fxquant.amax(x)))
+
+    def record_backward(self, x: Tensor, spec: OperandSpec) -> None:
+        """Takes the amax of a gradient into its slot: over all backwards since the last update."""
+        if spec.rowwise.is_delayed and self.backward_amax is not None:
+            assert self.step is not None
+            kept, written = (row.narrow(0, spec.rowwise.slot, 1) for row in self.backward_amax.unbind(0))
+            earlier = torch.where(written >= self.step, kept, 0)
+            kept.copy_(torch.maximum(earlier, torch.ops.fxquant.amax(x)))
+            written.copy_(self.step)
+
+
 def _gemm(
     a: Tensor, a_spec: OperandSpec, a_direction: str, b: Tensor, b_spec: OperandSpec, b_direction: str,
-    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, scales: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """a x b^T with the contracted axis of each last, after both are quantized in their direction."""
-    a_parts, a_side = quantize_operand(a, a_spec, a_direction)
-    b_parts, b_side = quantize_operand(b, b_spec, b_direction)
+    a_parts, a_side = quantize_operand(a, a_spec, a_direction, scales)
+    b_parts, b_side = quantize_operand(b, b_spec, b_direction, scales)
     if a_side.is_identity:
         left, right = a_parts[0], b_parts[0]
         dtype = torch.promote_types(left.dtype, right.dtype)
@@ -37,13 +67,19 @@ class _Linear(torch.autograd.Function):
     """input [*batch, M, K] x weight [*batch, N, K]^T + bias [N], all of one dtype."""
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str) -> Tensor:
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, delayed: DelayedTensors | None
+    ) -> Tensor:
         spec = LinearSpec.parse(spec_text)
-        return _gemm(input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True)
+        scales = None if delayed is None else delayed.scale
+        if delayed is not None:
+            delayed.record_forward(input, spec.input)
+            delayed.record_forward(weight, spec.weight)
+        return _gemm(input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True, scales)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.spec_text = inputs
+        input, weight, _, ctx.spec_text, ctx.delayed = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
@@ -51,18 +87,38 @@ class _Linear(torch.autograd.Function):
         (grad_output,) = grads
         input, weight = ctx.saved_tensors
         spec = LinearSpec.parse(ctx.spec_text)
+        scales = None if ctx.delayed is None else ctx.delayed.scale
         grad_input = grad_weight = grad_bias = None
+        if ctx.delayed is not None and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            ctx.delayed.record_backward(grad_output, spec.grad_output)
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
-                grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, input.dtype, False
-            )
+                grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, input.dtype, False,
+                scales,
+            )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
-                grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, weight.dtype, False
-            )
+                grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, weight.dtype, False,
+                scales,
+            )  # fmt: skip
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
-        return grad_input, grad_weight, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, delayed: DelayedTensors | None = None
+) -> Tensor:
+    autocast = LinearSpec.parse(spec).autocast
+    dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
+    input, weight = input.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(input.device.type, enabled=False):
+        if weight.ndim > 2:
+            return _Linear.apply(input, weight, bias, spec, delayed)  # type: ignore[no-any-return,no-untyped-call]
+        rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)
+        output = _Linear.apply(rows, weight, bias, spec, delayed)  # type: ignore[no-untyped-call]
+        return output.reshape(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Tensor:
@@ -70,19 +126,31 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Ten
 
     The autocast dtype of the spec is applied here, since no autocast rule knows this operator.
     """
-    autocast = LinearSpec.parse(spec).autocast
-    dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
-    input, weight = input.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(input.device.type, enabled=False):
-        if weight.ndim > 2:
-            return _Linear.apply(input, weight, bias, spec)  # type: ignore[no-any-return,no-untyped-call]
-        rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)
-        output = _Linear.apply(rows, weight, bias, spec)  # type: ignore[no-untyped-call]
-        return output.reshape(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+    return _linear(input, weight, bias, spec)
 
 
-_library.define(
-    "linear(Tensor input, Tensor weight, Tensor? bias, str spec) -> Tensor", tags=torch.Tag.pt2_compliant_tag
-)
-_library.impl("linear", linear, "CompositeImplicitAutograd")
+def linear_delayed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    forward_amax: Tensor | None,
+    backward_amax: Tensor | None,
+    step: Tensor | None,
+    spec: str,
+) -> Tensor:
+    """`linear` with operands in delayed scaling, whose specs name slots of the `DelayedTensors`."""
+    return _linear(input, weight, bias, spec, DelayedTensors(scale, forward_amax, backward_amax, step))
+
+
+_SCHEMAS = {
+    "linear": (linear, "(Tensor input, Tensor weight, Tensor? bias, str spec) -> Tensor"),
+    "linear_delayed": (
+        linear_delayed,
+        "(Tensor input, Tensor weight, Tensor? bias, Tensor scale, Tensor(a!)? forward_amax, Tensor(b!)? backward_amax,"
+        " Tensor? step, str spec) -> Tensor",
+    ),
+}
+for _name, (_kernel, _schema) in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(_name, _kernel, "CompositeImplicitAutograd")

@@ -18,8 +18,12 @@ from fxquant.kernels import reference
 _library = torch.library.Library("fxquant", "DEF")
 
 _SCHEMAS = {
-    "quantize": "(Tensor x, str spec, str direction) -> Tensor[]",
-    "hybrid_quantize": "(Tensor x, str rowwise_spec, str columnwise_spec) -> Tensor[]",
+    "quantize": "(Tensor x, str spec, str direction, Tensor? scale=None) -> Tensor[]",
+    "hybrid_quantize": (
+        "(Tensor x, str rowwise_spec, str columnwise_spec, Tensor? rowwise_scale=None, Tensor? columnwise_scale=None)"
+        " -> Tensor[]"
+    ),
+    "amax": "(Tensor x) -> Tensor",
     "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
     "scaled_mm": (
         "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor"
@@ -33,12 +37,23 @@ def _oriented(x: Tensor, direction: str) -> Tensor:
     return x.mT if direction == "columnwise" else x
 
 
-def _quantize(x: Tensor, spec: str, direction: str) -> list[Tensor]:
-    return reference.quantize(_oriented(x, direction), QuantSpec.parse(spec))
+def _quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
+    return reference.quantize(_oriented(x, direction), QuantSpec.parse(spec), scale)
 
 
-def _hybrid_quantize(x: Tensor, rowwise_spec: str, columnwise_spec: str) -> list[Tensor]:
-    return [*_quantize(x, rowwise_spec, "rowwise"), *_quantize(x, columnwise_spec, "columnwise")]
+def _hybrid_quantize(
+    x: Tensor,
+    rowwise_spec: str,
+    columnwise_spec: str,
+    rowwise_scale: Tensor | None = None,
+    columnwise_scale: Tensor | None = None,
+) -> list[Tensor]:
+    row = _quantize(x, rowwise_spec, "rowwise", rowwise_scale)
+    return [*row, *_quantize(x, columnwise_spec, "columnwise", columnwise_scale)]
+
+
+def _amax(x: Tensor) -> Tensor:
+    return reference.amax(x)
 
 
 def _dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -62,6 +77,7 @@ def _scaled_mm(
 IMPLEMENTATIONS = {
     "quantize": _quantize,
     "hybrid_quantize": _hybrid_quantize,
+    "amax": _amax,
     "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
 }
@@ -95,16 +111,27 @@ def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
 
 
 @torch.library.register_fake("fxquant::quantize", lib=_library)
-def _quantize_fake(x: Tensor, spec: str, direction: str) -> list[Tensor]:
+def _quantize_fake(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
     return _fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
 
 
 @torch.library.register_fake("fxquant::hybrid_quantize", lib=_library)
-def _hybrid_quantize_fake(x: Tensor, rowwise_spec: str, columnwise_spec: str) -> list[Tensor]:
+def _hybrid_quantize_fake(
+    x: Tensor,
+    rowwise_spec: str,
+    columnwise_spec: str,
+    rowwise_scale: Tensor | None = None,
+    columnwise_scale: Tensor | None = None,
+) -> list[Tensor]:
     return [
         *_fake_operand(x, QuantSpec.parse(rowwise_spec)),
         *_fake_operand(x.mT, QuantSpec.parse(columnwise_spec)),
     ]
+
+
+@torch.library.register_fake("fxquant::amax", lib=_library)
+def _amax_fake(x: Tensor) -> Tensor:
+    return x.new_empty([1], dtype=torch.float32)
 
 
 @torch.library.register_fake("fxquant::dequantize", lib=_library)
@@ -128,9 +155,14 @@ def _scaled_mm_fake(
     return a[0].new_empty([*a[0].shape[:-1], b[0].shape[-2]], dtype=out_dtype)
 
 
-def quantize(x: Tensor, spec: str, direction: str) -> list[Tensor]:
-    """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M])."""
-    return torch.ops.fxquant.quantize(x, spec, direction)  # type: ignore[no-any-return]
+def quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
+    """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
+
+    `scale` [1] multiplies every element in the place of a scale from the tensor's own amax (per-tensor formats).
+    """
+    if scale is None:
+        return torch.ops.fxquant.quantize(x, spec, direction)  # type: ignore[no-any-return]
+    return torch.ops.fxquant.quantize(x, spec, direction, scale)  # type: ignore[no-any-return]
 
 
 def dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -140,17 +172,26 @@ def dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequenc
     return torch.ops.fxquant.dequantize(parts, spec, direction, size, dtype)  # type: ignore[no-any-return]
 
 
-def quantize_operand(x: Tensor, spec: OperandSpec, direction: str) -> tuple[list[Tensor], QuantSpec]:
-    """One direction of an operand [*, M, K] with the spec that applies: an identity gives the oriented tensor itself."""
+def quantize_operand(
+    x: Tensor, spec: OperandSpec, direction: str, scales: Tensor | None = None
+) -> tuple[list[Tensor], QuantSpec]:
+    """One direction of an operand [*, M, K] with the spec that applies: an identity gives the oriented tensor itself.
+
+    `scales` are the delayed scales of the graph, for specs that name a slot.
+    """
     if direction == "rowwise":
-        return _one_side(x, spec.rowwise, direction), spec.rowwise
+        return _one_side(x, spec.rowwise, direction, scales), spec.rowwise
     if spec.from_rowwise:
-        row = _one_side(x, spec.rowwise, "rowwise")
+        row = _one_side(x, spec.rowwise, "rowwise", scales)
         x = dequantize(row, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
-    return _one_side(x, spec.columnwise, direction), spec.columnwise
+    return _one_side(x, spec.columnwise, direction, scales), spec.columnwise
 
 
-def _one_side(x: Tensor, spec: QuantSpec, direction: str) -> list[Tensor]:
-    if not spec.is_identity:
-        return quantize(x, str(spec), direction)
-    return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]
+def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None) -> list[Tensor]:
+    if spec.is_identity:
+        return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]
+    scale = None
+    if spec.is_delayed:
+        assert scales is not None, spec
+        scale = scales.narrow(0, spec.slot, 1)
+    return quantize(x, str(spec), direction, scale)

@@ -31,7 +31,7 @@ _SMALLEST_POWER = 0x00400000
 """The bits of 2^-127, the one power of two that an E8M0 scale or its inverse reaches as a subnormal."""
 
 
-def quantize(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> list[Tensor]:
     """Quantizes x [*batch, R, C] (float32, bfloat16, float16; float64 is rounded to float32) along its last axis.
 
     Returns [data, scale], for NVFP4 [data, scale, global_amax]. `data` is [*batch, R, Cp] in the element's dtype, for
@@ -56,7 +56,12 @@ def quantize(x: Tensor, spec: QuantSpec) -> list[Tensor]:
         return _quantize_nvfp4(x, spec)
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
-    return _quantize_float32_scale(x, spec)
+    return _quantize_float32_scale(x, spec, multiplier)
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, NaN ignored: float32 [1], 0 for an empty tensor."""
+    return _amax(x)
 
 
 def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
@@ -184,7 +189,7 @@ def hadamard(x: Tensor, *, random_signs: bool = True) -> Tensor:
     return torch.where(y == y, rounded.view(torch.float32), y).flatten(-2)
 
 
-def _quantize_float32_scale(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+def _quantize_float32_scale(x: Tensor, spec: QuantSpec, multiplier: Tensor | None) -> list[Tensor]:
     """Per tensor, per row and in blocks of 128."""
     row = spec.row
     assert row.element is not None
@@ -194,8 +199,9 @@ def _quantize_float32_scale(x: Tensor, spec: QuantSpec) -> list[Tensor]:
         factor = _repeat_rows(multiplier, row.block[0], x.shape[-2])
         y = (_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
     else:
-        amax = _amax(x) if row.family == "per_tensor" else _amax(x, -1).unsqueeze(-1)
-        multiplier = multiplier_from_amax(amax, spec)
+        if multiplier is None:
+            amax = _amax(x) if row.family == "per_tensor" else _amax(x, -1).unsqueeze(-1)
+            multiplier = multiplier_from_amax(amax, spec)
         y = x.float() * multiplier
     return [cast_fp8(y, row.element), multiplier.reciprocal()]
 
@@ -225,7 +231,7 @@ def _quantize_nvfp4(x: Tensor, spec: QuantSpec) -> list[Tensor]:
 
 
 def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
-    """NVFP4's tensor-level scale for a float32 amax of any shape, and its reciprocal; 1 for an amax of 0 or infinity."""
+    """NVFP4's tensor-level scale for a float32 amax of any shape, and its reciprocal; 1 for 0 and infinity."""
     encode = (torch.full_like(global_amax, _E4M3_MAX * _E2M1_MAX) / global_amax).clamp(max=_FLT_MAX)
     encode = torch.where((global_amax > 0) & (encode > 0), encode, 1.0)
     return encode, encode.reciprocal()

@@ -16,6 +16,7 @@ import fxquant
 from fxquant.compat import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
 from fxquant.passes.assign_roles import assign_roles
+from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.insert import insert
@@ -24,6 +25,7 @@ from fxquant.passes.merge import merge
 from fxquant.passes.resolve import resolve
 from fxquant.recipes import Recipe
 from fxquant.roles import QuantizerRole
+from fxquant.state import Slots
 
 LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (("merge", merge), ("lower", lower))
 """Passes over ATen graphs, in order."""
@@ -39,13 +41,18 @@ class Rewriter:
 
     def __call__(
         self, gm: fx.GraphModule, *, autocast: torch.dtype | None, first_site: int = 0
-    ) -> tuple[list[Decision], list[QuantizerRole]]:
-        """Rewrites `gm` in place; returns every decision and every role."""
+    ) -> tuple[list[Decision], list[QuantizerRole], Slots]:
+        """Rewrites `gm` in place; returns every decision, every role, and the slots of delayed scaling."""
         matches = find_matmuls(gm, autocast=autocast)
         assign_roles(matches, self.names)
-        decisions, roles = resolve(matches, self.recipe, allow_float64=self.allow_float64, first_site=first_site)
+        reached, slots = stateful_graphs(gm), Slots()
+        for match in matches:
+            match.takes_state = match.node.graph in reached
+        decisions, roles = resolve(
+            matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site
+        )
         insert(matches)
-        return decisions, roles
+        return decisions, roles, slots
 
 
 class Lowering(CustomGraphPass):
@@ -91,4 +98,4 @@ def _sources() -> tuple[str, ...]:
     return tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
 
 
-__all__ = ["LOWER", "Lowering", "Rewriter", "quantizes_recomputed"]
+__all__ = ["LOWER", "Lowering", "Rewriter", "bind_state", "quantizes_recomputed"]

@@ -83,6 +83,8 @@ class Match:
     autocast: torch.dtype | None = None
     needs_grad: tuple[tuple[bool, bool], ...] = ()
     """For each product, whether (lhs, rhs) get a gradient."""
+    takes_state: bool = True
+    """Whether the state of delayed scaling reaches this node's graph."""
     resolved: list[Resolved] = field(default_factory=list)
 
 

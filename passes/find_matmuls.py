@@ -60,7 +60,7 @@ class _Walk:
     def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
         form = form_of(node)
         if form is None and isinstance(node.target, HigherOrderOperator):
-            yield from self.bodies(node, node.target.name(), regions)
+            yield from self.bodies(node, str(node.target._name), regions)
             return
         match = None
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(_maybe_value(node))):
@@ -121,7 +121,7 @@ def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:
         yield match
 
 
-def _region(device: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: Any) -> Regions:
+def _region(device: Any, dtype: Any = None, enabled: Any = True, *_: Any) -> Regions:
     return {device: (dtype or torch.get_autocast_dtype(device)) if enabled else None}
 
 

@@ -100,11 +100,10 @@ FUNCTIONS: dict[Callable[..., Any], str] = {
 
 def form_of(node: fx.Node) -> Form | None:
     """The form of a node, if its target has one."""
-    if node.op == "call_method" or (node.op == "call_function" and isinstance(node.target, (OpOverload, OpOverloadPacket))):
+    target = node.target
+    if isinstance(target, (str, OpOverload, OpOverloadPacket)):
         return FORMS.get(op_name(node))
-    if node.op == "call_function":
-        return FORMS.get(FUNCTIONS.get(node.target, ""))  # type: ignore[arg-type]
-    return None
+    return FORMS.get(FUNCTIONS.get(target, ""))
 
 
 def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:

@@ -16,7 +16,7 @@ _BETWEEN = VIEWS | frozenset(
     """mul div truediv true_divide add sub neg masked_fill where tanh cat concat concatenate dropout amax max clamp
     maximum minimum nan_to_num imul iadd isub itruediv sum""".split()
 )
-"""What may stand between the two products of an attention, besides the softmax: scale, mask, bias, cap, sink, dropout."""
+"""What may stand between the products of an attention, besides the softmax: scale, mask, bias, cap, sink, dropout."""
 
 _SOFTMAX = frozenset(("softmax", "_softmax", "exp", "_safe_softmax"))
 
@@ -59,7 +59,7 @@ def multi_head(
         *axes, features = value_of(x).shape
         used = weight or in_proj_weight or out_proj_weight
         products.append(Product(m=product_of(axes), k=features, n=width, lhs=x, rhs=used))
-    seen = keys + (bias_k is not None) + bool(add_zero_attn)
+    seen = keys + int(bias_k is not None) + int(add_zero_attn)
     head, many = width // num_heads, (*batch, num_heads)
     products.append(Product(m=length, k=head, n=seen, batch=many, lhs=query, rhs=key, rhs_is_weight=False))
     products.append(Product(m=length, k=seen, n=head, batch=many, lhs=query, rhs=value, rhs_is_weight=False))

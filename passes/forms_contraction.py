@@ -98,9 +98,7 @@ class Site:
         """A match of this node; gradients are those of the products' own operands unless given."""
         if needs_grad is None:
             trained = requires_grad(self.node)
-            needs_grad = tuple(
-                (trained and requires_grad(p.lhs), trained and requires_grad(p.rhs)) for p in products
-            )
+            needs_grad = tuple((trained and requires_grad(p.lhs), trained and requires_grad(p.rhs)) for p in products)
         return Match(
             node=self.node, form=op_name(self.node), module_type=module_type, products=products, emit=emit, skip=skip,
             needs_grad=needs_grad,
@@ -208,7 +206,7 @@ def multiply(
 ) -> fx.Node:
     """Adds the views of both operands, the GEMM, and the views of its result."""
     singles = [(label,) for label in planned.batch]
-    rows = [planned.rows] if planned.batch else [(label,) for label in planned.rows] or [()]
+    rows = [(label,) for label in planned.rows] if planned.rows and not planned.batch else [planned.rows]
     lhs, rhs = _viewed(builder, planned.left, lhs), _viewed(builder, planned.right, rhs)
     result = gemm(
         index,
@@ -322,10 +320,11 @@ def _memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
     if statically_known_true(value.numel() == 0):
         return None
     sized = [axis for axis in range(value.ndim) if not _is_one(value.shape[axis])]
-    ordered = sorted(sized, key=lambda axis: -size_hint(value.stride(axis)))
+    strides: tuple[Dim, ...] = value.stride()
+    ordered = sorted(sized, key=lambda axis: -size_hint(strides[axis]))
     step: Dim = 1
     for axis in reversed(ordered):
-        if not statically_known_true(value.stride(axis) == step):
+        if not statically_known_true(strides[axis] == step):
             return None
         step = step * value.shape[axis]
     # axes of size 1 may stand anywhere: in front of the axis that follows them

@@ -1,11 +1,11 @@
 """Opens `F.multi_head_attention_forward`, which Dynamo captures as one node, into the ops inside it.
 
-    out, weights = multi_head_attention_forward(query, key, value, 64, 4, in_proj_weight, ...)
-    # becomes
-    linear = torch.ops.aten.linear.default(query, in_proj_weight, in_proj_bias)
-    ...
-    scaled_dot_product_attention = torch.ops.aten.scaled_dot_product_attention.default(...)
-    linear_1 = torch.ops.aten.linear.default(reshape, out_proj_weight, out_proj_bias)
+out, weights = multi_head_attention_forward(query, key, value, 64, 4, in_proj_weight, ...)
+# becomes
+linear = torch.ops.aten.linear.default(query, in_proj_weight, in_proj_bias)
+...
+scaled_dot_product_attention = torch.ops.aten.scaled_dot_product_attention.default(...)
+linear_1 = torch.ops.aten.linear.default(reshape, out_proj_weight, out_proj_bias)
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def node_flops(node: fx.Node) -> int | None:
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
         call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
         with torch.no_grad(), mode, FlopCounterMode(display=False) as counter:
-            call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)  # type: ignore[operator]
+            call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
         return size_hint(counter.get_total_flops())
     except Exception:
         # whatever a foreign op raises on a second run, the model must still compile

@@ -68,35 +68,27 @@ def inner(site: Site, input: fx.Node, other: fx.Node) -> Match | None:
     return contract(site, Operand.of(input, (*rows, "k")), Operand.of(other, (*columns, "k")), (*rows, *columns))
 
 
-def addmm(
-    site: Site, input: fx.Node, mat1: fx.Node, mat2: fx.Node, *, beta: Any = 1, alpha: Any = 1, in_place: bool = False
-) -> Match:
+def addmm(site: Site, input: fx.Node, mat1: fx.Node, mat2: fx.Node, **factors: Any) -> Match:
     """`beta * input + alpha * mat1 @ mat2`; `addbmm` contracts the batch axis as well."""
     ranks = value_of(mat1).ndim
     left, right = (("b", "m", "k"), ("b", "k", "n")) if ranks == 3 else (("m", "k"), ("k", "n"))
-    return _added(site, input, Operand.of(mat1, left), Operand.of(mat2, right), "mn", beta, alpha, in_place)
+    return _added(site, input, Operand.of(mat1, left), Operand.of(mat2, right), "mn", **factors)
 
 
-def addbmm(
-    site: Site, input: fx.Node, batch1: fx.Node, batch2: fx.Node, *, beta: Any = 1, alpha: Any = 1, in_place: bool = False
-) -> Match:
+def addbmm(site: Site, input: fx.Node, batch1: fx.Node, batch2: fx.Node, **factors: Any) -> Match:
     """`beta * input + alpha * sum over b of batch1[b] @ batch2[b]`: a matmul with b * k inner features."""
-    return addmm(site, input, batch1, batch2, beta=beta, alpha=alpha, in_place=in_place)
+    return addmm(site, input, batch1, batch2, **factors)
 
 
-def baddbmm(
-    site: Site, input: fx.Node, batch1: fx.Node, batch2: fx.Node, *, beta: Any = 1, alpha: Any = 1, in_place: bool = False
-) -> Match:
+def baddbmm(site: Site, input: fx.Node, batch1: fx.Node, batch2: fx.Node, **factors: Any) -> Match:
     """`beta * input + alpha * batch1 @ batch2`, batch by batch."""
     left, right = Operand.of(batch1, "bmk"), Operand.of(batch2, "bkn")
-    return _added(site, input, left, right, "bmn", beta, alpha, in_place)
+    return _added(site, input, left, right, "bmn", **factors)
 
 
-def addmv(
-    site: Site, input: fx.Node, mat: fx.Node, vec: fx.Node, *, beta: Any = 1, alpha: Any = 1, in_place: bool = False
-) -> Match:
+def addmv(site: Site, input: fx.Node, mat: fx.Node, vec: fx.Node, **factors: Any) -> Match:
     """`beta * input + alpha * mat @ vec`."""
-    return _added(site, input, Operand.of(mat, "mk"), Operand.of(vec, "k"), "m", beta, alpha, in_place)
+    return _added(site, input, Operand.of(mat, "mk"), Operand.of(vec, "k"), "m", **factors)
 
 
 def tensordot(site: Site, a: fx.Node, b: fx.Node, dims: Any = 2, dims_other: Any = None) -> Match:
@@ -148,7 +140,7 @@ def chain_matmul(site: Site, *matrices: Any) -> Match:
     if value_of(nodes[-1]).ndim == 1:
         labels[-1], out = (len(nodes) - 1,), out[:-1]
     operands = [Operand.of(node, each) for node, each in zip(nodes, labels, strict=True)]
-    return contract(site, *operands, out) if len(operands) == 2 else chain(site, operands, out)
+    return contract(site, operands[0], operands[1], out) if len(operands) == 2 else chain(site, operands, out)
 
 
 def chain(site: Site, operands: Sequence[Operand], out: Sequence[Label]) -> Match:
@@ -219,10 +211,9 @@ def convolution(
     many = tuple(shape[:1]) if batched else ()
     stride, padding, dilation = (_per_axis(value, count) for value in (stride, padding, dilation))
     if transposed:  # the weight is [in, out / groups, *kernel]
-        size = Product(
-            m=product_of(many + space), k=out_channels, n=in_channels * product_of(kernel), lhs=input, rhs=weight
-        )
-        return site.match("linear", size, skip=(SkipReason.CONVOLUTION, "a transposed convolution"))
+        rows, columns = product_of(many + space), in_channels * product_of(kernel)
+        product = Product(m=rows, k=out_channels, n=columns, lhs=input, rhs=weight)
+        return site.match("linear", product, skip=(SkipReason.CONVOLUTION, "a transposed convolution"))
     pointwise = all(isinstance(size, int) and size == 1 for size in kernel)
     unpadded = padding == ("valid",) * count or padding == (0,) * count or (pointwise and padding == ("same",) * count)
     patches = all(step == size and isinstance(size, int) for step, size in zip(stride, kernel, strict=True))
@@ -241,12 +232,14 @@ def convolution(
         left = Operand.of(input, (*batch, "in", *axes))
         right = Operand.of(weight, ("out", "in", *(None for _ in kernel)))
     else:
+        labels = tuple(label for pair in zip(axes, taps, strict=True) for label in pair)
+        parts = tuple(part for size, step in zip(space, kernel, strict=True) for part in (size // step, step))
         left = Operand(
             node=input,
-            labels=(*batch, "in", *(label for pair in zip(axes, taps, strict=True) for label in pair)),
-            sizes=(*shape[:-count], *(part for size, step in zip(space, kernel, strict=True) for part in (size // step, step))),
+            labels=(*batch, "in", *labels),
+            sizes=(*shape[:-count], *parts),
             view=_patches(len(shape) - count, tuple(kernel)),
-        )  # fmt: skip
+        )
         right = Operand.of(weight, ("out", "in", *taps))
     return contract(site, left, right, (*batch, "out", *axes), rhs_is_weight=True, bias=bias)
 
@@ -280,7 +273,15 @@ def grouped_mm(site: Site, input: fx.Node, mat2: fx.Node, offs: fx.Node | None =
 
 
 def _added(
-    site: Site, input: fx.Node, left: Operand, right: Operand, out: str, beta: Any, alpha: Any, in_place: bool
+    site: Site,
+    input: fx.Node,
+    left: Operand,
+    right: Operand,
+    out: str,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    in_place: bool = False,
 ) -> Match:
     """`beta * input + alpha * left @ right`: the bias of the GEMM where that is all it is."""
     value, columns = value_of(input), right.sizes[-1]

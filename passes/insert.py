@@ -26,8 +26,16 @@ _NONE = OperandSpec(IDENTITY, IDENTITY)
 
 def _spec(match: Match, quantizers: dict[str, Quantizer]) -> str:
     operands = (quantizers[op].operand_spec() if op in quantizers else _NONE for op in ("input", "weight", "grad_output"))
-    autocast = str(match.autocast).removeprefix("torch.") if match.autocast else ""
-    return str(LinearSpec(*operands, autocast=autocast, name=match.name))
+    return str(LinearSpec(*operands, autocast=_autocast(match), name=match.name))
+
+
+def _autocast(match: Match) -> str:
+    return str(match.autocast).removeprefix("torch.") if match.autocast else ""
+
+
+def _without_state(match: Match) -> str:
+    """A spec that gives the same shape and dtype: the delayed scales of the real one are bound later."""
+    return str(LinearSpec(_NONE, _NONE, _NONE, _autocast(match), match.name))
 
 
 def _plain(builder: Builder, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None) -> fx.Node:
@@ -52,7 +60,8 @@ def insert(matches: Sequence[Match]) -> int:
             quantizers = match.resolved[index].quantizers
             if quantizers is None:
                 return _plain(builder, lhs, rhs, bias)
-            node = builder.call(torch.ops.fxquant.linear.default, lhs, rhs, bias, _spec(match, quantizers))
+            node = builder.call(torch.ops.fxquant.linear.default, lhs, rhs, bias, _without_state(match))
+            node.args = (lhs, rhs, bias, _spec(match, quantizers))
             node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
             return node
 

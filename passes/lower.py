@@ -27,7 +27,7 @@ def implementation(node: fx.Node) -> Callable[..., Any]:
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
-    if name in ("quantize", "hybrid_quantize"):
+    if name in ("quantize", "hybrid_quantize", "amax"):
         return functools.partial(_of_rounded, ops.IMPLEMENTATIONS[name])
     return ops.IMPLEMENTATIONS[name]
 

@@ -31,15 +31,20 @@ def merge(graph: fx.Graph) -> int:
         if earlier is not node:
             _replace_outputs(node, earlier, 0)
             graph.erase_node(node)
-    for (x, spec, direction), node in list(first.items()):
+    for (x, spec, direction, *scale), node in list(first.items()):
         if direction != "rowwise":
             continue
-        pair = next((n for (other, _, d), n in first.items() if other is x and d == "columnwise"), None)
+        pair = next((n for (other, _, d, *_), n in first.items() if other is x and d == "columnwise"), None)
         if pair is None:
             continue
+        if any(order[n] > min(order[node], order[pair]) for n in (*scale, *pair.args[3:]) if isinstance(n, fx.Node)):
+            continue  # a scale that is not there yet
+        scales = [*(scale or [None]), *(pair.args[3:] or [None])]
+        while scales and scales[-1] is None:
+            scales.pop()
         anchor = min(node, pair, key=order.__getitem__)
         with graph.inserting_before(anchor):
-            both = graph.call_function(torch.ops.fxquant.hybrid_quantize.default, (x, spec, pair.args[1]))
+            both = graph.call_function(torch.ops.fxquant.hybrid_quantize.default, (x, spec, pair.args[1], *scales))
         both.meta = {**anchor.meta, "val": [*node.meta["val"], *pair.meta["val"]]}
         _replace_outputs(node, both, 0)
         _replace_outputs(pair, both, len(node.meta["val"]))

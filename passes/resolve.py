@@ -15,9 +15,10 @@ from fxquant.decisions import Decision, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
 from fxquant.passes.facts import Dim, Match, Product, Resolved, value_of
-from fxquant.quantizers import Quantizer, quantizer_text
+from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
+from fxquant.state import Slots
 
 SMALLEST = 16
 """FP8 GEMMs want 16-byte rows: products with fewer input or output features stay as they are."""
@@ -84,8 +85,24 @@ def _check_pairs(match: Match, quantizers: dict[str, Quantizer], wanted: list[Ge
         )
 
 
+def _ask(recipe: Recipe, role_of: dict[str, QuantizerRole], slots: Slots) -> dict[str, Quantizer]:
+    """The recipe's quantizers, with a slot of the graph's state for each request of delayed scaling."""
+    quantizers: dict[str, Quantizer] = {}
+    request: DelayedScalingRequest | None = None
+    for operand, role in role_of.items():
+        answer = recipe.quantizer(role)
+        if isinstance(answer, DelayedScalingRequest):
+            request, dtype = answer, answer.fp8_format.dtype(operand)
+            answer = Float8Quantizer(dtype, slots.add(answer, (role.name, operand, 0), dtype))
+        quantizers[operand] = answer
+    if request is not None and "grad_output" not in role_of:
+        # without gradients nobody asks for it, but the slots stay those of the training graph
+        slots.add(request, (role_of["input"].name, "grad_output", 0), request.fp8_format.dtype("grad_output"))
+    return quantizers
+
+
 def _resolve_product(
-    match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole]
+    match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole], slots: Slots
 ) -> Resolved:
     product, wanted = match.products[index], gemms(match.needs_grad[index])
     operands = ["input", "weight"] + ["grad_output"] * (len(wanted) > 1)
@@ -93,8 +110,12 @@ def _resolve_product(
     roles += role_of.values()
     skip = _cannot(match, product, allow_float64)
     quantizers: dict[str, Quantizer] | None = None
+    if skip is None and not match.takes_state and any(
+        isinstance(recipe.quantizer(role), DelayedScalingRequest) for role in role_of.values()
+    ):
+        skip = SkipReason.STATE, "this region is called as a function of its own"
     if skip is None:
-        quantizers = {op: recipe.quantizer(role) for op, role in role_of.items()}
+        quantizers = _ask(recipe, role_of, slots)
         _check_pairs(match, quantizers, wanted)
     decisions = []
     for gemm in wanted:
@@ -118,19 +139,22 @@ def _resolve_product(
 
 
 def resolve(
-    matches: Sequence[Match], recipe: Recipe, *, allow_float64: bool = False, first_site: int = 0
+    matches: Sequence[Match], recipe: Recipe, slots: Slots | None = None, *, allow_float64: bool = False, first_site: int = 0
 ) -> tuple[list[Decision], list[QuantizerRole]]:
     """Fills `match.resolved` and returns all decisions, and all roles that were found.
+
+    What asks for delayed scaling gets its place in `slots`.
 
     Raises RecipeError for a pair that cannot multiply, naming layer, GEMM and both quantizers.
     """
     decisions: list[Decision] = []
     roles: list[QuantizerRole] = []
+    slots = Slots() if slots is None else slots
     site = first_site
     for match in matches:
         match.resolved = []
         for index in range(len(match.products)):
-            match.resolved.append(_resolve_product(match, index, site, recipe, allow_float64, roles))
+            match.resolved.append(_resolve_product(match, index, site, recipe, allow_float64, roles, slots))
             decisions += match.resolved[-1].decisions
             site += 1
     return decisions, roles

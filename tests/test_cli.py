@@ -11,7 +11,7 @@ from fxquant.__main__ import main
 from fxquant.formats import FORMATS
 from fxquant.recipes import RECIPES
 
-MODELS = '''
+MODELS = """
 import torch
 from torch import nn
 
@@ -31,7 +31,7 @@ def wrong():
     return model()
 
 number = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -87,7 +87,9 @@ def test_failures_are_one_line_and_exit_1(
     assert message in captured.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["explain"], ["explain", "module"], ["explain", "m:f", "--layer", "("]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["nothing"], ["explain"], ["explain", "module"], ["explain", "m:f", "--layer", "("]]
+)
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -37,6 +37,7 @@ from fxquant import (
     Report,
     report_html,
 )
+from fxquant.report import aligned
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Config:
     lr: float
 
 
-CPU = Config(dim=128, depth=2, heads=4, hidden=384, batch=8, length=128, steps=300, lr=3e-3)
+CPU = Config(dim=128, depth=2, heads=4, hidden=384, batch=4, length=128, steps=300, lr=3e-3)
 GPU = Config(dim=1024, depth=8, heads=16, hidden=2816, batch=16, length=1024, steps=600, lr=6e-4)
 
 
@@ -107,7 +108,8 @@ def main() -> None:
     print(f"text: {len(data):,} bytes of the Python {platform.python_version()} standard library")
     print(
         f"model: {config.depth} blocks of width {config.dim}, {matmul_weights:,} parameters; "
-        f"{config.steps} steps of {config.batch} x {config.length} bytes on {device}, torch {torch.__version__}\n"
+        f"{config.steps} steps of {config.batch} x {config.length} bytes\n"
+        f"on {device}, torch {torch.__version__}, {options.inner}\n"
     )
     runs: list[Run] = []
     reports: dict[str, Report] = {}
@@ -121,8 +123,9 @@ def main() -> None:
         run.gap = run.final - baseline
 
     table = [[*TITLES], *(row(run) for run in runs)]
-    print("\n" + fxquant.report.aligned(table))
-    for name, report in list(reports.items())[-1:]:
+    print("\n" + aligned(table))
+    if reports:
+        name, report = list(reports.items())[-1]
         print(f"\nevery operand of one layer under {name!r}:")
         print(report.table(r"^blocks\.\d+\.mlp\.up$", collapse=True))
     plot(runs, config, out / "loss_curves.png")
@@ -130,6 +133,7 @@ def main() -> None:
     results = {
         "config": asdict(config),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "inner": options.inner,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "runs": [asdict(run) for run in runs],
@@ -140,17 +144,26 @@ def main() -> None:
 
 def _parse(config: Config) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=config.steps, help=f"training steps (default: {config.steps})")
+    parser.add_argument(
+        "--steps", type=_positive, default=config.steps, help=f"training steps (default: {config.steps})"
+    )
     parser.add_argument("--out", default="demo_out", help="where the results go (default: demo_out)")
     parser.add_argument(
         "--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="NAME",
         help=f"some of: {'; '.join(RECIPES)}",
     )  # fmt: skip
     parser.add_argument(
-        "--inner", choices=["inductor", "aot_eager"], default="inductor",
-        help="what compiles the rewritten graphs; aot_eager starts faster and runs slower",
+        "--inner", choices=["inductor", "aot_eager"], default="inductor" if torch.cuda.is_available() else "aot_eager",
+        help="what compiles the graphs; on a CPU, whose formats are emulated, Inductor would take longer than the "
+        "training (default: inductor on a GPU, aot_eager on a CPU)",
     )  # fmt: skip
     return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def read_text() -> Tensor:
@@ -201,6 +214,7 @@ def train(name: str, config: Config, data: Tensor, device: str, inner: str) -> t
     if recipe is None:
         return run, None
     report = backend.report()
+    report.recipe = name
     run.coverage = report.coverage
     return run, report
 

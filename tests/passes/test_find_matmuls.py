@@ -33,7 +33,7 @@ class Calls(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes)
 
     def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs, *self.weights)
+        return self.function(*inputs, *(self.weights[i] for i in range(len(self.weights))))
 
 
 def gemm(builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None) -> fx.Node:
@@ -394,15 +394,24 @@ def test_dynamic_sizes_stay_dynamic() -> None:
         return torch.baddbmm(x[:, 0], x[:, 1], x[:, 2].mT @ x[:, 3], beta=0.5)
 
     model = Calls(function, (24, 40), (4, 24, 16), (4, 4, 1, 1))
+    inputs = [(randn(b, rows, 24), randn(b, others, 24)) for b, rows, others in ((3, 5, 7), (2, 9, 4), (5, 6, 6))]
+    graphs = 0
+
+    def count(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return gm.forward
+
+    def run(backend: Callable[..., Any]) -> list[Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        return [compiled(x, y) for x, y in inputs]
+
     backend = Rewrite()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-    for batch, rows, others in ((3, 5, 7), (2, 9, 4), (5, 6, 6)):
-        x, y = randn(batch, rows, 24), randn(batch, others, 24)
-        expected = model(x, y)
+    for expected, actual in zip(run(count), run(backend), strict=True):
         scale = expected.abs().max().item()
-        torch.testing.assert_close(compiled(x, y), expected, rtol=1e-5, atol=1e-5 * scale)
-    assert len(backend.graphs) == 1
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale)
+    assert len(backend.graphs) == graphs
 
 
 def test_strided_inputs_and_results() -> None:
@@ -416,8 +425,9 @@ def test_strided_inputs_and_results() -> None:
 def test_tied_weight_is_used_as_it_is() -> None:
     model = Calls(lambda x, w: F.linear(x, w) @ w + x.mm(w.t()).mm(w), (40, 24))
     backend = check(model, [randn(5, 24)], Rewrite())
-    (weight,) = (node for node in backend.graphs[0].graph.nodes if isinstance(node.meta.get("example_value"), nn.Parameter))
-    direct = [n for n in backend.graphs[0].graph.nodes if n.target is F.linear and n.args[1] is weight]
+    nodes = backend.graphs[0].graph.nodes
+    (weight,) = (node for node in nodes if isinstance(node.meta.get("example_value"), nn.Parameter))
+    direct = [n for n in nodes if n.target is F.linear and n.args[1] is weight]
     assert len(direct) == 2  # and two products that want it transposed
 
 
@@ -503,7 +513,7 @@ class _Square(torch.autograd.Function):
 
 
 def test_custom_autograd_function() -> None:
-    backend = check(Calls(_Square.apply, (24, 40)), [randn(5, 24)], Rewrite())
+    backend = check(Calls(lambda x, w: _Square.apply(x, w), (24, 40)), [randn(5, 24)], Rewrite())
     assert backend.reasons() == [None, UNSUPPORTED, UNSUPPORTED]
 
 
@@ -570,9 +580,7 @@ CHAINS: dict[str, Callable[..., Tensor]] = {
         lambda s: F.softmax(torch.cat([s, s[..., :1]], -1) - s.amax(-1, keepdim=True), -1)[..., :-1].contiguous()
     ),
     "by hand": _chain(lambda s: (s - s.amax(-1, keepdim=True)).exp() / s.exp().sum(-1, keepdim=True)),
-    "einsum": lambda q, k, v: torch.einsum(
-        "bhqk,bhkd->bqhd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v
-    ),
+    "einsum": lambda q, k, v: torch.einsum("bhqk,bhkd->bqhd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v),
     "baddbmm": lambda q, k, v: (
         torch.baddbmm(q.new_zeros(1, 1, 7), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.2).softmax(-1)
         @ v.flatten(0, 1)

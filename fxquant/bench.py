@@ -1,0 +1,403 @@
+"""Benchmarks: training steps of Llama blocks, and single linear layers, beside bf16 Inductor and torchao.
+
+    python -m fxquant bench step   [--providers NAME,NAME] [--length 8192] [--csv FILE]
+    python -m fxquant bench linear [--providers NAME,NAME] [--csv FILE]
+
+A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
+shapes. Times are medians after a second of warm-up, from CUDA events; compilations start with Inductor's caches off.
+Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import gc
+import importlib.metadata
+import importlib.util
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxquant.backend import Backend
+from fxquant.compat import inductor_config
+from fxquant.report import aligned
+
+QUANTIZED = ("current_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
+TORCHAO = ("torchao tensorwise", "torchao rowwise")
+PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
+COLUMNS = (
+    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "over_bf16", "saved_gib", "peak_gib", "compile_s",
+    "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
+)  # fmt: skip
+SHOWN = {
+    "size": "size", "provider": "what", "ms": "step ms", "over_bf16": "over bf16", "saved_gib": "saved GiB",
+    "peak_gib": "peak GiB", "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
+}  # fmt: skip
+"""The columns that tables show, and their titles."""
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Sizes of a stack of decoder blocks and of its input [batch, length, hidden]."""
+
+    blocks: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.blocks} blocks {self.hidden}/{self.ffn}, {self.batch}x{self.length} tokens"
+
+    def model(self) -> nn.Module:
+        """The stack, on the default device."""
+        return Blocks(self)
+
+    def input(self) -> Tensor:
+        """Normal values."""
+        return torch.randn(self.batch, self.length, self.hidden, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Sizes of one linear layer: input [m, k], weight [n, k]."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n}"
+
+    def model(self) -> nn.Module:
+        """The layer, on the default device."""
+        return nn.Linear(self.k, self.n, bias=False, dtype=torch.bfloat16)
+
+    def input(self) -> Tensor:
+        """Normal values."""
+        return torch.randn(self.m, self.k, dtype=torch.bfloat16)
+
+
+LLAMA3_8B = Stack(blocks=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, batch=2, length=8192)
+LINEARS = (
+    Linear(16384, 4096, 4096), Linear(16384, 4096, 14336), Linear(16384, 14336, 4096), Linear(16384, 8192, 8192),
+    Linear(8192, 8192, 28672),
+)  # fmt: skip
+TINY_STACK = Stack(blocks=1, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, length=16)
+TINY_LINEAR = Linear(32, 64, 96)
+
+
+class Block(nn.Module):
+    """One Llama decoder block (RMSNorm, grouped-query attention with rotary embedding, SwiGLU) in plain PyTorch."""
+
+    def __init__(self, size: Stack) -> None:
+        super().__init__()
+        self.head_dim = size.hidden // size.heads
+        kv = size.kv_heads * self.head_dim
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(size.hidden), nn.RMSNorm(size.hidden)
+        self.q, self.o = (nn.Linear(size.hidden, size.hidden, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(size.hidden, kv, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(size.hidden, size.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.ffn, size.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = self.attention_norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [batch, heads, length, head_dim] (RoFormer, arXiv 2104.09864, section 3.4)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Blocks(nn.Module):
+    """A stack of decoder blocks with bfloat16 weights: [batch, length, hidden] to the same."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: Stack) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        half = size.hidden // size.heads // 2
+        angle = torch.arange(size.length)[:, None] * 500000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return x
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what a forward keeps for its backward: each storage once, those of `known` tensors not."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self.known = {t.untyped_storage().data_ptr() for t in known}
+        self.sizes: dict[int, int] = {}
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.sizes.values())
+
+
+def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Backend | None]:
+    """The model compiled as a provider does it, and fxquant's backend where that is the provider."""
+    if provider in QUANTIZED:
+        backend = Backend(provider)
+        return torch.compile(model, backend=backend, fullgraph=True, dynamic=False), backend
+    if provider in TORCHAO:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+        config = Float8LinearConfig.from_recipe_name(provider.removeprefix("torchao "))
+        model = convert_to_float8_training(nn.Sequential(model), config=config)  # it swaps children, not the root
+    return torch.compile(model, fullgraph=True, dynamic=False), None
+
+
+def measure(provider: str, size: Stack | Linear, device: str, seconds: float, repeats: int) -> Row:
+    """Compiles and times forward and backward of one provider."""
+    torch.compiler.reset()
+    gc.collect()
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model, x = size.model(), size.input().requires_grad_()
+    known = [*model.parameters(), *model.buffers()]
+    run, backend = prepare(provider, model)
+    grad_output = torch.randn_like(x if isinstance(size, Stack) else x[:, :1].expand(-1, size.n).contiguous())
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        run(x).backward(grad_output)
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    started = time.perf_counter()
+    with inductor_config.patch(force_disable_caches=True):
+        step()
+    wait()
+    compile_seconds = time.perf_counter() - started
+    saved = SavedBytes(known)
+    with saved:
+        output = run(x)
+    del output
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    wait()
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        step()
+        wait()
+    times = timed(step, repeats, cuda)
+    low, median, high = (quantile(times, q) for q in (0.2, 0.5, 0.8))
+    return {
+        "ms": f"{median:.4g}",
+        "ms_20": f"{low:.4g}",
+        "ms_80": f"{high:.4g}",
+        "saved_gib": f"{saved.total / 2**30:.2f}",
+        "peak_gib": f"{peak / 2**30:.2f}",
+        "compile_s": f"{compile_seconds:.1f}",
+        "flops_quantized": f"{backend.report().coverage:.0%}" if backend else "",
+    }
+
+
+def timed(step: Callable[[], None], repeats: int, cuda: bool) -> list[float]:
+    """Milliseconds of each of `repeats` steps; on CUDA the queue is never empty between them."""
+    if not cuda:
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            step()
+            marks.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()  # type: ignore[no-untyped-call]
+    for event in events[1:]:
+        step()
+        event.record()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]  # type: ignore[no-untyped-call]
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The median of a few values, or another quantile of them."""
+    return statistics.median(values) if q == 0.5 else sorted(values)[round(q * (len(values) - 1))]
+
+
+def setting(device: str, command: str) -> Row:
+    """The columns that say where and when."""
+    return {
+        "card": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "torchao": version("torchao"),
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+    }
+
+
+def version(package: str) -> str:
+    """The version of an installed package; empty for none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def gemms(provider: str, device: str) -> str:
+    """Whether the GEMMs of a provider have instructions of their own on the device."""
+    from fxquant.__main__ import runs_as
+
+    if provider not in QUANTIZED:
+        return "native"
+    return runs_as(provider, "Hopper" if device == "cuda" and torch.cuda.get_device_capability()[0] == 9 else "the CPU")
+
+
+def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
+    """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
+    device, cuda = options.device, options.device == "cuda"
+    sizes: Sequence[Stack | Linear] = options.sizes(cuda, options)
+    where = setting(device, command)
+    rows = []
+    for size in sizes:
+        baseline = 0.0
+        for provider in options.providers:
+            row: Row = dict.fromkeys(COLUMNS, "") | where
+            row |= {"benchmark": options.benchmark, "size": str(size), "provider": provider}
+            row["gemms"] = gemms(provider, device)
+            try:
+                row |= measure(provider, size, device, options.seconds if cuda else 0.0, options.repeats if cuda else 3)
+            except Exception as error:
+                row["gemms"] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            else:
+                baseline = float(row["ms"]) if provider == "bf16" else baseline
+                row["over_bf16"] = f"{baseline / float(row['ms']):.2f}x" if baseline else ""
+            print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
+            rows.append(row)
+            if options.csv:
+                append(options.csv, row)
+    return rows
+
+
+def append(path: Path, row: Row) -> None:
+    """Adds a row to a CSV file, with a header where the file is new."""
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def table_rows(rows: Iterable[Row]) -> list[Row]:
+    """What tables show of measured rows, by title; columns in which nothing was measured are left out."""
+    rows = list(rows)
+    columns = [column for column in SHOWN if any(row[column] for row in rows)]
+    return [{SHOWN[column]: row[column] for column in columns} for row in rows]
+
+
+def read_table(path: Path) -> list[Row]:
+    """`table_rows` of a CSV file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return table_rows(csv.DictReader(file))
+
+
+def caption(path: Path) -> str:
+    """Card, versions, date and command of a CSV file, as a sentence for each setting that occurs in it."""
+    with path.open(newline="", encoding="utf-8") as file:
+        settings = {tuple(row[key] for key in COLUMNS[-6:]) for row in csv.DictReader(file)}
+    return " ".join(
+        f"{card}, torch {torch_version}, triton {triton}"
+        + (f", torchao {torchao}" if torchao else "")
+        + f", {date}: `{command}`."
+        for card, torch_version, triton, torchao, date, command in sorted(settings)
+    )
+
+
+def _stack(cuda: bool, options: argparse.Namespace) -> list[Stack]:
+    if not cuda:
+        return [TINY_STACK]
+    return [Stack(**{**vars(LLAMA3_8B), "length": options.length, "blocks": options.blocks})]
+
+
+def _linears(cuda: bool, _options: argparse.Namespace) -> Sequence[Linear]:
+    return LINEARS if cuda else [TINY_LINEAR]
+
+
+def _providers(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in PROVIDERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(PROVIDERS)}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fxquant bench", description="Times fxquant, bf16 and torchao.")
+    kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    known = [p for p in PROVIDERS if p not in TORCHAO or importlib.util.find_spec("torchao")]
+    step = kinds.add_parser("step", help="training steps of Llama3-8B blocks")
+    step.add_argument(
+        "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
+    )
+    step.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
+    step.set_defaults(sizes=_stack, providers=known)
+    linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
+    linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4")])
+    for kind in (step, linear):
+        kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(known)}")
+        kind.add_argument("--csv", type=Path, help="append the rows to this file")
+        kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+        kind.add_argument("--repeats", type=int, default=30, help="timed steps on CUDA (default: %(default)s)")
+        kind.add_argument("--seconds", type=float, default=1.0, help="warm-up on CUDA (default: %(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one benchmark, prints its table and returns an exit code: 1 when a provider failed."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(argv)
+    rows = run_benchmark(options, f"python -m fxquant bench {' '.join(argv)}".partition(" --csv ")[0])
+    shown = table_rows(rows)
+    print(aligned([list(shown[0]), *(list(row.values()) for row in shown)]))
+    return int(any(not row["ms"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Delayed scaling: scales from the amaxes of earlier steps, as a pure function of the state.
+
+One column of the state belongs to one operand (a slot). All functions are elementwise over slots, so one small kernel
+updates every slot of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_FLT_MAX = torch.finfo(torch.float32).max
+
+AmaxAlgorithm = str | Callable[[Tensor], Tensor]
+ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, object], Tensor]
+
+
+def update(
+    scale: Tensor, history: Tensor, last: Tensor, fp8_max: Tensor, *, margin: float, algorithm: str
+) -> tuple[Tensor, Tensor]:
+    """The next (scale [n], history [N, n]) from the amaxes `last` [n] of the step that ended.
+
+    `fp8_max` [n] is each slot's largest value. A slot with `last` 0 keeps its scale and its history; otherwise `last`
+    becomes the newest entry, row N-1, and the oldest counted one falls off. `algorithm` ``max`` takes the largest of
+    the window, NaN ignored, ``most_recent`` takes `last`. A zero, infinite or NaN amax keeps the scale.
+    (TransformerEngine's fused delayed-scaling update; numerics: delayed scaling.)
+    """
+    window = torch.cat((history[1:], last.unsqueeze(0)))
+    rolled = torch.cat((torch.zeros_like(history[:1]), window[1:]))
+    recorded = last != 0
+    amax = last if algorithm == "most_recent" else torch.where(window == window, window, 0).amax(0)
+    amax = torch.where(recorded, amax, 0)
+    return _next_scale(scale, amax, fp8_max * 2.0**-margin), torch.where(recorded, rolled, _unstaged(history))
+
+
+def update_with(
+    scale: Tensor,
+    history: Tensor,
+    last: Tensor,
+    fp8_max: Tensor,
+    *,
+    margin: float,
+    algorithm: AmaxAlgorithm,
+    scale_algorithm: ScaleAlgorithm | None,
+    recipe: object,
+) -> tuple[Tensor, Tensor]:
+    """`update` by a user's functions: `algorithm(history) -> amax` and `scale_algorithm(amax, scale, fp8_max, recipe)`.
+
+    The history always rolls, and a NaN in it counts. (TransformerEngine's unfused update.)
+    """
+    staged = torch.cat((last.unsqueeze(0), history[1:]))
+    if callable(algorithm):
+        amax = algorithm(staged)
+    else:
+        amax = last if algorithm == "most_recent" else staged.amax(0)
+    if scale_algorithm is not None:
+        following = scale_algorithm(amax, scale, fp8_max, recipe)
+    else:
+        following = _next_scale(scale, amax, fp8_max) / 2.0**margin
+        following = torch.where((amax > 0) & (amax < torch.inf), following, scale)
+    return following, torch.cat((torch.zeros_like(history[:1]), staged.roll(-1, 0)[1:]))
+
+
+def _next_scale(scale: Tensor, amax: Tensor, largest: Tensor) -> Tensor:
+    quotient = (largest / amax).clamp(max=_FLT_MAX)
+    return torch.where((amax > 0) & (amax < torch.inf), quotient, scale)
+
+
+def _unstaged(history: Tensor) -> Tensor:
+    """The history without what was staged in row 0."""
+    return torch.cat((torch.zeros_like(history[:1]), history[1:]))

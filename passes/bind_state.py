@@ -1,0 +1,134 @@
+"""BindState: gives a graph with delayed scaling the tensors of its state.
+
+    linear = fxquant.linear(x, w, b, "input=per_tensor_e4m3(slot=0) ...")
+    # becomes, in a copy of the graph with more inputs
+    new_scale, new_history = ...        # first of all: the operations of `fxquant.state.update`
+    scale.copy_(new_scale); history.copy_(new_history); ...
+    linear = fxquant.linear_delayed(x, w, b, new_scale, forward_amax, backward_amax, step, "input=...")
+
+Bodies of activation checkpoints get the same tensors as operands. Without gradients the scales are read and nothing
+is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import artificial_source, tag_activation_checkpoint
+from fxquant.formats import LinearSpec
+from fxquant.passes.base import is_fxquant
+from fxquant.quantizers import DelayedScalingRequest
+from fxquant.state import DelayedState, update
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The nodes that stand for the state in one graph."""
+
+    scale: fx.Node
+    forward_amax: fx.Node | None
+    backward_amax: fx.Node | None
+    step: fx.Node | None
+
+    def nodes(self) -> list[fx.Node]:
+        return [n for n in (self.scale, self.forward_amax, self.backward_amax, self.step) if n is not None]
+
+
+def stateful_graphs(gm: fx.GraphModule) -> set[fx.Graph]:
+    """The graphs that state can reach: the top one and, through checkpoints, their bodies."""
+    found = {gm.graph}
+    for body, _ in _checkpoints(gm):
+        found |= stateful_graphs(body)
+    return found
+
+
+def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+    calls = [n for n in gm.graph.nodes if n.target is tag_activation_checkpoint]
+    return [(getattr(gm, str(n.args[0].target)), n) for n in calls]
+
+
+def _uses_state(node: fx.Node) -> bool:
+    if not is_fxquant(node, "linear"):
+        return False
+    spec = LinearSpec.parse(str(node.args[3]))
+    return any(op.rowwise.is_delayed or op.columnwise.is_delayed for op in (spec.input, spec.weight, spec.grad_output))
+
+
+def bind_state(
+    gm: fx.GraphModule, state: DelayedState, *, training: bool, group: str | None
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A copy of `gm` that takes the state's tensors behind its own inputs, and these tensors."""
+    tensors = state.tensors()
+    graph, copies, inputs = fx.Graph(), {}, {}
+    for node in gm.graph.nodes:
+        if node.op != "placeholder" and not inputs:
+            inputs = {name: _input(graph, name, tensor) for name, tensor in tensors.items()}
+            bound = _update(graph, inputs, state.request, training, group)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    bound_gm = fx.GraphModule(gm, graph)
+    bound_gm.meta = dict(gm.meta)
+    _bind(bound_gm, bound)
+    bound_gm.recompile()
+    return bound_gm, list(tensors.values())
+
+
+def _input(graph: fx.Graph, name: str, tensor: Tensor) -> fx.Node:
+    node = graph.placeholder(f"fxquant_{name}")
+    node._dynamo_source = artificial_source(f"fxquant_{name}")  # type: ignore[attr-defined]
+    return node
+
+
+def _update(
+    graph: fx.Graph, inputs: dict[str, fx.Node], request: DelayedScalingRequest, training: bool, group: str | None
+) -> _Bound:
+    names = ("scale", "history", "forward_amax", "backward_amax", "step", "fp8_max")
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    new_scale, new_history = update(*(fx.Proxy(inputs[name], tracer) for name in names), request, group)  # type: ignore[arg-type]
+    scale: fx.Node = new_scale.node  # type: ignore[attr-defined]
+    if not training:
+        return _Bound(scale, None, None, None)
+    step = graph.call_function(torch.add, (inputs["step"], 1))
+    for name, value in (
+        ("scale", scale),
+        ("history", new_history.node),
+        ("forward_amax", graph.call_function(torch.zeros_like, (inputs["forward_amax"],))),
+        ("step", step),
+    ):
+        graph.call_method("copy_", (inputs[name], value))
+    return _Bound(scale, inputs["forward_amax"], inputs["backward_amax"], step)
+
+
+def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
+    """Binds every linear of a graph and of its checkpoints' bodies; whether there was one."""
+    used = False
+    for node in list(gm.graph.nodes):
+        if _uses_state(node):
+            *operands, spec = node.args
+            node.target = torch.ops.fxquant.linear_delayed.default
+            node.args = (*operands, bound.scale, bound.forward_amax, bound.backward_amax, bound.step, spec)
+            used = True
+    for body, call in _checkpoints(gm):
+        if _bind_body(body, bound):
+            call.args = (*call.args, *bound.nodes())
+            used = True
+    return used
+
+
+def _bind_body(body: fx.GraphModule, outer: _Bound) -> bool:
+    if not any(_uses_state(n) for graph in stateful_graphs(body) for n in graph.nodes):
+        return False
+    last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
+    made: dict[str, Any] = {}
+    for name in ("step", "backward_amax", "forward_amax", "scale"):
+        if getattr(outer, name) is not None:
+            with body.graph.inserting_after(last):
+                made[name] = body.graph.placeholder(f"fxquant_{name}")
+    _bind(body, _Bound(*(made.get(name) for name in ("scale", "forward_amax", "backward_amax", "step"))))
+    body.recompile()
+    return True

@@ -1,0 +1,59 @@
+"""Reads the golden vectors in the folder of this name; its README says what the keys mean."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fxquant.formats import QuantSpec
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+@cache
+def load(name: str) -> dict[str, Tensor]:
+    """All vectors of a kind; where they are split over several files, ``<name>_*``, those of each."""
+    paths = [FOLDER / f"{name}.safetensors"]
+    if not paths[0].exists():
+        paths = sorted(FOLDER.glob(f"{name}_*.safetensors"))
+    return {key: value for path in paths for key, value in load_file(path).items()}
+
+
+def source(name: str) -> Tensor:
+    """The input of a name: a shared one, or one that a single file brings along."""
+    for file in ("inputs", "special", "variants"):
+        vectors = load(file)
+        for key in (name, f"in/{name}"):
+            if key in vectors:
+                return vectors[key]
+    raise KeyError(name)
+
+
+def keys(file: str, *parts: str, under: str = "") -> list[str]:
+    """What stands before the last part of each key of a file that ends in one of `parts`, beneath `under`."""
+    found = (key.rpartition("/") for key in load(file))
+    return sorted({stem for stem, _, part in found if part in parts and stem.startswith(under)})
+
+
+SPECS: dict[str, QuantSpec] = {
+    "block1d": QuantSpec(format="block_1x128_e4m3", pow2=True),
+    "block1d:f32": QuantSpec(format="block_1x128_e4m3"),
+    "block2d": QuantSpec(format="block_128x128_e4m3", pow2=True),
+    "block2d:f32": QuantSpec(format="block_128x128_e4m3"),
+    "mx2d:e4m3": QuantSpec(format="mxfp8_2d_e4m3"),
+    "nv": QuantSpec(format="nvfp4"),
+    "nv2d": QuantSpec(format="nvfp4_2d"),
+    "nvrht": QuantSpec(format="nvfp4", rht=True),
+}
+"""By the names of operands in the `dequant`, `hybrid` and `gemm` vectors."""
+for _element in ("e4m3", "e5m2"):
+    SPECS |= {
+        f"tensor:{_element}": QuantSpec(format=f"per_tensor_{_element}"),
+        f"tensor:{_element}:pow2": QuantSpec(format=f"per_tensor_{_element}", pow2=True),
+        f"rows:{_element}": QuantSpec(format=f"per_row_{_element}"),
+        f"rows:{_element}:ao_pow2": QuantSpec(format=f"per_row_{_element}", pow2=True, torchao=True),
+        f"mx:{_element}": QuantSpec(format=f"mxfp8_{_element}"),
+    }

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxquant.formats import FORMATS, QuantSpec
+from fxquant.passes import LOWER, Lowering
+from fxquant.passes.lower import lower
+from fxquant.recipes import RECIPES
+
+ops = torch.ops.fxquant
+SPECS = [name for name in FORMATS if name != "identity"]
+
+
+def traced(run, *args: Tensor, mode: str = "fake") -> fx.GraphModule:
+    return make_fx(run, tracing_mode=mode)(*args)
+
+
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def semantic(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fxquant"]
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (33, 50)], ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, "nvfp4(rht)", "per_row_e4m3(pow2,torchao)", "mxfp8_e4m3(mode=even)"])
+def test_lowered_quantization_has_the_same_bytes_and_no_semantic_operator(spec: str, shape: tuple[int, int]) -> None:
+    def run(x: Tensor) -> list[Tensor]:
+        return [*ops.hybrid_quantize(x, spec, spec), *ops.quantize(x, spec, "rowwise")]
+
+    x = torch.randn(shape).bfloat16()
+    gm = traced(run, x)
+    assert lower(gm.graph) == 2 and not semantic(gm)
+    gm.recompile()
+    assert_same(gm(x), run(x))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if "e5m2" not in s and s != "block_128x128_e4m3"])
+def test_lowered_gemm_has_the_same_bits(spec: str) -> None:
+    def run(a: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
+        left, right = ops.quantize(a, spec, "rowwise"), ops.quantize(b, spec, "columnwise")
+        back = ops.dequantize(right, spec, "columnwise", [48, 40], torch.float32)
+        return [ops.scaled_mm(left, right, spec, spec, bias, torch.bfloat16, False), back]
+
+    inputs = torch.randn(64, 48), torch.randn(48, 40), torch.randn(40)
+    gm = traced(run, *inputs)
+    lower(gm.graph)
+    gm.recompile()
+    assert not semantic(gm)
+    assert_same(gm(*inputs), run(*inputs))
+
+
+@pytest.mark.parametrize("spec", ["mxfp8_e4m3", "nvfp4_2d", "block_128x128_e4m3"])
+def test_symbolic_sizes_stay_symbolic(spec: str) -> None:
+    def run(x: Tensor) -> list[Tensor]:
+        return ops.quantize(x, spec, "columnwise")
+
+    gm = traced(run, torch.randn(64, 96), mode="symbolic")
+    with enable_python_dispatcher():  # as in Inductor
+        lower(gm.graph)
+    gm.recompile()
+    for shape in ((64, 96), (33, 50), (5, 17)):
+        x = torch.randn(shape)
+        assert_same(gm(x), run(x))
+
+
+def test_nodes_keep_where_they_come_from() -> None:
+    gm = traced(lambda x: ops.quantize(x, "mxfp8_e4m3", "rowwise"), torch.randn(32, 32))
+    for node in semantic(gm):
+        node.meta["custom"] = {"fxquant": "layers.0.fc"}
+    lower(gm.graph)
+    made = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert made and all("val" in n.meta and n.meta["custom"] == {"fxquant": "layers.0.fc"} for n in made)
+
+
+def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
+    module = importlib.import_module("fxquant.passes.lower")  # the package's attribute is the function
+    count = 0
+    trace = module._trace
+
+    def counted(*args):
+        nonlocal count
+        count += 1
+        return trace(*args)
+
+    monkeypatch.setattr(module, "_trace", counted)
+    gm = traced(lambda x, y: [*ops.quantize(x, "nvfp4", "rowwise"), *ops.quantize(y, "nvfp4", "rowwise")], *torch.randn(2, 32, 32))
+    assert lower(gm.graph) == 2 and count == 1
+
+
+def test_the_passes_and_their_order() -> None:
+    names = [name for name, _ in LOWER]
+    assert names == ["merge", "lower"]
+    assert not [(a, b) for a in names for b in names if a != b and a in b], "torch disables passes by substring"
+
+
+def test_the_cache_key_tells_recipes_apart_and_equal_ones_agree() -> None:
+    keys = {name: Lowering(recipe.fingerprint()).uuid() for name, recipe in RECIPES.items()}
+    assert len(set(keys.values())) == len(keys)
+    assert keys["mxfp8"] == Lowering(type(RECIPES["mxfp8"])().fingerprint()).uuid()
+
+
+def test_a_pass_of_the_users_still_runs_and_counts_in_the_key() -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Mine(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            seen.append(len(graph.nodes))
+
+        def uuid(self) -> str:
+            return "mine"
+
+    seen: list[int] = []
+    gm = traced(lambda x: ops.quantize(x, "mxfp8_e4m3", "rowwise"), torch.randn(32, 32))
+    lowering = Lowering("recipe", Mine())
+    lowering(gm.graph)
+    assert len(seen) == 1
+    assert lowering.uuid() != Lowering("recipe").uuid()
+    assert Lowering("recipe", seen.append).uuid() is None, "a pass without an identity cannot be cached"

@@ -1,0 +1,73 @@
+"""The benchmark's sizes, measurements and tables, on the CPU and without compiling."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxquant import Backend, bench
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(provider: str, model: nn.Module) -> tuple[Any, Backend | None]:
+        if provider == "rowwise":
+            raise RuntimeError("no room")
+        backend = Backend(provider, inner="aot_eager") if provider in bench.QUANTIZED else None
+        return (model if backend is None else torch.compile(model, backend=backend)), backend
+
+    monkeypatch.setattr(bench, "prepare", prepare)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step.csv"
+    arguments = ["step", "--device", "cpu", "--providers", "bf16,mxfp8", "--csv", str(path)]
+    assert bench.main(arguments) == 0
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["provider"] for row in rows] == ["bf16", "mxfp8"]
+    assert all(float(row["ms"]) > 0 and row["card"] == "cpu" and row["torch"] == torch.__version__ for row in rows)
+    assert rows[0]["over_bf16"] == "1.00x" and float(rows[1]["flops_quantized"].rstrip("%")) > 50
+    assert str(tmp_path) not in path.read_text(), "a published command names no folder of the machine"
+    titles = capsys.readouterr().out.splitlines()[0].split("  ")
+    assert "step ms" in [title.strip() for title in titles]
+    assert [row["what"] for row in bench.read_table(path)] == ["bf16", "mxfp8"]
+    assert bench.caption(path).count("python -m fxquant bench step") == 1
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_failure_is_a_row_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["linear", "--device", "cpu", "--providers", "bf16,rowwise"]) == 1
+    assert "failed: RuntimeError: no room" in capsys.readouterr().out
+
+
+def test_unknown_provider_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["step", "--providers", "fp3"])
+    assert "torchao rowwise" in capsys.readouterr().err
+
+
+def test_llama_blocks() -> None:
+    """The sizes of Llama3-8B: 218 million weights a block, and grouped-query attention that is causal."""
+    with torch.device("meta"):
+        block = bench.Block(bench.LLAMA3_8B)
+    assert sum(p.numel() for p in block.parameters()) == 218_112_000
+    stack = bench.Blocks(bench.TINY_STACK)
+    x = bench.TINY_STACK.input()
+    y = x.clone()
+    y[:, 8:] += 1
+    assert torch.equal(stack(x)[:, :8], stack(y)[:, :8])
+
+
+def test_saved_bytes_count_each_storage_once() -> None:
+    weight, x = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    saved = bench.SavedBytes([weight])
+    with saved:
+        (x * weight * x).sum()
+    assert saved.total == 2 * 4 * 4  # x, and x * weight

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers import hybrid, per_role, recorded_story
+from torch import Tensor, nn
+
+import fxquant
+from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, RecipeError, Rule, Rules
+
+MX, NV = MXFP8Quantizer(), NVFP4Quantizer()
+
+
+def linear(bias: bool = True) -> nn.Linear:
+    return nn.Linear(64, 96, bias=bias)
+
+
+def x(**options) -> Tensor:
+    return torch.randn(32, 64, **options)
+
+
+def test_one_linear_forward_and_backward() -> None:
+    """The input is quantized in both directions at once, and only its column half is kept for the backward."""
+    assert_expected_inline(recorded_story(linear(), "mxfp8", x(requires_grad=True)), """\
+forward:
+  #0 = hybrid_quantize([32, 64], mxfp8_e4m3, mxfp8_e4m3)
+  #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, [96], float32, True) -> [32, 96]
+  saves #0.column
+backward:
+  #0 = hybrid_quantize([32, 96], mxfp8_e4m3, mxfp8_e4m3)
+  #1 = quantize([96, 64], mxfp8_e4m3, columnwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]
+  scaled_mm(#0.column, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [96, 64]""")
+
+
+def test_hybrid_recipe_has_a_format_for_each_direction() -> None:
+    recipe = per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, "rowwise_dequantized"), grad_output=NV)
+    assert_expected_inline(recorded_story(linear(False), recipe, x(requires_grad=True)), """\
+forward:
+  #0 = hybrid_quantize([32, 64], mxfp8_e4m3, nvfp4)
+  #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, True) -> [32, 96]
+  dequantize(#1, mxfp8_e4m3, rowwise, [96, 64], float32) -> [96, 64]
+  #2 = quantize([96, 64], nvfp4, columnwise)
+  saves #2, #0, #0.column
+backward:
+  #0 = hybrid_quantize([32, 96], nvfp4, nvfp4)
+  scaled_mm(#0, [64, 48], nvfp4, nvfp4, None, float32, False) -> [32, 64]
+  scaled_mm(#0.column, [64, 16], nvfp4, nvfp4, None, float32, False) -> [96, 64]""")
+
+
+def test_a_shared_input_is_quantized_once_in_each_direction() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(64, n, bias=False) for n in (64, 32, 16))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.q(x), self.k(x), self.v(x)
+
+    story = recorded_story(Heads(), "mxfp8", x())
+    assert_expected_inline(story, """\
+forward:
+  #0 = hybrid_quantize([32, 64], mxfp8_e4m3, mxfp8_e4m3)
+  #1 = quantize([64, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, True) -> [32, 64]
+  #2 = quantize([32, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #2, mxfp8_e4m3, mxfp8_e4m3, None, float32, True) -> [32, 32]
+  #3 = quantize([16, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #3, mxfp8_e4m3, mxfp8_e4m3, None, float32, True) -> [32, 16]
+  saves #0.column
+backward:
+  #0 = quantize([32, 16], mxfp8_e4m3, columnwise)
+  scaled_mm(#0, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [16, 64]
+  #1 = quantize([32, 32], mxfp8_e4m3, columnwise)
+  scaled_mm(#1, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]
+  #2 = quantize([32, 64], mxfp8_e4m3, columnwise)
+  scaled_mm(#2, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]""")
+
+
+def test_a_frozen_weight_costs_no_weight_gradient() -> None:
+    story = recorded_story(linear().requires_grad_(False), "mxfp8", x(requires_grad=True))
+    assert_expected_inline(story, """\
+forward:
+  #0 = quantize([32, 64], mxfp8_e4m3, rowwise)
+  #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, [96], float32, True) -> [32, 96]
+backward:
+  #0 = quantize([32, 96], mxfp8_e4m3, rowwise)
+  #1 = quantize([96, 64], mxfp8_e4m3, columnwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]""")
+
+
+def test_no_grad_has_no_column_work() -> None:
+    with torch.no_grad():
+        assert_expected_inline(recorded_story(linear(), "mxfp8", x()), """\
+forward:
+  #0 = quantize([32, 64], mxfp8_e4m3, rowwise)
+  #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, [96], float32, True) -> [32, 96]""")
+
+
+def test_a_tied_weight_is_quantized_once_in_each_direction() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.tanh(F.linear(x, self.weight)), self.weight)
+
+    assert_expected_inline(recorded_story(Tied(), "mxfp8", x()), """\
+forward:
+  #0 = hybrid_quantize([32, 64], mxfp8_e4m3, mxfp8_e4m3)
+  #1 = quantize([64, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, True) -> [32, 64]
+  #2 = quantize([32, 64], mxfp8_e4m3, rowwise)
+  scaled_mm(#2, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, True) -> [32, 64]
+  saves #0.column
+backward:
+  #0 = hybrid_quantize([32, 64], mxfp8_e4m3, mxfp8_e4m3)
+  #1 = quantize([64, 64], mxfp8_e4m3, columnwise)
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]
+  #2 = quantize([32, 64], mxfp8_e4m3, columnwise)
+  scaled_mm(#0.column, #2, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]
+  #3 = quantize([32, 64], mxfp8_e4m3, columnwise)
+  scaled_mm(#3, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]""")
+
+
+def test_tiles_of_a_weight_are_the_same_in_both_directions() -> None:
+    assert_expected_inline(recorded_story(linear(False), "float8_blockwise", x(requires_grad=True)), """\
+forward:
+  #0 = quantize([32, 64], block_1x128_e4m3(pow2), rowwise)
+  #1 = quantize([96, 64], block_128x128_e4m3(pow2), rowwise)
+  scaled_mm(#0, #1, block_1x128_e4m3(pow2), block_128x128_e4m3(pow2), None, float32, True) -> [32, 96]
+backward:
+  #0 = hybrid_quantize([32, 96], block_1x128_e4m3(pow2), block_1x128_e4m3(pow2))
+  #1 = quantize([96, 64], block_128x128_e4m3(pow2), columnwise)
+  scaled_mm(#0, #1, block_1x128_e4m3(pow2), block_128x128_e4m3(pow2), None, float32, False) -> [32, 64]
+  #2 = quantize([32, 64], block_1x128_e4m3(pow2), columnwise)
+  scaled_mm(#0.column, #2, block_1x128_e4m3(pow2), block_1x128_e4m3(pow2), None, float32, False) -> [96, 64]""")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 96)
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.add_(1)
+        return self.fc(x)
+
+
+def test_explain_shows_both_graphs_and_runs_no_kernel() -> None:
+    model = Model()
+    report = fxquant.explain(model, "mxfp8", x())
+    assert model.runs == 0 and model.fc.weight.grad is None
+    forward, backward = report.graphs["forward"], report.graphs["backward"]
+    assert "fxquant.quantize.default" in forward and "fxquant.scaled_mm.default" in forward
+    assert "tangents_1" in backward and "fxquant.scaled_mm.default" in backward
+    assert len(report.decisions) == 4 and report.coverage == 1.0
+
+
+def test_explain_without_gradients_shows_a_forward_only() -> None:
+    with torch.no_grad():
+        report = fxquant.explain(Model(), "mxfp8", x())
+    assert report.graphs["backward"] == ""
+    assert {str(d.gemm) for d in report.decisions} == {"fprop"}
+
+
+def test_explain_takes_functions_and_keyword_arguments() -> None:
+    weight = nn.Parameter(torch.randn(32, 64))
+    report = fxquant.explain(lambda *, value: F.linear(value, weight), "nvfp4", value=x())
+    assert {str(d.quantizer) for d in report.decisions} >= {"nvfp4"}
+
+
+def test_explain_names_rules_that_matched_nothing() -> None:
+    recipe = CustomRecipe(qfactory=Rules([Rule(MX, name="fc"), Rule(NV, name="fcc")], default="mxfp8"))
+    assert fxquant.explain(Model(), recipe, x()).unused == ["rule 1: name='fcc'"]
+
+
+def test_explain_goes_over_graph_breaks_with_full_names() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return self.blocks[1](x)
+
+    report = fxquant.explain(Broken(), "mxfp8", x())
+    assert list(dict.fromkeys(d.layer for d in report.decisions)) == ["blocks.0", "blocks.1"]
+    assert report.graphs["forward"].count("class GraphModule") == 2
+
+
+def test_explain_raises_as_compiling_would() -> None:
+    with pytest.raises(RecipeError, match="unknown recipe"):
+        fxquant.explain(Model(), "mxpf8", x())
+    with pytest.raises(Exception, match="layer 'fc': wgrad cannot multiply") as error:
+        fxquant.explain(Model(), per_role(input=hybrid(MX, NV), weight=MX, grad_output=MX), x())
+    assert isinstance(getattr(error.value, "inner_exception", error.value), RecipeError)
+
+
+def test_explain_leaves_compiled_models_and_training_alone() -> None:
+    model, value = Model(), x()
+    run = torch.compile(model, backend=fxquant.Backend("mxfp8", inner="aot_eager"))
+    before = run(value)
+    fxquant.explain(model, "nvfp4", value)
+    assert torch.equal(run(value), before)
+
+
+def test_explain_twice_says_the_same() -> None:
+    model, value = Model(), x()
+    first, second = (fxquant.explain(model, "mxfp8", value) for _ in range(2))
+    assert first.to_json() == second.to_json()
