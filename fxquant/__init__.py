@@ -13,6 +13,7 @@ from fxquant import recipes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import FxQuantError, OptionError, RecipeError
 from fxquant.quantizers import (
+    DelayedScalingRequest,
     DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -26,6 +27,7 @@ from fxquant.quantizers import (
 )
 from fxquant.recipes import (
     CustomRecipe,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
@@ -40,7 +42,8 @@ from fxquant.recipes import (
 from fxquant.roles import Direction, Gemm, QuantizerRole
 
 if TYPE_CHECKING:
-    from fxquant.backend import Backend, compile
+    from fxquant.backend import Backend
+    from fxquant.compiled import autocast, compile
     from fxquant.explain import explain
     from fxquant.report import Report
 
@@ -48,7 +51,8 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Backend": "fxquant.backend",
-    "compile": "fxquant.backend",
+    "autocast": "fxquant.compiled",
+    "compile": "fxquant.compiled",
     "explain": "fxquant.explain",
     "Report": "fxquant.report",
 }
@@ -64,10 +68,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Backend", "CustomRecipe", "DType", "Decision", "Direction", "Float8BlockQuantizer", "Float8BlockScaling",
+    "Backend", "CustomRecipe", "DType", "Decision", "DelayedScaling", "DelayedScalingRequest", "Direction", "Float8BlockQuantizer", "Float8BlockScaling",
     "Float8CurrentScaling", "Float8CurrentScalingQuantizer", "Float8RowwiseQuantizer", "Float8RowwiseScaling",
     "Format", "FxQuantError", "Gemm", "HighPrecision", "HybridQuantizer", "IdentityQuantizer", "MXFP8BlockScaling",
     "MXFP8Quantizer", "NVFP4BlockScaling", "NVFP4Quantizer", "OptionError", "QuantizedTensor", "Quantizer",
-    "QuantizerRole", "Recipe", "RecipeError", "Report", "Rule", "Rules", "SkipReason", "__version__", "compile",
+    "QuantizerRole", "Recipe", "RecipeError", "Report", "Rule", "Rules", "SkipReason", "__version__", "autocast", "compile",
     "explain", "recipes",
 ]  # fmt: skip

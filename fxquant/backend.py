@@ -16,7 +16,7 @@ from fxquant.errors import OptionError
 from fxquant.passes import Lowering, Rewriter, bind_state, quantizes_recomputed
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
-from fxquant.state import DelayedStore, Slots
+from fxquant.state import DelayedState, DelayedStore, Slots
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Backend:
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
     go to Inductor. `model` gives layers their full names where the graph breaks. `amax_group` is the process group
-    over which delayed scaling takes the largest amax.
+    over which delayed scaling takes the largest amax. Backends with the same `delayed` share its state.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -50,6 +50,7 @@ class Backend:
         inductor: Mapping[str, Any] | None = None,
         model: nn.Module | None = None,
         amax_group: Any = None,
+        delayed: DelayedStore | None = None,
     ) -> None:
         self.recipe = resolve(recipe)
         if inner not in INNER:
@@ -61,7 +62,8 @@ class Backend:
             if not compat.is_inductor_option(option):
                 raise OptionError(f"Inductor has no setting {option!r}")
         self.amax_group = None if amax_group is None else amax_group.group_name
-        self.delayed = DelayedStore()
+        self.delayed = delayed or DelayedStore()
+        self._states: list[DelayedState] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
         self._roles: list[Any] = []
@@ -73,7 +75,8 @@ class Backend:
             return self.compile(gm, example_inputs)
         device = next(x.device for x in example_inputs if isinstance(x, Tensor))
         state = self.delayed.get(slots, device)
-        gm, tensors = bind_state(gm, state, training=torch.is_grad_enabled(), group=self.amax_group)
+        self._states.append(state)
+        gm, tensors = bind_state(gm, slots, state, training=torch.is_grad_enabled(), group=self.amax_group)
         run = self.compile(gm, [*example_inputs, *compat.static_fakes(tensors, example_inputs)])
         return lambda *inputs: run(*inputs, *tensors)
 
@@ -102,6 +105,11 @@ class Backend:
             ),
         }
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
+
+    def activate(self) -> None:
+        """Makes the delayed states of this backend's graphs the ones that count, where backends share them."""
+        for state in self._states:
+            self.delayed.activate(state)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state of delayed scaling as plain tensors; empty for recipes without state."""
@@ -179,18 +187,4 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise OptionError(f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}")
 
 
-def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """`torch.compile` with fxquant as its backend.
-
-    `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
-    torch.compile (`dynamic`, `fullgraph`, `mode`). Unknown recipes and options are refused here.
-    """
-    if "backend" in kwargs:
-        raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
-    merged = {**(options or {}), "recipe": resolve(recipe)}
-    check_options(merged)
-    Backend(**merged, mode=kwargs.get("mode"))
-    return torch.compile(model, backend=fxquant_backend, options=merged, **kwargs)
-
-
-__all__ = ["INNER", "OPTIONS", "Backend", "check_options", "compile", "compile_eager", "fxquant_backend"]
+__all__ = ["INNER", "OPTIONS", "Backend", "check_options", "compile_eager", "fxquant_backend"]

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -105,8 +106,10 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
 
 
 __all__ = [
-    "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "aot_autograd", "artificial_source", "compile_with_inductor",
-    "enter_autocast", "exit_autocast", "fake_mode_of", "flex_attention_op", "fx_graph_cse", "get_hash_for_files", "inductor_config",
-    "inductor_decompositions", "inductor_mode_options", "is_inductor_option", "is_traceable_wrapper_subclass", "make_boxed_func", "make_fx",
-    "min_cut_rematerialization_partition", "size_hint", "static_fakes", "statically_known_true", "tag_activation_checkpoint", "torch_version",
+    "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "aot_autograd",
+    "artificial_source", "compile_with_inductor", "enable_python_dispatcher", "enter_autocast", "exit_autocast",
+    "fake_mode_of", "flex_attention_op", "fx_graph_cse", "get_hash_for_files", "inductor_config",
+    "inductor_decompositions", "inductor_mode_options", "is_inductor_option", "is_traceable_wrapper_subclass",
+    "make_boxed_func", "make_fx", "min_cut_rematerialization_partition", "size_hint", "static_fakes",
+    "statically_known_true", "tag_activation_checkpoint", "torch_version",
 ]  # fmt: skip

@@ -45,6 +45,10 @@ class Slots:
         self.dtypes.append(dtype)
         return len(self.keys) - 1
 
+    def fp8_max(self, device: torch.device) -> Tensor:
+        """The largest value of each slot's element format, float32 [n]."""
+        return torch.tensor([torch.finfo(dtype).max for dtype in self.dtypes], device=device)
+
 
 class DelayedState:
     """Scales [n], amax history [N, n] and the amaxes of the running step, for n slots.
@@ -53,12 +57,7 @@ class DelayedState:
     counts forwards, as float64.
     """
 
-    def __init__(self, slots: Slots, device: torch.device) -> None:
-        assert slots.request is not None
-        n, length = len(slots.keys), slots.request.amax_history_len
-        self.request = slots.request
-        self.keys = tuple(slots.keys)
-        self.fp8_max = torch.tensor([_largest(dtype) for dtype in slots.dtypes], device=device)
+    def __init__(self, n: int, length: int, device: torch.device) -> None:
         self.scale = torch.ones(n, device=device)
         self.history = torch.zeros(length, n, device=device)
         self.forward_amax = torch.zeros(n, device=device)
@@ -67,7 +66,7 @@ class DelayedState:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a compiled graph takes besides its own inputs, by name."""
-        names = ("scale", "history", "forward_amax", "backward_amax", "step", "fp8_max")
+        names = ("scale", "history", "forward_amax", "backward_amax", "step")
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -96,10 +95,6 @@ class DelayedState:
         self.backward_amax[0].zero_()
         self.backward_amax[1].fill_(-1)
         self.step.zero_()
-
-
-def _largest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max
 
 
 def _recorded(forward_amax: Tensor, backward_amax: Tensor, step: Tensor) -> Tensor:
@@ -138,35 +133,43 @@ def update(
 
 
 class DelayedStore:
-    """The delayed states of one compiled model, one for each set of slots that its graphs ask for."""
+    """The delayed states of one compiled model: for each set of slots that its graphs ask for, one a history length.
+
+    Of the states of one set of slots the active one is the truth; another takes it over when it becomes active.
+    """
 
     def __init__(self) -> None:
-        self.states: dict[tuple[SlotKey, ...], DelayedState] = {}
+        self._states: dict[tuple[tuple[SlotKey, ...], int, torch.device], DelayedState] = {}
+        self._active: dict[tuple[SlotKey, ...], DelayedState] = {}
         self._pending: dict[int, dict[str, Tensor]] = {}
 
     def get(self, slots: Slots, device: torch.device) -> DelayedState:
-        """The state of these slots. One of the same slots is kept and used on; its history takes the asked length."""
-        key = tuple(slots.keys)
-        old = self.states.get(key)
+        """The state of these slots, made active."""
         assert slots.request is not None
-        if old is not None and old.request == slots.request and old.scale.device == device:
-            return old
-        state = self.states[key] = DelayedState(slots, device)
-        pending = self._pending.pop(len(self.states) - 1, None)
-        if old is not None:
-            state.load_state_dict(old.state_dict())
-        elif pending is not None:
-            state.load_state_dict(pending)
+        keys, length = tuple(slots.keys), slots.request.amax_history_len
+        state = self._states.get((keys, length, device))
+        if state is None:
+            state = self._states[keys, length, device] = DelayedState(len(keys), length, device)
+        if keys not in self._active and len(self._active) in self._pending:
+            state.load_state_dict(self._pending.pop(len(self._active)))
+        self.activate(state)
         return state
 
+    def activate(self, state: DelayedState) -> None:
+        """Makes a state the one that counts for its slots; what another one knew so far comes along."""
+        keys = next(key[0] for key, each in self._states.items() if each is state)
+        before = self._active.get(keys)
+        if before is not None and before is not state:
+            state.load_state_dict(before.state_dict())
+        self._active[keys] = state
+
     def state_dict(self) -> dict[str, Tensor]:
-        """All states as plain tensors, in the order in which their graphs were compiled."""
+        """The active states as plain tensors, in the order in which their graphs were compiled."""
         return {
             f"{i}.{name}": tensor
-            for i, state in enumerate(self.states.values())
+            for i, state in enumerate(self._active.values())
             for name, tensor in state.state_dict().items()
         }
-
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restores what `state_dict` gave; states of graphs that are not compiled yet wait for them."""
@@ -174,7 +177,7 @@ class DelayedStore:
         for name, tensor in saved.items():
             index, _, key = name.partition(".")
             by_index.setdefault(int(index), {})[key] = tensor
-        states = list(self.states.values())
+        states = list(self._active.values())
         for index, state in by_index.items():
             if index < len(states):
                 states[index].load_state_dict(state)

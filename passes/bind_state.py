@@ -22,7 +22,7 @@ from fxquant.compat import artificial_source, tag_activation_checkpoint
 from fxquant.formats import LinearSpec
 from fxquant.passes.base import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
-from fxquant.state import DelayedState, update
+from fxquant.state import DelayedState, Slots, update
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,16 @@ def _uses_state(node: fx.Node) -> bool:
 
 
 def bind_state(
-    gm: fx.GraphModule, state: DelayedState, *, training: bool, group: str | None
+    gm: fx.GraphModule, slots: Slots, state: DelayedState, *, training: bool, group: str | None
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """A copy of `gm` that takes the state's tensors behind its own inputs, and these tensors."""
-    tensors = state.tensors()
+    assert slots.request is not None
+    tensors = {**state.tensors(), "fp8_max": slots.fp8_max(state.scale.device)}
     graph, copies, inputs = fx.Graph(), {}, {}
     for node in gm.graph.nodes:
         if node.op != "placeholder" and not inputs:
             inputs = {name: _input(graph, name, tensor) for name, tensor in tensors.items()}
-            bound = _update(graph, inputs, state.request, training, group)
+            bound = _update(graph, inputs, slots.request, training, group)
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]

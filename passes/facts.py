@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from fxquant.compat import enable_python_dispatcher
 from fxquant.decisions import Decision, SkipReason
 from fxquant.quantizers import Quantizer
 from fxquant.roles import Direction, Gemm, QuantizerRole
@@ -54,7 +55,8 @@ class Builder:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
-        node.meta["example_value"] = target(*fake_args, **fake_kwargs)
+        with enable_python_dispatcher():  # without it, composite ops turn symbolic sizes into numbers
+            node.meta["example_value"] = target(*fake_args, **fake_kwargs)
         return node
 
     def size(self, node: fx.Node, axis: int) -> int | fx.Node:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fxquant.compat import fake_mode_of, make_fx
+from fxquant.compat import enable_python_dispatcher, fake_mode_of, make_fx
 from fxquant.passes.facts import Builder, Match, value_of
 from fxquant.passes.forms_contraction import requires_grad
 from fxquant.passes.forms_weights import find_weight, op_name
@@ -62,7 +62,7 @@ def _expand(match: Match) -> bool:
     dtype = match.autocast
     region = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
     try:
-        with torch.set_grad_enabled(trained), region, mode:
+        with torch.set_grad_enabled(trained), region, mode, enable_python_dispatcher():
             traced = make_fx(run, pre_dispatch=True)(*fakes)
     except Exception as error:
         log.info("%s stays closed: %s", node.name, error)

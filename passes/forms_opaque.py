@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxquant.compat import OpOverload, OpOverloadPacket, fake_mode_of, size_hint
+from fxquant.compat import OpOverload, OpOverloadPacket, enable_python_dispatcher, fake_mode_of, size_hint
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Match, Product, value_of
 from fxquant.passes.forms_contraction import Site
@@ -30,7 +30,7 @@ def node_flops(node: fx.Node) -> int | None:
         if len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
         call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
-        with torch.no_grad(), mode, FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
             call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
         return size_hint(counter.get_total_flops())
     except Exception:

@@ -662,6 +662,17 @@ def test_multi_head_attention_is_opened(name: str, dynamic: bool) -> None:
     assert sum(map(flops, opened.products)) == sum(map(flops, closed.products)) or name == "widths"
 
 
+def test_multi_head_attention_opened_stays_dynamic() -> None:
+    attention = nn.MultiheadAttention(32, 4)
+    backend = Rewrite(open_attention=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=True)
+    for length, batch in ((7, 3), (5, 2), (6, 6)):
+        x = randn(length, batch, 32)
+        torch.testing.assert_close(compiled(x, x, x), attention(x, x, x))
+    assert len(backend.graphs) == 1
+
+
 def test_multi_head_attention_opened_under_autocast() -> None:
     attention = nn.MultiheadAttention(32, 4)
 

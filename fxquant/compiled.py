@@ -1,0 +1,145 @@
+"""The typed front door, and the recipe of a compiled model while it is used.
+
+`fxquant.compile` gives what `torch.compile` gives, with a few methods more: `set_recipe`, `recipe`, `report`,
+`quantization_state_dict` and `load_quantization_state_dict`. Every recipe has a backend of its own, so going back to
+one finds its compiled graphs again.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.backend import Backend, check_options
+from fxquant.errors import OptionError
+from fxquant.recipes import HighPrecision, Recipe, resolve
+from fxquant.report import Report
+from fxquant.state import DelayedStore
+
+log = logging.getLogger(__name__)
+
+_scope: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar("fxquant_recipe", default=None)
+
+
+@contextmanager
+def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
+    """A scope in which models from `fxquant.compile` run under `recipe`, whatever theirs is.
+
+    `enabled=False` runs them unquantized; no recipe leaves each model its own. Scopes nest, the inner one counts.
+    """
+    chosen = resolve(recipe) if recipe is not None else None
+    token = _scope.set(chosen if enabled else HighPrecision())
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+class _Switch:
+    """One model or function, compiled under each recipe that it was asked to run with."""
+
+    def __init__(self, model: Any, recipe: Recipe | str, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+        self.model, self.options, self.kwargs = model, dict(options), dict(kwargs)
+        self.recipe = resolve(recipe)
+        self.delayed = DelayedStore()
+        self.compiled: dict[Recipe, tuple[Backend, Callable[..., Any]]] = {}
+        self.running: Recipe | None = None
+        self.warned = False
+
+    def get(self, recipe: Recipe) -> tuple[Backend, Callable[..., Any]]:
+        if recipe not in self.compiled:
+            model = self.model if isinstance(self.model, nn.Module) else None
+            kwargs = {key: value for key, value in self.kwargs.items() if key != "mode"}
+            backend = Backend(
+                recipe, **self.options, mode=self.kwargs.get("mode"), model=model, delayed=self.delayed
+            )
+            self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
+        return self.compiled[recipe]
+
+    def current(self) -> Callable[..., Any]:
+        """What to call now."""
+        recipe = _scope.get() or self.recipe
+        backend, run = self.get(recipe)
+        if recipe != self.running:
+            self.note_change(recipe)
+            backend.activate()
+            self.running = recipe
+        return run
+
+    def note_change(self, recipe: Recipe) -> None:
+        before, after = type(self.running), type(recipe)
+        if self.running is None:
+            return
+        if before is not after and HighPrecision not in (before, after) and not self.warned:
+            self.warned = True
+            log.warning(
+                "Recipe type changed from %s to %s. This may affect model behavior.", before.__name__, after.__name__
+            )
+        else:
+            log.info("recipe changed from %s to %s", self.running, recipe)
+
+    def set_recipe(self, recipe: Recipe | str) -> None:
+        """Runs the model under another recipe from the next call on. Raises RecipeError for an unknown one."""
+        self.recipe = resolve(recipe)
+        self.get(self.recipe)
+
+    def report(self) -> Report:
+        """What was decided under the recipe that ran last."""
+        return self.get(self.running or self.recipe)[0].report()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of delayed scaling as plain tensors."""
+        return self.delayed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `quantization_state_dict` gave."""
+        self.delayed.load_state_dict(state)
+
+
+def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    """`torch.compile` with fxquant as its backend.
+
+    `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
+    torch.compile (`dynamic`, `fullgraph`, `mode`). The result has besides: `set_recipe(recipe)`, `report()`, and
+    `quantization_state_dict()` / `load_quantization_state_dict(state)` for the state of delayed scaling, which is
+    never among the model's keys. Unknown recipes and options are refused here.
+    """
+    if "backend" in kwargs:
+        raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
+    check_options({**(options or {}), "recipe": recipe})
+    switch = _Switch(model, recipe, options or {}, kwargs)
+    _, run = switch.get(switch.recipe)
+    if isinstance(run, nn.Module):
+        compiled: Any = run
+        forwards = {id(each): each.forward for each in [run]}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = switch.current()
+            return forwards.setdefault(id(current), current.forward)(*args, **kwargs)  # type: ignore[attr-defined]
+
+        object.__setattr__(compiled, "forward", forward)
+    else:
+
+        @functools.wraps(model)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            return switch.current()(*args, **kwargs)
+
+    methods = {
+        "set_recipe": switch.set_recipe,
+        "report": switch.report,
+        "quantization_state_dict": switch.state_dict,
+        "load_quantization_state_dict": switch.load_state_dict,
+    }
+    for name, method in methods.items():
+        object.__setattr__(compiled, name, method)
+    return compiled
+
+
+__all__ = ["autocast", "compile"]
