@@ -121,7 +121,7 @@ class Block(nn.Module):
         )
         x = x + self.o(y.transpose(1, 2).flatten(2))
         h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def measure(provider: str, size: Stack | Linear, device: str, seconds: float, re
     def step() -> None:
         model.zero_grad(set_to_none=True)
         x.grad = None
-        run(x).backward(grad_output)
+        run(x).backward(grad_output)  # type: ignore[no-untyped-call]
 
     def wait() -> None:
         if cuda:
@@ -247,12 +247,12 @@ def timed(step: Callable[[], None], repeats: int, cuda: bool) -> list[float]:
             marks.append(time.perf_counter())
         return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
-    events[0].record()  # type: ignore[no-untyped-call]
+    events[0].record()
     for event in events[1:]:
         step()
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]  # type: ignore[no-untyped-call]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def quantile(values: Sequence[float], q: float) -> float:

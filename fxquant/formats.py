@@ -14,7 +14,7 @@ import torch
 
 from fxquant.errors import RecipeError
 
-Family = Literal["identity", "per_tensor", "per_row", "block", "mxfp8", "nvfp4"]
+Family = Literal["identity", "custom", "per_tensor", "per_row", "block", "mxfp8", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,11 @@ def _rows() -> dict[str, Format]:
         Format(
             name="identity", family="identity", element=None, block=(0, 0), scale_dtype=None, alignment=1,
             hopper="native: the GEMM of the original dtype", cpu="native: the GEMM of the original dtype",
-        )
+        ),
+        Format(
+            name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1,
+            hopper="the quantizer's own code", cpu="the quantizer's own code",
+        ),
     ]  # fmt: skip
     for name in ("e4m3", "e5m2"):
         element = ELEMENTS[name]
@@ -152,7 +156,8 @@ class QuantSpec:
     `torchao` takes torchao's scale formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding
     of MX scales. `rht` applies the 16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only),
     `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a
-    delayed scale in the state of its graph, -1 where the scale comes from the tensor itself.
+    delayed scale in the state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own
+    quantizer (format ``custom``) in `fxquant.kernels.custom`.
     """
 
     format: str
@@ -164,6 +169,7 @@ class QuantSpec:
     random_signs: bool = True
     dtype: str = ""
     slot: int = -1
+    key: str = ""
 
     @property
     def is_delayed(self) -> bool:
@@ -267,6 +273,8 @@ def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:
     block scalings no kernel.
     """
     if a.is_identity and b.is_identity:
+        return None
+    if "custom" in (a.row.family, b.row.family):
         return None
     if a.is_identity or b.is_identity:
         return "one operand is quantized and the other is in high precision"

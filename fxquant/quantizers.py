@@ -9,10 +9,12 @@ compare equal. Names and keyword arguments follow TransformerEngine. Used eagerl
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,19 +65,23 @@ class QuantizedOperand:
     scale: Tensor | None = None
     global_amax: Tensor | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """The parts that there are, in order."""
+        return [t for t in (self.data, self.scale, self.global_amax) if t is not None]
+
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor quantized in one or both directions. `shape` [M, K] and `dtype` are those of the original."""
+    """A tensor quantized in one or both directions. `shape` [*, K] and `dtype` are those of the original."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    rowwise: QuantizedOperand | None
-    columnwise: QuantizedOperand | None
+    rowwise: QuantizedOperand | None = None
+    columnwise: QuantizedOperand | None = None
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
     _parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = field(repr=False, default_factory=dict)
 
     def dequantize(self, direction: str = "rowwise") -> Tensor:
-        """The values of one direction, [M, K] in the original dtype's shape, as float32.
+        """The values of one direction in the original's shape, as float32.
 
         Raises RecipeError when that direction was not quantized.
         """
@@ -87,19 +93,34 @@ class QuantizedTensor:
             raise RecipeError(
                 f"the {direction} representation is not available: quantize with {direction}=True"
             ) from None
+        assert self.shape is not None
         rows = self.shape.numel() // self.shape[-1] if self.shape[-1] else 0
         flat = ops.dequantize(parts, str(spec), str(Direction(direction)), [rows, self.shape[-1]], torch.float32)
         return flat.reshape(self.shape)
 
 
 class Quantizer:
-    """How one operand is quantized. Subclasses are frozen dataclasses and answer `spec`."""
+    """How one operand is quantized.
 
-    columnwise_source: ClassVar[str] = "original"
+    A format of your own is a subclass with three methods in plain torch code, best a frozen dataclass of its settings:
+
+    - ``quantize(x, *, rowwise=True, columnwise=True) -> QuantizedTensor`` for x [M, K], the columnwise half of x.mT;
+    - ``dequantize(operand) -> Tensor`` for one half, in its own orientation;
+    - optionally ``qgemm(a, b, *, bias, out_dtype) -> Tensor``, a [M, K] x b [N, K]^T + bias [N].
+
+    They are traced into the graph and compiled with the model, forward and backward. The quantizers of this package
+    answer `spec` instead, and share kernels.
+    """
 
     def spec(self, direction: Direction) -> QuantSpec:
         """The text that crosses into the graph for one direction."""
-        raise NotImplementedError
+        from fxquant.kernels import custom
+
+        if type(self).quantize is Quantizer.quantize:
+            raise RecipeError(f"{type(self).__name__} must define quantize and dequantize")
+        key = f"{type(self).__name__}-{_fingerprint(self)}"
+        custom.register(key, self)
+        return QuantSpec(format="custom", key=key)
 
     def side(self, direction: Direction) -> Quantizer:
         """The quantizer that does the work in one direction: itself, unless it is a hybrid."""
@@ -125,31 +146,69 @@ class Quantizer:
         from fxquant.kernels import ops
 
         if not x.is_floating_point() or x.ndim == 0:
-            raise RecipeError(f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {x.shape}")
-        flat = x.detach().reshape(-1, x.shape[-1])
+            raise RecipeError(
+                f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {tuple(x.shape)}"
+            )
+        flat = x.detach().reshape(-1, x.shape[-1]) if x.shape[-1] else x.detach().flatten(0, -2)
         spec = self.operand_spec()
         wanted = [d for d, on in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)) if on]
         parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = {}
         for direction in wanted:
-            made, made_spec = ops.quantize_operand(flat, spec, str(direction))
-            parts[direction] = (made, made_spec)
+            parts[direction] = ops.quantize_operand(flat, spec, str(direction))
         shown = {d: _show(p, s, flat.shape[1 if d is Direction.ROWWISE else 0]) for d, (p, s) in parts.items()}
-        return QuantizedTensor(
-            x.shape, x.dtype, shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), parts
-        )
+        return QuantizedTensor(shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), x.shape, x.dtype, parts)
 
     def __call__(self, x: Tensor) -> QuantizedTensor:
         """Quantizes in both directions."""
         return self.quantize(x)
 
+    def dequantize(self, operand: QuantizedOperand) -> Tensor:
+        """The values of one half of a quantized tensor, in its own orientation. For quantizers of your own."""
+        raise RecipeError(f"{type(self).__name__} does not define dequantize")
+
+    def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
+        """One direction of x as the graph holds it; see `fxquant.kernels.custom`."""
+        made = self.quantize(x, rowwise=direction == "rowwise", columnwise=direction == "columnwise")
+        operand = made.rowwise if direction == "rowwise" else made.columnwise
+        if operand is None:
+            raise RecipeError(f"{type(self).__name__}.quantize gave no {direction} half although it was asked for it")
+        return operand.tensors()
+
+    def dequantize_side(self, parts: Sequence[Tensor]) -> Tensor:
+        """The values of what `quantize_side` gave."""
+        return self.dequantize(QuantizedOperand(*parts))
+
+    def multiply(
+        self, a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor | None:
+        """a x b^T + bias by `qgemm`, or None without one."""
+        qgemm = getattr(self, "qgemm", None)
+        if qgemm is None:
+            return None
+        return qgemm(QuantizedOperand(*a), QuantizedOperand(*b), bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+
     def __str__(self) -> str:
         return str(self.operand_spec())
+
+
+def _fingerprint(quantizer: Quantizer) -> str:
+    """Equal for quantizers of equal settings and code, in every process where their source can be read."""
+    cls = type(quantizer)
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        source = str(id(cls))
+    settings = repr(quantizer) if "__repr__" in vars(cls) else repr(sorted(vars(quantizer).items()))
+    text = "\n".join((cls.__module__, cls.__qualname__, settings, source))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _show(parts: Sequence[Tensor], spec: QuantSpec, length: int) -> QuantizedOperand:
     """What users see of an operand: torch's own dtypes, and no padding where an element has a byte of its own."""
     if spec.is_identity:
         return QuantizedOperand(parts[0])
+    if spec.key:
+        return QuantizedOperand(*parts)
     row, (data, scale, *amax) = spec.row, parts
     assert row.element is not None and row.scale_dtype is not None
     data = data.view(row.element.dtype) if row.element.packed > 1 else data[..., :length]
@@ -287,7 +346,7 @@ class HybridQuantizer(Quantizer):
 
     rowwise_quantizer: Quantizer
     columnwise_quantizer: Quantizer
-    columnwise_source: Literal["original", "rowwise_dequantized"] = "original"  # type: ignore[misc]
+    columnwise_source: Literal["original", "rowwise_dequantized"] = "original"
 
     def __post_init__(self) -> None:
         for name in ("rowwise_quantizer", "columnwise_quantizer"):
@@ -356,9 +415,11 @@ class DelayedScalingRequest:
 
 def quantizer_text(quantizer: Quantizer) -> str:
     """A short name with the settings that differ from their defaults."""
+    if not is_dataclass(quantizer):
+        return type(quantizer).__name__
     changed = [
         f"{f.name}={getattr(quantizer, f.name)!r}"
-        for f in fields(quantizer)  # type: ignore[arg-type]
+        for f in fields(quantizer)
         if f.repr and getattr(quantizer, f.name) != f.default
     ]
     return f"{type(quantizer).__name__}({', '.join(changed)})"

@@ -20,7 +20,7 @@ STYLE = """
   --per_tensor:#1f4a7d; --per_row:#14595f; --block:#355d1d; --mxfp8:#6b4d0b; --nvfp4:#74321f; --own:#50327a; } }
 body.fxq { margin:0; background:var(--page); }
 .fxq main { max-width:1280px; margin:0 auto; padding:28px 20px 60px; }
-.fxq h1 { font-size:24px; margin:0 0 4px; letter-spacing:-.01em; }
+.fxq h1 { font-size:24px; margin:0 0 4px; letter-spacing:-.01em; overflow-wrap:anywhere; }
 .fxq h2 { font-size:16px; margin:30px 0 10px; }
 .fxq p { margin:6px 0; } .fxq .soft { color:var(--soft); }
 .fxq .cards { display:flex; flex-wrap:wrap; gap:12px; margin:16px 0; }

@@ -42,13 +42,15 @@ def _fp8_mm(
         if b_scale.numel() > 1 or b_scale.ndim > 1:
             b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, spare), value=1.0)
     per_row = a_scale.ndim > 1 or b_scale.ndim > 1
+    fused_bias = bias if bias is not None and out_dtype == bias.dtype == torch.bfloat16 and not spare else None
     if per_row and out_dtype == torch.bfloat16:
         # one scale for the tensor is the same scale for each of its rows
         left = a_scale if a_scale.ndim > 1 else a_scale.expand(a_data.shape[0], 1).contiguous()
         right = b_scale if b_scale.ndim > 1 else b_scale.expand(b_data.shape[0], 1).contiguous()
         out = torch._scaled_mm(
-            a_data, b_data.t(), scale_a=left, scale_b=right.t(), out_dtype=out_dtype, use_fast_accum=fast_accum
-        )
+            a_data, b_data.t(), scale_a=left, scale_b=right.t(), bias=fused_bias, out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )  # fmt: skip
     elif per_row:
         one = torch.ones([], dtype=torch.float32, device=a_data.device)
         out = torch._scaled_mm(
@@ -57,11 +59,11 @@ def _fp8_mm(
         out = out * a_scale * b_scale.reshape(-1)
     else:
         out = torch._scaled_mm(
-            a_data, b_data.t(), scale_a=a_scale.reshape([]), scale_b=b_scale.reshape([]), out_dtype=out_dtype,
-            use_fast_accum=fast_accum,
+            a_data, b_data.t(), scale_a=a_scale.reshape([]), scale_b=b_scale.reshape([]), bias=fused_bias,
+            out_dtype=out_dtype, use_fast_accum=fast_accum,
         )  # fmt: skip
     out = out[:, :features] if spare else out
-    return out.to(out_dtype) if bias is None else (out + bias).to(out_dtype)
+    return out.to(out_dtype) if bias is None or fused_bias is not None else (out + bias).to(out_dtype)
 
 
 def _exact_in_bfloat16(spec: QuantSpec) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxquant.formats import LinearSpec, OperandSpec
+from fxquant.kernels import custom
 from fxquant.kernels.ops import _library, quantize_operand
 
 
@@ -52,6 +53,8 @@ def _gemm(
     """a x b^T with the contracted axis of each last, after both are quantized in their direction."""
     a_parts, a_side = quantize_operand(a, a_spec, a_direction, scales)
     b_parts, b_side = quantize_operand(b, b_spec, b_direction, scales)
+    if a_side.key or b_side.key:
+        return custom.gemm(a_parts, a_side, b_parts, b_side, bias, out_dtype)
     if a_side.is_identity:
         left, right = a_parts[0], b_parts[0]
         dtype = torch.promote_types(left.dtype, right.dtype)

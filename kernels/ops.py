@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxquant.formats import OperandSpec, QuantSpec
-from fxquant.kernels import reference
+from fxquant.kernels import custom, reference
 
 _library = torch.library.Library("fxquant", "DEF")
 
@@ -38,7 +38,8 @@ def _oriented(x: Tensor, direction: str) -> Tensor:
 
 
 def _quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
-    return reference.quantize(_oriented(x, direction), QuantSpec.parse(spec), scale)
+    # of a transposed tensor every elementwise result is transposed too, while a GEMM wants the contracted axis dense
+    return [part.contiguous() for part in reference.quantize(_oriented(x, direction), QuantSpec.parse(spec), scale)]
 
 
 def _hybrid_quantize(
@@ -167,7 +168,10 @@ def quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) 
 
 def dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The values of one direction as [*, M, K] (`size` = [M, K]) in `dtype`."""
-    if QuantSpec.parse(spec).is_identity:
+    parsed = QuantSpec.parse(spec)
+    if parsed.key:
+        return _oriented(custom.get(parsed).dequantize_side(parts), direction).to(dtype)
+    if parsed.is_identity:
         return _oriented(parts[0], direction).to(dtype)
     return torch.ops.fxquant.dequantize(parts, spec, direction, size, dtype)  # type: ignore[no-any-return]
 
@@ -190,6 +194,8 @@ def quantize_operand(
 def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None) -> list[Tensor]:
     if spec.is_identity:
         return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]
+    if spec.key:
+        return custom.get(spec).quantize_side(x, direction)
     scale = None
     if spec.is_delayed:
         assert scales is not None, spec

@@ -203,7 +203,7 @@ def _quantize_float32_scale(x: Tensor, spec: QuantSpec, multiplier: Tensor | Non
             amax = _amax(x) if row.family == "per_tensor" else _amax(x, -1).unsqueeze(-1)
             multiplier = multiplier_from_amax(amax, spec)
         y = x.float() * multiplier
-    return [cast_fp8(y, row.element), multiplier.reciprocal()]
+    return [cast_fp8(y, row.element), _reciprocal(multiplier)]
 
 
 def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
@@ -225,7 +225,7 @@ def _quantize_nvfp4(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     scale = _repeat_rows(scale, row.block[0], x.shape[-2])
     # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
-    factor = (scale.float() * decode).reciprocal().clamp(max=_FLT_MAX)
+    factor = _reciprocal(scale.float() * decode).clamp(max=_FLT_MAX)
     code = encode_e2m1(_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
     return [code[..., ::2] | (code[..., 1::2] << 4), scale, global_amax]
 
@@ -234,7 +234,12 @@ def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
     """NVFP4's tensor-level scale for a float32 amax of any shape, and its reciprocal; 1 for 0 and infinity."""
     encode = (torch.full_like(global_amax, _E4M3_MAX * _E2M1_MAX) / global_amax).clamp(max=_FLT_MAX)
     encode = torch.where((global_amax > 0) & (encode > 0), encode, 1.0)
-    return encode, encode.reciprocal()
+    return encode, _reciprocal(encode)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    """1 / x as a division of tensors: Inductor's Triton code rounds that correctly, its `reciprocal` does not."""
+    return torch.ones_like(x) / x
 
 
 def _amax(x: Tensor, axis: int | None = None) -> Tensor:
