@@ -99,10 +99,6 @@ def _rows() -> dict[str, Format]:
             name="identity", family="identity", element=None, block=(0, 0), scale_dtype=None, alignment=1,
             hopper="native: the GEMM of the original dtype", cpu="native: the GEMM of the original dtype",
         ),
-        Format(
-            name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1,
-            hopper="the quantizer's own code", cpu="the quantizer's own code",
-        ),
     ]  # fmt: skip
     for name in ("e4m3", "e5m2"):
         element = ELEMENTS[name]
@@ -145,6 +141,12 @@ def _rows() -> dict[str, Format]:
 
 FORMATS: dict[str, Format] = _rows()
 
+CUSTOM = Format(
+    name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1,
+    hopper="the quantizer's own code", cpu="the quantizer's own code",
+)  # fmt: skip
+"""What a user's own quantizer is to the passes."""
+
 MX_MODES = ("rceil", "floor", "ceil", "even")
 
 
@@ -177,14 +179,14 @@ class QuantSpec:
 
     @property
     def row(self) -> Format:
-        return FORMATS[self.format]
+        return CUSTOM if self.key else FORMATS[self.format]
 
     @property
     def is_identity(self) -> bool:
         return self.format == "identity"
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
+        if self.format not in FORMATS and not self.key:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")
         if self.mode not in MX_MODES:
             raise RecipeError(f"unknown MX scale mode {self.mode!r}; known modes: {', '.join(MX_MODES)}")
