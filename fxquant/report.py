@@ -172,8 +172,11 @@ def result(decision: Decision) -> str:
 
 
 def plain_spec(text: str) -> str:
-    """The text of a spec with ``delayed`` in the place of its slot number, which differs from layer to layer."""
-    return re.sub(r"slot=\d+", "delayed", text)
+    """The text of a spec without what only tells one layer or process from another.
+
+    A slot number becomes ``delayed``, and a custom quantizer's key the name of its class.
+    """
+    return re.sub(r"custom\(key=(.*)-\w+\)", r"\1", re.sub(r"slot=\d+", "delayed", text))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

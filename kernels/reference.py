@@ -165,7 +165,7 @@ def decode_e2m1(code: Tensor) -> Tensor:
     """The float32 values of E2M1 codes (0 to 15, one per byte)."""
     magnitude = (code & 7).int()
     values = torch.where(magnitude < 2, magnitude * 0.5, ((magnitude + 252) << 22).view(torch.float32))
-    return torch.where(code > 7, -values, values)
+    return values * torch.where(code > 7, -1.0, 1.0)  # Triton's negation makes +0 of 0
 
 
 def hadamard(x: Tensor, *, random_signs: bool = True) -> Tensor:
@@ -177,7 +177,7 @@ def hadamard(x: Tensor, *, random_signs: bool = True) -> Tensor:
     lane = torch.arange(16, dtype=torch.int32, device=x.device)
     negative = (_RHT_NEGATIVE if random_signs else 0) >> lane & 1
     y = _in_blocks(x.float(), 16) * (0.25 - 0.5 * negative)
-    y = y.unflatten(-1, (4, 4))
+    y = torch.unflatten(y, -1, (4, 4))
     for axis in (-2, -1):
         a, b, c, d = y.unbind(axis)
         a, b, c, d = a + c, b + d, a - c, b - d
@@ -256,12 +256,12 @@ def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     if block[0] == 1:
         return amax
     amax = _pad(amax, -2, block[0])
-    return amax.unflatten(-2, (amax.shape[-2] // block[0], block[0])).amax(-2)
+    return torch.unflatten(amax, -2, (amax.shape[-2] // block[0], block[0])).amax(-2)
 
 
 def _in_blocks(x: Tensor, columns: int) -> Tensor:
     """x [..., C] as [..., C / columns, columns]."""
-    return x.unflatten(-1, (x.shape[-1] // columns, columns))
+    return torch.unflatten(x, -1, (x.shape[-1] // columns, columns))
 
 
 def _repeat_rows(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:

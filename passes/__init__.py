@@ -18,11 +18,14 @@ from fxquant.decisions import Decision
 from fxquant.passes.assign_roles import assign_roles
 from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.base import is_fxquant, run_pass
+from fxquant.passes.facts import Match
 from fxquant.passes.find_matmuls import find_matmuls
+from fxquant.passes.forms_mha import expand_opaque
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
 from fxquant.passes.resolve import resolve
+from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
 from fxquant.roles import QuantizerRole
 from fxquant.state import Slots
@@ -45,6 +48,9 @@ class Rewriter:
         """Rewrites `gm` in place; returns every decision, every role, and the slots of delayed scaling."""
         matches = find_matmuls(gm, autocast=autocast)
         assign_roles(matches, self.names)
+        if self.quantizes_inside(matches) and expand_opaque(matches):
+            matches = find_matmuls(gm, autocast=autocast)
+            assign_roles(matches, self.names)
         reached, slots = stateful_graphs(gm), Slots()
         for match in matches:
             match.takes_state = match.node.graph in reached
@@ -52,7 +58,22 @@ class Rewriter:
             matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site
         )
         insert(matches)
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                module.recompile()
         return decisions, roles, slots
+
+
+    def quantizes_inside(self, matches: Sequence[Match]) -> bool:
+        """Whether the recipe would quantize a linear inside a node that can be opened."""
+        roles = [
+            QuantizerRole("linear", kind, f"{match.name}.{part}".strip("."))
+            for match in matches
+            if match.form == "multi_head_attention_forward"
+            for part in ("in_proj", "out_proj")
+            for kind in ("input", "weight", "grad_output")
+        ]
+        return any(self.recipe.quantizer(role) != IdentityQuantizer() for role in roles)
 
 
 class Lowering(CustomGraphPass):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fxquant.passes.facts import Match
+from fxquant.passes.forms_mha import PART
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
@@ -39,4 +40,5 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
 def assign_roles(matches: Sequence[Match], names: Mapping[str, str]) -> None:
     """Writes `name` into every match that has none."""
     for match in matches:
-        match.name = match.name or layer_name(match.node, names)
+        path = (match.name or layer_name(match.node, names), match.node.meta.get(PART, ""))
+        match.name = ".".join(filter(None, path))

@@ -20,6 +20,7 @@ from torch import fx
 from fxquant.compat import size_hint, statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Builder, Dim, Emit, Gemm2d, Match, Product, value_of
+from fxquant.passes.forms_flops import node_flops
 from fxquant.passes.forms_weights import find_weight, op_name
 
 Label = Hashable
@@ -190,8 +191,6 @@ def contract(
 
 def by_flops(site: Site, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
     """A product [flops / 2, 1] x [1, 1], for a node whose products have no sizes of their own."""
-    from fxquant.passes.forms_opaque import node_flops
-
     return Product(m=(node_flops(site.node) or 0) // 2, k=1, n=1, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight)
 
 

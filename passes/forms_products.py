@@ -10,7 +10,7 @@ from torch import fx
 
 from fxquant.compat import statically_known_true
 from fxquant.decisions import SkipReason
-from fxquant.passes.facts import Builder, Dim, Gemm2d, Match, Product, value_of
+from fxquant.passes.facts import Builder, Gemm2d, Match, Product, value_of
 from fxquant.passes.forms_contraction import (
     Contraction,
     Finish,
@@ -364,6 +364,6 @@ def _patches(first: int, kernel: tuple[int, ...]) -> Finish:
 
 
 __all__ = [
-    "Dim", "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "chain_matmul", "conv", "conv_transpose", "convolution",
+    "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "chain_matmul", "conv", "conv_transpose", "convolution",
     "dot", "einsum", "grouped_mm", "inner", "linear", "matmul", "mm", "mv", "tensordot",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxquant import Backend, CustomRecipe, HybridQuantizer, Quantizer, QuantizerRole, Recipe
 from fxquant.backend import compile_eager
+from fxquant.formats import QuantSpec
 
 Tensors = dict[str, Tensor]
 
@@ -136,10 +137,9 @@ def story(gm: fx.GraphModule) -> str:
             continue
         label = f"#{len(set(v.partition('.')[0] for v in labels.values()))}"
         parts = sorted((user for user in node.users), key=lambda user: user.args[1])
-        first = next((i for i, p in enumerate(parts) if i and p.meta["val"].dtype == parts[0].meta["val"].dtype), len(parts))
-        for i, part in enumerate(parts):
-            half = ".column" if name == "hybrid_quantize" and i >= first else ""
-            labels[part] = label + half
+        row_parts = 3 if QuantSpec.parse(node.args[1]).row.has_global_amax else 2
+        for part in parts:
+            labels[part] = label + (".column" if name == "hybrid_quantize" and part.args[1] >= row_parts else "")
         lines.append(f"  {label} = {name}({arguments})")
     outputs = [n for n in next(n for n in gm.graph.nodes if n.op == "output").args[0] if n is not None]
     saved = [labels[n] for n in outputs if n in labels and n.meta["val"].ndim]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-from pathlib import Path
 
+import golden
 import pytest
 import torch
 from helpers import NAMES, assert_same_bits, compiled, hybrid, linear_step, per_role, problem, train_step
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fxquant import (
     CustomRecipe,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -101,9 +101,10 @@ def test_high_precision_gives_the_bits_of_the_compilation_without_fxquant(recipe
         assert_same_bits(a, b)
 
 
-GOLDEN = load_file("/tmp/gemm_full.safetensors")
+GOLDEN = golden.load("gemm")
 MX, NV, NV2D, ID = MXFP8Quantizer(), NVFP4Quantizer(), NVFP4Quantizer(with_2d_quantization=True), IdentityQuantizer()
 BLOCK, TILE = Float8BlockQuantizer(block_scaling_dim=1), Float8BlockQuantizer()
+ROWS, TENSOR_POW2 = Float8RowwiseQuantizer(), Float8CurrentScalingQuantizer(force_pow_2_scales=True)
 TENSOR, TENSOR_E5M2 = Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(E5M2)
 RHT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
 DEQUANTIZED = "rowwise_dequantized"
@@ -122,6 +123,9 @@ ROUTES: dict[str, Recipe] = {
     "nvfp4_1d": recipes.NVFP4BlockScaling(disable_2d_quantization=True),
     "nvfp4_w2d": recipes.get("nvfp4"),
     "nvfp4_w2d_rht": recipes.NVFP4BlockScaling(disable_rht=False),
+    "rows_ao_gw_hp": per_role(
+        input=hybrid(ROWS, ID), weight=hybrid(ROWS, TENSOR_POW2), grad_output=hybrid(ROWS, ID)
+    ),
     "mxfp8_fwd_nvfp4_bwd_original": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV), grad_output=NV),
     "mxfp8_fwd_nvfp4_bwd_wdeq": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
     "mxfp8_fwd_nvfp4_bwd_xwdeq": per_role(
@@ -175,10 +179,10 @@ def test_each_gemm_equals_the_golden_of_its_own_formats(problem_name: str, route
     }
     length = {"y": x.shape[1], "dx": w.shape[0], "dw": x.shape[0]}
     for key, total in magnitude.items():
-        golden = GOLDEN[f"{problem_name}/{route}/{key}"]
-        rounding = 2.0**-8 * golden.abs() if x.dtype == torch.bfloat16 else 0
+        exact = GOLDEN[f"{problem_name}/{route}/{key}"]
+        rounding = 2.0**-8 * exact.abs() if x.dtype == torch.bfloat16 else 0
         bound = 2 * length[key] * 2.0**-23 * total + rounding
-        worst = ((got[key].float() - golden).abs() / bound).max()
+        worst = ((got[key].float() - exact).abs() / bound).max()
         assert worst <= 1, f"{key}: {worst:.1f} times the bound"
 
 

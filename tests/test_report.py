@@ -6,7 +6,7 @@ import pytest
 
 from fxquant.decisions import Decision, SkipReason
 from fxquant.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
-from fxquant.report import Report
+from fxquant.report import Report, plain_spec
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 
@@ -166,3 +166,9 @@ def test_html_colours_cells_by_format_family(quantizer: Quantizer, family: str, 
 def test_inference_leaves_backward_cells_empty(tmp_path) -> None:
     decisions = [d for d in matmul(0, "fc", MXFP8Quantizer()) if d.gemm == Gemm.FPROP]
     assert Report(recipe="r", decisions=decisions)._repr_html_().count("<td class='edge'></td><td></td>") == 2
+
+
+def test_specs_are_shown_without_what_only_tells_layers_and_processes_apart() -> None:
+    assert plain_spec("per_tensor_e4m3(slot=12)") == "per_tensor_e4m3(delayed)"
+    assert plain_spec("custom(key=Int8Quantizer-0a1b2c)") == "Int8Quantizer"
+    assert plain_spec("per_row_e4m3(pow2,torchao)") == "per_row_e4m3(pow2,torchao)"

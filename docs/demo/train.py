@@ -320,7 +320,7 @@ def html(config: Config, table: list[list[str]], reports: dict[str, Report], pic
     )
     encoded = base64.b64encode(picture.read_bytes()).decode()
     parts = [
-        "<h1>One transformer, seven precisions</h1>" if len(table) == 8 else "<h1>One transformer</h1>",
+        "<h1>One transformer, one recipe after another</h1>",
         f"<p class='soft'>{config.depth} blocks of width {config.dim}, {config.steps} steps of {config.batch} x "
         f"{config.length} bytes of Python source on {device}, torch {torch.__version__}, same seed and batches</p>",
         f"<div class='scroll' style='margin:16px 0'><table><thead><tr>{head}</tr></thead>",

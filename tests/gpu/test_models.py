@@ -87,7 +87,7 @@ def test_compiled_forward_saves_the_bytes_of_the_cpu(recipe: str) -> None:
     spec = resolved(recipe).quantizer(QuantizerRole("linear", "input", "")).spec(Direction.COLUMNWISE)
     torch.manual_seed(0)
     model = nn.Linear(96, 160, bias=False, dtype=torch.bfloat16)
-    x = torch.randn(64, 96, dtype=torch.bfloat16)
+    x = torch.randn(256, 96, dtype=torch.bfloat16)
     expected = [as_bytes(part) for part in torch.ops.fxquant.quantize(x, str(spec), "columnwise")]
     saved: list[Tensor] = []
 

@@ -365,6 +365,7 @@ def test_make_fx_records_only_torch_operators(spec: QuantSpec) -> None:
     assert_same_parts(graph(other), quantize(other, spec))
 
 
+# with vectorized tails of dynamic length, stores of one-byte elements lose lanes on AVX-512 (torch 2.11 to 2.13)
 INDUCTOR = {"cpp.enable_loop_tail_vec": False}
 EDGES = [
     "edge448_f32", "huge_f32", "huge_bf16", "subnormal_f32", "subnormal_bf16", "tiny_f32", "wide_f32", "zeros_mix_bf16",
@@ -373,11 +374,20 @@ EDGES = [
 ]  # fmt: skip
 
 
+COMPILED = [
+    *TRACED,
+    QuantSpec(format="per_tensor_e5m2", pow2=True),
+    QuantSpec(format="per_row_e4m3", pow2=True, torchao=True),
+    QuantSpec(format="mxfp8_e5m2", mode="ceil"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", VARIANTS, ids=str)
+@pytest.mark.parametrize("spec", COMPILED, ids=str)
 def test_inductor_gives_the_bytes_of_eager(spec: QuantSpec) -> None:
     run = torch.compile(lambda x: quantize(x, spec), dynamic=True, fullgraph=True, options=INDUCTOR)
-    inputs = [torch.randn(150, 300), torch.randn(150, 300).bfloat16(), *(golden.source(name) for name in EDGES)]
+    # all of one size: four compilations, of each dtype and direction
+    inputs = [golden.source(name).repeat(7, 7)[:150, :300] for name in EDGES]
     for x in inputs:
         for source in (x, x.mT):
             assert_same_parts(run(source), quantize(source, spec))
@@ -389,7 +399,7 @@ def test_inductor_gives_the_bytes_of_eager(spec: QuantSpec) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["per_tensor_e4m3", "per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3", "nvfp4"])
-def test_inductor_with_static_sizes(format: str) -> None:
+def test_inductor_with_static_sizes_gives_the_bytes_of_eager(format: str) -> None:
     spec = QuantSpec(format=format)
     for x in (torch.randn(128, 256), torch.randn(50, 33).bfloat16()):
         for source in (x, x.mT):

@@ -93,7 +93,11 @@ def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
         return trace(*args)
 
     monkeypatch.setattr(module, "_trace", counted)
-    gm = traced(lambda x, y: [*ops.quantize(x, "nvfp4", "rowwise"), *ops.quantize(y, "nvfp4", "rowwise")], *torch.randn(2, 32, 32))
+    gm = traced(
+        lambda x, y: [*ops.quantize(x, "nvfp4", "rowwise"), *ops.quantize(y, "nvfp4", "rowwise")],
+        torch.randn(32, 32),
+        torch.randn(32, 32),
+    )
     assert lower(gm.graph) == 2 and count == 1
 
 
