@@ -6,7 +6,6 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-export OMP_NUM_THREADS ?= 2
 
 .PHONY: help demo test lint docs clean
 .DEFAULT_GOAL := help

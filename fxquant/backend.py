@@ -96,6 +96,7 @@ class Backend:
             return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
         patches = {
             "eager_numerics.division_rounding": True,  # scales are true quotients
+            "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
             # where an activation is recomputed it must come out with the bits that the forward quantized
             "emulate_precision_casts": quantizes_recomputed(gm) or compat.inductor_config.emulate_precision_casts,
             **self.inductor,

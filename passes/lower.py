@@ -76,6 +76,7 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     flat, _ = tree_flatten((node.args, node.kwargs))
     inputs = [item for item in flat if isinstance(item, fx.Node) and isinstance(val(item), Tensor)]
     body.graph.eliminate_dead_code()
+    mode = detect_fake_mode([val(item) for item in inputs]) or contextlib.nullcontext()
     env = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     with node.graph.inserting_before(node):
         for inner in body.graph.nodes:
@@ -92,8 +93,11 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
                 env[inner] = node.graph.get_attr(name)
                 env[inner].meta = dict(inner.meta)
                 continue
-            env[inner] = node.graph.node_copy(inner, env.__getitem__)
-            env[inner].meta = {**{k: v for k, v in node.meta.items() if k != "val"}, **inner.meta}
+            copy = env[inner] = node.graph.node_copy(inner, env.__getitem__)
+            # a trace serves several nodes, but Inductor takes equal fake storages for aliases: each gets its own
+            args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), val)
+            with mode:
+                copy.meta = {**node.meta, "val": inner.target(*args, **kwargs)}
     raise AssertionError("a traced graph has an output")
 
 

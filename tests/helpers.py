@@ -73,7 +73,9 @@ def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     assert not different, f"elements that differ: {different}"
 
 
-def problem(m: int = 64, k: int = 96, n: int = 160, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+def problem(
+    m: int = 64, k: int = 96, n: int = 160, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [m, k], w [n, k] and dy [m, n], of normal values."""
     generator = torch.Generator().manual_seed(m + k + n)
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (m, n)))

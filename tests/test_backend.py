@@ -77,17 +77,17 @@ def test_unknown_recipes_and_options_are_refused_at_once_with_the_known_ones() -
     model = Mlp()
     with pytest.raises(RecipeError, match=r"unknown recipe 'mxpf8'; did you mean 'mxfp8'\?.*nvfp4"):
         fxquant.compile(model, "mxpf8")
-    with pytest.raises(RecipeError, match="unknown recipe"):
+    with pytest.raises(RecipeError, match=r"unknown recipe"):
         fxquant.Backend("mxpf8")
     with pytest.raises(OptionError, match=r"unknown options \['recpie'\]; known options: recipe, inner"):
         fxquant.compile(model, "mxfp8", options={"recpie": 1})
     with pytest.raises(OptionError, match="unknown inner compiler 'tvm'; known: inductor, aot_eager"):
         fxquant.Backend("mxfp8", inner="tvm")
-    with pytest.raises(OptionError, match="no setting 'max_autotunne'"):
+    with pytest.raises(OptionError, match=r"no setting 'max_autotunne'"):
         fxquant.Backend("mxfp8", inductor={"max_autotunne": True})
     with pytest.raises(OptionError, match="drop the backend"):
         fxquant.compile(model, "mxfp8", backend="inductor")
-    with pytest.raises(RuntimeError, match="known modes|Unrecognized mode"):
+    with pytest.raises(RuntimeError, match=r"known modes|Unrecognized mode"):
         fxquant.compile(model, "mxfp8", mode="fast")
 
 
@@ -449,7 +449,8 @@ def test_adapters_are_trained_beside_a_frozen_layer() -> None:
     model, x = Lora(), torch.randn(8, 32)
     backend = eager_backend("mxfp8")
     got = train_step(model, torch.compile(model, backend=backend, fullgraph=True), x)
-    gemms = {layer: {str(d.gemm) for d in backend.report().decisions if d.layer == layer} for layer in ("base", "a", "b")}
+    found = backend.report().decisions
+    gemms = {layer: {str(d.gemm) for d in found if d.layer == layer} for layer in ("base", "a", "b")}
     assert gemms == {"base": {"fprop"}, "a": {"fprop", "wgrad"}, "b": {"fprop", "dgrad", "wgrad"}}
     high = train_step(model, model, x)
     assert got.keys() == high.keys() == {"output", "a.weight", "b.weight"}
@@ -531,7 +532,7 @@ import json, sys, torch, fxquant
 from torch import nn
 from torch._dynamo.utils import counters
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
+model = nn.Linear(32, 48)
 recipe = {"custom": fxquant.CustomRecipe(qfactory=fxquant.Rules([fxquant.Rule(fxquant.MXFP8Quantizer())]))}
 run = torch.compile(model, backend="fxquant", options={"recipe": recipe.get(sys.argv[1], sys.argv[1])})
 run(torch.randn(8, 32)).sum().backward()

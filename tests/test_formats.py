@@ -78,11 +78,11 @@ def test_default_settings_leave_no_trace_in_the_text() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match="unknown format 'mxpf8'.*mxfp8_e4m3"):
+    with pytest.raises(RecipeError, match=r"unknown format 'mxpf8'.*mxfp8_e4m3"):
         QuantSpec(format="mxpf8")
-    with pytest.raises(RecipeError, match="unknown MX scale mode 'up'.*rceil"):
+    with pytest.raises(RecipeError, match=r"unknown MX scale mode 'up'.*rceil"):
         QuantSpec(format="mxfp8_e4m3", mode="up")
-    with pytest.raises(RecipeError, match="unknown option 'pow3'"):
+    with pytest.raises(RecipeError, match=r"unknown option 'pow3'"):
         QuantSpec.parse("per_tensor_e4m3(pow3)")
 
 

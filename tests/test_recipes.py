@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from helpers import NAMES
 
 import fxquant
 from fxquant import (
@@ -60,7 +61,7 @@ def test_named_recipes_give_these_quantizers(name: str, input, weight, grad_outp
     assert recipe.quantizer(role("qkv", module_type="dpa")).is_identity
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", ["high_precision", *NAMES])
 def test_named_recipes_multiply_in_every_gemm(name: str) -> None:
     recipe = recipes.get(name)
     for (a, a_side), (b, b_side) in GEMM_OPERANDS.values():
@@ -94,7 +95,8 @@ def test_different_recipes_have_different_fingerprints() -> None:
 
 def test_options_reach_their_quantizers() -> None:
     assert Float8CurrentScaling(use_power_2_scales=True).quantizer(role()).force_pow_2_scales
-    assert Float8CurrentScaling(fp8_format=Format.E4M3).quantizer(role("grad_output")) == Float8CurrentScalingQuantizer()
+    e4m3 = Float8CurrentScaling(fp8_format=Format.E4M3)
+    assert e4m3.quantizer(role("grad_output")) == Float8CurrentScalingQuantizer()
     assert MXFP8BlockScaling(fp8_format=Format.HYBRID).quantizer(role("grad_output")) == MXFP8Quantizer(E5M2)
     assert not Float8BlockScaling(use_f32_scales=True).quantizer(role()).force_pow_2_scales
     assert NVFP4BlockScaling(disable_rht=False).quantizer(role()).with_rht
@@ -156,6 +158,7 @@ def test_the_kind_of_a_recipe_can_be_asked_as_in_transformer_engine() -> None:
         "float8_blockwise": ["float8_block_scaling"],
         "mxfp8": ["mxfp8"],
         "nvfp4": ["nvfp4"],
+        "delayed_scaling": ["delayed"],
     }
     assert CustomRecipe(qfactory=HighPrecision().quantizer).custom()
 

@@ -100,6 +100,8 @@ def main() -> None:
     config = GPU if device == "cuda" else CPU
     options = _parse(config)
     config = Config(**{**asdict(config), "steps": options.steps})
+    # operators on tensors this small gain little from a second thread, and wait for it when cores are busy
+    torch.set_num_threads(1)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
 

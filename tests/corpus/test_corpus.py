@@ -3,9 +3,9 @@
 A model is captured once; each recipe compiles its own copy of the graphs (`Switch`). Losses and gradients are compared
 with the eager, unquantized model.
 
-Where a model misses the numbers, `FRAGILE` says why, and the miss has to be one of the model: `Noisy` runs the same
-rewritten graphs with plain float GEMMs whose operands carry random noise of the format's size. Quantization may not be
-worse than that. A wrong scale would be.
+Where a model misses the numbers, `FRAGILE` says why, and the miss has to be one of the model: `Rounded` runs the same
+rewritten graphs with plain float GEMMs whose operands are only rounded to the element's mantissa, by a few lines that
+know nothing of scales, layouts and quantizers. Quantization may not be worse than that. A wrong scale would be.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import models
 from helpers import NAMES, assert_same_bits, eager_backend
 
 from fxquant import Backend, Report
+from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.roles import Gemm
 
@@ -41,7 +42,20 @@ REASSOCIATED = {"chain_matmul", "linalg_multi_dot"}
 LOSS = dict.fromkeys(NAMES, 0.01) | {"nvfp4": 0.05}
 COSINE = dict.fromkeys(NAMES, 0.99) | {"nvfp4": 0.9}
 
-FRAGILE: dict[str, str] = {}
+ROUTER = "a router picks other experts for some tokens, and their gradients go to other weights"
+FRAGILE = {
+    "llama_lora": "a gradient of an adapter goes through two narrow GEMMs more",
+    "qwen3_moe": ROUTER,
+    "qwen3_moe_bf16": ROUTER,
+    "ragged_qwen3_moe": ROUTER,
+    "mixtral_batched": ROUTER,
+    "gpt_oss": ROUTER,
+    "vit": "the gradient enters by one token in 17, so that few rows average the rounding out",
+    "t5": "attention is not scaled by the head's size, so that softmax multiplies the error of the scores",
+    "kitchen_sink": "no residual path around 30 products in a row, each result the next one's input: errors multiply",
+    "ragged_kitchen_sink": "as kitchen_sink",
+}
+"""Why a model misses `LOSS` or `COSINE`. That rounding alone misses them too is measured by the test."""
 
 
 class Switch:
@@ -60,57 +74,73 @@ class Switch:
         return lambda *args: compiled[self.chosen](*args)
 
 
-class Noisy(Backend):
-    """Runs rewritten graphs eagerly, with noise on the operands of every GEMM in place of quantization."""
+class Rounded(Backend):
+    """Runs rewritten graphs eagerly, with operands rounded as the element rounds in place of quantization."""
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         for graph in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
             for node in graph.graph.find_nodes(op="call_function", target=torch.ops.fxquant.linear.default):
-                node.target = noisy_linear
-                node.args = (*node.args, str(self.recipe))
+                node.target = rounded_linear
             graph.recompile()
         return gm.forward
 
 
-def noise(x: Tensor, recipe: str, gradient: bool) -> Tensor:
-    """`x` with random errors as large as rounding to the recipe's element makes them.
+def round_mantissa(x: Tensor, bits: int) -> Tensor:
+    """The nearest numbers with so many bits of mantissa behind the leading one, of any exponent."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2 ** (bits + 1)).round() / 2 ** (bits + 1), exponent)
 
-    Rounding to m bits of mantissa is off by up to 2^-(m+1) of the binade; e2m1 has, below a sixth of the largest
-    value that shares its scale, only steps of half of that.
+
+def round_e2m1(x: Tensor, tile: bool) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 times a sixth of the largest magnitude in 16 numbers, or in 16x16.
+
+    That sixth has itself 3 bits of mantissa, counted from 1/448 of the largest one.
     """
-    y = x.float()
-    uniform = torch.rand_like(y) * 2 - 1
-    if "NVFP4" in recipe:
-        blocks = torch.nn.functional.pad(y, (0, -y.shape[-1] % 16)).unflatten(-1, (-1, 16))
-        step = blocks.abs().amax(-1, keepdim=True).expand_as(blocks).flatten(-2)[..., : y.shape[-1]] / 6
-        size = torch.maximum(torch.exp2((y.abs() / step.clamp(min=1e-30)).clamp(min=1).log2().floor()) * step / 4, step / 4)
-    else:
-        bits = 2 if gradient and "CurrentScaling" in recipe else 3
-        size = torch.exp2(y.abs().clamp(min=1e-30).log2().floor() - bits - 1)
-    return (y + uniform * size).to(x.dtype)
+    blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % 16, 0, -x.shape[-2] % 16)).unflatten(-1, (-1, 16))
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if tile:
+        rows = amax.unflatten(-3, (-1, 16)).amax(-3, keepdim=True)
+        amax = rows.expand(*rows.shape[:-3], 16, *rows.shape[-2:]).flatten(-4, -3)
+    unit = (amax.max() / 2688).clamp(min=1e-30)
+    scale = round_mantissa(amax / 6 / unit, 3) * unit
+    y = blocks / scale.clamp(min=1e-30)
+    size = y.abs().clamp(max=6)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    values = (size / step).round() * step * scale * y.sign()
+    return values.flatten(-2)[..., : x.shape[-2], : x.shape[-1]]
 
 
-class _NoisyLinear(torch.autograd.Function):
+class _RoundedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, recipe: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, spec: LinearSpec) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.recipe = recipe
-        return noise(x, recipe, False) @ noise(w, recipe, False).mT
+        ctx.spec = spec
+        return _rounded(x, spec.input) @ _rounded(w, spec.weight).mT
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        dx = noise(dy, ctx.recipe, True) @ noise(w.mT, ctx.recipe, False).mT
-        dw = noise(dy.mT, ctx.recipe, True) @ noise(x.mT, ctx.recipe, False).mT
+        (x, w), spec = ctx.saved_tensors, ctx.spec
+        dx = _rounded(dy, spec.grad_output) @ _rounded(w.mT, spec.weight).mT
+        dw = _rounded(dy.mT, spec.grad_output) @ _rounded(x.mT, spec.input).mT
         return dx, dw, None
 
 
-def noisy_linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: str, recipe: str) -> Tensor:
-    autocast = "autocast=bfloat16" in spec
-    dtype = torch.bfloat16 if autocast else torch.promote_types(x.dtype, w.dtype)
+def _rounded(x: Tensor, spec: OperandSpec) -> Tensor:
+    row, y = spec.rowwise.row, x.float()
+    assert row.element is not None
+    if row.element.name == "e2m1":
+        return round_e2m1(y, spec.rowwise.format == "nvfp4_2d").to(x.dtype)
+    # a scale that is no power of two moves the points between which values are rounded
+    unit = y.abs().max().clamp(min=1e-30) / row.element.max if row.family == "per_tensor" else 1.0
+    return (round_mantissa(y / unit, row.element.mantissa_bits) * unit).to(x.dtype)
+
+
+def rounded_linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: str) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    dtype = getattr(torch, parsed.autocast) if parsed.autocast else torch.promote_types(x.dtype, w.dtype)
     with torch.autocast("cpu", enabled=False):
         rows = x if w.ndim > 2 else x.reshape(-1, x.shape[-1])
-        y = _NoisyLinear.apply(rows.to(dtype), w.to(dtype), recipe).reshape(*x.shape[:-1], w.shape[-2])
+        y = _RoundedLinear.apply(rows.to(dtype), w.to(dtype), parsed).reshape(*x.shape[:-1], w.shape[-2])
         return y if bias is None else y + bias.to(dtype)
 
 
@@ -182,36 +212,30 @@ def test_model_under_every_recipe(name: str) -> None:
     assert len(switch.sites) == GRAPHS.get(name, 1), "as many graphs as without fxquant, and no recompilation"
     for sites, nodes in zip(switch.sites, switch.found, strict=True):
         assert Counter(s.op for s in sites) == Counter(map(flops.op_name, nodes)), "every call site is found"
+    yardsticks: dict[str, Step] = {}
     for recipe in NAMES:
         error, cosine = loss_error(measured[recipe], reference), cosines(measured[recipe], reference)
-        low = {k: round(v, 3) for k, v in cosine.items() if v < 0.9}
-        print(f"{name} {recipe}: loss {error:.4f}, median {median(cosine):.4f}, below 0.9 {low}")
-        if error > LOSS[recipe] or median(cosine) < COSINE[recipe] or low:
-            problems += worse_than_noise(name, recipe, reference, error, cosine)
+        low = {k: v for k, v in cosine.items() if v < 0.9}
+        missed = error > LOSS[recipe] or median(cosine) < COSINE[recipe]
+        text = f"{name} {recipe}: loss {error:.4f}, median {median(cosine):.4f}"
+        if missed or low:
+            like = recipe if recipe in ("current_scaling", "nvfp4") else "mxfp8"  # the others have its elements
+            if like not in yardsticks:
+                yardsticks[like] = rounded_step(model, kwargs, like)
+            best, ideal = loss_error(yardsticks[like], reference), cosines(yardsticks[like], reference)
+            text += f"; only rounded: loss {best:.4f}, median {median(ideal):.4f}"
+            if missed and name not in FRAGILE:
+                problems.append(f"{text}: no reason is given")
+            if error > max(LOSS[recipe], best + 0.005) or median(cosine) < median(ideal) - 0.01:
+                problems.append(f"{text}: quantization is worse than rounding")
+            low = {k: (round(v, 3), round(ideal[k], 3)) for k, v in low.items()}
+            worse = {k: (v, ideal[k]) for k, v in cosine.items() if v < ideal[k] - 0.05}
+            if worse:
+                problems.append(f"{text}: gradients worse than with rounding {worse}")
+        print(f"{text}, below 0.9: {low}")
     assert not problems, "\n".join(problems)
 
 
-def worse_than_noise(name: str, recipe: str, reference: Step, error: float, cosine: Mapping[str, float]) -> list[str]:
-    """What is left unexplained when the operands' rounding is taken for random noise (the mean of two draws)."""
-    draws = []
-    for seed in range(2):
-        model, kwargs = models.CASES[name]()
-        torch.manual_seed(seed)
-        torch.compiler.reset()
-        got = step(model, kwargs, torch.compile(model, backend=Noisy(recipe, inner="aot_eager", model=model)))
-        draws.append((loss_error(got, reference), cosines(got, reference)))
-    noisy = {k: sum(draw[k] for _, draw in draws) / len(draws) for k in cosine}
-    noisy_error = max(e for e, _ in draws)
-    text = f"{recipe}: loss {error:.4f} (noise {noisy_error:.4f}), median {median(cosine):.4f} (noise {median(noisy):.4f})"
-    print(f"noise: {name} {text}", {k: (round(v, 3), round(noisy[k], 3)) for k, v in cosine.items() if v < 0.9})
-    found = []
-    if name not in FRAGILE:
-        found.append(f"{text}: no reason is given")
-    if error > max(LOSS[recipe], 3 * noisy_error) or 1 - median(cosine) > 1.5 * (1 - median(noisy)):
-        found.append(f"{text}: worse than noise")
-    lost = {k: (v, noisy[k]) for k, v in cosine.items() if v < 0.9 and 1 - v > 3 * (1 - noisy[k])}
-    if lost:
-        found.append(f"{recipe}: gradients worse than noise {lost}")
-    return found
-
-
+def rounded_step(model: nn.Module, kwargs: Mapping[str, Any], recipe: str) -> Step:
+    torch.compiler.reset()
+    return step(model, kwargs, torch.compile(model, backend=Rounded(recipe, inner="aot_eager")))

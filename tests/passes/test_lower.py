@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.formats import FORMATS, QuantSpec
+from fxquant.formats import FORMATS
 from fxquant.passes import LOWER, Lowering
 from fxquant.passes.lower import lower
 from fxquant.recipes import RECIPES

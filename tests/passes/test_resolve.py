@@ -28,7 +28,7 @@ from fxquant.passes.resolve import gemms, resolve
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 MX, NV, ID = MXFP8Quantizer(), NVFP4Quantizer(), IdentityQuantizer()
-E5M2 = torch.float8_e5m2
+ROWS, E5M2 = Float8RowwiseQuantizer(), torch.float8_e5m2
 
 
 def resolved(recipe: Recipe | str, run: Callable, *args, **options) -> list[Decision]:
@@ -143,7 +143,7 @@ def test_other_pairs_that_cannot_multiply(quantizers: dict[str, Quantizer], prob
         {"input": hybrid(MX, ID), "weight": hybrid(MX, ID), "grad_output": ID},
         {"input": hybrid(ID, MX), "weight": hybrid(ID, MX), "grad_output": MX},
         {"input": hybrid(MX, ID), "weight": MX, "grad_output": hybrid(MX, ID)},
-        {"input": Float8RowwiseQuantizer(), "weight": Float8CurrentScalingQuantizer(), "grad_output": Float8RowwiseQuantizer()},
+        {"input": ROWS, "weight": Float8CurrentScalingQuantizer(), "grad_output": ROWS},
         {"input": MX, "weight": MXFP8Quantizer(with_2d_quantization=True), "grad_output": MXFP8Quantizer(E5M2)},
     ],
     ids=str,
