@@ -122,13 +122,13 @@ class Backend:
 
     def report(self) -> Report:
         """What was decided in all graphs that this backend has compiled so far."""
-        return Report(
-            recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles)
-        )
+        return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles))
 
 
 def compile_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
     """AOTAutograd with the partitioner that Inductor uses, merged graphs, and `inner` as their compiler."""
 
@@ -143,7 +143,7 @@ def compile_eager(
         inference_compiler=compiler,
         partition_fn=compat.min_cut_rematerialization_partition,
     )
-    return run(gm, list(example_inputs))  # type: ignore[no-any-return]
+    return run(gm, list(example_inputs))
 
 
 def _ambient_autocast(example_inputs: Sequence[Any]) -> torch.dtype | None:
@@ -165,12 +165,16 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
 
 
 def fxquant_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
-    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`. Raises OptionError for
-    another and RecipeError for an unknown recipe, each with the list of those that are known.
+    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`. Raises
+    OptionError for another and RecipeError for an unknown recipe, each with the list of those that are known.
     """
     options = dict(options or {})
     check_options(options)
@@ -185,7 +189,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     if "recipe" not in options:
         from fxquant.recipes import RECIPES
 
-        raise OptionError(f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}")
+        raise OptionError(
+            f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}"
+        )
 
 
 __all__ = ["INNER", "OPTIONS", "Backend", "check_options", "compile_eager", "fxquant_backend"]

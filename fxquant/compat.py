@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.compile_utils import fx_graph_cse
+from torch._dynamo.utils import lazy_format_graph_code  # type: ignore[attr-defined]
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 OLDEST_TORCH = (2, 11)
+
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 
 def torch_version() -> tuple[int, int]:
@@ -91,6 +93,16 @@ def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any])
     return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
 
 
+def operator_library(namespace: str) -> Any:
+    """The library that defines the operators of a namespace."""
+    return torch.library.Library(namespace, "DEF")  # type: ignore[no-untyped-call]
+
+
+def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
+    """Registers the decorated function as what an operator does to fake tensors."""
+    return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The number a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
@@ -107,9 +119,10 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
 
 __all__ = [
     "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "aot_autograd",
-    "artificial_source", "compile_with_inductor", "enable_python_dispatcher", "enter_autocast", "exit_autocast",
-    "fake_mode_of", "flex_attention_op", "fx_graph_cse", "get_hash_for_files", "inductor_config",
+    "artificial_source", "compile_to_look", "compile_with_inductor", "detect_fake_mode", "enable_python_dispatcher",
+    "enter_autocast", "exit_autocast", "fake_kernel", "fake_mode_of", "flex_attention_op", "get_hash_for_files", "inductor_config",
     "inductor_decompositions", "inductor_mode_options", "is_inductor_option", "is_traceable_wrapper_subclass",
-    "make_boxed_func", "make_fx", "min_cut_rematerialization_partition", "size_hint", "static_fakes",
+    "lazy_format_graph_code", "make_boxed_func", "make_fx", "min_cut_rematerialization_partition",
+    "operator_library", "size_hint", "static_fakes",
     "statically_known_true", "tag_activation_checkpoint", "torch_version",
 ]  # fmt: skip

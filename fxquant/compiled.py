@@ -57,9 +57,7 @@ class _Switch:
         if recipe not in self.compiled:
             model = self.model if isinstance(self.model, nn.Module) else None
             kwargs = {key: value for key, value in self.kwargs.items() if key != "mode"}
-            backend = Backend(
-                recipe, **self.options, mode=self.kwargs.get("mode"), model=model, delayed=self.delayed
-            )
+            backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, delayed=self.delayed)
             self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
         return self.compiled[recipe]
 

@@ -200,11 +200,11 @@ class QuantSpec:
         return self.format + (f"({','.join(changed)})" if changed else "")
 
     @classmethod
-    @functools.lru_cache(maxsize=None)  # noqa: B019  the arguments are short strings, and few
+    @functools.cache
     def parse(cls, text: str) -> QuantSpec:
         """The inverse of `str(spec)`."""
         name, _, rest = text.partition("(")
-        kinds = {field.name: type(field.default) for field in fields(cls)[1:]}
+        kinds: dict[str, type] = {field.name: type(field.default) for field in fields(cls)[1:]}
         options: dict[str, object] = {}
         for item in filter(None, rest.removesuffix(")").split(",")):
             key, _, value = item.partition("=")
@@ -259,13 +259,13 @@ class LinearSpec:
         return " ".join([*parts, f"name={self.name}"])
 
     @classmethod
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  a static cache of short texts
+    @functools.lru_cache(maxsize=4096)
     def parse(cls, text: str) -> LinearSpec:
         """The inverse of `str(spec)`."""
         head, _, name = text.partition("name=")
         items = dict(item.split("=", 1) for item in head.split())
-        operands = (OperandSpec.parse(items[key]) for key in ("input", "weight", "grad_output"))
-        return cls(*operands, autocast=items.get("autocast", ""), name=name)
+        input, weight, grad_output = (OperandSpec.parse(items[key]) for key in ("input", "weight", "grad_output"))
+        return cls(input, weight, grad_output, items.get("autocast", ""), name)
 
 
 def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:

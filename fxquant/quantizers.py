@@ -33,7 +33,7 @@ class Format(Enum):
 
     def dtype(self, tensor_type: str) -> torch.dtype:
         """The element dtype of a role's tensor type: gradients take the backward one."""
-        return self.value[tensor_type == "grad_output"]  # type: ignore[no-any-return]
+        return self.value[tensor_type == "grad_output"]
 
 
 class DType:
@@ -316,7 +316,9 @@ class NVFP4Quantizer(Quantizer):
         if self.fp4_dtype is not torch.float4_e2m1fn_x2:
             raise RecipeError(f"fp4_dtype must be torch.float4_e2m1fn_x2, not {self.fp4_dtype}")
         if self.with_rht and not self.with_post_rht_amax:
-            raise RecipeError("NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True")
+            raise RecipeError(
+                "NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True"
+            )
 
     def spec(self, direction: Direction) -> QuantSpec:
         return QuantSpec(
@@ -356,7 +358,9 @@ class HybridQuantizer(Quantizer):
             if isinstance(value, HybridQuantizer):
                 raise TypeError(f"{name} is itself a HybridQuantizer: name the quantizer of that direction")
         if self.rowwise_quantizer is self.columnwise_quantizer:
-            raise ValueError("rowwise_quantizer and columnwise_quantizer are the same object: make one for each direction")
+            raise ValueError(
+                "rowwise_quantizer and columnwise_quantizer are the same object: make one for each direction"
+            )
         if self.columnwise_source not in ("original", "rowwise_dequantized"):
             raise ValueError(
                 f"columnwise_source must be 'original' or 'rowwise_dequantized', not {self.columnwise_source!r}"
@@ -426,7 +430,20 @@ def quantizer_text(quantizer: Quantizer) -> str:
 
 
 __all__ = [
-    "DType", "DelayedScalingRequest", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8RowwiseQuantizer", "Format", "HybridQuantizer",
-    "IdentityQuantizer", "MXFP8Quantizer", "NVFP4Quantizer", "QuantizedOperand", "QuantizedTensor", "Quantizer",
-    "gemm_mismatch", "quantizer_text",
-]  # fmt: skip
+    "DType",
+    "DelayedScalingRequest",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8RowwiseQuantizer",
+    "Format",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "QuantizedOperand",
+    "QuantizedTensor",
+    "Quantizer",
+    "gemm_mismatch",
+    "quantizer_text",
+]

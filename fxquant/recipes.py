@@ -20,12 +20,12 @@ from fxquant.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowwiseQuantizer,
-    Format,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
 )
+from fxquant.quantizers import Format as Format
 from fxquant.roles import QuantizerRole
 
 QuantizerFactory = Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
@@ -101,7 +101,9 @@ class Float8CurrentScaling(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         if not _is_linear(role):
             return IdentityQuantizer()
-        return Float8CurrentScalingQuantizer(self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales)
+        return Float8CurrentScalingQuantizer(
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ class Float8RowwiseScaling(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         if not _is_linear(role):
             return IdentityQuantizer()
-        return Float8RowwiseQuantizer(self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales)
+        return Float8RowwiseQuantizer(
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
+        )
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class DelayedState:
         return {name: getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state as plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is the step not yet taken in."""
+        """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is the step that is not yet taken in."""
         history = self.history.clone()
         history[0] = _recorded(self.forward_amax, self.backward_amax, self.step)
         return {"scale": self.scale.clone(), "amax_history": history}
@@ -83,8 +83,8 @@ class DelayedState:
         scale, history = state["scale"], state["amax_history"]
         if scale.shape != self.scale.shape or history.shape[1:] != self.scale.shape:
             raise RecipeError(
-                f"the saved delayed-scaling state has {tuple(scale.shape)} scales and this model {tuple(self.scale.shape)}: "
-                "it was saved from another model or recipe"
+                f"the saved delayed-scaling state has {tuple(scale.shape)} scales and this model "
+                f"{tuple(self.scale.shape)}: it was saved from another model or recipe"
             )
         self.scale.copy_(scale)
         self.history.zero_()
@@ -121,7 +121,7 @@ def update(
     if group is not None and request.reduce_amax:
         from torch.distributed._functional_collectives import all_reduce
 
-        last = all_reduce(last, "max", group)
+        last = all_reduce(last, "max", group)  # type: ignore[arg-type]
     if callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None:
         return delayed.update_with(
             scale, history, last, fp8_max, margin=request.margin, algorithm=request.amax_compute_algo,
@@ -178,11 +178,11 @@ class DelayedStore:
             index, _, key = name.partition(".")
             by_index.setdefault(int(index), {})[key] = tensor
         states = list(self._active.values())
-        for index, state in by_index.items():
-            if index < len(states):
-                states[index].load_state_dict(state)
+        for place, state in by_index.items():
+            if place < len(states):
+                states[place].load_state_dict(state)
             else:
-                self._pending[index] = state
+                self._pending[place] = state
 
 
 __all__ = ["DelayedState", "DelayedStore", "SlotKey", "Slots", "update"]

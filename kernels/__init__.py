@@ -1,0 +1,1 @@
+"""The operators of a quantized graph: schemas, meaning, and what runs on a device. Knows nothing of recipes."""

@@ -67,7 +67,7 @@ def _fp8_mm(
 
 
 def _exact_in_bfloat16(spec: QuantSpec) -> bool:
-    """Whether element x block scale has at most bfloat16's 8 bits of significand: the GEMM then sees the exact values."""
+    """Whether element x block scale fits bfloat16's 8 bits of significand: the GEMM then sees the exact values."""
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
 
 
@@ -99,11 +99,11 @@ def _bfloat16_mm(
     batch = left.shape[:-2]
     if left.ndim > 3:
         left, right = left.flatten(0, -3), right.flatten(0, -3)
-    out = multiply(left, right, out_dtype=torch.float32)  # type: ignore[call-overload]
+    out = multiply(left, right, out_dtype=torch.float32)
     if len(batch) > 1:
         out = out.reshape(*batch, *out.shape[-2:])
     if factor is not None:
         out = out * factor
     if bias is not None:
         out = out + bias.float()
-    return out.to(out_dtype)  # type: ignore[no-any-return]
+    return out.to(out_dtype)

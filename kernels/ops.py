@@ -7,15 +7,17 @@ last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxquant.compat import fake_kernel, operator_library
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom, reference
 
-_library = torch.library.Library("fxquant", "DEF")
+_library = operator_library("fxquant")
 
 _SCHEMAS = {
     "quantize": "(Tensor x, str spec, str direction, Tensor? scale=None) -> Tensor[]",
@@ -26,7 +28,8 @@ _SCHEMAS = {
     "amax": "(Tensor x) -> Tensor",
     "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
     "scaled_mm": (
-        "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor"
+        "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum)"
+        " -> Tensor"
     ),
 }
 for _name, _schema in _SCHEMAS.items():
@@ -75,7 +78,7 @@ def _scaled_mm(
     return reference.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize": _quantize,
     "hybrid_quantize": _hybrid_quantize,
     "amax": _amax,
@@ -111,12 +114,12 @@ def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     return [*parts, x.new_empty([1], dtype=torch.float32)] if row.has_global_amax else parts
 
 
-@torch.library.register_fake("fxquant::quantize", lib=_library)
+@fake_kernel(_library, "quantize")
 def _quantize_fake(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
     return _fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
 
 
-@torch.library.register_fake("fxquant::hybrid_quantize", lib=_library)
+@fake_kernel(_library, "hybrid_quantize")
 def _hybrid_quantize_fake(
     x: Tensor,
     rowwise_spec: str,
@@ -130,12 +133,12 @@ def _hybrid_quantize_fake(
     ]
 
 
-@torch.library.register_fake("fxquant::amax", lib=_library)
+@fake_kernel(_library, "amax")
 def _amax_fake(x: Tensor) -> Tensor:
     return x.new_empty([1], dtype=torch.float32)
 
 
-@torch.library.register_fake("fxquant::dequantize", lib=_library)
+@fake_kernel(_library, "dequantize")
 def _dequantize_fake(
     parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
@@ -143,7 +146,7 @@ def _dequantize_fake(
     return parts[0].new_empty([*batch, *size[-2:]], dtype=dtype)
 
 
-@torch.library.register_fake("fxquant::scaled_mm", lib=_library)
+@fake_kernel(_library, "scaled_mm")
 def _scaled_mm_fake(
     a: Sequence[Tensor],
     b: Sequence[Tensor],

@@ -16,8 +16,8 @@ import fxquant
 from fxquant.compat import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
 from fxquant.passes.assign_roles import assign_roles
-from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.base import is_fxquant, run_pass
+from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.facts import Match
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.forms_mha import expand_opaque
@@ -54,15 +54,12 @@ class Rewriter:
         reached, slots = stateful_graphs(gm), Slots()
         for match in matches:
             match.takes_state = match.node.graph in reached
-        decisions, roles = resolve(
-            matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site
-        )
+        decisions, roles = resolve(matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site)
         insert(matches)
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):
                 module.recompile()
         return decisions, roles, slots
-
 
     def quantizes_inside(self, matches: Sequence[Match]) -> bool:
         """Whether the recipe would quantize a linear inside a node that can be opened."""

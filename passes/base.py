@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch._dynamo.utils import lazy_format_graph_code
+
+from fxquant.compat import lazy_format_graph_code
 
 log = logging.getLogger(__name__)
 

@@ -64,14 +64,16 @@ def bind_state(
     """A copy of `gm` that takes the state's tensors behind its own inputs, and these tensors."""
     assert slots.request is not None
     tensors = {**state.tensors(), "fp8_max": slots.fp8_max(state.scale.device)}
-    graph, copies, inputs = fx.Graph(), {}, {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op != "placeholder" and not inputs:
             inputs = {name: _input(graph, name, tensor) for name, tensor in tensors.items()}
             bound = _update(graph, inputs, slots.request, training, group)
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            copies[node]._dynamo_source = node._dynamo_source
     bound_gm = fx.GraphModule(gm, graph)
     bound_gm.meta = dict(gm.meta)
     _bind(bound_gm, bound)
@@ -81,7 +83,7 @@ def bind_state(
 
 def _input(graph: fx.Graph, name: str, tensor: Tensor) -> fx.Node:
     node = graph.placeholder(f"fxquant_{name}")
-    node._dynamo_source = artificial_source(f"fxquant_{name}")  # type: ignore[attr-defined]
+    node._dynamo_source = artificial_source(f"fxquant_{name}")
     return node
 
 
@@ -90,8 +92,9 @@ def _update(
 ) -> _Bound:
     names = ("scale", "history", "forward_amax", "backward_amax", "step", "fp8_max")
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    new_scale, new_history = update(*(fx.Proxy(inputs[name], tracer) for name in names), request, group)  # type: ignore[arg-type]
-    scale: fx.Node = new_scale.node  # type: ignore[attr-defined]
+    on_proxies: Any = update
+    new_scale, new_history = on_proxies(*(fx.Proxy(inputs[name], tracer) for name in names), request, group)
+    scale = new_scale.node
     if not training:
         return _Bound(scale, None, None, None)
     step = graph.call_function(torch.add, (inputs["step"], 1))
@@ -130,6 +133,7 @@ def _bind_body(body: fx.GraphModule, outer: _Bound) -> bool:
         if getattr(outer, name) is not None:
             with body.graph.inserting_after(last):
                 made[name] = body.graph.placeholder(f"fxquant_{name}")
-    _bind(body, _Bound(*(made.get(name) for name in ("scale", "forward_amax", "backward_amax", "step"))))
+    inner = _Bound(made["scale"], made.get("forward_amax"), made.get("backward_amax"), made.get("step"))
+    _bind(body, inner)
     body.recompile()
     return True

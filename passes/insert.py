@@ -25,8 +25,10 @@ _NONE = OperandSpec(IDENTITY, IDENTITY)
 
 
 def _spec(match: Match, quantizers: dict[str, Quantizer]) -> str:
-    operands = (quantizers[op].operand_spec() if op in quantizers else _NONE for op in ("input", "weight", "grad_output"))
-    return str(LinearSpec(*operands, autocast=_autocast(match), name=match.name))
+    input, weight, grad_output = (
+        quantizers[op].operand_spec() if op in quantizers else _NONE for op in ("input", "weight", "grad_output")
+    )
+    return str(LinearSpec(input, weight, grad_output, _autocast(match), match.name))
 
 
 def _autocast(match: Match) -> str:

@@ -23,7 +23,7 @@ from fxquant.passes.base import is_fxquant, val
 
 def implementation(node: fx.Node) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better."""
-    name = node.target._opname  # type: ignore[union-attr]
+    name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
@@ -32,7 +32,7 @@ def implementation(node: fx.Node) -> Callable[..., Any]:
     return ops.IMPLEMENTATIONS[name]
 
 
-def _of_rounded(run: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+def _of_rounded(run: Any, x: Tensor, *args: Any) -> Any:
     """Quantizes what `x` holds in memory.
 
     A kernel that Inductor fuses with the producer of a 16-bit tensor keeps it in float32, unrounded, and the scale
@@ -63,7 +63,7 @@ def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         filled = list(flat)
         for i, value in zip(tensors, inputs, strict=True):
             filled[i] = value
-        args, kwargs = tree.unflatten(filled)  # type: ignore[attr-defined]
+        args, kwargs = tree.unflatten(filled)
         return run(*args, **kwargs)
 
     inputs = [flat[i] for i in tensors]

@@ -12,6 +12,7 @@ such as those of q, k and v, become one first.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ def merge(graph: fx.Graph) -> int:
     """Rewrites `graph` in place; returns how many nodes went away."""
     before = len(graph.nodes)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    first: dict[tuple[object, ...], fx.Node] = {}
+    first: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if not is_fxquant(node, "quantize"):
             continue

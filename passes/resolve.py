@@ -110,8 +110,10 @@ def _resolve_product(
     roles += role_of.values()
     skip = _cannot(match, product, allow_float64)
     quantizers: dict[str, Quantizer] | None = None
-    if skip is None and not match.takes_state and any(
-        isinstance(recipe.quantizer(role), DelayedScalingRequest) for role in role_of.values()
+    if (
+        skip is None
+        and not match.takes_state
+        and any(isinstance(recipe.quantizer(role), DelayedScalingRequest) for role in role_of.values())
     ):
         skip = SkipReason.STATE, "this region is called as a function of its own"
     if skip is None:
@@ -139,7 +141,12 @@ def _resolve_product(
 
 
 def resolve(
-    matches: Sequence[Match], recipe: Recipe, slots: Slots | None = None, *, allow_float64: bool = False, first_site: int = 0
+    matches: Sequence[Match],
+    recipe: Recipe,
+    slots: Slots | None = None,
+    *,
+    allow_float64: bool = False,
+    first_site: int = 0,
 ) -> tuple[list[Decision], list[QuantizerRole]]:
     """Fills `match.resolved` and returns all decisions, and all roles that were found.
 

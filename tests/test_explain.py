@@ -23,7 +23,9 @@ def x(**options) -> Tensor:
 
 def test_one_linear_forward_and_backward() -> None:
     """The input is quantized in both directions at once, and only its column half is kept for the backward."""
-    assert_expected_inline(recorded_story(linear(), "mxfp8", x(requires_grad=True)), """\
+    assert_expected_inline(
+        recorded_story(linear(), "mxfp8", x(requires_grad=True)),
+        """\
 forward:
   #0 = hybrid_quantize([32, 64], mxfp8_e4m3, mxfp8_e4m3)
   #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
@@ -33,12 +35,15 @@ backward:
   #0 = hybrid_quantize([32, 96], mxfp8_e4m3, mxfp8_e4m3)
   #1 = quantize([96, 64], mxfp8_e4m3, columnwise)
   scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]
-  scaled_mm(#0.column, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [96, 64]""")
+  scaled_mm(#0.column, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [96, 64]""",
+    )
 
 
 def test_hybrid_recipe_has_a_format_for_each_direction() -> None:
     recipe = per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, "rowwise_dequantized"), grad_output=NV)
-    assert_expected_inline(recorded_story(linear(False), recipe, x(requires_grad=True)), """\
+    assert_expected_inline(
+        recorded_story(linear(False), recipe, x(requires_grad=True)),
+        """\
 forward:
   #0 = hybrid_quantize([32, 64], mxfp8_e4m3, nvfp4)
   #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
@@ -49,7 +54,8 @@ forward:
 backward:
   #0 = hybrid_quantize([32, 96], nvfp4, nvfp4)
   scaled_mm(#0, [64, 48], nvfp4, nvfp4, None, float32, False) -> [32, 64]
-  scaled_mm(#0.column, [64, 16], nvfp4, nvfp4, None, float32, False) -> [96, 64]""")
+  scaled_mm(#0.column, [64, 16], nvfp4, nvfp4, None, float32, False) -> [96, 64]""",
+    )
 
 
 def test_a_shared_input_is_quantized_once_in_each_direction() -> None:
@@ -62,7 +68,9 @@ def test_a_shared_input_is_quantized_once_in_each_direction() -> None:
             return self.q(x), self.k(x), self.v(x)
 
     story = recorded_story(Heads(), "mxfp8", x())
-    assert_expected_inline(story, """\
+    assert_expected_inline(
+        story,
+        """\
 forward:
   #0 = hybrid_quantize([32, 64], mxfp8_e4m3, mxfp8_e4m3)
   #1 = quantize([64, 64], mxfp8_e4m3, rowwise)
@@ -78,12 +86,15 @@ backward:
   #1 = quantize([32, 32], mxfp8_e4m3, columnwise)
   scaled_mm(#1, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]
   #2 = quantize([32, 64], mxfp8_e4m3, columnwise)
-  scaled_mm(#2, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]""")
+  scaled_mm(#2, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]""",
+    )
 
 
 def test_a_frozen_weight_costs_no_weight_gradient() -> None:
     story = recorded_story(linear().requires_grad_(False), "mxfp8", x(requires_grad=True))
-    assert_expected_inline(story, """\
+    assert_expected_inline(
+        story,
+        """\
 forward:
   #0 = quantize([32, 64], mxfp8_e4m3, rowwise)
   #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
@@ -91,16 +102,20 @@ forward:
 backward:
   #0 = quantize([32, 96], mxfp8_e4m3, rowwise)
   #1 = quantize([96, 64], mxfp8_e4m3, columnwise)
-  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]""")
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [32, 64]""",
+    )
 
 
 def test_no_grad_has_no_column_work() -> None:
     with torch.no_grad():
-        assert_expected_inline(recorded_story(linear(), "mxfp8", x()), """\
+        assert_expected_inline(
+            recorded_story(linear(), "mxfp8", x()),
+            """\
 forward:
   #0 = quantize([32, 64], mxfp8_e4m3, rowwise)
   #1 = quantize([96, 64], mxfp8_e4m3, rowwise)
-  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, [96], float32, True) -> [32, 96]""")
+  scaled_mm(#0, #1, mxfp8_e4m3, mxfp8_e4m3, [96], float32, True) -> [32, 96]""",
+        )
 
 
 def test_a_tied_weight_is_quantized_once_in_each_direction() -> None:
@@ -112,7 +127,9 @@ def test_a_tied_weight_is_quantized_once_in_each_direction() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(torch.tanh(F.linear(x, self.weight)), self.weight)
 
-    assert_expected_inline(recorded_story(Tied(), "mxfp8", x()), """\
+    assert_expected_inline(
+        recorded_story(Tied(), "mxfp8", x()),
+        """\
 forward:
   #0 = hybrid_quantize([32, 64], mxfp8_e4m3, mxfp8_e4m3)
   #1 = quantize([64, 64], mxfp8_e4m3, rowwise)
@@ -127,12 +144,15 @@ backward:
   #2 = quantize([32, 64], mxfp8_e4m3, columnwise)
   scaled_mm(#0.column, #2, mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]
   #3 = quantize([32, 64], mxfp8_e4m3, columnwise)
-  scaled_mm(#3, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]""")
+  scaled_mm(#3, [64, 32], mxfp8_e4m3, mxfp8_e4m3, None, float32, False) -> [64, 64]""",
+    )
 
 
 def test_tiles_of_a_weight_are_the_same_in_both_directions() -> None:
     story = recorded_story(linear(False), "float8_blockwise", torch.randn(128, 64, requires_grad=True))
-    assert_expected_inline(story, """\
+    assert_expected_inline(
+        story,
+        """\
 forward:
   #0 = hybrid_quantize([128, 64], block_1x128_e4m3(pow2), block_1x128_e4m3(pow2))
   #1 = quantize([96, 64], block_128x128_e4m3(pow2), rowwise)
@@ -142,7 +162,8 @@ backward:
   #0 = hybrid_quantize([128, 96], block_1x128_e4m3(pow2), block_1x128_e4m3(pow2))
   #1 = quantize([96, 64], block_128x128_e4m3(pow2), columnwise)
   scaled_mm(#0, #1, block_1x128_e4m3(pow2), block_128x128_e4m3(pow2), None, float32, False) -> [128, 64]
-  scaled_mm(#0.column, [64, 128], block_1x128_e4m3(pow2), block_1x128_e4m3(pow2), None, float32, False) -> [96, 64]""")
+  scaled_mm(#0.column, [64, 128], block_1x128_e4m3(pow2), block_1x128_e4m3(pow2), None, float32, False) -> [96, 64]""",
+    )
 
 
 class Model(nn.Module):

@@ -123,9 +123,7 @@ ROUTES: dict[str, Recipe] = {
     "nvfp4_1d": recipes.NVFP4BlockScaling(disable_2d_quantization=True),
     "nvfp4_w2d": recipes.get("nvfp4"),
     "nvfp4_w2d_rht": recipes.NVFP4BlockScaling(disable_rht=False),
-    "rows_ao_gw_hp": per_role(
-        input=hybrid(ROWS, ID), weight=hybrid(ROWS, TENSOR_POW2), grad_output=hybrid(ROWS, ID)
-    ),
+    "rows_ao_gw_hp": per_role(input=hybrid(ROWS, ID), weight=hybrid(ROWS, TENSOR_POW2), grad_output=hybrid(ROWS, ID)),
     "mxfp8_fwd_nvfp4_bwd_original": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV), grad_output=NV),
     "mxfp8_fwd_nvfp4_bwd_wdeq": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
     "mxfp8_fwd_nvfp4_bwd_xwdeq": per_role(
@@ -153,9 +151,7 @@ ROUTES: dict[str, Recipe] = {
     "route_nvfp4_current_mxfp8": per_role(
         input=hybrid(NV, MX), weight=hybrid(NV, TENSOR), grad_output=hybrid(TENSOR_E5M2, MX)
     ),
-    "route_mxfp8_block_nvfp4": per_role(
-        input=hybrid(MX, NV), weight=hybrid(MX, TILE), grad_output=hybrid(BLOCK, NV)
-    ),
+    "route_mxfp8_block_nvfp4": per_role(input=hybrid(MX, NV), weight=hybrid(MX, TILE), grad_output=hybrid(BLOCK, NV)),
     "route_block_nvfp4_current": per_role(
         input=hybrid(BLOCK, TENSOR), weight=hybrid(TILE, NV), grad_output=hybrid(NV, TENSOR_E5M2)
     ),

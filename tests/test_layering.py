@@ -113,7 +113,7 @@ def test_importing_the_package_leaves_the_compiler_alone() -> None:
     import subprocess
     import sys
 
-    names = ('torch._dynamo', 'torch._inductor', 'passes', 'kernels')
+    names = ("torch._dynamo", "torch._inductor", "passes", "kernels")
     code = f"import sys, fxquant; print([m for m in {names} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout

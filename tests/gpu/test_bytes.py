@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import fxquant.kernels.linear  # noqa: F401  registers the operators
 import pytest
 import torch
-from fxquant.kernels import reference
 from torch import Tensor
 
+import fxquant.kernels.linear  # noqa: F401  registers the operators
 from fxquant import Backend
 from fxquant.formats import QuantSpec
+from fxquant.kernels import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import golden
 import pytest
 import torch
-from fxquant.kernels import reference
-from fxquant.kernels.reference import dequantize, quantize, scaled_mm
 from torch import Tensor
 
 from fxquant.compat import FakeTensorMode, make_fx
 from fxquant.formats import ELEMENTS, FORMATS, QuantSpec
+from fxquant.kernels import reference
+from fxquant.kernels.reference import dequantize, quantize, scaled_mm
 
 QUANTIZING = [name for name in FORMATS if name != "identity"]
 FIRST_NAN = {"e4m3": 0x7F, "e5m2": 0x7D}
