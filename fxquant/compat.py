@@ -120,7 +120,8 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
 __all__ = [
     "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "aot_autograd",
     "artificial_source", "compile_to_look", "compile_with_inductor", "detect_fake_mode", "enable_python_dispatcher",
-    "enter_autocast", "exit_autocast", "fake_kernel", "fake_mode_of", "flex_attention_op", "get_hash_for_files", "inductor_config",
+    "enter_autocast", "exit_autocast", "fake_kernel", "fake_mode_of", "flex_attention_op", "get_hash_for_files",
+    "inductor_config",
     "inductor_decompositions", "inductor_mode_options", "is_inductor_option", "is_traceable_wrapper_subclass",
     "lazy_format_graph_code", "make_boxed_func", "make_fx", "min_cut_rematerialization_partition",
     "operator_library", "size_hint", "static_fakes",

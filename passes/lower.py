@@ -117,7 +117,7 @@ def lower(graph: fx.Graph) -> int:
         outputs = _inline(node, traced[key])
         if isinstance(val(node), (list, tuple)):
             for item in list(node.users):
-                item.replace_all_uses_with(outputs[item.args[1]])  # type: ignore[index]
+                item.replace_all_uses_with(outputs[item.args[1]])
                 graph.erase_node(item)
         else:
             node.replace_all_uses_with(outputs[0])
