@@ -44,7 +44,7 @@ from fxquant.roles import Direction, Gemm, QuantizerRole
 if TYPE_CHECKING:
     from fxquant.backend import Backend
     from fxquant.compiled import autocast, compile
-    from fxquant.explain import explain
+    from fxquant.explainer import explain
     from fxquant.report import Report
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _LAZY = {
     "Backend": "fxquant.backend",
     "autocast": "fxquant.compiled",
     "compile": "fxquant.compiled",
-    "explain": "fxquant.explain",
+    "explain": "fxquant.explainer",
     "Report": "fxquant.report",
 }
 

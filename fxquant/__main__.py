@@ -176,7 +176,7 @@ def _regex(text: str) -> str:
 
 
 def _explain(options: argparse.Namespace) -> str:
-    from fxquant.explain import explain
+    from fxquant.explainer import explain
 
     recipe = recipes.get(options.recipe)
     model, args, kwargs = load(options.target)

@@ -46,6 +46,9 @@ class Recipe:
         """A text that is equal for equal recipes, in every process."""
         return repr(self)
 
+    def __str__(self) -> str:
+        return next((name for name, recipe in RECIPES.items() if recipe == self), self.fingerprint())
+
     def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
         """The parts of the recipe that none of these roles reached."""
         return []

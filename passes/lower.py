@@ -21,6 +21,10 @@ from fxquant.kernels import gemm, ops
 from fxquant.passes.base import is_fxquant, val
 
 
+_ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
+"""What a lowered node keeps of the operator it comes from."""
+
+
 def implementation(node: fx.Node) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better."""
     name = str(getattr(node.target, "_opname"))  # noqa: B009
@@ -97,7 +101,8 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
             # a trace serves several nodes, but Inductor takes equal fake storages for aliases: each gets its own
             args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), val)
             with mode:
-                copy.meta = {**node.meta, "val": inner.target(*args, **kwargs)}
+                value = inner.target(*args, **kwargs)
+            copy.meta = {**{key: node.meta[key] for key in _ORIGIN if key in node.meta}, **inner.meta, "val": value}
     raise AssertionError("a traced graph has an output")
 
 

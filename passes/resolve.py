@@ -122,16 +122,18 @@ def _resolve_product(
     decisions = []
     for gemm in wanted:
         for operand, direction in GEMM_OPERANDS[gemm]:
-            used, reason = None, skip
+            used, reason, detail = None, skip, ""
             if quantizers is not None:
                 used = quantizers[operand].side(direction)
+                if direction is Direction.COLUMNWISE and quantizers[operand].operand_spec().from_rowwise:
+                    detail = "from the dequantized rowwise half"
                 if quantizers[operand].spec(direction).is_identity:
                     used, reason = None, (SkipReason.HIGH_PRECISION, "")
             decisions.append(
                 Decision(
                     role=role_of[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
                     quantizer=used, skip_reason=reason[0] if used is None and reason else None,
-                    detail=reason[1] if used is None and reason else "", form=match.form, site=site,
+                    detail=reason[1] if used is None and reason and reason[1] else detail, form=match.form, site=site,
                     flops=_flops(product),
                 )
             )  # fmt: skip

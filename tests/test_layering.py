@@ -31,7 +31,7 @@ LAYERS = (
     "fxquant.recipes",
     "fxquant.passes",
     "fxquant.backend",
-    "fxquant.explain",
+    "fxquant.explainer",
     "fxquant.__main__",
 )
 
