@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -38,10 +39,32 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@functools.cache
+def _keep_loops_that_do_not_split() -> None:
+    """Mends Inductor's C++ backend (torch 2.11 to 2.13 at least), which splits loops at a block's size.
+
+    Of kernels fused from a row and a column quantization the loops run in different orders, and instead of leaving
+    them whole it fails an assertion, before it has changed anything.
+    """
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    split: Any = CppScheduling.try_loop_split
+
+    @functools.wraps(split)
+    def try_loop_split(self: Any, nodes: Any) -> Any:
+        try:
+            return split(self, nodes)
+        except AssertionError:
+            return nodes
+
+    CppScheduling.try_loop_split = try_loop_split  # type: ignore[method-assign]
+
+
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """`compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
+    _keep_loops_that_do_not_split()
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
 

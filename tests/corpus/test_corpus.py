@@ -190,6 +190,8 @@ def forward_flops(report: Report) -> dict[str, int]:
 @pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_model_under_every_recipe(name: str) -> None:
+    if "kitchen_sink" in name and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
     model, kwargs = models.CASES[name]()
     reference = step(model, kwargs, model)
     counted = flops.total(flops.matmul_flops(model, kwargs, backward=False), "forward")
