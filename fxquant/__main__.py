@@ -1,4 +1,4 @@
-"""The command line: ``python -m fxquant explain | formats | recipes | env``.
+"""The command line: ``python -m fxquant explain | formats | recipes | env | bench``.
 
 Tables go to stdout, errors as one line to stderr. Exit code 0 is success, 1 a failure, 2 wrong usage.
 """
@@ -117,7 +117,12 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    options = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["bench"]:
+        from fxquant import bench
+
+        return bench.main(given[1:])
+    options = _parser().parse_args(given)
     try:
         print(options.run(options))
     except FxQuantError as error:
@@ -158,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text, description=f"Prints {text}.").set_defaults(run=run)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser("bench", help="times steps and linear layers beside bf16 and torchao (bench --help)")
     return parser
 
 

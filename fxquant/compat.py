@@ -26,7 +26,9 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from fxquant.errors import FxQuantError
 
 OLDEST_TORCH = (2, 11)
 
@@ -103,6 +105,26 @@ def compile_to_look() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """A scope in which an error of ours that arises while compiling arrives as itself, not wrapped by Dynamo."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, FxQuantError):
+            raise error.inner_exception from None
+        raise
+
+
+def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum of `x` over the ranks of a named process group, in a form that graphs can hold."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
+
+
 def artificial_source(name: str) -> Any:
     """What Dynamo wants to know of an input that no Python frame holds."""
     from torch._dynamo.source import ConstantSource
@@ -141,12 +163,42 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
 
 
 __all__ = [
-    "OLDEST_TORCH", "CustomGraphPass", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "aot_autograd",
-    "artificial_source", "compile_to_look", "compile_with_inductor", "detect_fake_mode", "enable_python_dispatcher",
-    "enter_autocast", "exit_autocast", "fake_kernel", "fake_mode_of", "flex_attention_op", "get_hash_for_files",
+    "OLDEST_TORCH",
+    "CustomGraphPass",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "aot_autograd",
+    "artificial_source",
+    "compile_to_look",
+    "compile_with_inductor",
+    "detect_fake_mode",
+    "enable_python_dispatcher",
+    "enter_autocast",
+    "exit_autocast",
+    "fake_kernel",
+    "fake_mode_of",
+    "flex_attention_op",
+    "get_hash_for_files",
     "inductor_config",
-    "inductor_decompositions", "inductor_mode_options", "is_inductor_option", "is_traceable_wrapper_subclass",
-    "lazy_format_graph_code", "make_boxed_func", "make_fx", "min_cut_rematerialization_partition",
-    "operator_library", "size_hint", "static_fakes",
-    "statically_known_true", "tag_activation_checkpoint", "torch_version",
-]  # fmt: skip
+    "inductor_decompositions",
+    "inductor_mode_options",
+    "is_inductor_option",
+    "is_traceable_wrapper_subclass",
+    "largest_over_ranks",
+    "lazy_format_graph_code",
+    "make_boxed_func",
+    "make_fx",
+    "min_cut_rematerialization_partition",
+    "operator_library",
+    "own_errors",
+    "size_hint",
+    "static_fakes",
+    "statically_known_true",
+    "tag_activation_checkpoint",
+    "torch_version",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend import Backend, check_options
+from fxquant.compat import own_errors
 from fxquant.errors import OptionError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.report import Report
@@ -120,14 +121,16 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             current = switch.current()
-            return forwards.setdefault(id(current), current.forward)(*args, **kwargs)  # type: ignore[attr-defined]
+            with own_errors():
+                return forwards.setdefault(id(current), current.forward)(*args, **kwargs)  # type: ignore[attr-defined]
 
         object.__setattr__(compiled, "forward", forward)
     else:
 
         @functools.wraps(model)
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            return switch.current()(*args, **kwargs)
+            with own_errors():
+                return switch.current()(*args, **kwargs)
 
     methods = {
         "set_recipe": switch.set_recipe,

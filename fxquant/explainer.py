@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map_only
 
 from fxquant.backend import Backend, compile_eager
-from fxquant.compat import compile_to_look
+from fxquant.compat import compile_to_look, own_errors, tree_map_only
 from fxquant.recipes import Recipe
 from fxquant.report import Report
 
@@ -59,7 +58,7 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
     """
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
-    with compile_to_look():
+    with own_errors(), compile_to_look():
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}

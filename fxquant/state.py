@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fxquant.compat import largest_over_ranks
 from fxquant.errors import RecipeError
 from fxquant.kernels import delayed
 from fxquant.quantizers import DelayedScalingRequest
@@ -119,9 +120,7 @@ def update(
     """
     last = _recorded(forward_amax, backward_amax, step)
     if group is not None and request.reduce_amax:
-        from torch.distributed._functional_collectives import all_reduce
-
-        last = all_reduce(last, "max", group)  # type: ignore[arg-type]
+        last = largest_over_ranks(last, group)
     if callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None:
         return delayed.update_with(
             scale, history, last, fp8_max, margin=request.margin, algorithm=request.amax_compute_algo,

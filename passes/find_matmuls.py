@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
-from fxquant.compat import HigherOrderOperator, enter_autocast, exit_autocast, is_traceable_wrapper_subclass
+from fxquant.compat import (
+    HigherOrderOperator,
+    enter_autocast,
+    exit_autocast,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Match, value_of
 from fxquant.passes.forms import Form, Site, form_of

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxquant.compat import enable_python_dispatcher, fake_mode_of, size_hint
+from fxquant.compat import enable_python_dispatcher, fake_mode_of, size_hint, tree_leaves, tree_map_only
 from fxquant.passes.facts import value_of
 
 

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fxquant.compat import enable_python_dispatcher, fake_mode_of, make_fx
+from fxquant.compat import enable_python_dispatcher, fake_mode_of, make_fx, tree_flatten, tree_unflatten
 from fxquant.passes.facts import Builder, Match, value_of
 from fxquant.passes.forms_contraction import requires_grad
 from fxquant.passes.forms_weights import find_weight, op_name

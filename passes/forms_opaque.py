@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
-from fxquant.compat import OpOverload, OpOverloadPacket
+from fxquant.compat import OpOverload, OpOverloadPacket, tree_leaves
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Match, Product, value_of
 from fxquant.passes.forms_contraction import Site

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from fxquant.compat import detect_fake_mode, inductor_decompositions, make_fx
+from fxquant.compat import detect_fake_mode, inductor_decompositions, make_fx, tree_flatten, tree_map_only
 from fxquant.errors import GraphVerificationError
 from fxquant.kernels import gemm, ops
 from fxquant.passes.base import is_fxquant, val
-
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""

@@ -1,0 +1,190 @@
+"""Delayed scaling: the update against its goldens, and the state of a compiled model over several steps."""
+
+from __future__ import annotations
+
+import golden
+import pytest
+import torch
+from helpers import assert_same_bits, eager_backend
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxquant
+from fxquant import CustomRecipe, DelayedScaling, DelayedScalingRequest, IdentityQuantizer, MXFP8Quantizer, RecipeError
+from fxquant.formats import QuantSpec
+from fxquant.kernels import delayed
+from fxquant.kernels.reference import quantize
+
+GOLDEN = golden.load("delayed")
+SEQUENCES = sorted({key.rsplit("/", 1)[0] for key in GOLDEN if key.startswith("fused")})
+
+
+class Mlp(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.recompute = nn.Linear(64, 96), nn.Linear(96, 32), recompute
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+
+def model(recompute: bool = False) -> Mlp:
+    torch.manual_seed(0)
+    return Mlp(recompute)
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 64, generator=generator) for _ in range(count)]
+
+
+def train(run: object, steps: list[Tensor]) -> None:
+    for x in steps:
+        run(x).square().sum().backward()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_update_is_golden(sequence: str) -> None:
+    """Invariants 19 and 20."""
+    name = sequence.split("/")[-1]
+    settings = {
+        "margin": float(name.split("margin")[1]),
+        "algorithm": "most_recent" if "most_recent" in name else "max",
+    }
+    fp8_max = torch.tensor([448.0 if "e4m3" in name else 57344.0])
+    scales, histories = GOLDEN[f"{sequence}/scale"], GOLDEN[f"{sequence}/history"]
+    reduced = GOLDEN.get(f"{sequence}/buffer")
+    for step, amax in enumerate(GOLDEN[f"{sequence}/amax"]):
+        last = amax if reduced is None or reduced[step] == 0 else reduced[step]
+        history = histories[step].reshape(-1, 1)
+        scale, history = delayed.update(scales[step].reshape(1), history, last.reshape(1), fp8_max, **settings)
+        assert torch.equal(scale[0], scales[step + 1])
+        assert torch.equal(history[:, 0].nan_to_num(-1), histories[step + 1].nan_to_num(-1))
+
+
+@pytest.mark.parametrize("key", sorted({k.rsplit("/", 1)[0] for k in GOLDEN if k.startswith("quantize/")}))
+def test_quantize_by_a_given_scale_is_golden(key: str) -> None:
+    _, source, setting = key.split("/")
+    spec = QuantSpec(format=f"per_tensor_{setting.split('_')[0]}", slot=0)
+    x = golden.load("inputs")[source]
+    data, scale_inv = quantize(x, spec, GOLDEN[f"{key}/scale"].reshape(1))
+    assert torch.equal(data[:, : x.shape[1]].view(torch.uint8), GOLDEN[f"{key}/payload"])
+    assert torch.equal(scale_inv, GOLDEN[f"{key}/scale_inv"].reshape(1))
+
+
+def test_history_and_scales_follow_the_steps() -> None:
+    """Invariant 18: the scales of step t come from the amaxes up to t - 1."""
+    layer = nn.Linear(64, 32, bias=False)
+    backend = eager_backend(DelayedScaling(amax_history_len=3))
+    run = torch.compile(layer, backend=backend)
+    steps = batches(5)
+    for t, x in enumerate(steps):
+        run(x.requires_grad_()).sum().backward()
+        history = backend.state_dict()["0.amax_history"]
+        seen = [s.detach().abs().amax() for s in steps[: t + 1]]
+        assert history[0, 0] == seen[-1]
+        assert history[-1, 0] == (seen[-2] if t else 0)
+        assert history[0, 2] == 1  # the gradient of a sum
+    # at the last forward the window held the amaxes of the three steps before it
+    assert backend.state_dict()["0.scale"][0] == 448 / torch.stack(seen[1:4]).amax()
+
+
+def test_recomputation_uses_the_scales_of_the_forward() -> None:
+    """Invariant 45, for delayed scaling."""
+    results = []
+    for recompute in (False, True):
+        net, backend = model(recompute), eager_backend(DelayedScaling(amax_history_len=4))
+        train(torch.compile(net, backend=backend), batches(3))
+        results.append({name: p.grad for name, p in net.named_parameters()} | backend.state_dict())
+    assert_same_bits(*results)
+
+
+def test_without_gradients_the_state_is_read_only() -> None:
+    net, backend = model(), eager_backend(DelayedScaling(amax_history_len=4))
+    run = torch.compile(net, backend=backend)
+    train(run, batches(2))
+    before = backend.state_dict()
+    with torch.no_grad():
+        run(100 * batches(1)[0])
+    assert_same_bits(before, backend.state_dict())
+
+
+def test_resumed_training_equals_uninterrupted_training() -> None:
+    """Invariant 44, for the state: plain tensors, restored into a model that is not compiled yet."""
+    steps = batches(6)
+    whole, backend = model(), eager_backend(DelayedScaling(amax_history_len=4))
+    run = torch.compile(whole, backend=backend)
+    train(run, steps[:3])
+    saved, grads = backend.state_dict(), [p.grad.clone() for p in whole.parameters()]
+    assert all(type(t) is Tensor for t in saved.values())
+    train(run, steps[3:])
+
+    resumed, second = model(), eager_backend(DelayedScaling(amax_history_len=4))
+    second.load_state_dict(saved)
+    for p, grad in zip(resumed.parameters(), grads, strict=True):
+        p.grad = grad
+    train(torch.compile(resumed, backend=second), steps[3:])
+    assert_same_bits(backend.state_dict(), second.state_dict())
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_state_is_sized_to_the_requests() -> None:
+    """Invariant 16."""
+
+    def factory(role: fxquant.QuantizerRole) -> object:
+        if role.name == "up":
+            return DelayedScalingRequest(amax_history_len=2)
+        return MXFP8Quantizer()
+
+    backend = eager_backend(CustomRecipe(qfactory=factory))
+    train(torch.compile(model(), backend=backend), batches(1))
+    assert {key: tuple(t.shape) for key, t in backend.state_dict().items()} == {
+        "0.scale": (3,),
+        "0.amax_history": (2, 3),
+    }
+
+
+def test_requests_that_disagree_are_refused() -> None:
+    """Invariant 17."""
+
+    def factory(role: fxquant.QuantizerRole) -> object:
+        return DelayedScalingRequest(margin=1 if role.name == "down" else 0)
+
+    with pytest.raises(RecipeError, match=r"layer 'down', input: margin=1 .* differs from 0"):
+        fxquant.explain(model(), CustomRecipe(qfactory=factory), batches(1)[0])
+
+
+def test_callable_algorithms_are_traced() -> None:
+    recipe = DelayedScaling(
+        amax_history_len=4,
+        amax_compute_algo=lambda history: history.amax(0) * 2,
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(amax > 0, fp8_max / amax, scale),
+    )
+    backend = eager_backend(recipe)
+    run, steps = torch.compile(nn.Linear(64, 32), backend=backend), batches(2)
+    train(run, steps)
+    assert backend.state_dict()["0.scale"][0] == 448 / (2 * steps[0].abs().amax())
+
+
+def test_regions_without_state_are_skipped_with_a_reason() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(torch.cond(x.sum() > 0, lambda x: self.b(x), lambda x: x + 1, (x,)))
+
+    report = fxquant.explain(Branches(), "delayed_scaling", torch.randn(4, 32))
+    reasons = {d.skip_reason for d in report.decisions if d.quantizer is None}
+    assert reasons == {fxquant.SkipReason.STATE}
+
+
+def test_attention_like_identity_needs_no_state() -> None:
+    backend = eager_backend(CustomRecipe(qfactory=lambda role: IdentityQuantizer()))
+    train(torch.compile(model(), backend=backend), batches(1))
+    assert backend.state_dict() == {}
