@@ -32,23 +32,26 @@ def merge(graph: fx.Graph) -> int:
         if earlier is not node:
             _replace_outputs(node, earlier, 0)
             graph.erase_node(node)
-    for (x, spec, direction, *scale), node in list(first.items()):
+    columns = {node: args for args, node in first.items() if args[2] == "columnwise"}
+    for (x, spec, direction, *scale), node in first.items():
         if direction != "rowwise":
             continue
-        pair = next((n for (other, _, d, *_), n in first.items() if other is x and d == "columnwise"), None)
-        if pair is None:
+        pairs = [n for n, args in columns.items() if args[0] is x]
+        if not pairs:
             continue
-        if any(order[n] > min(order[node], order[pair]) for n in (*scale, *pair.args[3:]) if isinstance(n, fx.Node)):
-            continue  # a scale that is not there yet
+        pair = next((n for n in pairs if n.args[1] == spec), pairs[0])
+        anchor = min(node, pair, key=order.__getitem__)
         scales = [*(scale or [None]), *(pair.args[3:] or [None])]
+        if any(order[n] > order[anchor] for n in scales if isinstance(n, fx.Node)):
+            continue  # a scale that is not there yet
         while scales and scales[-1] is None:
             scales.pop()
-        anchor = min(node, pair, key=order.__getitem__)
         with graph.inserting_before(anchor):
             both = graph.call_function(torch.ops.fxquant.hybrid_quantize.default, (x, spec, pair.args[1], *scales))
         both.meta = {**anchor.meta, "val": [*node.meta["val"], *pair.meta["val"]]}
         _replace_outputs(node, both, 0)
         _replace_outputs(pair, both, len(node.meta["val"]))
+        del columns[pair]
         for old in (node, pair):
             graph.erase_node(old)
     graph.lint()
