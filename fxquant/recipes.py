@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from fxquant.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowwiseQuantizer,
+    HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -83,6 +85,38 @@ def _reject_e5m2(fp8_format: Format, name: str) -> None:
         raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
 
 
+class _LinearRecipe(Recipe):
+    """Quantizes linear layers and nothing else.
+
+    `backward_override` runs the backward in high precision: ``high_precision`` from the original operands,
+    ``dequantized`` from the dequantized rowwise halves that the forward used.
+    """
+
+    backward_override: str | None
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        if not _is_linear(role):
+            return IdentityQuantizer()
+        quantizer = self._linear(role)
+        if self.backward_override is None:
+            return quantizer
+        if role.tensor_type == "grad_output":
+            return IdentityQuantizer()
+        source: Any = "original" if self.backward_override == "high_precision" else "rowwise_dequantized"
+        return HybridQuantizer(quantizer, IdentityQuantizer(), columnwise_source=source)
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        """The quantizer of a linear layer's operand."""
+        raise NotImplementedError
+
+
+def _check_override(override: str | None, name: str) -> None:
+    if override not in (None, "high_precision", "dequantized"):
+        raise RecipeError(
+            f"backward_override of {name} must be None, 'high_precision' or 'dequantized', not {override!r}"
+        )
+
+
 @dataclass(frozen=True)
 class HighPrecision(Recipe):
     """Quantizes nothing: the compilation is the one of plain Inductor."""
@@ -92,18 +126,18 @@ class HighPrecision(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_LinearRecipe):
     """Per-tensor FP8 from the tensor's own amax: e4m3 forward and e5m2 gradients (HYBRID)."""
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
+    backward_override: str | None = None
 
     def __post_init__(self) -> None:
+        _check_override(self.backward_override, type(self).__name__)
         _reject_e5m2(self.fp8_format, type(self).__name__)
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        if not _is_linear(role):
-            return IdentityQuantizer()
+    def _linear(self, role: QuantizerRole) -> Quantizer:
         return Float8CurrentScalingQuantizer(
             self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
         )
@@ -135,25 +169,25 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8RowwiseScaling(Recipe):
+class Float8RowwiseScaling(_LinearRecipe):
     """torchao's rowwise FP8: one power-of-two scale for each row of each direction, e4m3 throughout."""
 
     use_power_2_scales: bool = True
     fp8_format: Format = Format.E4M3
+    backward_override: str | None = None
 
     def __post_init__(self) -> None:
+        _check_override(self.backward_override, type(self).__name__)
         _reject_e5m2(self.fp8_format, type(self).__name__)
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        if not _is_linear(role):
-            return IdentityQuantizer()
+    def _linear(self, role: QuantizerRole) -> Quantizer:
         return Float8RowwiseQuantizer(
             self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
         )
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_LinearRecipe):
     """FP8 in blocks of 128: 1x128 inputs and gradients, 128x128 weights, power-of-two scales."""
 
     use_f32_scales: bool = False
@@ -161,8 +195,10 @@ class Float8BlockScaling(Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    backward_override: str | None = None
 
     def __post_init__(self) -> None:
+        _check_override(self.backward_override, type(self).__name__)
         _reject_e5m2(self.fp8_format, type(self).__name__)
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         x, w, grad = dims
@@ -171,9 +207,7 @@ class Float8BlockScaling(Recipe):
         if (x, w) == (2, 2) or (grad, w) == (2, 2) or (x, grad) == (2, 2):
             raise RecipeError("2D by 2D block GEMM is not supported: make one operand of each pair 1-dimensional")
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        if not _is_linear(role):
-            return IdentityQuantizer()
+    def _linear(self, role: QuantizerRole) -> Quantizer:
         dim = {
             "weight": self.w_block_scaling_dim,
             "grad_output": self.grad_block_scaling_dim,
@@ -184,24 +218,24 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(_LinearRecipe):
     """MXFP8: e8m0 scales for blocks of 32; `enable_2d_quantization` uses 32x32 tiles for weights."""
 
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
+    backward_override: str | None = None
 
     def __post_init__(self) -> None:
+        _check_override(self.backward_override, type(self).__name__)
         _reject_e5m2(self.fp8_format, type(self).__name__)
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        if not _is_linear(role):
-            return IdentityQuantizer()
+    def _linear(self, role: QuantizerRole) -> Quantizer:
         tiles = self.enable_2d_quantization and role.tensor_type == "weight"
         return MXFP8Quantizer(self.fp8_format.dtype(role.tensor_type), with_2d_quantization=tiles)
 
 
 @dataclass(frozen=True)
-class NVFP4BlockScaling(Recipe):
+class NVFP4BlockScaling(_LinearRecipe):
     """NVFP4 for all three GEMMs, with 16x16 tiles for weights unless `disable_2d_quantization`.
 
     The randomized Hadamard transform is off by default in this version; stochastic rounding of gradients is not yet
@@ -210,10 +244,12 @@ class NVFP4BlockScaling(Recipe):
 
     disable_rht: bool = True
     disable_2d_quantization: bool = False
+    backward_override: str | None = None
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        if not _is_linear(role):
-            return IdentityQuantizer()
+    def __post_init__(self) -> None:
+        _check_override(self.backward_override, type(self).__name__)
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
         if role.tensor_type == "weight":
             return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
         return NVFP4Quantizer(with_rht=not self.disable_rht, with_post_rht_amax=not self.disable_rht)

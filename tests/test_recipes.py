@@ -190,3 +190,20 @@ def test_the_public_names_exist() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = fxquant.nonsense
     assert HybridQuantizer.columnwise_source == "original"
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize(
+    "kind", ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
+)
+def test_backward_override_quantizes_the_forward_alone(kind: str, override: str) -> None:
+    """Invariants 33 and 50: the hybrids that TransformerEngine's zoo spells out."""
+    recipe = getattr(fxquant, kind)(backward_override=override)
+    roles = {t: QuantizerRole("linear", t, "fc") for t in ("input", "weight", "grad_output")}
+    assert recipe.quantizer(roles["grad_output"]) == fxquant.IdentityQuantizer()
+    source = "original" if override == "high_precision" else "rowwise_dequantized"
+    for operand in ("input", "weight"):
+        plain = getattr(fxquant, kind)().quantizer(roles[operand])
+        assert recipe.quantizer(roles[operand]) == fxquant.HybridQuantizer(plain, fxquant.IdentityQuantizer(), source)
+    with pytest.raises(RecipeError, match="backward_override"):
+        getattr(fxquant, kind)(backward_override="bf16")
