@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fxquant import compat
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
-from fxquant.passes import Lowering, Rewriter, bind_state, quantizes_recomputed
+from fxquant.passes import Lowering, Rewriter, bind_state, quantizes
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
 from fxquant.state import DelayedState, DelayedStore, Slots
@@ -94,11 +94,13 @@ class Backend:
         """Compiles a rewritten graph, forward and backward."""
         if self.inner == "aot_eager":
             return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
+        if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
+            return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
         patches = {
             "eager_numerics.division_rounding": True,  # scales are true quotients
             "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
             # where an activation is recomputed it must come out with the bits that the forward quantized
-            "emulate_precision_casts": quantizes_recomputed(gm) or compat.inductor_config.emulate_precision_casts,
+            "emulate_precision_casts": quantizes(gm, recomputed=True) or compat.inductor_config.emulate_precision_casts,
             **self.inductor,
             "post_grad_custom_post_pass": Lowering(
                 self.recipe.fingerprint(),

@@ -98,15 +98,16 @@ class Lowering(CustomGraphPass):
         run_pass("merge", merge, graph)
 
 
-def quantizes_recomputed(gm: fx.GraphModule) -> bool:
-    """Whether a rewritten graph has a quantized matmul inside an activation checkpoint."""
+def quantizes(gm: fx.GraphModule, *, recomputed: bool = False) -> bool:
+    """Whether a rewritten graph has a quantized matmul; with `recomputed`, one inside an activation checkpoint."""
+    if not recomputed and any(is_fxquant(node) for node in gm.graph.nodes):
+        return True
     for node in gm.graph.nodes:
-        bodies = [getattr(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-        graphs = [body for body in bodies if isinstance(body, fx.GraphModule)]
-        if node.target is tag_activation_checkpoint and any(is_fxquant(n) for g in graphs for n in g.graph.nodes):
-            return True
-        if any(quantizes_recomputed(graph) for graph in graphs):
-            return True
+        for attribute in (n for n in node.all_input_nodes if n.op == "get_attr"):
+            body = getattr(gm, str(attribute.target), None)
+            again = recomputed and node.target is not tag_activation_checkpoint
+            if isinstance(body, fx.GraphModule) and quantizes(body, recomputed=again):
+                return True
     return False
 
 
@@ -116,4 +117,4 @@ def _sources() -> tuple[str, ...]:
     return tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
 
 
-__all__ = ["LOWER", "Lowering", "Rewriter", "bind_state", "quantizes_recomputed"]
+__all__ = ["LOWER", "Lowering", "Rewriter", "bind_state", "quantizes"]
