@@ -1,0 +1,58 @@
+"""DistributedDataParallel, whose optimizer splits the captured graph at its buckets; one process over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import eager_backend
+from torch import Tensor, nn
+
+import fxquant
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x))
+        return x
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed_scaling"])
+def test_split_graphs_are_quantized_whole(recipe: str, group: dist.ProcessGroup) -> None:
+    backend = eager_backend(recipe, amax_group=group)
+    run = torch.compile(nn.parallel.DistributedDataParallel(Stack(), bucket_cap_mb=1.2), backend=backend)
+    for _ in range(2):
+        run(torch.randn(32, 512)).sum().backward()
+    report = backend.report()
+    assert report.coverage == 1
+    assert sorted({d.layer for d in report.decisions}) == [f"layers.{i}" for i in range(4)]
+    scales = sum(t.numel() for key, t in backend.state_dict().items() if key.endswith("scale"))
+    assert scales == (12 if recipe == "delayed_scaling" else 0)
+
+
+def test_amax_reduction_over_one_rank_changes_nothing(group: dist.ProcessGroup) -> None:
+    states = []
+    for ranks in (None, group):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        backend = eager_backend(fxquant.DelayedScaling(amax_history_len=4), amax_group=ranks)
+        run = torch.compile(layer, backend=backend)
+        for _ in range(3):
+            run(torch.randn(16, 64)).sum().backward()
+        states.append(backend.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
