@@ -117,12 +117,12 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     _, run = switch.get(switch.recipe)
     if isinstance(run, nn.Module):
         compiled: Any = run
-        forwards = {id(each): each.forward for each in [run]}
+        own_forward = run.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            current = switch.current()
+            current: Any = switch.current()
             with own_errors():
-                return forwards.setdefault(id(current), current.forward)(*args, **kwargs)  # type: ignore[attr-defined]
+                return (own_forward if current is run else current.forward)(*args, **kwargs)
 
         object.__setattr__(compiled, "forward", forward)
     else:

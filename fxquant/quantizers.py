@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxquant.errors import RecipeError
-from fxquant.formats import IDENTITY, OperandSpec, QuantSpec, gemm_mismatch
+from fxquant.formats import IDENTITY, OperandSpec, QuantSpec
 from fxquant.roles import Direction
 
 
@@ -444,6 +444,5 @@ __all__ = [
     "QuantizedOperand",
     "QuantizedTensor",
     "Quantizer",
-    "gemm_mismatch",
     "quantizer_text",
 ]

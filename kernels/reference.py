@@ -183,10 +183,17 @@ def hadamard(x: Tensor, *, random_signs: bool = True) -> Tensor:
         a, b, c, d = a + c, b + d, a - c, b - d
         y = torch.stack((a + b, a - b, c + d, c - d), axis)
     y = y.flatten(-2)
-    # rounded with integers: Inductor drops a cast to bfloat16 that is followed by one to float32
+    return round_to_bfloat16(y).flatten(-2)
+
+
+def round_to_bfloat16(y: Tensor) -> Tensor:
+    """float32 values rounded to bfloat16's, nearest even, NaN kept; what is rounded already stays.
+
+    By integer arithmetic, since Inductor drops a cast to bfloat16 that is followed by one to float32.
+    """
     bits = y.view(torch.int32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
-    return torch.where(y == y, rounded.view(torch.float32), y).flatten(-2)
+    return torch.where(y == y, rounded.view(torch.float32), y)
 
 
 def _quantize_float32_scale(x: Tensor, spec: QuantSpec, multiplier: Tensor | None) -> list[Tensor]:

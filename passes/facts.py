@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,6 @@ from torch import fx
 from fxquant.compat import enable_python_dispatcher
 from fxquant.decisions import Decision, SkipReason
 from fxquant.quantizers import Quantizer
-from fxquant.roles import Direction, Gemm, QuantizerRole
 
 Dim = int | torch.SymInt
 
@@ -111,9 +110,3 @@ def value_of(node: Any) -> Any:
             return target
         raise KeyError(f"node {node.name} ({node.op} {node.target}) has no example value")
     return node
-
-
-__all__ = [
-    "Builder", "Dim", "Direction", "Emit", "Gemm", "Gemm2d", "Match", "Product", "QuantizerRole", "Resolved",
-    "Sequence", "value_of",
-]  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.compat import detect_fake_mode, inductor_decompositions, make_fx, tree_flatten, tree_map_only
 from fxquant.errors import GraphVerificationError
-from fxquant.kernels import gemm, ops
+from fxquant.kernels import gemm, ops, reference
 from fxquant.passes.base import is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
@@ -41,19 +41,19 @@ def _of_rounded(run: Any, x: Tensor, *args: Any) -> Any:
     would be another one than for the tensor that everything else sees. So the value is rounded again, by arithmetic
     that changes nothing in a rounded one; casting to and fro would be dropped.
     """
-    if x.dtype == torch.bfloat16:
-        bits = x.float().view(torch.int32)
-        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).view(torch.float32)
-    elif x.dtype == torch.float16:
-        bits = x.float().view(torch.int32)
-        normal = ((bits + 0xFFF + (bits >> 13 & 1)) & -0x2000).view(torch.float32)
-        y = x.float()
-        subnormal = torch.round(y * 2.0**24) * 2.0**-24
-        rounded = torch.where(y.abs() < torch.finfo(torch.float16).tiny, subnormal, normal)
-        rounded = torch.where(rounded.abs() > torch.finfo(torch.float16).max, y * torch.inf, rounded)
-    else:
+    if x.dtype not in (torch.bfloat16, torch.float16):
         return run(x, *args)
-    return run(torch.where(x == x, rounded, x.float()).to(x.dtype), *args)
+    rounded_to = reference.round_to_bfloat16 if x.dtype == torch.bfloat16 else _round_to_float16
+    return run(rounded_to(x.float()).to(x.dtype), *args)
+
+
+def _round_to_float16(y: Tensor) -> Tensor:
+    bits = y.view(torch.int32)
+    normal = ((bits + 0xFFF + (bits >> 13 & 1)) & -0x2000).view(torch.float32)
+    subnormal = torch.round(y * 2.0**24) * 2.0**-24
+    rounded = torch.where(y.abs() < torch.finfo(torch.float16).tiny, subnormal, normal)
+    rounded = torch.where(rounded.abs() > torch.finfo(torch.float16).max, y * torch.inf, rounded)
+    return torch.where(y == y, rounded, y)
 
 
 def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:

@@ -167,6 +167,3 @@ def resolve(
             decisions += match.resolved[-1].decisions
             site += 1
     return decisions, roles
-
-
-__all__ = ["SMALLEST", "Direction", "gemms", "resolve", "tensor_type"]
