@@ -32,7 +32,7 @@ from fxquant.backend import Backend
 from fxquant.compat import inductor_config
 from fxquant.report import aligned
 
-QUANTIZED = ("current_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
+QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
 COLUMNS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +18,10 @@ from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-d
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch._higher_order_ops.triton_kernel_wrap import (
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -25,6 +30,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -138,6 +144,29 @@ def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any])
     return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
 
 
+def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str]]) -> None:
+    """Says which arguments a Triton kernel writes, given all of them by name.
+
+    torch before 2.13 gives up its own analysis at inline assembly, and takes every argument for written.
+    """
+    if torch_version() >= (2, 13):
+        return
+    if not _WRITTEN:
+        wrap: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
+        analyse = wrap.identify_mutated_tensors
+
+        @functools.wraps(analyse)
+        def identify_mutated_tensors(kernel: Any, arguments: Any, *rest: Any) -> list[str]:
+            known = _WRITTEN.get(kernel)
+            return analyse(kernel, arguments, *rest) if known is None else known(arguments)
+
+        wrap.identify_mutated_tensors = identify_mutated_tensors
+    _WRITTEN[kernel] = written
+
+
+_WRITTEN: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
+
+
 def operator_library(namespace: str) -> Any:
     """The library that defines the operators of a namespace."""
     return torch.library.Library(namespace, "DEF")  # type: ignore[no-untyped-call]
@@ -146,6 +175,11 @@ def operator_library(namespace: str) -> Any:
 def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
     """Registers the decorated function as what an operator does to fake tensors."""
     return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device has compute capability 9.x."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -168,10 +202,12 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "ScalingType",
     "aot_autograd",
     "artificial_source",
     "compile_to_look",
     "compile_with_inductor",
+    "declare_written",
     "detect_fake_mode",
     "enable_python_dispatcher",
     "enter_autocast",
@@ -183,6 +219,7 @@ __all__ = [
     "inductor_config",
     "inductor_decompositions",
     "inductor_mode_options",
+    "is_hopper",
     "is_inductor_option",
     "is_traceable_wrapper_subclass",
     "largest_over_ranks",
@@ -201,4 +238,6 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
+    "triton_kernel_wrapper_functional",
+    "triton_kernel_wrapper_mutation",
 ]

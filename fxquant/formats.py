@@ -113,11 +113,11 @@ def _rows() -> dict[str, Format]:
             ),
             Format(
                 name=f"block_1x128_{name}", family="block", element=element, block=(1, 128), scale_dtype=f32,
-                alignment=128, hopper="emulated: dequantized, then bf16 matmul",
+                alignment=128, hopper="native in whole tiles of e4m3: _scaled_mm, block scales",
             ),
             Format(
                 name=f"block_128x128_{name}", family="block", element=element, block=(128, 128), scale_dtype=f32,
-                alignment=128, hopper="emulated: dequantized, then bf16 matmul",
+                alignment=128, hopper="native in whole tiles of e4m3: _scaled_mm, block scales",
             ),
             Format(
                 name=f"mxfp8_{name}", family="mxfp8", element=element, block=(1, 32), scale_dtype=e8m0,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxquant.compat import ScalingType, is_hopper, statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels import reference
 
@@ -26,6 +27,8 @@ def scaled_mm(
     left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     if left.row.family in _NATIVE and a[0].ndim == 2:
         return _fp8_mm(a, b, bias, out_dtype, fast_accum)
+    if _has_block_mm(a, left, b, right):
+        return _block_mm(a, b, right, bias, out_dtype)
     if _exact_in_bfloat16(left) and _exact_in_bfloat16(right):
         return _bfloat16_mm(a, left, b, right, bias, out_dtype)
     return reference.scaled_mm(a, left, b, right, bias, out_dtype)
@@ -64,6 +67,40 @@ def _fp8_mm(
         )  # fmt: skip
     out = out[:, :features] if spare else out
     return out.to(out_dtype) if bias is None or fused_bias is not None else (out + bias).to(out_dtype)
+
+
+def _has_block_mm(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec) -> bool:
+    """Whether cuBLAS has a GEMM for 1x128-scaled `a` and 1x128- or 128x128-scaled `b`: e4m3, whole 128x128 tiles of
+    `b`, sizes in multiples of 16, and on Hopper alone."""
+    if a_spec.row.family != "block" or a_spec.row.block != (1, 128) or a[0].ndim != 2:
+        return False
+    if not a[0].dtype == b[0].dtype == torch.float8_e4m3fn:
+        return False
+    multiple = 16 if b_spec.row.block[0] == 1 else 128
+    whole = statically_known_true(a[0].shape[0] % 16 == 0) and statically_known_true(b[0].shape[0] % multiple == 0)
+    return whole and statically_known_true(a[0].shape[0] > 0) and is_hopper(a[0].device)
+
+
+def _block_mm(
+    a: Sequence[Tensor], b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 and bias is None else torch.float32
+    if b_spec.row.block[0] == 1:
+        b_scale, b_kind = _by_columns(b_scale), ScalingType.BlockWise1x128
+    else:  # cuBLAS reads the scales of a row of tiles in fours
+        b_scale = torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4)).t()
+        b_kind = ScalingType.BlockWise128x128
+    out = torch.ops.aten._scaled_mm_v2(
+        a_data, b_data.t(), [_by_columns(a_scale)], [ScalingType.BlockWise1x128.value], [0], [b_scale],
+        [b_kind.value], [0], None, dtype,
+    )  # fmt: skip
+    return (out if bias is None else out + bias.float()).to(out_dtype)  # type: ignore[no-any-return]
+
+
+def _by_columns(scale: Tensor) -> Tensor:
+    """The same scales, stored by columns."""
+    return scale.t().contiguous().t()
 
 
 def _exact_in_bfloat16(spec: QuantSpec) -> bool:

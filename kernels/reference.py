@@ -251,8 +251,10 @@ def _reciprocal(x: Tensor) -> Tensor:
 
 def _amax(x: Tensor, axis: int | None = None) -> Tensor:
     """Largest magnitude, without NaN, in float32: over everything as [1], or over one axis. 0 where nothing is."""
-    magnitude = x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).abs()
-    if not statically_known_true((x.numel() if axis is None else x.shape[axis]) > 0):
+    magnitude = torch.where(x == x, x.abs(), 0.0)
+    if axis is None and magnitude.ndim > 1 and statically_known_true(magnitude.shape[-1] > 0):
+        magnitude = magnitude.amax(-1)  # a norm or an activation that makes x reduces or loops over this axis too
+    if not statically_known_true((magnitude.numel() if axis is None else magnitude.shape[axis]) > 0):
         magnitude = torch.nn.functional.pad(magnitude.flatten() if axis is None else magnitude, (0, 1))
     return (magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)).float()
 

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import detect_fake_mode, inductor_decompositions, make_fx, tree_flatten, tree_map_only
+from fxquant.compat import (
+    detect_fake_mode,
+    inductor_decompositions,
+    make_fx,
+    tree_flatten,
+    tree_map_only,
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
 from fxquant.errors import GraphVerificationError
-from fxquant.kernels import gemm, ops, reference
+from fxquant.formats import QuantSpec
+from fxquant.kernels import gemm, ops, reference, triton_cast
 from fxquant.passes.base import is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
@@ -29,9 +39,41 @@ def implementation(node: fx.Node) -> Callable[..., Any]:
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
+    if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and _transposes(name, node):
+        return triton_quantize if name == "quantize" else triton_hybrid_quantize
     if name in ("quantize", "hybrid_quantize", "amax"):
         return functools.partial(_of_rounded, ops.IMPLEMENTATIONS[name])
     return ops.IMPLEMENTATIONS[name]
+
+
+def _transposes(name: str, node: fx.Node) -> bool:
+    """Whether a quantization writes a transposed payload that a Triton kernel can write.
+
+    Inductor fuses a rowwise cast into the producer of its tensor, but stores transposed ones a byte at a time.
+    """
+    x, *args = node.args
+    specs, columnwise = (args[:1], args[1] == "columnwise") if name == "quantize" else (args[:2], True)
+    known = all(triton_cast.supports(QuantSpec.parse(str(spec))) for spec in specs)
+    value = val(x)
+    return columnwise and known and value.ndim == 2 and value.dtype != torch.float64
+
+
+def triton_quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
+    """`fxquant::quantize` of a matrix by a Triton kernel."""
+    parsed = QuantSpec.parse(spec)
+    return triton_cast.quantize(x, None, parsed, None, scale)
+
+
+def triton_hybrid_quantize(
+    x: Tensor,
+    rowwise_spec: str,
+    columnwise_spec: str,
+    rowwise_scale: Tensor | None = None,
+    columnwise_scale: Tensor | None = None,
+) -> list[Tensor]:
+    """`fxquant::hybrid_quantize` of a matrix by a Triton kernel."""
+    row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
+    return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale)
 
 
 def _of_rounded(run: Any, x: Tensor, *args: Any) -> Any:
@@ -70,14 +112,34 @@ def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     inputs = [flat[i] for i in tensors]
     with detect_fake_mode(inputs) or contextlib.nullcontext():
-        return make_fx(call, decomposition_table=inductor_decompositions())(*inputs)
+        body = make_fx(call, decomposition_table=inductor_decompositions())(*inputs)
+    _make_functional(body.graph)
+    body.graph.eliminate_dead_code()
+    return body
+
+
+def _make_functional(graph: fx.Graph) -> None:
+    """Turns launches that write into their arguments into ones that return what was written."""
+    for node in list(graph.nodes):
+        if node.target is not triton_kernel_wrapper_mutation:
+            continue
+        given = node.kwargs["kwargs"]
+        written = triton_cast.written(given)
+        with graph.inserting_before(node):
+            call = graph.call_function(
+                triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}
+            )
+            results = {name: graph.call_function(operator.getitem, (call, name)) for name in written}
+        for name, result in results.items():
+            buffer = given[name]
+            buffer.replace_all_uses_with(result, delete_user_cb=lambda user, own=(call, node): user not in own)
+        graph.erase_node(node)
 
 
 def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     """Copies a traced graph in front of `node`; returns its outputs."""
     flat, _ = tree_flatten((node.args, node.kwargs))
     inputs = [item for item in flat if isinstance(item, fx.Node) and isinstance(val(item), Tensor)]
-    body.graph.eliminate_dead_code()
     mode = detect_fake_mode([val(item) for item in inputs]) or contextlib.nullcontext()
     env = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     with node.graph.inserting_before(node):

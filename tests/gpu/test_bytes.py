@@ -182,8 +182,8 @@ PAIRS = (
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"), ("block_1x128_e4m3", "block_1x128_e4m3"),
     ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_2d_e4m3"), ("nvfp4", "nvfp4_2d"), ("nvfp4(rht)", "nvfp4(rht)"),
 )  # fmt: skip
-SHAPES = ((64, 96, 160), (136, 272, 40), (17, 640, 50), (1, 128, 16))
-"""(M, K, N): rectangular; N that no tile divides; N that is no multiple of 16; one row."""
+SHAPES = ((64, 96, 160), (136, 272, 40), (17, 640, 50), (1, 128, 16), (272, 384, 256))
+"""(M, K, N): rectangular; N that no tile divides; N that is no multiple of 16; one row; whole tiles of 128 in N."""
 
 
 def allowance(a: str, b: str, fast_accum: bool) -> float:
@@ -192,7 +192,7 @@ def allowance(a: str, b: str, fast_accum: bool) -> float:
     FP8 tensor cores of Hopper keep about 14 bits of each addend, relative to the largest; fast accumulation keeps no
     more in the running sum. What is emulated accumulates in float32.
     """
-    native = all(QuantSpec.parse(spec).row.family in ("per_tensor", "per_row") for spec in (a, b))
+    native = all(QuantSpec.parse(spec).row.family in ("per_tensor", "per_row", "block") for spec in (a, b))
     return 2.0 ** (-11 if fast_accum else -12) if native else 2.0**-18
 
 

@@ -1,0 +1,95 @@
+"""The cast kernels in Triton's interpreter against the reference, byte by byte; run by test_triton_cast.py.
+
+The interpreter's own float32 to FP8 conversion does not round to nearest even, so torch's stands in for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+
+from fxquant.formats import ELEMENTS, QuantSpec
+from fxquant.kernels import reference, triton_cast
+
+SPECS = (
+    "per_tensor_e4m3", "per_tensor_e5m2(pow2)", "per_tensor_e4m3(eps=0.015625)", "per_row_e4m3(pow2,torchao)",
+    "per_row_e5m2", "block_1x128_e4m3(pow2)", "block_1x128_e5m2", "block_128x128_e4m3(pow2)", "mxfp8_e4m3",
+    "mxfp8_e5m2(mode=even)", "mxfp8_e4m3(mode=floor)", "mxfp8_e4m3(mode=ceil)", "mxfp8_2d_e4m3",
+)  # fmt: skip
+MIXED = (
+    ("block_128x128_e4m3(pow2)", "block_1x128_e4m3"), ("mxfp8_e4m3", None), (None, "per_row_e4m3"),
+    ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3", "mxfp8_2d_e4m3"),
+)  # fmt: skip
+INPUTS = (((96, 160), torch.bfloat16), ((33, 50), torch.float32), ((129, 48), torch.bfloat16))
+
+convert = interpreter._convert_float
+
+
+def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    names = {tl.float8e4nv: "e4m3", tl.float8e5: "e5m2"}
+    if target not in names:
+        return convert(values, source, target, rounding)
+    floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+    return reference.cast_fp8(floats, ELEMENTS[names[target]]).view(torch.uint8).numpy().reshape(values.shape)
+
+
+class Launcher:
+    """What `wrap_triton` gives, without its check that tensors are on a GPU."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.kernel[grid]
+
+
+interpreter._convert_float = convert_float
+triton_cast.wrap_triton = Launcher  # type: ignore[assignment]
+
+
+def quantize(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> list[Tensor]:
+    left = [] if row is None else reference.quantize(x, row)
+    right = [] if column is None else reference.quantize(x.mT, column)
+    return [*left, *right]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).clone().view(torch.uint8)
+
+
+def values(dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
+    generator = torch.Generator().manual_seed(shape[0])
+    exponents = torch.randint(-8, 8, shape, generator=generator).float()
+    x = torch.randn(shape, generator=generator) * exponents.exp2()
+    x[shape[0] // 2] = 0.0
+    x[:, 3] = 0.0
+    return x.to(dtype)
+
+
+def main() -> None:
+    pairs = [*((spec, spec) for spec in SPECS), *MIXED]
+    for shape, dtype in INPUTS:
+        x = values(dtype, shape)
+        for texts in pairs:
+            row, column = (QuantSpec.parse(text) if text else None for text in texts)
+            expected = quantize(x, row, column)
+            for stored in (x, x.t().contiguous().t()) if dtype == torch.float32 else (x,):
+                got = triton_cast.quantize(stored, row, column, None, None)
+                for part, (a, b) in enumerate(zip(got, expected, strict=True)):
+                    case = f"{shape} {dtype} {texts} strides {stored.stride()} part {part}"
+                    assert a.shape == b.shape and a.dtype == b.dtype, case
+                    assert torch.equal(as_bytes(a), as_bytes(b)), case
+    x = values(torch.bfloat16, (96, 160))
+    spec, multiplier = QuantSpec.parse("per_tensor_e4m3"), torch.tensor([3.0])
+    got = triton_cast.quantize(x, spec, spec, multiplier, multiplier)
+    expected = [*reference.quantize(x, spec, multiplier), *reference.quantize(x.mT, spec, multiplier)]
+    assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(got, expected, strict=True)), "given multiplier"
+
+
+if __name__ == "__main__":
+    main()
