@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxquant import recipes
+from fxquant import factories, recipes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import FxQuantError, OptionError, RecipeError
 from fxquant.quantizers import (
@@ -24,6 +24,7 @@ from fxquant.quantizers import (
     NVFP4Quantizer,
     QuantizedTensor,
     Quantizer,
+    QuantizerRequest,
 )
 from fxquant.recipes import (
     CustomRecipe,
@@ -94,6 +95,7 @@ __all__ = [
     "OptionError",
     "QuantizedTensor",
     "Quantizer",
+    "QuantizerRequest",
     "QuantizerRole",
     "Recipe",
     "RecipeError",
@@ -105,5 +107,6 @@ __all__ = [
     "autocast",
     "compile",
     "explain",
+    "factories",
     "recipes",
 ]
