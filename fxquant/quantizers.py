@@ -473,7 +473,10 @@ def quantizer_text(quantizer: Quantizer) -> str:
 
 
 def value_text(value: object) -> str:
-    """A repr without addresses: equal for equal settings in every process, with functions by their names."""
+    """The settings that differ from their defaults, without addresses: functions go by their names.
+
+    Equal for equal values in every process.
+    """
     if isinstance(value, functools.partial):
         items = [value_text(value.func), *map(value_text, value.args)]
         items += [f"{key}={value_text(item)}" for key, item in sorted(value.keywords.items())]
@@ -481,7 +484,8 @@ def value_text(value: object) -> str:
     if isinstance(value, tuple):
         return f"({''.join(value_text(item) + ', ' for item in value)})"
     if is_dataclass(value) and not isinstance(value, type):
-        shown = ((f.name, getattr(value, f.name)) for f in fields(value) if f.repr)
+        settings = ((f, getattr(value, f.name)) for f in fields(value) if f.repr)
+        shown = ((f.name, item) for f, item in settings if item != f.default)
         return f"{type(value).__name__}({', '.join(f'{name}={value_text(item)}' for name, item in shown)})"
     if isinstance(value, Quantizer):
         return f"{type(value).__name__}-{_fingerprint(value)}"

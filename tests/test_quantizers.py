@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -60,8 +61,8 @@ def sample(m: int = 48, k: int = 80, dtype: torch.dtype = torch.bfloat16) -> tor
 @each
 def test_equal_settings_are_equal_values(quantizer: Quantizer) -> None:
     """Invariant 64."""
-    twin = copy.deepcopy(quantizer)
-    assert twin is not quantizer and twin == quantizer and hash(twin) == hash(quantizer)
+    for twin in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer)), quantizer.copy()):
+        assert twin is not quantizer and twin == quantizer and hash(twin) == hash(quantizer)
     assert len({*QUANTIZERS.values()}) == len(QUANTIZERS)
     names = {cls.__name__: cls for cls in (type(quantizer),)} | {"torch": torch}
     assert eval(repr(quantizer), names) == quantizer
