@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -47,9 +49,21 @@ def recipe_settings() -> str:
     return markdown(rows)
 
 
+def invariant_rows() -> list[dict[str, str]]:
+    """The invariants of TransformerEngine and the tests that hold them."""
+    spec = importlib.util.spec_from_file_location("invariants", ROOT / "tests" / "invariants.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    spec.loader.exec_module(module)
+    rows: list[dict[str, str]] = module.rows()
+    return rows
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": lambda: markdown(recipe_rows()),
     "factories": lambda: markdown(factory_rows()),
+    "te-invariants": lambda: markdown(invariant_rows()),
     "recipe-settings": recipe_settings,
     "formats": lambda: markdown(format_rows()),
     "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),

@@ -334,6 +334,7 @@ def test_attention_roles_are_for_factories_that_ask_for_them() -> None:
     [Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer, IdentityQuantizer],
 )
 def test_shared_keywords_mean_something_or_are_refused(kind: type[fxquant.Quantizer]) -> None:
+    """Invariant 64: no process group, and directions that do not make quantizers differ."""
     x = torch.randn(32, 32)
     rows = kind(rowwise=True, columnwise=False)
     assert rows == kind() and rows(x).columnwise is None and rows(x).rowwise is not None

@@ -10,6 +10,7 @@ from helpers import hybrid
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant import (
+    DelayedScalingRequest,
     DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -223,6 +224,7 @@ def test_identity_casts_when_asked() -> None:
 
 
 def test_a_missing_direction_is_named() -> None:
+    """Invariant 34."""
     with pytest.raises(RecipeError, match="columnwise representation is not available"):
         MXFP8Quantizer().quantize(sample(), columnwise=False).dequantize("columnwise")
 
@@ -240,6 +242,8 @@ def test_hybrid_refuses_what_it_cannot_hold() -> None:
         HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer=one)
     with pytest.raises(TypeError, match="columnwise_quantizer must be a Quantizer, not str"):
         HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer="mxfp8")
+    with pytest.raises(TypeError, match="rowwise_quantizer must be a Quantizer, not DelayedScalingRequest"):
+        HybridQuantizer(rowwise_quantizer=DelayedScalingRequest(), columnwise_quantizer=one)
     with pytest.raises(TypeError, match="itself a HybridQuantizer"):
         HybridQuantizer(rowwise_quantizer=hybrid(one, MXFP8Quantizer()), columnwise_quantizer=one)
     with pytest.raises(ValueError, match="'original' or 'rowwise_dequantized', not 'row'"):
