@@ -422,21 +422,21 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_the_tensors_of_the_state_outlive_a_recompilation_and_a_change_of_recipe(other: Recipe) -> None:
     """Invariant 10: equal roles keep scales and histories, as the same tensors."""
-    backend, layer = eager_backend(delayed()), nn.Linear(32, 32)
-    run = torch.compile(layer, backend=backend, dynamic=False)
+    run = fxquant.compile(nn.Linear(32, 32), delayed(), options={"inner": "aot_eager"}, dynamic=False)
+
+    def states(recipe: Recipe) -> list[dict[str, Tensor]]:
+        return [state.tensors() for state in run.set_recipe.__self__.get(recipe)[0]._states]
+
     run(torch.randn(8, 32)).sum().backward()
-    (state,) = backend.delayed._active.values()
-    before, scale = state.tensors(), state.scale.clone()
+    scale = run.quantization_state_dict()["0.scale"]
     run(torch.randn(24, 32)).sum().backward()
-    assert len(backend._states) == 2, "it was compiled again"
-    (state,) = backend.delayed._active.values()
-    assert all(tensor is before[name] for name, tensor in state.tensors().items())
-    assert not torch.equal(state.scale, scale)
-    second = eager_backend(other, delayed=backend.delayed)
-    torch.compile(layer, backend=second, dynamic=False)(torch.randn(8, 32)).sum().backward()
-    (state,) = backend.delayed._active.values()
-    assert second._states == [state]
-    assert all(tensor is before[name] for name, tensor in state.tensors().items())
+    first, second = states(delayed())
+    assert all(second[name] is tensor for name, tensor in first.items())
+    assert not torch.equal(run.quantization_state_dict()["0.scale"], scale)
+    run.set_recipe(other)
+    run(torch.randn(8, 32)).sum().backward()
+    (third,) = states(other)
+    assert all(third[name] is tensor for name, tensor in first.items())
 
 
 @pytest.mark.parametrize("margin", [0, 2])
