@@ -203,6 +203,45 @@ def _check_override(override: str | None, name: str) -> None:
 
 
 @dataclass(frozen=True)
+class QParams:
+    """How one kind of operand is quantized: TransformerEngine's name for the settings of a recipe's quantizer.
+
+    The last three are for FP4; recipes of FP8 refuse them.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class _Float32Scales(_LinearRecipe):
+    """FP8 with float32 scales, whose rounding and least amax each kind of operand may have for itself."""
+
+    _: KW_ONLY
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            params = getattr(self, name)
+            if params and (
+                params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization
+            ):
+                raise RecipeError(f"{name}={params} of {type(self).__name__} asks for what only FP4 has")
+
+    def _params(self, role: QuantizerRole, pow2: bool) -> tuple[bool, float]:
+        """Power-of-two scales and least amax of an operand, `pow2` and 0 unless its own are given."""
+        given = {"weight": self.fp8_quant_fwd_weight, "grad_output": self.fp8_quant_bwd_grad}
+        params = given.get(role.tensor_type, self.fp8_quant_fwd_inp)
+        return (pow2, 0.0) if params is None else (params.power_2_scale, params.amax_epsilon)
+
+
+@dataclass(frozen=True, repr=False)
 class HighPrecision(Recipe):
     """Quantizes nothing: the compilation is the one of plain Inductor."""
 
@@ -210,8 +249,8 @@ class HighPrecision(Recipe):
         return IdentityQuantizer()
 
 
-@dataclass(frozen=True)
-class Float8CurrentScaling(_LinearRecipe):
+@dataclass(frozen=True, repr=False)
+class Float8CurrentScaling(_Float32Scales):
     """Per-tensor FP8 from the tensor's own amax: e4m3 forward and e5m2 gradients (HYBRID)."""
 
     use_power_2_scales: bool = False
@@ -223,8 +262,9 @@ class Float8CurrentScaling(_LinearRecipe):
         _reject_e5m2(self.fp8_format, type(self).__name__)
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
+        pow2, eps = self._params(role, self.use_power_2_scales)
         return Float8CurrentScalingQuantizer(
-            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps
         )
 
 
@@ -260,7 +300,7 @@ class DelayedScaling(_WithoutAttention):
         return self.request() if _is_linear(role) else IdentityQuantizer()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8RowwiseScaling(_LinearRecipe):
     """torchao's rowwise FP8: one power-of-two scale for each row of each direction, e4m3 throughout."""
 
@@ -278,8 +318,8 @@ class Float8RowwiseScaling(_LinearRecipe):
         )
 
 
-@dataclass(frozen=True)
-class Float8BlockScaling(_LinearRecipe):
+@dataclass(frozen=True, repr=False)
+class Float8BlockScaling(_Float32Scales):
     """FP8 in blocks of 128: 1x128 inputs and gradients, 128x128 weights, power-of-two scales."""
 
     use_f32_scales: bool = False
@@ -304,12 +344,13 @@ class Float8BlockScaling(_LinearRecipe):
             "weight": self.w_block_scaling_dim,
             "grad_output": self.grad_block_scaling_dim,
         }.get(role.tensor_type, self.x_block_scaling_dim)
+        pow2, eps = self._params(role, not self.use_f32_scales)
         return Float8BlockQuantizer(
-            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=not self.use_f32_scales, block_scaling_dim=dim
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps, block_scaling_dim=dim
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(_LinearRecipe):
     """MXFP8: e8m0 scales for blocks of 32; `enable_2d_quantization` uses 32x32 tiles for weights."""
 
@@ -329,7 +370,7 @@ class MXFP8BlockScaling(_LinearRecipe):
         return MXFP8Quantizer(self.fp8_format.dtype(role.tensor_type), with_2d_quantization=tiles)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NVFP4BlockScaling(_LinearRecipe):
     """NVFP4 for all three GEMMs, with 16x16 tiles for weights unless `disable_2d_quantization`.
 

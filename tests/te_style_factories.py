@@ -81,6 +81,28 @@ def one_format_per_gemm(role: QuantizerRole | None):
     return HybridQuantizer(rowwise_quantizer=mxfp8, columnwise_quantizer=block())
 
 
+def nvfp4_in_full(role: QuantizerRole | None):
+    """Every keyword of NVFP4's quantizer."""
+    weight = role is not None and role.tensor_type == "weight"
+    gradient = role is not None and role.tensor_type == "grad_output"
+    row_scaled = role is not None and role.tensor_type == "input" and "experts" in role.name
+    rht = not weight and not row_scaled
+    return NVFP4Quantizer(
+        fp4_dtype=tex.DType.kFloat4E2M1,
+        rowwise=True,
+        columnwise=True,
+        with_amax_reduction=False,
+        amax_reduction_group=None,
+        with_rht=rht,
+        with_post_rht_amax=rht,
+        with_2d_quantization=weight,
+        stochastic_rounding=gradient,
+        row_scaled_nvfp4=row_scaled,
+        nvfp4_use_4over6=False,
+        with_random_sign_mask=True,
+    )
+
+
 def delayed_attention_output(role: QuantizerRole | None):
     """Stateful for one layer, stateless for the others, and attention by its tensor types."""
     if role is not None and role.module_type == "dpa":

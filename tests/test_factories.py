@@ -10,6 +10,8 @@ import pytest
 import te_style_factories
 import torch
 from helpers import assert_same_bits, compiled, eager_backend, hybrid, linear_step, problem
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxquant
@@ -266,6 +268,18 @@ def test_first_and_last_layers_by_their_number() -> None:
     assert first_and_last("mxfp8", first=1, ends=MXFP8Quantizer(E5M2))(role(name="h.0")) == MXFP8Quantizer(E5M2)
 
 
+WORDS = st.sampled_from(["layers", "h", "v2", "3d", "mlp", "up", "experts", "0", "1", "2", "7", "11", "-1"])
+
+
+@given(st.lists(WORDS, max_size=6), st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
+def test_the_index_of_a_layer_is_the_first_number_of_its_name(
+    parts: list[str], first: int, last: int, layers: int
+) -> None:
+    index = next((int(part) for part in parts if part.isdigit()), None)
+    inside = index is not None and index < layers and (index < first or index >= layers - last)
+    assert bool(kept(first_and_last("mxfp8", first=first, last=last, layers=layers), [".".join(parts)])) == inside
+
+
 def test_first_and_last_layers_of_each_stack_of_a_model() -> None:
     model = Stacks()
     recipe = CustomRecipe(qfactory=first_and_last("mxfp8", first=1, last=1, layers=model))
@@ -327,6 +341,14 @@ def test_attention_roles_are_for_factories_that_ask_for_them() -> None:
     qfactory = te_style_factories.delayed_attention_output
     assert CustomRecipe(qfactory=qfactory).quantizer(s) == IdentityQuantizer()
     assert isinstance(CustomRecipe(qfactory=qfactory, fp8_dpa=True).quantizer(s), DelayedScalingRequest)
+
+
+@waits
+def test_every_keyword_of_nvfp4_is_taken() -> None:
+    for operand in OPERANDS:
+        assert te_style_factories.nvfp4_in_full(role(operand)) == factories.nvfp4(role(operand))
+    experts = te_style_factories.nvfp4_in_full(role("input", "layers.0.experts"))
+    assert experts == NVFP4Quantizer(row_scaled_nvfp4=True)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from fxquant import (
     MXFP8Quantizer,
     NVFP4BlockScaling,
     NVFP4Quantizer,
+    QParams,
     QuantizerRole,
     Recipe,
     RecipeError,
@@ -204,6 +205,7 @@ def test_recipes_are_values(recipe: Recipe) -> None:
         assert type(same) is type(recipe) and same == recipe and hash(same) == hash(recipe)
         assert same.fingerprint() == recipe.fingerprint() and repr(same) == repr(recipe) and str(same) == str(recipe)
     assert " at 0x" not in repr(recipe), "an address differs between processes"
+    assert repr(MXFP8BlockScaling(enable_2d_quantization=True)) == "MXFP8BlockScaling(enable_2d_quantization=True)"
     assert [other for other in VALUES.values() if other == recipe] == [recipe]
 
 
@@ -262,6 +264,22 @@ def test_keywords_without_a_meaning_here_are_refused() -> None:
         CustomRecipe(qfactory=mxfp8_factory, fp8_mha=True)
     with pytest.raises(RecipeError, match="backward_override of CustomRecipe"):
         CustomRecipe(qfactory=mxfp8_factory, backward_override="bf16")
+
+
+def test_each_kind_of_operand_may_have_its_own_scales() -> None:
+    eps = QParams(power_2_scale=True, amax_epsilon=1e-6)
+    current = Float8CurrentScaling(fp8_quant_bwd_grad=eps, fp8_quant_fwd_inp=QParams(amax_epsilon=0.5))
+    assert current.quantizer(role()) == Float8CurrentScalingQuantizer(amax_epsilon=0.5)
+    assert current.quantizer(role("weight")) == Float8CurrentScalingQuantizer()
+    grad = Float8CurrentScalingQuantizer(E5M2, force_pow_2_scales=True, amax_epsilon=1e-6)
+    assert current.quantizer(role("grad_output")) == grad
+    block = Float8BlockScaling(fp8_quant_fwd_weight=QParams(amax_epsilon=1e-3))
+    assert block.quantizer(role("weight")) == Float8BlockQuantizer(amax_epsilon=1e-3, force_pow_2_scales=False)
+    assert block.quantizer(role()) == Float8BlockScaling().quantizer(role())
+    assert current != Float8CurrentScaling() and current.fingerprint() != Float8CurrentScaling().fingerprint()
+    for keyword in ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
+        with pytest.raises(RecipeError, match=r"fp8_quant_fwd_inp=.* asks for what only FP4 has"):
+            Float8CurrentScaling(fp8_quant_fwd_inp=QParams(**{keyword: True}))
 
 
 @pytest.mark.parametrize("alignment", [0, -16])
