@@ -98,7 +98,6 @@ def nvfp4_in_full(role: QuantizerRole | None):
         with_2d_quantization=weight,
         stochastic_rounding=gradient,
         row_scaled_nvfp4=row_scaled,
-        nvfp4_use_4over6=False,
         with_random_sign_mask=True,
     )
 

@@ -84,6 +84,8 @@ def test_every_role_is_answered(name: str) -> None:
     for asked in ROLES:
         assert isinstance(factory(asked), (fxquant.Quantizer, DelayedScalingRequest)), asked
         assert factory(asked) == factory(asked), "equal answers to equal roles"
+        for same in (pickle.loads(pickle.dumps(factory(asked))), copy.deepcopy(factory(asked))):
+            assert same == factory(asked) and hash(same) == hash(factory(asked))
     assert factory(role(module_type="matmul")) == IdentityQuantizer(), "as under the recipes"
     assert factory(None) == factory(QuantizerRole())
     assert pickle.loads(pickle.dumps(factory)) is factory
