@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -35,8 +35,6 @@ from fxquant.quantizers import (
 from fxquant.recipes import Answer, QuantizerFactory, Rule, Rules, ask
 from fxquant.roles import QuantizerRole
 
-Answered = TypeVar("Answered", bound="Quantizer | DelayedScalingRequest")
-
 FACTORIES: dict[str, QuantizerFactory] = {}
 """The library, by name."""
 
@@ -44,10 +42,10 @@ MISSING = {"stochastic_rounding", "row_scaled_nvfp4"} - {f.name for f in fields(
 """Keywords of NVFP4Quantizer that factories need and this version lacks: such factories are not in `FACTORIES`."""
 
 
-def _library(*needs: str) -> Callable[[Callable[[QuantizerRole], Answered]], Callable[[QuantizerRole | None], Any]]:
+def _library(*needs: str) -> Callable[[QuantizerFactory], Callable[[QuantizerRole | None], Any]]:
     """Makes a function of linear and attention roles a factory of the library."""
 
-    def register(function: Callable[[QuantizerRole], Answered]) -> Callable[[QuantizerRole | None], Any]:
+    def register(function: QuantizerFactory) -> Callable[[QuantizerRole | None], Any]:
         @functools.wraps(function)
         def factory(role: QuantizerRole | None) -> Quantizer | DelayedScalingRequest:
             role = role or QuantizerRole()
@@ -69,7 +67,7 @@ def _dequantized(row: Quantizer, column: Quantizer) -> HybridQuantizer:
     return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source="rowwise_dequantized")
 
 
-def _nvfp4(**settings: bool) -> NVFP4Quantizer:
+def _nvfp4(**settings: Any) -> NVFP4Quantizer:
     return NVFP4Quantizer(fp4_dtype=DType.kFloat4E2M1, **settings)
 
 
