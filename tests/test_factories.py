@@ -10,7 +10,7 @@ import pytest
 import te_style_factories
 import torch
 from helpers import assert_same_bits, compiled, eager_backend, hybrid, linear_step, problem
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -273,6 +273,7 @@ def test_first_and_last_layers_by_their_number() -> None:
 WORDS = st.sampled_from(["layers", "h", "v2", "3d", "mlp", "up", "experts", "0", "1", "2", "7", "11", "-1"])
 
 
+@settings(deadline=None)
 @given(st.lists(WORDS, max_size=6), st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 def test_the_index_of_a_layer_is_the_first_number_of_its_name(
     parts: list[str], first: int, last: int, layers: int
