@@ -478,10 +478,15 @@ class CustomRecipe(Recipe):
 
 
 def _by_value(value: Any) -> Any:
-    """Partials do not compare by value; this does."""
+    """Partials do not compare by value; this does, unless an argument cannot be hashed."""
     if not isinstance(value, functools.partial):
         return value
-    return functools.partial, _by_value(value.func), value.args, tuple(sorted(value.keywords.items()))
+    key = (functools.partial, value.func, value.args, tuple(sorted(value.keywords.items(), key=lambda item: item[0])))
+    try:
+        hash(key)
+    except TypeError:
+        return value
+    return key
 
 
 @dataclass(frozen=True, repr=False)
