@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-from fxquant.__main__ import format_rows, recipe_rows
+from fxquant.__main__ import factory_rows, format_rows, recipe_rows
 from fxquant.decisions import SkipReason
 from fxquant.recipes import RECIPES
 
@@ -33,7 +35,8 @@ def run_example(code: str) -> str:
 
 def markdown(rows: list[dict[str, str]]) -> str:
     """Rows with equal keys as a Markdown table."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[value.replace("|", "\\|") for value in row.values()] for row in rows]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -41,13 +44,26 @@ def recipe_settings() -> str:
     """Named recipes with the class behind each and the fields of the class."""
     rows = []
     for name, recipe in RECIPES.items():
-        settings = ", ".join(f"`{field.name}`" for field in fields(recipe)) or "none"
+        settings = ", ".join(f"`{field.name}`" for field in fields(recipe) if field.repr) or "none"
         rows.append({"name": f"`{name}`", "class": f"`{type(recipe).__name__}`", "settings": settings})
     return markdown(rows)
 
 
+def invariant_rows() -> list[dict[str, str]]:
+    """The invariants of TransformerEngine and the tests that hold them."""
+    spec = importlib.util.spec_from_file_location("invariants", ROOT / "tests" / "invariants.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    spec.loader.exec_module(module)
+    rows: list[dict[str, str]] = module.rows()
+    return rows
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": lambda: markdown(recipe_rows()),
+    "factories": lambda: markdown(factory_rows()),
+    "te-invariants": lambda: markdown(invariant_rows()),
     "recipe-settings": recipe_settings,
     "formats": lambda: markdown(format_rows()),
     "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),

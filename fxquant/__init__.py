@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxquant import recipes
+from fxquant import factories, recipes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import FxQuantError, OptionError, RecipeError
 from fxquant.quantizers import (
@@ -24,6 +24,7 @@ from fxquant.quantizers import (
     NVFP4Quantizer,
     QuantizedTensor,
     Quantizer,
+    QuantizerRequest,
 )
 from fxquant.recipes import (
     CustomRecipe,
@@ -35,6 +36,7 @@ from fxquant.recipes import (
     HighPrecision,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    QParams,
     Recipe,
     Rule,
     Rules,
@@ -92,8 +94,10 @@ __all__ = [
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "OptionError",
+    "QParams",
     "QuantizedTensor",
     "Quantizer",
+    "QuantizerRequest",
     "QuantizerRole",
     "Recipe",
     "RecipeError",
@@ -105,5 +109,6 @@ __all__ = [
     "autocast",
     "compile",
     "explain",
+    "factories",
     "recipes",
 ]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fxquant
-from fxquant import recipes
+from fxquant import factories, recipes
 from fxquant.errors import FxQuantError
 from fxquant.formats import FORMATS
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer
@@ -46,23 +46,30 @@ def format_rows() -> list[dict[str, str]]:
 
 def recipe_rows() -> list[dict[str, str]]:
     """One row per named recipe, as text: the format of each operand of a linear, and how its GEMMs run."""
-    rows = []
-    for name in recipes.RECIPES:
-        specs = {operand: plain_spec(str(q.operand_spec())) for operand, q in _quantizers(name).items()}
-        rows.append({"recipe": name, **specs, **{f"on {place}": runs_as(name, place) for place in PLACES}})
-    return rows
+    return [_row(name, recipe) for name, recipe in recipes.RECIPES.items()]
 
 
-def runs_as(recipe: str, place: str) -> str:
+def factory_rows() -> list[dict[str, str]]:
+    """The same for the factories of the library, as recipes."""
+    made = {name: recipes.CustomRecipe(qfactory=factory) for name, factory in factories.FACTORIES.items()}
+    return [_row(f"factories.{name}", recipe) for name, recipe in made.items()]
+
+
+def _row(name: str, recipe: recipes.Recipe) -> dict[str, str]:
+    specs = {operand: plain_spec(str(q.operand_spec())) for operand, q in _quantizers(recipe).items()}
+    return {"recipe": name, **specs, **{f"on {place}": runs_as(recipe, place) for place in PLACES}}
+
+
+def runs_as(recipe: recipes.Recipe, place: str) -> str:
     """How the GEMMs of a recipe run on a device: native if those of all its formats do, else emulated."""
     formats = [q.spec(direction).row for q in _quantizers(recipe).values() for direction in Direction]
     kinds = {(f.hopper if place == "Hopper" else f.cpu).partition(":")[0] for f in formats}
     return "emulated" if "emulated" in kinds else "native"
 
 
-def _quantizers(recipe: str) -> dict[str, Quantizer]:
+def _quantizers(recipe: recipes.Recipe) -> dict[str, Quantizer]:
     """The quantizers of a linear's operands."""
-    answers = {operand: recipes.get(recipe).quantizer(QuantizerRole("linear", operand)) for operand in OPERANDS}
+    answers = {operand: recipe.quantizer(QuantizerRole("linear", operand)) for operand in OPERANDS}
     return {
         operand: Float8Quantizer(answer.fp8_format.dtype(operand), 0)
         if isinstance(answer, DelayedScalingRequest)
@@ -87,7 +94,7 @@ def environment() -> dict[str, Any]:
         place = "Hopper" if capability[0] == 9 else place
     else:
         content["device"] = "cpu"
-    content["recipes"] = {name: runs_as(name, place) for name in recipes.RECIPES}
+    content["recipes"] = {name: runs_as(recipe, place) for name, recipe in recipes.RECIPES.items()}
     return content
 
 
@@ -148,7 +155,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_target,
         help="a function without arguments that returns (model, args), (model, kwargs) or (model, args, kwargs)",
     )
-    explain.add_argument("--recipe", default="mxfp8", help=f"one of {', '.join(recipes.RECIPES)} (default: mxfp8)")
+    explain.add_argument(
+        "--recipe", default="mxfp8", help="one of those that the command recipes lists (default: mxfp8)"
+    )
     explain.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
     explain.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
     explain.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
@@ -157,7 +166,11 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, run, text in (
         ("formats", lambda o: _rows(format_rows(), o.json), "every number format and its scaling"),
-        ("recipes", lambda o: _rows(recipe_rows(), o.json), "the named recipes and where they run natively"),
+        (
+            "recipes",
+            lambda o: _rows(recipe_rows() + factory_rows(), o.json),
+            "recipes and factories, and where they run natively",
+        ),
         ("env", _env, "versions, the device, and how each recipe runs on it"),
     ):
         commands.add_parser(name, help=text, description=f"Prints {text}.").set_defaults(run=run)
@@ -181,10 +194,17 @@ def _regex(text: str) -> str:
     return text
 
 
+def _recipe(name: str) -> recipes.Recipe:
+    kind, _, factory = name.rpartition(".")
+    if kind == "factories" and factory in factories.FACTORIES:
+        return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
+    return recipes.get(name)
+
+
 def _explain(options: argparse.Namespace) -> str:
     from fxquant.explainer import explain
 
-    recipe = recipes.get(options.recipe)
+    recipe = _recipe(options.recipe)
     model, args, kwargs = load(options.target)
     report = explain(model, recipe, *args, **kwargs)
     if options.html:

@@ -282,11 +282,15 @@ def version(package: str) -> str:
 
 def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
+    from fxquant import recipes
     from fxquant.__main__ import runs_as
 
     if provider not in QUANTIZED:
         return "native"
-    return runs_as(provider, "Hopper" if device == "cuda" and torch.cuda.get_device_capability()[0] == 9 else "the CPU")
+    return runs_as(
+        recipes.get(provider),
+        "Hopper" if device == "cuda" and torch.cuda.get_device_capability()[0] == 9 else "the CPU",
+    )
 
 
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:

@@ -9,12 +9,14 @@ compare equal. Names and keyword arguments follow TransformerEngine. Used eagerl
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from torch import Tensor
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, OperandSpec, QuantSpec
 from fxquant.roles import Direction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Format(Enum):
@@ -34,6 +39,9 @@ class Format(Enum):
     def dtype(self, tensor_type: str) -> torch.dtype:
         """The element dtype of a role's tensor type: gradients take the backward one."""
         return self.value[tensor_type == "grad_output"]
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class DType:
@@ -159,8 +167,12 @@ class Quantizer:
         return QuantizedTensor(shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), x.shape, x.dtype, parts)
 
     def __call__(self, x: Tensor) -> QuantizedTensor:
-        """Quantizes in both directions."""
-        return self.quantize(x)
+        """Quantizes in the directions that the quantizer was made for: both, unless it says otherwise."""
+        return self.quantize(x, rowwise=getattr(self, "rowwise", True), columnwise=getattr(self, "columnwise", True))
+
+    def copy(self) -> Self:
+        """An equal quantizer that is another object, as a HybridQuantizer wants for its two directions."""
+        return copy.copy(self)
 
     def dequantize(self, operand: QuantizedOperand) -> Tensor:
         """The values of one half of a quantized tensor, in its own orientation. For quantizers of your own."""
@@ -216,7 +228,30 @@ def _show(parts: Sequence[Tensor], spec: QuantSpec, length: int) -> QuantizedOpe
 
 
 @dataclass(frozen=True)
-class Float8CurrentScalingQuantizer(Quantizer):
+class _TensorQuantizer(Quantizer):
+    """The keywords that TransformerEngine's quantizers share.
+
+    `rowwise` and `columnwise` are the directions of an eager call, ``quantizer(x)``; in a compiled graph the GEMMs
+    decide which are made, so they do not count when quantizers are compared. An amax is never reduced over a process
+    group: `with_amax_reduction` is refused.
+    """
+
+    _: KW_ONLY
+    rowwise: bool = field(default=True, compare=False, repr=False)
+    columnwise: bool = field(default=True, compare=False, repr=False)
+    with_amax_reduction: bool = field(default=False, compare=False, repr=False)
+    amax_reduction_group: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.with_amax_reduction:
+            raise RecipeError(
+                f"{type(self).__name__} takes the amax of the tensor that it sees, so with_amax_reduction=True is not "
+                "supported; delayed scaling reduces its amaxes (the option amax_group of fxquant.Backend)"
+            )
+
+
+@dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(_TensorQuantizer):
     """FP8 with one float32 scale for the tensor, from its own amax (numerics: current scaling)."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
@@ -225,6 +260,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _fp8_name(self.fp8_dtype)
 
     def spec(self, direction: Direction) -> QuantSpec:
@@ -254,17 +290,16 @@ class Float8RowwiseQuantizer(Quantizer):
 
 
 @dataclass(frozen=True)
-class Float8BlockQuantizer(Quantizer):
+class Float8BlockQuantizer(_TensorQuantizer):
     """FP8 with one float32 scale for 128 elements (`block_scaling_dim=1`) or a 128x128 tile (2)."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
-    rowwise: bool = field(default=True, compare=False, repr=False)
-    columnwise: bool = field(default=True, compare=False, repr=False)
     amax_epsilon: float = 0.0
     force_pow_2_scales: bool = True
     block_scaling_dim: int = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _fp8_name(self.fp8_dtype)
         if self.block_scaling_dim not in (1, 2):
             raise RecipeError(f"block_scaling_dim must be 1 or 2, not {self.block_scaling_dim}")
@@ -277,7 +312,7 @@ class Float8BlockQuantizer(Quantizer):
 
 
 @dataclass(frozen=True)
-class MXFP8Quantizer(Quantizer):
+class MXFP8Quantizer(_TensorQuantizer):
     """MXFP8: one e8m0 scale for 32 elements, or for a 32x32 tile (OCP MX v1.0, section 5).
 
     `scale_mode` is how the scale is rounded: ``rceil`` (TransformerEngine, cuBLAS), or torchao's ``floor``, ``ceil``,
@@ -285,12 +320,11 @@ class MXFP8Quantizer(Quantizer):
     """
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
-    rowwise: bool = field(default=True, compare=False, repr=False)
-    columnwise: bool = field(default=True, compare=False, repr=False)
     with_2d_quantization: bool = False
     scale_mode: str = "rceil"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.spec(Direction.ROWWISE)
 
     def spec(self, direction: Direction) -> QuantSpec:
@@ -299,7 +333,7 @@ class MXFP8Quantizer(Quantizer):
 
 
 @dataclass(frozen=True)
-class NVFP4Quantizer(Quantizer):
+class NVFP4Quantizer(_TensorQuantizer):
     """NVFP4: e2m1 elements, an e4m3 scale for 16 of them or a 16x16 tile, and one float32 amax for the tensor.
 
     `with_rht` transforms the columnwise half before it is quantized, with `with_random_sign_mask` by the signed
@@ -313,6 +347,7 @@ class NVFP4Quantizer(Quantizer):
     with_random_sign_mask: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fp4_dtype is not torch.float4_e2m1fn_x2:
             raise RecipeError(f"fp4_dtype must be torch.float4_e2m1fn_x2, not {self.fp4_dtype}")
         if self.with_rht and not self.with_post_rht_amax:
@@ -329,7 +364,7 @@ class NVFP4Quantizer(Quantizer):
 
 
 @dataclass(frozen=True)
-class IdentityQuantizer(Quantizer):
+class IdentityQuantizer(_TensorQuantizer):
     """Keeps the tensor in high precision, cast to `dtype` if one is given."""
 
     dtype: torch.dtype | None = None
@@ -340,7 +375,7 @@ class IdentityQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class HybridQuantizer(Quantizer):
-    """One quantizer for each direction.
+    """One quantizer for each direction, each an object of its own.
 
     `columnwise_source`: ``original`` quantizes the columnwise half from the tensor itself, ``rowwise_dequantized`` from
     the rowwise half dequantized to the tensor's dtype.
@@ -354,7 +389,8 @@ class HybridQuantizer(Quantizer):
         for name in ("rowwise_quantizer", "columnwise_quantizer"):
             value = getattr(self, name)
             if not isinstance(value, Quantizer):
-                raise TypeError(f"{name} must be a Quantizer, not {type(value).__name__}")
+                hint = ": IdentityQuantizer() keeps a direction in high precision" if value is None else ""
+                raise TypeError(f"{name} must be a Quantizer, not {type(value).__name__}{hint}")
             if isinstance(value, HybridQuantizer):
                 raise TypeError(f"{name} is itself a HybridQuantizer: name the quantizer of that direction")
         if self.rowwise_quantizer is self.columnwise_quantizer:
@@ -390,8 +426,12 @@ class Float8Quantizer(Quantizer):
         raise RecipeError("a delayed scale lives in a compiled graph's state: this quantizer has none of its own")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DelayedScalingRequest:
+class QuantizerRequest:
+    """Base of what a factory may return in the place of a quantizer."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DelayedScalingRequest(QuantizerRequest):
     """What a factory returns to ask for delayed scaling: the order for a stateful quantizer, not a quantizer.
 
     All requests of one graph must be equal in every field. `amax_compute_algo`: ``max``, ``most_recent``, or a
@@ -416,6 +456,9 @@ class DelayedScalingRequest:
                 f"amax_compute_algo must be 'max', 'most_recent' or a function, not {self.amax_compute_algo!r}"
             )
 
+    def __repr__(self) -> str:
+        return value_text(self)
+
 
 def quantizer_text(quantizer: Quantizer) -> str:
     """A short name with the settings that differ from their defaults."""
@@ -427,6 +470,29 @@ def quantizer_text(quantizer: Quantizer) -> str:
         if f.repr and getattr(quantizer, f.name) != f.default
     ]
     return f"{type(quantizer).__name__}({', '.join(changed)})"
+
+
+def value_text(value: object) -> str:
+    """The settings that differ from their defaults, without addresses: functions go by their names.
+
+    Equal for equal values in every process.
+    """
+    if isinstance(value, functools.partial):
+        items = [value_text(value.func), *map(value_text, value.args)]
+        items += [f"{key}={value_text(item)}" for key, item in sorted(value.keywords.items())]
+        return f"partial({', '.join(items)})"
+    if isinstance(value, tuple):
+        return f"({''.join(value_text(item) + ', ' for item in value)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        settings = ((f, getattr(value, f.name)) for f in fields(value) if f.repr)
+        shown = ((f.name, item) for f, item in settings if item != f.default)
+        return f"{type(value).__name__}({', '.join(f'{name}={value_text(item)}' for name, item in shown)})"
+    if isinstance(value, Quantizer):
+        return f"{type(value).__name__}-{_fingerprint(value)}"
+    if callable(value):
+        owner = value if hasattr(value, "__qualname__") else type(value)
+        return f"{owner.__module__}.{owner.__qualname__}"
+    return repr(value)
 
 
 __all__ = [
@@ -444,5 +510,7 @@ __all__ = [
     "QuantizedOperand",
     "QuantizedTensor",
     "Quantizer",
+    "QuantizerRequest",
     "quantizer_text",
+    "value_text",
 ]

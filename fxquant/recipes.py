@@ -1,17 +1,19 @@
 """Recipes: which quantizer each role gets.
 
-A recipe is a value: it compares, hashes and prints by its settings. `get("mxfp8")` gives a named one;
-`CustomRecipe(qfactory=...)` asks a function of the user's.
+A recipe is a value: it compares, hashes and prints by its settings, and can be copied and pickled. `get("mxfp8")`
+gives a named one; `CustomRecipe(qfactory=...)` asks a function of the user's, see also `fxquant.factories`.
 """
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import functools
+import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -26,11 +28,17 @@ from fxquant.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
+    value_text,
 )
 from fxquant.quantizers import Format as Format
-from fxquant.roles import QuantizerRole
+from fxquant.roles import Direction, QuantizerRole
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 QuantizerFactory = Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
+Answer: TypeAlias = "Quantizer | DelayedScalingRequest | Recipe | str | QuantizerFactory"
+"""What a rule can hold: an answer, or whom to ask for it."""
 
 
 def _is_linear(role: QuantizerRole) -> bool:
@@ -46,7 +54,22 @@ class Recipe:
 
     def fingerprint(self) -> str:
         """A text that is equal for equal recipes, in every process."""
-        return repr(self)
+        return value_text(self)
+
+    def __repr__(self) -> str:
+        return value_text(self)
+
+    def __copy__(self) -> Self:
+        return self  # nothing in a recipe changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        for name, value in vars(self).items():
+            if callable(value):
+                _check_importable(f"{type(self).__name__} with {name}={value_text(value)}", value)
+        return copyreg.__newobj__, (type(self),), vars(self)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return next((name for name, recipe in RECIPES.items() if recipe == self), self.fingerprint())
@@ -55,29 +78,61 @@ class Recipe:
         """The parts of the recipe that none of these roles reached."""
         return []
 
-    def delayed(self) -> bool:
+    @classmethod
+    def delayed(cls) -> bool:
         """Whether this is delayed scaling."""
-        return isinstance(self, DelayedScaling)
+        return issubclass(cls, DelayedScaling)
 
-    def float8_current_scaling(self) -> bool:
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
         """Whether this is per-tensor current scaling."""
-        return isinstance(self, Float8CurrentScaling)
+        return issubclass(cls, Float8CurrentScaling)
 
-    def float8_block_scaling(self) -> bool:
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether tensors have one scale, from this step or from earlier ones."""
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
         """Whether this is FP8 block scaling."""
-        return isinstance(self, Float8BlockScaling)
+        return issubclass(cls, Float8BlockScaling)
 
-    def mxfp8(self) -> bool:
+    @classmethod
+    def mxfp8(cls) -> bool:
         """Whether this is MXFP8."""
-        return isinstance(self, MXFP8BlockScaling)
+        return issubclass(cls, MXFP8BlockScaling)
 
-    def nvfp4(self) -> bool:
+    @classmethod
+    def nvfp4(cls) -> bool:
         """Whether this is NVFP4."""
-        return isinstance(self, NVFP4BlockScaling)
+        return issubclass(cls, NVFP4BlockScaling)
 
-    def custom(self) -> bool:
+    @classmethod
+    def custom(cls) -> bool:
         """Whether a factory of the user's decides."""
-        return isinstance(self, CustomRecipe)
+        return issubclass(cls, CustomRecipe)
+
+    @classmethod
+    def fp8(cls) -> bool:
+        """Whether this is a named recipe whose elements have 8 bits, whatever their scaling."""
+        rowwise = issubclass(cls, Float8RowwiseScaling)
+        return rowwise or cls.float8_per_tensor_scaling() or cls.float8_block_scaling() or cls.mxfp8()
+
+    @classmethod
+    def block_scaling(cls) -> bool:
+        """Whether this is a named recipe with scales for blocks of a tensor: FP8 blocks, MXFP8 or NVFP4."""
+        return cls.float8_block_scaling() or cls.mxfp8() or cls.nvfp4()
+
+
+def _check_importable(what: str, value: object) -> None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # pickle raises AttributeError, TypeError or PicklingError
+        raise RecipeError(
+            f"{what} cannot be pickled: {error}. Define the function with def at the top level of a module, or make "
+            "the factory of Rules"
+        ) from error
 
 
 def _reject_e5m2(fp8_format: Format, name: str) -> None:
@@ -85,29 +140,59 @@ def _reject_e5m2(fp8_format: Format, name: str) -> None:
         raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
 
 
-class _LinearRecipe(Recipe):
+@dataclass(frozen=True, repr=False)
+class _WithoutAttention(Recipe):
+    """TransformerEngine's keywords for FP8 attention, which named recipes keep in high precision."""
+
+    _: KW_ONLY
+    fp8_dpa: bool = field(default=False, compare=False, repr=False)
+    fp8_mha: bool = field(default=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, name):
+                raise RecipeError(
+                    f"{type(self).__name__} keeps attention in high precision: {name}=True is not supported"
+                )
+
+
+@dataclass(frozen=True, repr=False)
+class _LinearRecipe(_WithoutAttention):
     """Quantizes linear layers and nothing else.
 
     `backward_override` runs the backward in high precision: ``high_precision`` from the original operands,
     ``dequantized`` from the dequantized rowwise halves that the forward used.
     """
 
-    backward_override: str | None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_override(self._override, type(self).__name__)
+
+    @property
+    def _override(self) -> str | None:
+        override: str | None = getattr(self, "backward_override", None)
+        return override
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         if not _is_linear(role):
             return IdentityQuantizer()
-        quantizer = self._linear(role)
-        if self.backward_override is None:
-            return quantizer
-        if role.tensor_type == "grad_output":
-            return IdentityQuantizer()
-        source: Any = "original" if self.backward_override == "high_precision" else "rowwise_dequantized"
-        return HybridQuantizer(quantizer, IdentityQuantizer(), columnwise_source=source)
+        return _override_backward(self._linear(role), role, self._override)
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
         """The quantizer of a linear layer's operand."""
         raise NotImplementedError
+
+
+def _override_backward(quantizer: Quantizer, role: QuantizerRole, override: str | None) -> Quantizer:
+    """The quantizer for a forward as before and a backward in high precision."""
+    if override is None:
+        return quantizer
+    if role.tensor_type == "grad_output":
+        return IdentityQuantizer()
+    source: Literal["original", "rowwise_dequantized"] = (
+        "original" if override == "high_precision" else "rowwise_dequantized"
+    )
+    return HybridQuantizer(quantizer.side(Direction.ROWWISE), IdentityQuantizer(), columnwise_source=source)
 
 
 def _check_override(override: str | None, name: str) -> None:
@@ -118,6 +203,45 @@ def _check_override(override: str | None, name: str) -> None:
 
 
 @dataclass(frozen=True)
+class QParams:
+    """How one kind of operand is quantized: TransformerEngine's name for the settings of a recipe's quantizer.
+
+    The last three are for FP4; recipes of FP8 refuse them.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class _Float32Scales(_LinearRecipe):
+    """FP8 with float32 scales, whose rounding and least amax each kind of operand may have for itself."""
+
+    _: KW_ONLY
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            params = getattr(self, name)
+            if params and (
+                params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization
+            ):
+                raise RecipeError(f"{name}={params} of {type(self).__name__} asks for what only FP4 has")
+
+    def _params(self, role: QuantizerRole, pow2: bool) -> tuple[bool, float]:
+        """Power-of-two scales and least amax of an operand, `pow2` and 0 unless its own are given."""
+        given = {"weight": self.fp8_quant_fwd_weight, "grad_output": self.fp8_quant_bwd_grad}
+        params = given.get(role.tensor_type, self.fp8_quant_fwd_inp)
+        return (pow2, 0.0) if params is None else (params.power_2_scale, params.amax_epsilon)
+
+
+@dataclass(frozen=True, repr=False)
 class HighPrecision(Recipe):
     """Quantizes nothing: the compilation is the one of plain Inductor."""
 
@@ -125,8 +249,8 @@ class HighPrecision(Recipe):
         return IdentityQuantizer()
 
 
-@dataclass(frozen=True)
-class Float8CurrentScaling(_LinearRecipe):
+@dataclass(frozen=True, repr=False)
+class Float8CurrentScaling(_Float32Scales):
     """Per-tensor FP8 from the tensor's own amax: e4m3 forward and e5m2 gradients (HYBRID)."""
 
     use_power_2_scales: bool = False
@@ -134,20 +258,22 @@ class Float8CurrentScaling(_LinearRecipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        _check_override(self.backward_override, type(self).__name__)
+        super().__post_init__()
         _reject_e5m2(self.fp8_format, type(self).__name__)
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
+        pow2, eps = self._params(role, self.use_power_2_scales)
         return Float8CurrentScalingQuantizer(
-            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps
         )
 
 
-@dataclass(frozen=True)
-class DelayedScaling(Recipe):
+@dataclass(frozen=True, repr=False)
+class DelayedScaling(_WithoutAttention):
     """Per-tensor FP8 with scales from the amaxes of earlier steps: no pass over the tensor before its cast.
 
-    The state (scales and amax histories) belongs to the compiled model; see `fxquant.Backend.state_dict`.
+    The state (scales and amax histories) belongs to the compiled model; see `fxquant.Backend.state_dict`. As in
+    TransformerEngine there is no `backward_override` but None.
     """
 
     margin: float = 0
@@ -156,19 +282,25 @@ class DelayedScaling(Recipe):
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, object], Tensor] | None = None
     reduce_amax: bool = True
+    backward_override: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backward_override is not None:
+            raise RecipeError(
+                f"DelayedScaling has no backward_override={self.backward_override!r}: Float8CurrentScaling has"
+            )
         self.request()
 
     def request(self) -> DelayedScalingRequest:
         """The request that every linear operand gets."""
-        return DelayedScalingRequest(**{f.name: getattr(self, f.name) for f in fields(self)})
+        return DelayedScalingRequest(**{f.name: getattr(self, f.name) for f in fields(DelayedScalingRequest)})
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         return self.request() if _is_linear(role) else IdentityQuantizer()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8RowwiseScaling(_LinearRecipe):
     """torchao's rowwise FP8: one power-of-two scale for each row of each direction, e4m3 throughout."""
 
@@ -177,7 +309,7 @@ class Float8RowwiseScaling(_LinearRecipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        _check_override(self.backward_override, type(self).__name__)
+        super().__post_init__()
         _reject_e5m2(self.fp8_format, type(self).__name__)
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
@@ -186,8 +318,8 @@ class Float8RowwiseScaling(_LinearRecipe):
         )
 
 
-@dataclass(frozen=True)
-class Float8BlockScaling(_LinearRecipe):
+@dataclass(frozen=True, repr=False)
+class Float8BlockScaling(_Float32Scales):
     """FP8 in blocks of 128: 1x128 inputs and gradients, 128x128 weights, power-of-two scales."""
 
     use_f32_scales: bool = False
@@ -198,7 +330,7 @@ class Float8BlockScaling(_LinearRecipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        _check_override(self.backward_override, type(self).__name__)
+        super().__post_init__()
         _reject_e5m2(self.fp8_format, type(self).__name__)
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         x, w, grad = dims
@@ -212,21 +344,25 @@ class Float8BlockScaling(_LinearRecipe):
             "weight": self.w_block_scaling_dim,
             "grad_output": self.grad_block_scaling_dim,
         }.get(role.tensor_type, self.x_block_scaling_dim)
+        pow2, eps = self._params(role, not self.use_f32_scales)
         return Float8BlockQuantizer(
-            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=not self.use_f32_scales, block_scaling_dim=dim
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps, block_scaling_dim=dim
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(_LinearRecipe):
     """MXFP8: e8m0 scales for blocks of 32; `enable_2d_quantization` uses 32x32 tiles for weights."""
 
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
     backward_override: str | None = None
+    margin: float = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_override(self.backward_override, type(self).__name__)
+        super().__post_init__()
+        if self.margin:
+            raise RecipeError(f"the scales of MXFP8 have no margin: leave margin at 0, not {self.margin}")
         _reject_e5m2(self.fp8_format, type(self).__name__)
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
@@ -234,7 +370,7 @@ class MXFP8BlockScaling(_LinearRecipe):
         return MXFP8Quantizer(self.fp8_format.dtype(role.tensor_type), with_2d_quantization=tiles)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NVFP4BlockScaling(_LinearRecipe):
     """NVFP4 for all three GEMMs, with 16x16 tiles for weights unless `disable_2d_quantization`.
 
@@ -247,7 +383,7 @@ class NVFP4BlockScaling(_LinearRecipe):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        _check_override(self.backward_override, type(self).__name__)
+        super().__post_init__()
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
         if role.tensor_type == "weight":
@@ -255,83 +391,165 @@ class NVFP4BlockScaling(_LinearRecipe):
         return NVFP4Quantizer(with_rht=not self.disable_rht, with_post_rht_amax=not self.disable_rht)
 
 
-@dataclass(frozen=True)
+def _checked(answer: object, asked: str, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+    """An answer for a role, or an error that names the role and who was asked."""
+    if answer is None:
+        raise RecipeError(
+            f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
+        )
+    if not isinstance(answer, (Quantizer, DelayedScalingRequest)):
+        raise RecipeError(f"{asked} returned a {type(answer).__name__} for role {role}: a Quantizer is expected")
+    return answer
+
+
+def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantizer | DelayedScalingRequest:
+    """What a quantizer, request, recipe or factory answers for a role.
+
+    Raises RecipeError, naming the role and what was `asked`, for None and whatever else is no quantizer, and when the
+    factory itself raises TypeError or ValueError, as a HybridQuantizer with a part missing does.
+    """
+    if isinstance(answer, (Quantizer, DelayedScalingRequest)):
+        return answer
+    if isinstance(answer, (Recipe, str)):
+        return resolve(answer).quantizer(role)
+    try:
+        made = answer(role)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, RecipeError) and str(role) in str(error):
+            raise
+        raise RecipeError(f"{asked} failed for role {role}: {error}") from error
+    return _checked(made, asked, role)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
 class CustomRecipe(Recipe):
     """Asks `qfactory(role)` for every operand.
 
     The factory returns a quantizer for each role it is asked about, `IdentityQuantizer()` to keep one in high
-    precision; None is refused. It must give equal answers to equal roles.
+    precision; None is refused. It must give equal answers to equal roles. Two custom recipes are equal when their
+    factories are; partials of one function with equal arguments are equal too.
+
+    `fp8_dpa`: whether it is asked about attention, which is otherwise in high precision. `backward_override`: as on
+    the named recipes, on top of what the factory answers. `fp8_format` tells readers what the factory makes, and
+    `quantization_alignment` modules that pad the rows of experts how far; fxquant needs no padding and uses neither.
     """
 
     qfactory: QuantizerFactory
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    quantization_alignment: int = 128
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
             raise RecipeError(f"qfactory must be callable with a QuantizerRole, not {type(self.qfactory).__name__}")
+        if self.fp8_mha:
+            raise RecipeError(
+                "fp8_mha=True is not supported: no FP8 tensor leaves a layer. fp8_dpa=True is for attention"
+            )
+        _check_override(self.backward_override, "CustomRecipe")
+        if self.quantization_alignment <= 0:
+            raise RecipeError(f"quantization_alignment must be positive, not {self.quantization_alignment}")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        made = self.qfactory(role)
-        if made is None:
+        if role.module_type == "dpa" and not self.fp8_dpa:
+            return IdentityQuantizer()
+        made = ask(self.qfactory, role)
+        if self.backward_override is None or role.module_type == "dpa":
+            return made
+        if isinstance(made, DelayedScalingRequest):
             raise RecipeError(
-                f"qfactory returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
+                f"backward_override={self.backward_override!r} does not go with delayed scaling (role {role})"
             )
-        if not isinstance(made, (Quantizer, DelayedScalingRequest)):
-            raise RecipeError(f"qfactory returned a {type(made).__name__} for role {role}: a Quantizer is expected")
-        return made
-
-    def fingerprint(self) -> str:
-        return f"CustomRecipe({_callable_text(self.qfactory)})"
+        return _override_backward(made, role, self.backward_override)
 
     def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
         return self.qfactory.unused(roles) if isinstance(self.qfactory, Rules) else []
 
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(_by_value(getattr(self, f.name)) for f in fields(self))
 
-def _callable_text(call: object) -> str:
-    """A name for a factory that is the same in every process; what it decided is in the graph itself."""
-    if isinstance(call, functools.partial):
-        return f"partial({_callable_text(call.func)}, {call.args!r}, {sorted(call.keywords.items())!r})"
-    if isinstance(call, Rules):
-        return repr(call)
-    owner = call if hasattr(call, "__qualname__") else type(call)
-    return f"{owner.__module__}.{getattr(owner, '__qualname__', type(call).__name__)}"
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, CustomRecipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
 
-@dataclass(frozen=True)
+def _by_value(value: Any) -> Any:
+    """Partials do not compare by value; this does, unless an argument cannot be hashed."""
+    if not isinstance(value, functools.partial):
+        return value
+    key = (functools.partial, value.func, value.args, tuple(sorted(value.keywords.items(), key=lambda item: item[0])))
+    try:
+        hash(key)
+    except TypeError:
+        return value
+    return key
+
+
+@dataclass(frozen=True, repr=False)
 class Rule:
-    """A quantizer and the roles it is for. Each given pattern must match the whole of its field.
+    """An answer and the roles it is for. Each given pattern must match the whole of its field.
 
-    `name` and the others are regular expressions: ``Rule(IdentityQuantizer(), name=r"lm_head|.*\\.router")``.
+    The answer is a quantizer, or a recipe (or its name) or a factory, which are asked in their turn. `name` and the
+    others are regular expressions: ``Rule(IdentityQuantizer(), name=r"lm_head|.*\\.router")``.
     """
 
-    quantizer: Quantizer | DelayedScalingRequest
+    quantizer: Answer
     name: str | None = None
     module_type: str | None = None
     tensor_type: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantizer", _answer(self.quantizer, f"the rule for {self}"))
+        for key in _KEYS:
+            try:
+                re.compile(getattr(self, key) or "")
+            except re.error as error:
+                raise RecipeError(
+                    f"{key}={getattr(self, key)!r} of a rule is not a regular expression: {error}"
+                ) from error
+
     def matches(self, role: QuantizerRole) -> bool:
         """Whether every given pattern matches."""
-        keys = ("name", "module_type", "tensor_type")
-        patterns = [(getattr(self, key), getattr(role, key)) for key in keys]
+        patterns = [(getattr(self, key), getattr(role, key)) for key in _KEYS]
         return all(pattern is None or re.fullmatch(pattern, value) for pattern, value in patterns)
 
     def __str__(self) -> str:
-        keys = ("name", "module_type", "tensor_type")
-        return ", ".join(f"{key}={value!r}" for key in keys if (value := getattr(self, key)) is not None) or "any role"
+        return ", ".join(f"{key}={value!r}" for key in _KEYS if (value := getattr(self, key)) is not None) or "any role"
+
+    def __repr__(self) -> str:
+        return value_text(self)
 
 
-@dataclass(frozen=True)
+_KEYS = ("name", "module_type", "tensor_type")
+
+
+def _answer(answer: Answer, whose: str) -> Answer:
+    """An answer of Rules with its names resolved. Raises RecipeError for what cannot answer."""
+    if isinstance(answer, str):
+        return resolve(answer)
+    if not isinstance(answer, (Quantizer, DelayedScalingRequest, Recipe)) and not callable(answer):
+        hint = ": IdentityQuantizer() keeps operands in high precision" if answer is None else ""
+        raise RecipeError(f"{whose} must have a quantizer, a recipe or a factory, not a {type(answer).__name__}{hint}")
+    return answer
+
+
+@dataclass(frozen=True, repr=False)
 class Rules:
     """A factory made of rules: the first that matches answers, `default` where none does.
 
-    `default` is a recipe or its name; a report names the rules that matched nothing.
+    `default` is whatever a rule can have, a recipe's name for example; a report names the rules that matched nothing.
     """
 
     rules: Sequence[Rule] = field(default=())
-    default: Recipe | str = "high_precision"
+    default: Answer = "high_precision"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
-        object.__setattr__(self, "default", resolve(self.default))
+        object.__setattr__(self, "default", _answer(self.default, "the default of Rules"))
 
     def _index(self, role: QuantizerRole) -> int | None:
         return next((i for i, rule in enumerate(self.rules) if rule.matches(role)), None)
@@ -339,14 +557,23 @@ class Rules:
     def __call__(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         index = self._index(role)
         if index is not None:
-            return self.rules[index].quantizer
-        assert isinstance(self.default, Recipe)
-        return self.default.quantizer(role)
+            return ask(self.rules[index].quantizer, role, f"rule {index} ({self.rules[index]})")
+        return ask(self.default, role, "the default of Rules")
 
     def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
-        """The rules that no role reached."""
-        used = {self._index(role) for role in roles}
-        return [f"rule {i}: {rule}" for i, rule in enumerate(self.rules) if i not in used]
+        """The rules that no role reached, with those of rules inside of rules."""
+        reached = [(self._index(role), role) for role in roles]
+        unused = []
+        for i, (rule, answer) in enumerate([*((r, r.quantizer) for r in self.rules), (None, self.default)]):
+            here = [role for index, role in reached if index == (i if rule else None)]
+            if rule is not None and not here:
+                unused.append(f"rule {i}: {rule}")
+            elif isinstance(answer, Rules):
+                unused += [f"{f'rule {i}' if rule else 'default'} > {text}" for text in answer.unused(here)]
+        return unused
+
+    def __repr__(self) -> str:
+        return value_text(self)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fxquant.__main__ import main
+from fxquant.factories import FACTORIES
 from fxquant.formats import FORMATS
 from fxquant.recipes import RECIPES
 
@@ -57,6 +58,12 @@ def test_explain_filters_layers_and_shows_graphs(models: str, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "TOO_SMALL (" not in out
     assert "forward graph\n" in out and "backward graph\n" in out and "fxquant" in out
+
+
+def test_explain_takes_factories_of_the_library(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{models}:with_args", "--recipe", "factories.mxfp8_fwd_high_precision_bwd"]) == 0
+    assert "mxfp8_e4m3" in capsys.readouterr().out
+    assert main(["explain", f"{models}:with_args", "--recipe", "factories.mxfp9"]) == 1
 
 
 def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +116,9 @@ def test_formats_lists_every_row(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recipes_and_env_say_how_each_recipe_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--json"]) == 0
     rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
-    assert list(rows) == list(RECIPES)
+    assert list(rows) == [*RECIPES, *(f"factories.{name}" for name in FACTORIES)]
+    assert rows["factories.high_precision_fwd_mxfp8_bwd"]["input"] == "identity|mxfp8_e4m3"
+    assert rows["factories.mxfp8_fwd_high_precision_bwd"]["weight"] == "mxfp8_e4m3>identity"
     assert rows["high_precision"]["on the CPU"] == "native"
     assert rows["rowwise"]["on Hopper"] == "native"
     assert rows["nvfp4"]["on Hopper"] == "emulated"

@@ -29,6 +29,7 @@ LAYERS = (
     "fxquant.roles",
     "fxquant.quantizers",
     "fxquant.recipes",
+    "fxquant.factories",
     "fxquant.passes",
     "fxquant.backend",
     "fxquant.explainer",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers import hybrid
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant import (
+    DelayedScalingRequest,
     DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -60,8 +62,8 @@ def sample(m: int = 48, k: int = 80, dtype: torch.dtype = torch.bfloat16) -> tor
 @each
 def test_equal_settings_are_equal_values(quantizer: Quantizer) -> None:
     """Invariant 64."""
-    twin = copy.deepcopy(quantizer)
-    assert twin is not quantizer and twin == quantizer and hash(twin) == hash(quantizer)
+    for twin in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer)), quantizer.copy()):
+        assert twin is not quantizer and twin == quantizer and hash(twin) == hash(quantizer)
     assert len({*QUANTIZERS.values()}) == len(QUANTIZERS)
     names = {cls.__name__: cls for cls in (type(quantizer),)} | {"torch": torch}
     assert eval(repr(quantizer), names) == quantizer
@@ -222,6 +224,7 @@ def test_identity_casts_when_asked() -> None:
 
 
 def test_a_missing_direction_is_named() -> None:
+    """Invariant 34."""
     with pytest.raises(RecipeError, match="columnwise representation is not available"):
         MXFP8Quantizer().quantize(sample(), columnwise=False).dequantize("columnwise")
 
@@ -239,6 +242,8 @@ def test_hybrid_refuses_what_it_cannot_hold() -> None:
         HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer=one)
     with pytest.raises(TypeError, match="columnwise_quantizer must be a Quantizer, not str"):
         HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer="mxfp8")
+    with pytest.raises(TypeError, match="rowwise_quantizer must be a Quantizer, not DelayedScalingRequest"):
+        HybridQuantizer(rowwise_quantizer=DelayedScalingRequest(), columnwise_quantizer=one)
     with pytest.raises(TypeError, match="itself a HybridQuantizer"):
         HybridQuantizer(rowwise_quantizer=hybrid(one, MXFP8Quantizer()), columnwise_quantizer=one)
     with pytest.raises(ValueError, match="'original' or 'rowwise_dequantized', not 'row'"):

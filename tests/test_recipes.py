@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import copy
 import functools
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import NAMES
+from helpers import NAMES, Asked
 
 import fxquant
 from fxquant import (
     CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
     Float8BlockQuantizer,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -22,7 +30,9 @@ from fxquant import (
     MXFP8Quantizer,
     NVFP4BlockScaling,
     NVFP4Quantizer,
+    QParams,
     QuantizerRole,
+    Recipe,
     RecipeError,
     Rule,
     Rules,
@@ -150,17 +160,150 @@ def test_none_from_a_factory_names_the_role() -> None:
 
 def test_the_kind_of_a_recipe_can_be_asked_as_in_transformer_engine() -> None:
     kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
-    asked = {name: [kind for kind in kinds if getattr(recipe, kind)()] for name, recipe in recipes.RECIPES.items()}
+    groups = ("float8_per_tensor_scaling", "block_scaling", "fp8")
+    custom = CustomRecipe(qfactory=HighPrecision().quantizer)
+    asked = {
+        name: [kind for kind in (*kinds, *groups) if getattr(recipe, kind)()]
+        for name, recipe in {**recipes.RECIPES, "custom": custom}.items()
+    }
     assert asked == {
         "high_precision": [],
-        "current_scaling": ["float8_current_scaling"],
-        "rowwise": [],
-        "float8_blockwise": ["float8_block_scaling"],
-        "mxfp8": ["mxfp8"],
-        "nvfp4": ["nvfp4"],
-        "delayed_scaling": ["delayed"],
+        "current_scaling": ["float8_current_scaling", "float8_per_tensor_scaling", "fp8"],
+        "rowwise": ["fp8"],
+        "float8_blockwise": ["float8_block_scaling", "block_scaling", "fp8"],
+        "mxfp8": ["mxfp8", "block_scaling", "fp8"],
+        "nvfp4": ["nvfp4", "block_scaling"],
+        "delayed_scaling": ["delayed", "float8_per_tensor_scaling", "fp8"],
+        "custom": ["custom"],
     }
-    assert CustomRecipe(qfactory=HighPrecision().quantizer).custom()
+    assert MXFP8BlockScaling.mxfp8() and not MXFP8BlockScaling.nvfp4(), "a class can be asked as well"
+
+
+def mxfp8_factory(role: QuantizerRole, dtype: torch.dtype = torch.float8_e4m3fn) -> MXFP8Quantizer:
+    return MXFP8Quantizer(dtype)
+
+
+def largest(history: torch.Tensor) -> torch.Tensor:
+    return history.amax(0)
+
+
+VALUES = {
+    **recipes.RECIPES,
+    "hybrid elements": MXFP8BlockScaling(fp8_format=Format.HYBRID, backward_override="dequantized"),
+    "delayed with a function": DelayedScaling(amax_compute_algo=largest, margin=2),
+    "factory": CustomRecipe(qfactory=mxfp8_factory),
+    "partial": CustomRecipe(qfactory=functools.partial(mxfp8_factory, dtype=E5M2)),
+    "rules": CustomRecipe(qfactory=Rules([Rule(MXFP8Quantizer(), name="a|b"), Rule(mxfp8_factory)], "nvfp4")),
+    "request": CustomRecipe(qfactory=Rules(default=DelayedScalingRequest(amax_compute_algo=largest))),
+    "settings": CustomRecipe(mxfp8_factory, fp8_dpa=True, backward_override="high_precision"),
+}
+
+
+@pytest.mark.parametrize("recipe", VALUES.values(), ids=VALUES)
+def test_recipes_are_values(recipe: Recipe) -> None:
+    for same in (copy.copy(recipe), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+        assert type(same) is type(recipe) and same == recipe and hash(same) == hash(recipe)
+        assert same.fingerprint() == recipe.fingerprint() and repr(same) == repr(recipe) and str(same) == str(recipe)
+    assert " at 0x" not in repr(recipe), "an address differs between processes"
+    assert repr(MXFP8BlockScaling(enable_2d_quantization=True)) == "MXFP8BlockScaling(enable_2d_quantization=True)"
+    assert [other for other in VALUES.values() if other == recipe] == [recipe]
+
+
+def test_a_fingerprint_is_the_same_in_another_process() -> None:
+    code = "import test_recipes as t\nfor recipe in t.VALUES.values(): print(recipe.fingerprint())"
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.stdout.splitlines() == [recipe.fingerprint() for recipe in VALUES.values()]
+
+
+def test_partials_are_compared_by_value() -> None:
+    def recipe(**settings: torch.dtype) -> CustomRecipe:
+        return CustomRecipe(qfactory=functools.partial(mxfp8_factory, **settings))
+
+    assert recipe(dtype=E5M2) == recipe(dtype=E5M2) and hash(recipe(dtype=E5M2)) == hash(recipe(dtype=E5M2))
+    assert recipe(dtype=E5M2) != recipe() != CustomRecipe(qfactory=mxfp8_factory)
+    by_identity = CustomRecipe(qfactory=functools.partial(mxfp8_factory, dtype=[E5M2]))
+    assert {by_identity: 1}[copy.copy(by_identity)] == 1, "arguments that cannot be hashed do no harm"
+
+
+def test_what_cannot_be_pickled_says_so() -> None:
+    local = CustomRecipe(qfactory=lambda role: MXFP8Quantizer())
+    assert copy.deepcopy(local) == local, "copying needs no import"
+    for recipe in (
+        local,
+        CustomRecipe(qfactory=Rules(default=lambda role: MXFP8Quantizer())),
+        DelayedScaling(amax_compute_algo=lambda history: history[0]),
+    ):
+        with pytest.raises(RecipeError, match=r"lambda.* cannot be pickled: .*top level of a module"):
+            pickle.dumps(recipe)
+
+
+@pytest.mark.parametrize(
+    "name", ["current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4"]
+)
+def test_fp8_attention_is_refused_by_the_named_recipes(name: str) -> None:
+    kind = type(recipes.get(name))
+    assert kind(fp8_dpa=False, fp8_mha=False) == recipes.get(name)
+    for keyword in ("fp8_dpa", "fp8_mha"):
+        with pytest.raises(RecipeError, match=f"keeps attention in high precision: {keyword}=True is not supported"):
+            kind(**{keyword: True})
+
+
+def test_keywords_without_a_meaning_here_are_refused() -> None:
+    assert MXFP8BlockScaling(margin=0) == MXFP8BlockScaling()
+    with pytest.raises(RecipeError, match="no margin"):
+        MXFP8BlockScaling(margin=1)
+    with pytest.raises(RecipeError, match="no backward_override='dequantized'"):
+        DelayedScaling(backward_override="dequantized")
+    with pytest.raises(RecipeError, match="fp8_mha=True is not supported"):
+        CustomRecipe(qfactory=mxfp8_factory, fp8_mha=True)
+    with pytest.raises(RecipeError, match="backward_override of CustomRecipe"):
+        CustomRecipe(qfactory=mxfp8_factory, backward_override="bf16")
+
+
+def test_each_kind_of_operand_may_have_its_own_scales() -> None:
+    eps = QParams(power_2_scale=True, amax_epsilon=1e-6)
+    current = Float8CurrentScaling(fp8_quant_bwd_grad=eps, fp8_quant_fwd_inp=QParams(amax_epsilon=0.5))
+    assert current.quantizer(role()) == Float8CurrentScalingQuantizer(amax_epsilon=0.5)
+    assert current.quantizer(role("weight")) == Float8CurrentScalingQuantizer()
+    grad = Float8CurrentScalingQuantizer(E5M2, force_pow_2_scales=True, amax_epsilon=1e-6)
+    assert current.quantizer(role("grad_output")) == grad
+    block = Float8BlockScaling(fp8_quant_fwd_weight=QParams(amax_epsilon=1e-3))
+    assert block.quantizer(role("weight")) == Float8BlockQuantizer(amax_epsilon=1e-3, force_pow_2_scales=False)
+    assert block.quantizer(role()) == Float8BlockScaling().quantizer(role())
+    assert current != Float8CurrentScaling() and current.fingerprint() != Float8CurrentScaling().fingerprint()
+    for keyword in ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
+        with pytest.raises(RecipeError, match=r"fp8_quant_fwd_inp=.* asks for what only FP4 has"):
+            Float8CurrentScaling(fp8_quant_fwd_inp=QParams(**{keyword: True}))
+
+
+@pytest.mark.parametrize("alignment", [0, -16])
+def test_alignment_must_be_positive_and_asks_nobody(alignment: int) -> None:
+    """Invariant 12."""
+    with pytest.raises(RecipeError, match=f"quantization_alignment must be positive, not {alignment}"):
+        CustomRecipe(qfactory=mxfp8_factory, quantization_alignment=alignment)
+    asked = Asked(HighPrecision())
+    assert CustomRecipe(qfactory=asked).quantization_alignment == 128
+    assert CustomRecipe(qfactory=asked, quantization_alignment=32).quantization_alignment == 32
+    assert asked.roles == []
+
+
+def test_backward_override_of_a_custom_recipe_is_on_top_of_its_factory() -> None:
+    """Invariants 32 and 50: no quantizer stands in its way but a delayed one."""
+    hybrid = HybridQuantizer(NVFP4Quantizer(), MXFP8Quantizer(), columnwise_source="rowwise_dequantized")
+    recipe = CustomRecipe(qfactory=Rules(default=hybrid), backward_override="high_precision")
+    assert recipe.quantizer(role()) == HybridQuantizer(NVFP4Quantizer(), IdentityQuantizer(), "original")
+    assert recipe.quantizer(role("grad_output")) == IdentityQuantizer()
+    delayed = CustomRecipe(qfactory=Rules(default=DelayedScalingRequest()), backward_override="high_precision")
+    with pytest.raises(RecipeError, match=r"does not go with delayed scaling \(role layers.0.fc \(linear, input\)\)"):
+        delayed.quantizer(role())
 
 
 def test_first_matching_rule_answers() -> None:

@@ -81,6 +81,7 @@ def test_per_row(key: str) -> None:
 
 @pytest.mark.parametrize("key", golden.keys("block", "payload") + golden.keys("special", "payload", under="block/"))
 def test_blocks_of_128(key: str) -> None:
+    """Invariant 63."""
     vectors = golden.load("special" if key.startswith("block/") else "block")
     name, config, shape = key.split("/")[-3:]
     element, spec = fp8_spec("block_128x128" if shape == "2d" else "block_1x128", config)
@@ -96,6 +97,7 @@ MX_KEYS = [(file, key) for file, under in MX_FILES.items() for key in golden.key
 
 @pytest.mark.parametrize(("file", "key"), MX_KEYS)
 def test_mxfp8(file: str, key: str) -> None:
+    """Invariants 52 and 54."""
     vectors = golden.load(file)
     name, config, shape = key.split("/")[-3:]
     element, _, mode = config.partition("_")
@@ -114,6 +116,7 @@ NV_KEYS = [(f, key) for f, under in NV_FILES for key in golden.keys(f, "payload"
 
 @pytest.mark.parametrize(("file", "key"), NV_KEYS)
 def test_nvfp4(file: str, key: str) -> None:
+    """Invariants 57 and 59."""
     vectors = golden.load(file)
     name, config = key.split("/")[-2:]
     kind, direction = config.split("_")

@@ -1,0 +1,325 @@
+"""Quantizer factories: those of TransformerEngine's library and zoo under its names, and how to compose one's own.
+
+    CustomRecipe(qfactory=fxquant.factories.mxfp8_fwd_nvfp4_bwd)
+    CustomRecipe(qfactory=first_and_last(factories.nvfp4, first=2, last=4, layers=model))
+
+A factory answers a `QuantizerRole`. Those of the library answer every role, those of attention and None included, as
+TransformerEngine's do; a product of two activations outside attention (`matmul`), which it does not have, stays in high
+precision as under the recipes. ``mxfp8_factory``, TransformerEngine's spelling, is `mxfp8`, and so on.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from fxquant.errors import RecipeError
+from fxquant.quantizers import (
+    DelayedScalingRequest,
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Format,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    value_text,
+)
+from fxquant.recipes import Answer, QuantizerFactory, Rule, Rules, ask
+from fxquant.roles import QuantizerRole
+
+FACTORIES: dict[str, QuantizerFactory] = {}
+"""The library, by name."""
+
+MISSING = {"stochastic_rounding", "row_scaled_nvfp4"} - {f.name for f in fields(NVFP4Quantizer)}
+"""Keywords of NVFP4Quantizer that factories need and this version lacks: such factories are not in `FACTORIES`."""
+
+
+def _library(*needs: str) -> Callable[[QuantizerFactory], Callable[[QuantizerRole | None], Any]]:
+    """Makes a function of linear and attention roles a factory of the library."""
+
+    def register(function: QuantizerFactory) -> Callable[[QuantizerRole | None], Any]:
+        @functools.wraps(function)
+        def factory(role: QuantizerRole | None) -> Quantizer | DelayedScalingRequest:
+            role = role or QuantizerRole()
+            return IdentityQuantizer() if role.module_type == "matmul" else function(role)
+
+        if not MISSING.intersection(needs):
+            FACTORIES[function.__name__] = factory
+        return factory
+
+    return register
+
+
+def _is_linear(role: QuantizerRole, tensor_type: str) -> bool:
+    return role.module_type in ("linear", "grouped_linear") and role.tensor_type == tensor_type
+
+
+def _dequantized(row: Quantizer, column: Quantizer) -> HybridQuantizer:
+    """A backward that sees the values which the forward multiplied."""
+    return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source="rowwise_dequantized")
+
+
+def _nvfp4(**settings: Any) -> NVFP4Quantizer:
+    return NVFP4Quantizer(fp4_dtype=DType.kFloat4E2M1, **settings)
+
+
+def _nvfp4_of(role: QuantizerRole) -> NVFP4Quantizer:
+    if _is_linear(role, "weight"):
+        return _nvfp4(with_2d_quantization=True)
+    if _is_linear(role, "grad_output"):
+        return _nvfp4(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True)
+    return _nvfp4(with_rht=True, with_post_rht_amax=True)
+
+
+@_library()
+def high_precision(role: QuantizerRole) -> IdentityQuantizer:
+    """Quantizes nothing."""
+    return IdentityQuantizer()
+
+
+@_library()
+def delayed_scaling(role: QuantizerRole) -> DelayedScalingRequest:
+    """Per-tensor FP8 with scales from earlier steps."""
+    return DelayedScalingRequest()
+
+
+@_library()
+def current_scaling(role: QuantizerRole) -> Float8CurrentScalingQuantizer:
+    """Per-tensor FP8 from the tensor's own amax: e4m3, and e5m2 for grad_output."""
+    return Float8CurrentScalingQuantizer(fp8_dtype=Format.HYBRID.dtype(role.tensor_type))
+
+
+@_library()
+def float8_block_scaling(role: QuantizerRole) -> Float8BlockQuantizer:
+    """FP8 with a scale for 128 elements, or a 128x128 tile of a weight."""
+    return Float8BlockQuantizer(block_scaling_dim=2 if _is_linear(role, "weight") else 1)
+
+
+@_library()
+def mxfp8(role: QuantizerRole) -> MXFP8Quantizer:
+    """MXFP8 in e4m3."""
+    return MXFP8Quantizer()
+
+
+@_library("stochastic_rounding")
+def nvfp4(role: QuantizerRole) -> NVFP4Quantizer:
+    """NVFP4: 16x16 tiles for weights, the Hadamard transform for the rest, stochastic rounding of gradients."""
+    return _nvfp4_of(role)
+
+
+@_library()
+def high_precision_fwd_mxfp8_bwd(role: QuantizerRole) -> Quantizer:
+    """A forward in high precision, and MXFP8 for both GEMMs of the backward."""
+    if _is_linear(role, "grad_output"):
+        return MXFP8Quantizer()
+    return HybridQuantizer(rowwise_quantizer=IdentityQuantizer(), columnwise_quantizer=MXFP8Quantizer())
+
+
+@_library()
+def mxfp8_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
+    """MXFP8 forward; the backward in high precision, of the values that the forward multiplied.
+
+    The bits of ``MXFP8BlockScaling(backward_override="dequantized")``.
+    """
+    if _is_linear(role, "grad_output"):
+        return IdentityQuantizer()
+    if _is_linear(role, "input") or _is_linear(role, "weight"):
+        return _dequantized(MXFP8Quantizer(), IdentityQuantizer())
+    return MXFP8Quantizer()
+
+
+@_library("stochastic_rounding")
+def mxfp8_fwd_nvfp4_bwd(role: QuantizerRole) -> Quantizer:
+    """MXFP8 forward, NVFP4 backward: dgrad from the weight of the forward, wgrad from the input itself.
+
+    NVFP4 has blocks of 16 throughout, the Hadamard transform for both operands of wgrad, and stochastic rounding of
+    gradients.
+    """
+    if _is_linear(role, "input"):
+        return HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=_nvfp4_of(role))
+    if _is_linear(role, "weight"):
+        return _dequantized(MXFP8Quantizer(), _nvfp4())
+    return _nvfp4_of(role) if _is_linear(role, "grad_output") else MXFP8Quantizer()
+
+
+@_library("stochastic_rounding")
+def nvfp4_1d_weight(role: QuantizerRole) -> Quantizer:
+    """NVFP4 with blocks of 16 for weights too, their columnwise half from the dequantized rowwise one."""
+    return _dequantized(_nvfp4(), _nvfp4()) if _is_linear(role, "weight") else _nvfp4_of(role)
+
+
+@_library("row_scaled_nvfp4")
+def nvfp4_row_scaled_fwd_mxfp8_bwd(role: QuantizerRole) -> Quantizer:
+    """Row-scaled NVFP4 forward and MXFP8 backward for experts, MXFP8 for all else (after Composer 2, arXiv 2603.24477).
+
+    The backward is quantized from the values of the forward.
+    """
+    if role.module_type == "grouped_linear" and role.tensor_type == "input":
+        return _dequantized(_nvfp4(row_scaled_nvfp4=True), MXFP8Quantizer())
+    if role.module_type == "grouped_linear" and role.tensor_type == "weight":
+        return _dequantized(_nvfp4(), MXFP8Quantizer())
+    return MXFP8Quantizer()
+
+
+@_library("row_scaled_nvfp4")
+def nvfp4_row_scaled_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
+    """NVFP4 forward with row-scaled inputs; the backward in high precision, of the values of the forward."""
+    if _is_linear(role, "grad_output"):
+        return IdentityQuantizer()
+    if _is_linear(role, "input"):
+        return _dequantized(_nvfp4(row_scaled_nvfp4=True), IdentityQuantizer())
+    return _dequantized(_nvfp4(), IdentityQuantizer()) if _is_linear(role, "weight") else _nvfp4()
+
+
+@_library("stochastic_rounding")
+def nvfp4_linear_fp8_dpa(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+    """NVFP4 for linear layers, FP8 for attention, whose `s` and `dp` have the scale of the step before.
+
+    Needs ``CustomRecipe(qfactory=nvfp4_linear_fp8_dpa, fp8_dpa=True)``.
+    """
+    attention = role.module_type == "dpa"
+    result = not role.module_type and re.search("dpa_output|dpa_grad_input", role.name)
+    if attention and role.tensor_type in ("s", "dp"):
+        return DelayedScalingRequest(amax_history_len=1, amax_compute_algo="most_recent")
+    if attention or result:
+        backward = role.tensor_type in ("do", "dqkv") if attention else "dpa_grad_input" in role.name
+        return Float8CurrentScalingQuantizer(fp8_dtype=DType.kFloat8E5M2 if backward else DType.kFloat8E4M3)
+    return _nvfp4_of(role)
+
+
+def by_module_type(answers: Mapping[str, Answer], default: Answer = "high_precision") -> Rules:
+    """An answer for each module type, such as ``{"linear": nvfp4, "grouped_linear": "mxfp8"}``; `default` for others.
+
+    An answer is a quantizer, or a recipe (or its name) or factory, which is asked about the role.
+    """
+    return Rules([Rule(answer, module_type=re.escape(kind)) for kind, answer in answers.items()], default)
+
+
+def by_tensor_type(answers: Mapping[str, Answer], default: Answer = "high_precision") -> Rules:
+    """An answer for each tensor type, such as ``{"weight": "nvfp4", "grad_output": MXFP8Quantizer()}``."""
+    return Rules([Rule(answer, tensor_type=re.escape(kind)) for kind, answer in answers.items()], default)
+
+
+def by_name(answers: Mapping[str, Answer], default: Answer = "high_precision") -> Rules:
+    r"""An answer for each pattern of layer names, such as ``{r"lm_head|.*\.router": "high_precision"}``.
+
+    Patterns are regular expressions for the whole name; the first that matches answers.
+    """
+    return Rules([Rule(answer, name=pattern) for pattern, answer in answers.items()], default)
+
+
+_LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<layer>\d+)(?:\..*)?")
+_ANY_STACK = r"((?!\d+\.)[^.]+\.)*"
+
+
+def first_and_last(
+    factory: Answer,
+    *,
+    first: int = 0,
+    last: int = 0,
+    layers: int | nn.Module | None = None,
+    ends: Answer = "high_precision",
+) -> Rules:
+    """`ends`, usually high precision, for the first and the last layers of a model, and `factory` for all between.
+
+    A layer is a member of a stack, usually a transformer block with all linears in it: its index is the first part of
+    a role's name that is a number, its stack what stands before. In ``decoder.layers.3.experts.7.up`` it is layer 3 of
+    ``decoder.layers``. Layers are counted from 0 in each stack by itself, so an encoder and a decoder have a first and
+    a last layer each; names without a number (``lm_head``) go to `factory`.
+
+    `layers` is the number of layers, or the model, whose parameters of two and more axes are then counted in each
+    stack. It is needed for `last`. A number that is too large is seen in the report: it names the rules that matched
+    nothing. Raises RecipeError for negative counts, and when `last` is given without `layers`.
+    """
+    if first < 0 or last < 0:
+        raise RecipeError(f"first and last count layers, so they cannot be negative: first={first}, last={last}")
+    if last and layers is None:
+        raise RecipeError(f"last={last} needs the number of layers: layers=32, or layers=model to have them counted")
+    if isinstance(layers, int) and layers < 1:
+        raise RecipeError(f"layers is the number of layers of a stack, not {layers}")
+    if isinstance(layers, nn.Module):
+        stacks = {f"{re.escape(stack)}\\." if stack else "": count for stack, count in _stacks(layers).items()}
+    else:
+        stacks = {_ANY_STACK: first if layers is None else layers}
+    rules = []
+    for stack, count in stacks.items():
+        indices = sorted({*range(min(first, count)), *range(max(count - last, 0), count if last else 0)})
+        rules += [Rule(ends, name=rf"{stack}{index}(\..*)?") for index in indices]
+    return Rules(rules, factory)
+
+
+def _stacks(model: nn.Module) -> dict[str, int]:
+    """How many layers each stack of a model has."""
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found = _LAYER.fullmatch(name) if parameter.ndim > 1 else None
+        if found:
+            stack, layer = found["stack"] or "", int(found["layer"])
+            counts[stack] = max(counts.get(stack, 0), layer + 1)
+    return counts
+
+
+@dataclass(frozen=True, repr=False)
+class StringRoles:
+    """A factory from one that expects the older roles, which were strings; see `from_string_roles`."""
+
+    factory: Callable[[str], Quantizer | DelayedScalingRequest]
+
+    def __call__(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        if role.module_type not in ("linear", "grouped_linear"):
+            return IdentityQuantizer()
+        text = f"linear_{role.tensor_type}"
+        return ask(lambda _: self.factory(text), role, f"the factory for {text!r}")
+
+    def __repr__(self) -> str:
+        return value_text(self)
+
+
+def from_string_roles(factory: Callable[[str], Quantizer | DelayedScalingRequest]) -> StringRoles:
+    """A factory from one that was written for TransformerEngine's older roles.
+
+    They are ``linear_input``, ``linear_weight``, ``linear_output``, ``linear_grad_output`` and ``linear_grad_input``;
+    `factory` is asked with the first, second and fourth, since outputs and input gradients are never quantized. Experts
+    are linears to it, and whatever it did not know, attention for one, stays in high precision. None, which it may have
+    returned there, is refused.
+    """
+    return StringRoles(factory)
+
+
+def __getattr__(name: str) -> QuantizerFactory:
+    base = name.removesuffix("_factory").removesuffix("_quantizer")
+    if base != name and base in FACTORIES:
+        return FACTORIES[base]
+    raise AttributeError(f"module 'fxquant.factories' has no attribute {name!r}")
+
+
+__all__ = [
+    "FACTORIES",
+    "StringRoles",
+    "by_module_type",
+    "by_name",
+    "by_tensor_type",
+    "current_scaling",
+    "delayed_scaling",
+    "first_and_last",
+    "float8_block_scaling",
+    "from_string_roles",
+    "high_precision",
+    "high_precision_fwd_mxfp8_bwd",
+    "mxfp8",
+    "mxfp8_fwd_high_precision_bwd",
+    "mxfp8_fwd_nvfp4_bwd",
+    "nvfp4",
+    "nvfp4_1d_weight",
+    "nvfp4_linear_fp8_dpa",
+    "nvfp4_row_scaled_fwd_high_precision_bwd",
+    "nvfp4_row_scaled_fwd_mxfp8_bwd",
+]
