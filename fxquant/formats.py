@@ -102,6 +102,8 @@ def _rows() -> dict[str, Format]:
     ]  # fmt: skip
     for name in ("e4m3", "e5m2"):
         element = ELEMENTS[name]
+        emulated = "emulated: dequantized, then bf16 matmul"
+        block_mm = "native in whole tiles: _scaled_mm, block scales" if name == "e4m3" else emulated
         rows += [
             Format(
                 name=f"per_tensor_{name}", family="per_tensor", element=element, block=(0, 0), scale_dtype=f32,
@@ -113,19 +115,19 @@ def _rows() -> dict[str, Format]:
             ),
             Format(
                 name=f"block_1x128_{name}", family="block", element=element, block=(1, 128), scale_dtype=f32,
-                alignment=128, hopper="native in whole tiles of e4m3: _scaled_mm, block scales",
+                alignment=128, hopper=block_mm,
             ),
             Format(
                 name=f"block_128x128_{name}", family="block", element=element, block=(128, 128), scale_dtype=f32,
-                alignment=128, hopper="native in whole tiles of e4m3: _scaled_mm, block scales",
+                alignment=128, hopper=block_mm,
             ),
             Format(
                 name=f"mxfp8_{name}", family="mxfp8", element=element, block=(1, 32), scale_dtype=e8m0,
-                alignment=32, hopper="emulated: dequantized, then bf16 matmul",
+                alignment=32, hopper=emulated,
             ),
             Format(
                 name=f"mxfp8_2d_{name}", family="mxfp8", element=element, block=(32, 32), scale_dtype=e8m0,
-                alignment=32, hopper="emulated: dequantized, then bf16 matmul",
+                alignment=32, hopper=emulated,
             ),
         ]  # fmt: skip
     e2m1 = ELEMENTS["e2m1"]

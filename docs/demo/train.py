@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import hashlib
 import json
 import platform
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -35,6 +35,7 @@ from fxquant import (
     NVFP4Quantizer,
     QuantizerRole,
     Report,
+    factories,
     report_html,
 )
 from fxquant.report import aligned
@@ -55,7 +56,7 @@ class Config:
 
 
 CPU = Config(dim=128, depth=2, heads=4, hidden=384, batch=4, length=128, steps=300, lr=3e-3)
-GPU = Config(dim=1024, depth=8, heads=16, hidden=2816, batch=16, length=1024, steps=600, lr=6e-4)
+GPU = Config(dim=1024, depth=4, heads=16, hidden=2816, batch=16, length=1024, steps=600, lr=6e-4)
 
 
 def mxfp8_forward_nvfp4_backward(role: QuantizerRole) -> fxquant.Quantizer:
@@ -92,6 +93,8 @@ class Run:
     saved_bytes: int = 0
     compile_seconds: float = 0.0
     seconds: float = 0.0
+    digest: str = ""
+    """Of the bits of all parameters in the end."""
 
 
 def main() -> None:
@@ -179,21 +182,49 @@ def _sizes(config: Config) -> dict[str, int]:
     return {"dim": config.dim, "depth": config.depth, "heads": config.heads, "hidden": config.hidden}
 
 
-def train(name: str, config: Config, data: Tensor, device: str, inner: str) -> tuple[Run, Report | None]:
-    """One run under the recipe of that name; the report says what was quantized."""
-    torch.manual_seed(0)
+def recipe_of(name: str) -> fxquant.Recipe | str | None:
+    """The recipe of a name: of this demo's, of fxquant's, or of the library of factories (``factories.NAME``)."""
+    if name in RECIPES:
+        return RECIPES[name]  # type: ignore[no-any-return]
+    library, _, factory = name.rpartition(".")
+    return CustomRecipe(qfactory=factories.FACTORIES[factory]) if library == "factories" else name
+
+
+def train(
+    name: str, config: Config, data: Tensor, device: str, inner: str, *, keep: Path | None = None,
+    resume: Path | None = None, seed: int = 0,
+) -> tuple[Run, Report | None]:  # fmt: skip
+    """One run under the recipe of that name; the report says what was quantized.
+
+    `keep` is written halfway, with everything that the rest of the run depends on; `resume` is such a file to go on
+    from.
+    """
+    torch.manual_seed(seed)
     torch._dynamo.reset()
     model = Transformer(**_sizes(config)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, total_steps=config.steps + 1, pct_start=0.1)
-    recipe = RECIPES[name]
-    backend: Callable[..., Any] | str = inner if recipe is None else fxquant.Backend(recipe, inner=inner)
-    compiled = torch.compile(model, backend=backend)
-    generator = torch.Generator().manual_seed(0)
+    recipe = recipe_of(name)
+    backend = None if recipe is None else fxquant.Backend(recipe, inner=inner)
+    compiled = torch.compile(model, backend=backend or inner)
+    generator = torch.Generator().manual_seed(seed)
     window = torch.arange(config.length + 1, device=device)
 
     run, progress, started = Run(name), Progress(name, config.steps), time.perf_counter()
-    for step in range(config.steps):
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if resume is not None:
+        state = torch.load(resume)
+        for key, part in parts.items():
+            part.load_state_dict(state[key])
+        if backend is not None:
+            backend.load_state_dict(state["quantization"])
+        generator.set_state(state["generator"])
+        run.losses = state["losses"]
+    for step in range(len(run.losses), config.steps):
+        if keep is not None and step == config.steps // 2:
+            state = {key: part.state_dict() for key, part in parts.items()}
+            state["quantization"] = {} if backend is None else backend.state_dict()
+            torch.save({**state, "generator": generator.get_state(), "losses": run.losses}, keep)
         start = torch.randint(len(data) - config.length, (config.batch, 1), generator=generator).to(device)
         batch = data[start + window].long()
         saved = SavedBytes(model) if step == 1 else contextlib.nullcontext()
@@ -212,13 +243,22 @@ def train(name: str, config: Config, data: Tensor, device: str, inner: str) -> t
     run.seconds = time.perf_counter() - started
     last = run.losses[-20:]
     run.final = sum(last) / len(last)
+    run.digest = digest(model)
     progress.finish(f"{run.final:.3f} nats/byte, {run.seconds:.0f} s ({run.compile_seconds:.0f} s to compile)")
-    if recipe is None:
+    if backend is None:
         return run, None
     report = backend.report()
     report.recipe = name
     run.coverage = report.coverage
     return run, report
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A hash of the bits of all parameters."""
+    made = hashlib.sha256()
+    for parameter in model.parameters():
+        made.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()[:16]
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -260,7 +300,7 @@ class Progress:
             print()
 
     def _write(self, text: str) -> None:
-        line = f"{self.name:<22}{text}"
+        line = f"{self.name:<21} {text}"
         print("\r" + line.ljust(79) if self.live else line, end="" if self.live else "\n", flush=True)
 
 
