@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from fxquant.formats import QuantSpec
 
 FOLDER = Path(__file__).parent / "golden"
+DEVICE = os.environ.get("FXQUANT_GOLDEN_DEVICE", "cpu")
+"""Where the vectors are put, and so where the tests that use them run."""
 
 
 @cache
@@ -19,7 +22,7 @@ def load(name: str) -> dict[str, Tensor]:
     paths = [FOLDER / f"{name}.safetensors"]
     if not paths[0].exists():
         paths = sorted(FOLDER.glob(f"{name}_*.safetensors"))
-    return {key: value for path in paths for key, value in load_file(path).items()}
+    return {key: value for path in paths for key, value in load_file(path, DEVICE).items()}
 
 
 def source(name: str) -> Tensor:
