@@ -7,7 +7,7 @@ Nothing else in the project re-derives these facts from a dtype. What crosses an
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -157,9 +157,10 @@ class QuantSpec:
     `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax (numerics: amax < eps gives eps).
     `torchao` takes torchao's scale formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding
     of MX scales. `rht` applies the 16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only),
-    `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a
-    delayed scale in the state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own
-    quantizer (format ``custom``) in `fxquant.kernels.custom`.
+    `random_signs` its sign mask. `stochastic` rounds elements up or down at random (NVFP4), by random numbers of the
+    `stream`. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a delayed scale in the
+    state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own quantizer (format
+    ``custom``) in `fxquant.kernels.custom`.
     """
 
     format: str
@@ -169,6 +170,8 @@ class QuantSpec:
     mode: str = "rceil"
     rht: bool = False
     random_signs: bool = True
+    stochastic: bool = False
+    stream: int = 0
     dtype: str = ""
     slot: int = -1
     key: str = ""
@@ -190,6 +193,8 @@ class QuantSpec:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")
         if self.mode not in MX_MODES:
             raise RecipeError(f"unknown MX scale mode {self.mode!r}; known modes: {', '.join(MX_MODES)}")
+        if self.stochastic and not self.key and self.row.family != "nvfp4":
+            raise RecipeError(f"stochastic rounding is part of NVFP4 alone, not of {self.format}")
 
     def __str__(self) -> str:
         changed = []
@@ -227,6 +232,19 @@ class OperandSpec:
     rowwise: QuantSpec
     columnwise: QuantSpec
     from_rowwise: bool = False
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether either direction takes random numbers."""
+        return self.rowwise.stochastic or self.columnwise.stochastic
+
+    def numbered(self, number: int) -> OperandSpec:
+        """The same with random streams of its own for each direction, given the operand's number in its graph."""
+        sides = (self.rowwise, self.columnwise)
+        row, column = (
+            replace(side, stream=2 * number + i) if side.stochastic else side for i, side in enumerate(sides)
+        )
+        return OperandSpec(row, column, self.from_rowwise)
 
     def __str__(self) -> str:
         if self.rowwise == self.columnwise and not self.from_rowwise:

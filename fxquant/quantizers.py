@@ -143,6 +143,12 @@ class Quantizer:
 
         Raises RecipeError for a tensor that is not floating point or has no axis.
         """
+        return self._quantize(x, rowwise, columnwise)
+
+    def _quantize(
+        self, x: Tensor, rowwise: bool, columnwise: bool, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`quantize`, with the generator that stochastic rounding takes its seed from."""
         from fxquant.kernels import ops
 
         if not x.is_floating_point() or x.ndim == 0:
@@ -152,9 +158,13 @@ class Quantizer:
         flat = x.detach().reshape(-1, x.shape[-1]) if x.shape[-1] else x.detach().flatten(0, -2)
         spec = self.operand_spec()
         wanted = [d for d, on in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)) if on]
+        random: Tensor | None = None
+        if spec.is_stochastic:
+            device = "cpu" if generator is None else generator.device
+            random = torch.randint(2**63 - 1, (2,), generator=generator, device=device).to(x.device)
         parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = {}
         for direction in wanted:
-            parts[direction] = ops.quantize_operand(flat, spec, str(direction))
+            parts[direction] = ops.quantize_operand(flat, spec.numbered(0), str(direction), random=random)
         shown = {d: _show(p, s, flat.shape[1 if d is Direction.ROWWISE else 0]) for d, (p, s) in parts.items()}
         return QuantizedTensor(shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), x.shape, x.dtype, parts)
 
@@ -303,13 +313,16 @@ class NVFP4Quantizer(Quantizer):
     """NVFP4: e2m1 elements, an e4m3 scale for 16 of them or a 16x16 tile, and one float32 amax for the tensor.
 
     `with_rht` transforms the columnwise half before it is quantized, with `with_random_sign_mask` by the signed
-    Hadamard matrix.
+    Hadamard matrix. `stochastic_rounding` rounds elements at random in proportion to their distances from the two
+    neighbours, so that the mean over many roundings is the value itself; scales are rounded to nearest. In a compiled
+    graph the random bits come from its state (see `fxquant.Backend.state_dict`).
     """
 
     fp4_dtype: torch.dtype = torch.float4_e2m1fn_x2
     with_rht: bool = False
     with_post_rht_amax: bool = False
     with_2d_quantization: bool = False
+    stochastic_rounding: bool = False
     with_random_sign_mask: bool = True
 
     def __post_init__(self) -> None:
@@ -320,11 +333,21 @@ class NVFP4Quantizer(Quantizer):
                 "NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True"
             )
 
+    def quantize(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`Quantizer.quantize`, which for stochastic rounding takes two numbers from `generator`.
+
+        All random bits follow from them, on every device alike. By default they come from torch's CPU generator.
+        """
+        return self._quantize(x, rowwise, columnwise, generator)
+
     def spec(self, direction: Direction) -> QuantSpec:
         return QuantSpec(
             format="nvfp4_2d" if self.with_2d_quantization else "nvfp4",
             rht=self.with_rht and direction is Direction.COLUMNWISE,
             random_signs=self.with_random_sign_mask or not self.with_rht,
+            stochastic=self.stochastic_rounding,
         )
 
 
@@ -365,6 +388,12 @@ class HybridQuantizer(Quantizer):
             raise ValueError(
                 f"columnwise_source must be 'original' or 'rowwise_dequantized', not {self.columnwise_source!r}"
             )
+
+    def quantize(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`Quantizer.quantize`, with the generator that stochastic rounding takes numbers from."""
+        return self._quantize(x, rowwise, columnwise, generator)
 
     def side(self, direction: Direction) -> Quantizer:
         return self.rowwise_quantizer if direction is Direction.ROWWISE else self.columnwise_quantizer

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from fxquant.compat import statically_known_true
+from fxquant.errors import RecipeError
 from fxquant.formats import Element, QuantSpec
+from fxquant.kernels import philox
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
@@ -31,7 +33,7 @@ _SMALLEST_POWER = 0x00400000
 """The bits of 2^-127, the one power of two that an E8M0 scale or its inverse reaches as a subnormal."""
 
 
-def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> list[Tensor]:
+def quantize(x: Tensor, spec: QuantSpec, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes x [*batch, R, C] (float32, bfloat16, float16; float64 is rounded to float32) along its last axis.
 
     Returns [data, scale], for NVFP4 [data, scale, global_amax]. `data` is [*batch, R, Cp] in the element's dtype, for
@@ -45,6 +47,9 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
     mxfp8, mxfp8_2d  uint8 E8M0 codes [*batch, R, Cp/32]; a 32x32 tile's code stands in each of its rows
     nvfp4, nvfp4_2d  float8_e4m3fn [*batch, R, Cp/16], likewise; global_amax is float32 [1]
     ===============  ====================================================================================
+
+    `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
+    multiplied; for stochastic rounding int64 [2], seed and step.
     """
     row = spec.row
     if x.dtype == torch.float64:
@@ -53,10 +58,14 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
     if spec.rht:
         x = hadamard(x, random_signs=spec.random_signs)
     if row.family == "nvfp4":
-        return _quantize_nvfp4(x, spec)
+        if not spec.stochastic:
+            return quantize_nvfp4(x, spec)
+        if state is None:
+            raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
+        return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state, spec.stream))
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
-    return _quantize_float32_scale(x, spec, multiplier)
+    return _quantize_float32_scale(x, spec, state)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -157,8 +166,25 @@ def encode_e2m1(y: Tensor) -> Tensor:
     # written so that NaN, for which every comparison is false, gets 7
     below = (magnitude <= 0.25).to(torch.uint8) + (magnitude < 0.75) + (magnitude <= 1.25) + (magnitude < 1.75)
     below = below + (magnitude <= 2.5) + (magnitude < 3.5) + (magnitude <= 5.0)
+    return (7 - below) | _sign_bit(y)
+
+
+def encode_e2m1_stochastic(y: Tensor, byte: Tensor) -> Tensor:
+    """E2M1 codes of float32 values, rounded up with a probability that grows with the distance from the grid below.
+
+    `byte` in [0, 256) decides: byte/256 of a grid step is added to the magnitude, in float32, and the sum is rounded
+    down. Saturating; bit 3 is the sign, NaN 7. (TransformerEngine's software rule for cvt.rs, numerics: NVFP4.)
+    """
+    magnitude = y.abs()
+    step = torch.where(magnitude < 2, 0.5 / 256, torch.where(magnitude < 4, 1 / 256, 2 / 256))
+    sum = magnitude + byte.float() * step
+    below = (sum < 0.5).to(torch.uint8) + (sum < 1) + (sum < 1.5) + (sum < 2) + (sum < 3) + (sum < 4) + (sum < 6)
+    return (7 - below) | _sign_bit(y)
+
+
+def _sign_bit(y: Tensor) -> Tensor:
     negative = y.view(torch.int32) <= _NOT_MANTISSA  # as integers: -0.0 and below, without NaN
-    return (7 - below) | (negative.to(torch.uint8) << 3)
+    return negative.to(torch.uint8) << 3
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
@@ -223,8 +249,11 @@ def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     return [cast_fp8(y, row.element).flatten(-2), code.to(torch.uint8)]
 
 
-def _quantize_nvfp4(x: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax to 448 * 6."""
+def quantize_nvfp4(x: Tensor, spec: QuantSpec, random_bytes: Tensor | None = None) -> list[Tensor]:
+    """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax to 448 * 6.
+
+    x [*batch, R, Cp] is padded, and transformed if it is to be. With a byte for each element, rounds stochastically.
+    """
     row = spec.row
     amax = _block_amax(x, row.block)
     global_amax = _amax(amax)
@@ -233,7 +262,8 @@ def _quantize_nvfp4(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     scale = _repeat_rows(scale, row.block[0], x.shape[-2])
     # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
     factor = _reciprocal(scale.float() * decode).clamp(max=_FLT_MAX)
-    code = encode_e2m1(_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+    y = (_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+    code = encode_e2m1(y) if random_bytes is None else encode_e2m1_stochastic(y, random_bytes)
     return [code[..., ::2] | (code[..., 1::2] << 4), scale, global_amax]
 
 

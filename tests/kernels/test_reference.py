@@ -130,6 +130,29 @@ def test_nvfp4(file: str, key: str) -> None:
     assert_bits(amax, vectors[f"{key}/amax"])
 
 
+@pytest.mark.parametrize("key", golden.keys("stochastic", "payload", "payload_t"))
+def test_nvfp4_stochastic(key: str) -> None:
+    """With the random bytes given."""
+    vectors = golden.load("stochastic")
+    name, config = key.split("/")
+    x = golden.source(name)
+    if config.endswith("col"):
+        x = x.mT
+    if config == "rht_col":
+        x = reference.hadamard(x)
+    spec = QuantSpec(format="nvfp4", stochastic=True)
+    data, scale, amax = reference.quantize_nvfp4(x, spec, vectors[f"{key}/random_bytes"])
+    assert_bits(data, vectors[f"{key}/{'payload_t' if config.endswith('col') else 'payload'}"])
+    assert_bits(scale, vectors[f"{key}/scale"])
+    assert_bits(amax, vectors[f"{key}/amax"])
+
+
+def test_stochastic_codes_of_every_byte() -> None:
+    vectors = golden.load("stochastic")
+    y, byte = vectors["table/y"].unsqueeze(-1), torch.arange(256)
+    assert_bits(reference.encode_e2m1_stochastic(y, byte), vectors["table/codes"])
+
+
 @pytest.mark.parametrize("kind", ["finite", "special"])
 def test_casts(kind: str) -> None:
     vectors = golden.load("casts")
