@@ -33,7 +33,8 @@ def run_example(code: str) -> str:
 
 def markdown(rows: list[dict[str, str]]) -> str:
     """Rows with equal keys as a Markdown table."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[value.replace("|", "\\|") for value in row.values()] for row in rows]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -236,13 +236,15 @@ class MXFP8BlockScaling(_LinearRecipe):
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(_LinearRecipe):
-    """NVFP4 for all three GEMMs, with 16x16 tiles for weights unless `disable_2d_quantization`.
+    """NVFP4 for all three GEMMs, by the recipe of "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
 
-    The randomized Hadamard transform is off by default in this version; stochastic rounding of gradients is not yet
-    part of it.
+    Inputs and gradients go through a randomized Hadamard transform before wgrad (`disable_rht`), gradients are rounded
+    stochastically (`disable_stochastic_rounding`; seed and step are state, see `fxquant.Backend.state_dict`), and
+    weights are scaled in 16x16 tiles, equal in both directions (`disable_2d_quantization`).
     """
 
-    disable_rht: bool = True
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     backward_override: str | None = None
 
@@ -252,7 +254,11 @@ class NVFP4BlockScaling(_LinearRecipe):
     def _linear(self, role: QuantizerRole) -> Quantizer:
         if role.tensor_type == "weight":
             return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
-        return NVFP4Quantizer(with_rht=not self.disable_rht, with_post_rht_amax=not self.disable_rht)
+        return NVFP4Quantizer(
+            with_rht=not self.disable_rht,
+            with_post_rht_amax=not self.disable_rht,
+            stochastic_rounding=role.tensor_type == "grad_output" and not self.disable_stochastic_rounding,
+        )
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _update(
         ("forward_amax", graph.call_function(torch.zeros_like, (inputs["forward_amax"],))),
         ("step", step),
     ):
-        graph.call_method("copy_", (inputs[name], value))
+        graph.call_function(torch.ops.aten.copy_.default, (inputs[name], value))
     return _Bound(scale, inputs["forward_amax"], inputs["backward_amax"], step)
 
 
@@ -125,7 +125,7 @@ def _next_step(graph: fx.Graph, random: fx.Node, training: bool) -> fx.Node:
         return random
     seed, step = (graph.call_function(torch.narrow, (random, 0, i, 1)) for i in range(2))
     following = graph.call_function(torch.cat, ((seed, graph.call_function(torch.add, (step, 1))),))
-    graph.call_method("copy_", (random, following))
+    graph.call_function(torch.ops.aten.copy_.default, (random, following))
     return following
 
 

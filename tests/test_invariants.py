@@ -108,6 +108,7 @@ ROWS, TENSOR_POW2 = Float8RowwiseQuantizer(), Float8CurrentScalingQuantizer(forc
 TENSOR, TENSOR_E5M2 = Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(E5M2)
 RHT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
 DEQUANTIZED = "rowwise_dequantized"
+PLAIN_NVFP4 = recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
 
 ROUTES: dict[str, Recipe] = {
     "identity": recipes.get("high_precision"),
@@ -120,9 +121,11 @@ ROUTES: dict[str, Recipe] = {
     "mxfp8_e4m3": recipes.get("mxfp8"),
     "mxfp8_hybrid": recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID),
     "mxfp8_w2d": recipes.MXFP8BlockScaling(enable_2d_quantization=True),
-    "nvfp4_1d": recipes.NVFP4BlockScaling(disable_2d_quantization=True),
-    "nvfp4_w2d": recipes.get("nvfp4"),
-    "nvfp4_w2d_rht": recipes.NVFP4BlockScaling(disable_rht=False),
+    "nvfp4_1d": recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+    "nvfp4_w2d": PLAIN_NVFP4,
+    "nvfp4_w2d_rht": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "rows_ao_gw_hp": per_role(input=hybrid(ROWS, ID), weight=hybrid(ROWS, TENSOR_POW2), grad_output=hybrid(ROWS, ID)),
     "mxfp8_fwd_nvfp4_bwd_original": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV), grad_output=NV),
     "mxfp8_fwd_nvfp4_bwd_wdeq": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
@@ -187,7 +190,7 @@ def test_three_format_routing_takes_each_gemm_from_its_own_recipe(shape: tuple[i
     """Invariant 25: fprop is the plain recipe A's, dgrad B's, wgrad C's, and the bias gradient the plain sum."""
     x, w, dy = problem(*shape)
     bias = torch.randn(shape[2], dtype=x.dtype)
-    a, b, c = per_role(input=MX, weight=MX, grad_output=MX), recipes.get("current_scaling"), recipes.get("nvfp4")
+    a, b, c = per_role(input=MX, weight=MX, grad_output=MX), recipes.get("current_scaling"), PLAIN_NVFP4
     tensor = {op: b.quantizer(QuantizerRole("linear", op)) for op in OPERANDS}
     routed = per_role(
         input=hybrid(MX, NV), weight=hybrid(MX, tensor["weight"]), grad_output=hybrid(tensor["grad_output"], NV)

@@ -51,7 +51,12 @@ def role(tensor_type: str = "input", name: str = "layers.0.fc", module_type: str
             Float8BlockQuantizer(block_scaling_dim=1),
         ),
         ("mxfp8", *[MXFP8Quantizer()] * 3),
-        ("nvfp4", NVFP4Quantizer(), NVFP4Quantizer(with_2d_quantization=True), NVFP4Quantizer()),
+        (
+            "nvfp4",
+            NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+            NVFP4Quantizer(with_2d_quantization=True),
+            NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True),
+        ),
     ],
 )
 def test_named_recipes_give_these_quantizers(name: str, input, weight, grad_output) -> None:
@@ -83,7 +88,8 @@ def test_different_recipes_have_different_fingerprints() -> None:
         Float8CurrentScaling(fp8_format=Format.E4M3),
         MXFP8BlockScaling(enable_2d_quantization=True),
         MXFP8BlockScaling(fp8_format=Format.HYBRID),
-        NVFP4BlockScaling(disable_rht=False),
+        NVFP4BlockScaling(disable_rht=True),
+        NVFP4BlockScaling(disable_stochastic_rounding=True),
         Float8BlockScaling(use_f32_scales=True),
         CustomRecipe(qfactory=lambda role: MXFP8Quantizer()),
         CustomRecipe(qfactory=functools.partial(max, key=1)),
@@ -99,8 +105,10 @@ def test_options_reach_their_quantizers() -> None:
     assert e4m3.quantizer(role("grad_output")) == Float8CurrentScalingQuantizer()
     assert MXFP8BlockScaling(fp8_format=Format.HYBRID).quantizer(role("grad_output")) == MXFP8Quantizer(E5M2)
     assert not Float8BlockScaling(use_f32_scales=True).quantizer(role()).force_pow_2_scales
-    assert NVFP4BlockScaling(disable_rht=False).quantizer(role()).with_rht
-    assert not NVFP4BlockScaling(disable_rht=False).quantizer(role("weight")).with_rht
+    plain = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    assert [plain.quantizer(role(t)) for t in ("input", "weight", "grad_output")] == [NVFP4Quantizer()] * 3
+    assert not NVFP4BlockScaling(disable_stochastic_rounding=True).quantizer(role("grad_output")).stochastic_rounding
+    assert not NVFP4BlockScaling(disable_rht=True).quantizer(role("grad_output")).with_rht
 
 
 def test_mxfp8_tiles_are_for_weights_of_linears_only() -> None:
