@@ -147,6 +147,8 @@ CUSTOM = Format(
 )  # fmt: skip
 """What a user's own quantizer is to the passes."""
 
+ERROR_MODES = ("mae", "mse")
+
 MX_MODES = ("rceil", "floor", "ceil", "even")
 
 
@@ -157,10 +159,13 @@ class QuantSpec:
     `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax (numerics: amax < eps gives eps).
     `torchao` takes torchao's scale formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding
     of MX scales. `rht` applies the 16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only),
-    `random_signs` its sign mask. `stochastic` rounds elements up or down at random (NVFP4), by random numbers of the
-    `stream`. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a delayed scale in the
-    state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own quantizer (format
-    ``custom``) in `fxquant.kernels.custom`.
+    `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a
+    delayed scale in the state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own
+    quantizer (format ``custom``) in `fxquant.kernels.custom`.
+
+    Of NVFP4 alone: `stochastic` rounds elements up or down at random, by the random numbers of its `stream`.
+    `row_scaled` takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``) the better of two scales
+    for each block by that error; `e4m3_max` is what block scales reach.
     """
 
     format: str
@@ -172,6 +177,9 @@ class QuantSpec:
     random_signs: bool = True
     stochastic: bool = False
     stream: int = 0
+    row_scaled: bool = False
+    four_over_six: str = ""
+    e4m3_max: int = 448
     dtype: str = ""
     slot: int = -1
     key: str = ""
@@ -193,8 +201,17 @@ class QuantSpec:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")
         if self.mode not in MX_MODES:
             raise RecipeError(f"unknown MX scale mode {self.mode!r}; known modes: {', '.join(MX_MODES)}")
-        if self.stochastic and not self.key and self.row.family != "nvfp4":
-            raise RecipeError(f"stochastic rounding is part of NVFP4 alone, not of {self.format}")
+        of_nvfp4 = {
+            "stochastic": self.stochastic,
+            "row_scaled": self.row_scaled,
+            "four_over_six": self.four_over_six,
+            "e4m3_max": self.e4m3_max != 448,
+        }
+        chosen = [name for name, on in of_nvfp4.items() if on]
+        if chosen and not self.key and self.row.family != "nvfp4":
+            raise RecipeError(f"{', '.join(chosen)} is part of NVFP4 alone, not of {self.format}")
+        if self.four_over_six not in ("", *ERROR_MODES):
+            raise RecipeError(f"unknown error mode {self.four_over_six!r}; known modes: {', '.join(ERROR_MODES)}")
 
     def __str__(self) -> str:
         changed = []

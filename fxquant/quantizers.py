@@ -58,7 +58,8 @@ class QuantizedOperand:
     """One direction of a quantized tensor, with the contracted axis last.
 
     `data`: [M, K] rowwise, [K, M] columnwise; torch.float4_e2m1fn_x2 packs two elements in one along the last axis.
-    `scale`: what dequantization multiplies by, e8m0 and e4m3 scales raw. `global_amax`: float32 [1], NVFP4 only.
+    `scale`: what dequantization multiplies by, e8m0 and e4m3 scales raw. `global_amax`: NVFP4 only, float32 [1] or
+    one a row of `data` [..., 1].
     """
 
     data: Tensor
@@ -316,6 +317,13 @@ class NVFP4Quantizer(Quantizer):
     Hadamard matrix. `stochastic_rounding` rounds elements at random in proportion to their distances from the two
     neighbours, so that the mean over many roundings is the value itself; scales are rounded to nearest. In a compiled
     graph the random bits come from its state (see `fxquant.Backend.state_dict`).
+
+    `row_scaled_nvfp4` takes the float32 amax of each row (columnwise: of each column) in the place of the tensor's.
+    `nvfp4_use_4over6` maps the largest element of a block to 4 where that gives a smaller error than mapping it to 6,
+    by `nvfp4_4over6_err_mode` (``MAE`` or ``MSE``); `nvfp4_e4m3_max` (448 or 256) is then what block scales reach.
+
+    Raises RecipeError for settings that exclude each other: the row amax goes with no transform, no tiles and no
+    stochastic rounding, 4over6 with no transform and no stochastic rounding.
     """
 
     fp4_dtype: torch.dtype = torch.float4_e2m1fn_x2
@@ -323,6 +331,10 @@ class NVFP4Quantizer(Quantizer):
     with_post_rht_amax: bool = False
     with_2d_quantization: bool = False
     stochastic_rounding: bool = False
+    row_scaled_nvfp4: bool = False
+    nvfp4_use_4over6: bool = False
+    nvfp4_e4m3_max: int = 448
+    nvfp4_4over6_err_mode: str = "MAE"
     with_random_sign_mask: bool = True
 
     def __post_init__(self) -> None:
@@ -332,6 +344,17 @@ class NVFP4Quantizer(Quantizer):
             raise RecipeError(
                 "NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True"
             )
+        for mode in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
+            excluded = ["with_rht", "stochastic_rounding", *["with_2d_quantization"] * (mode == "row_scaled_nvfp4")]
+            for other in excluded:
+                if getattr(self, mode) and getattr(self, other):
+                    raise RecipeError(f"{mode} does not go with {other}: set one of them to False")
+        if self.nvfp4_e4m3_max not in (448, 256):
+            raise RecipeError(f"nvfp4_e4m3_max must be 448 or 256, not {self.nvfp4_e4m3_max}")
+        if self.nvfp4_e4m3_max != 448 and not self.nvfp4_use_4over6:
+            raise RecipeError(f"nvfp4_e4m3_max={self.nvfp4_e4m3_max} is a setting of 4over6: set nvfp4_use_4over6=True")
+        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise RecipeError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', not {self.nvfp4_4over6_err_mode!r}")
 
     def quantize(
         self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
@@ -348,6 +371,9 @@ class NVFP4Quantizer(Quantizer):
             rht=self.with_rht and direction is Direction.COLUMNWISE,
             random_signs=self.with_random_sign_mask or not self.with_rht,
             stochastic=self.stochastic_rounding,
+            row_scaled=self.row_scaled_nvfp4,
+            four_over_six=self.nvfp4_4over6_err_mode.lower() if self.nvfp4_use_4over6 else "",
+            e4m3_max=self.nvfp4_e4m3_max,
         )
 
 

@@ -111,7 +111,8 @@ def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
         x.new_empty([*batch, rows, padded // packed], dtype=torch.uint8 if packed > 1 else row.element.dtype),
         x.new_empty(scale_shape, dtype=torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype),
     ]
-    return [*parts, x.new_empty([1], dtype=torch.float32)] if row.has_global_amax else parts
+    amax_shape = [*batch, rows, 1] if spec.row_scaled else [1]
+    return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
 
 
 @fake_kernel(_library, "quantize")

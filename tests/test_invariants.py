@@ -107,6 +107,7 @@ BLOCK, TILE = Float8BlockQuantizer(block_scaling_dim=1), Float8BlockQuantizer()
 ROWS, TENSOR_POW2 = Float8RowwiseQuantizer(), Float8CurrentScalingQuantizer(force_pow_2_scales=True)
 TENSOR, TENSOR_E5M2 = Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(E5M2)
 RHT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+ROW_SCALED = NVFP4Quantizer(row_scaled_nvfp4=True)
 DEQUANTIZED = "rowwise_dequantized"
 PLAIN_NVFP4 = recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
 
@@ -126,6 +127,17 @@ ROUTES: dict[str, Recipe] = {
     ),
     "nvfp4_w2d": PLAIN_NVFP4,
     "nvfp4_w2d_rht": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4_row_scaled": per_role(input=ROW_SCALED, weight=NV, grad_output=NV),
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_deq": per_role(
+        input=hybrid(ROW_SCALED, MX, DEQUANTIZED), weight=hybrid(NV, MX, DEQUANTIZED), grad_output=MX
+    ),
+    "nvfp4_row_scaled_fwd_identity_bwd_deq": recipes.NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        backward_override="dequantized",
+    ),
     "rows_ao_gw_hp": per_role(input=hybrid(ROWS, ID), weight=hybrid(ROWS, TENSOR_POW2), grad_output=hybrid(ROWS, ID)),
     "mxfp8_fwd_nvfp4_bwd_original": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV), grad_output=NV),
     "mxfp8_fwd_nvfp4_bwd_wdeq": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
@@ -159,7 +171,7 @@ ROUTES: dict[str, Recipe] = {
         input=hybrid(BLOCK, TENSOR), weight=hybrid(TILE, NV), grad_output=hybrid(NV, TENSOR_E5M2)
     ),
 }
-CASES = [(p, r) for p in ("g1", "g2", "g3", "g4") for r in ROUTES if f"{p}/{r}/y" in GOLDEN]
+CASES = [key.split("/") for key in golden.keys("gemm", "y", reads=("dx", "dw"), only=ROUTES)]
 
 
 @pytest.mark.parametrize(("problem_name", "route"), CASES, ids=lambda value: str(value))

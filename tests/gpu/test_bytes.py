@@ -26,6 +26,8 @@ SPECS = (
     "block_1x128_e4m3(pow2)", "block_1x128_e4m3", "block_1x128_e5m2(pow2)", "block_128x128_e4m3(pow2)",
     "block_128x128_e4m3", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_2d_e4m3", "mxfp8_2d_e5m2", "mxfp8_e4m3(mode=floor)",
     "mxfp8_e4m3(mode=even)", "nvfp4", "nvfp4_2d", "nvfp4(rht)", "nvfp4(rht,random_signs=False)",
+    "nvfp4(stochastic,stream=3)", "nvfp4(rht,stochastic)", "nvfp4(row_scaled)", "nvfp4(four_over_six=mae,e4m3_max=256)",
+    "nvfp4_2d(four_over_six=mse)",
 )  # fmt: skip
 GOLDEN = Path(__file__).parents[1] / "golden" / "inputs.safetensors"
 
@@ -107,7 +109,9 @@ def differences(got: Sequence[Tensor], expected: Sequence[Tensor], case: str) ->
 
 
 def quantize_both(x: Tensor, spec: str) -> list[list[Tensor]]:
-    return [torch.ops.fxquant.quantize(x, spec, direction) for direction in DIRECTIONS]
+    # seed and step of stochastic rounding
+    state = torch.full((2,), 7, dtype=torch.int64, device=x.device) if QuantSpec.parse(spec).stochastic else None
+    return [torch.ops.fxquant.quantize(x, spec, direction, state) for direction in DIRECTIONS]
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,6 +185,8 @@ PAIRS = (
     ("per_tensor_e4m3", "per_row_e4m3"), ("per_row_e4m3", "per_tensor_e4m3"),
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"), ("block_1x128_e4m3", "block_1x128_e4m3"),
     ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_2d_e4m3"), ("nvfp4", "nvfp4_2d"), ("nvfp4(rht)", "nvfp4(rht)"),
+    ("nvfp4(row_scaled)", "nvfp4_2d"), ("nvfp4", "nvfp4(row_scaled)"),
+    ("nvfp4(four_over_six=mae,e4m3_max=256)", "nvfp4_2d(four_over_six=mae)"),
 )  # fmt: skip
 SHAPES = ((64, 96, 160), (136, 272, 40), (17, 640, 50), (1, 128, 16))
 """(M, K, N): rectangular; N that no tile divides; N that is no multiple of 16; one row."""
