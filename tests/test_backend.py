@@ -502,16 +502,17 @@ INDUCTOR = ["current_scaling", "mxfp8", "nvfp4"]
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor_quantizes_to_the_bytes_of_the_reference(name: str) -> None:
     """The path that users take: `fxquant::hybrid_quantize` lowered, fused and compiled."""
-    spec = str(fxquant.recipes.get(name).quantizer(fxquant.QuantizerRole("linear", "input")).operand_spec())
+    quantizer = fxquant.recipes.get(name).quantizer(fxquant.QuantizerRole("linear", "input"))
+    specs = [str(quantizer.spec(direction)) for direction in fxquant.Direction]
 
     def run(x: Tensor) -> list[Tensor]:
         y = F.gelu(x) + 1
-        return [y, *torch.ops.fxquant.hybrid_quantize(y, spec, spec)]
+        return [y, *torch.ops.fxquant.hybrid_quantize(y, *specs)]
 
     for dtype in (torch.bfloat16, torch.float32):
         x = (torch.randn(33, 50) * 3).to(dtype)
         y, *got = torch.compile(run, backend=fxquant.Backend("high_precision"), fullgraph=True)(x)
-        expected = torch.ops.fxquant.hybrid_quantize(y, spec, spec)
+        expected = torch.ops.fxquant.hybrid_quantize(y, *specs)
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), (name, dtype)
 

@@ -108,9 +108,12 @@ def differences(got: Sequence[Tensor], expected: Sequence[Tensor], case: str) ->
     return [f"{case}, {name}: {text}" for name, text in texts if text]
 
 
-def quantize_both(x: Tensor, spec: str) -> list[list[Tensor]]:
-    # seed and step of stochastic rounding
-    state = torch.full((2,), 7, dtype=torch.int64, device=x.device) if QuantSpec.parse(spec).stochastic else None
+def state_of(spec: str, device: str) -> Tensor | None:
+    """Seed and step, for specs that round stochastically."""
+    return torch.tensor([5, 7], device=device) if QuantSpec.parse(spec).stochastic else None
+
+
+def quantize_both(x: Tensor, spec: str, state: Tensor | None = None) -> list[list[Tensor]]:
     return [torch.ops.fxquant.quantize(x, spec, direction, state) for direction in DIRECTIONS]
 
 
@@ -122,9 +125,9 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 def test_eager_bytes(spec: str) -> None:
     wrong = []
     for name, x in inputs().items():
-        pairs = zip(quantize_both(x.to(DEVICE), spec), quantize_both(x, spec), DIRECTIONS, strict=True)
-        for got, expected, direction in pairs:
-            wrong += differences(got, expected, f"{name} {direction}")
+        got, expected = (quantize_both(x.to(where), spec, state_of(spec, where)) for where in (DEVICE, "cpu"))
+        for g, e, direction in zip(got, expected, DIRECTIONS, strict=True):
+            wrong += differences(g, e, f"{name} {direction}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -138,9 +141,10 @@ def test_compiled_bytes(spec: str, rows: int, columns: int) -> None:
         if whole.dtype == torch.float16 and columns < 128:
             continue
         x = tiled(whole, rows, columns)
-        pairs = zip(run(x.to(DEVICE), spec), quantize_both(x, spec), DIRECTIONS, strict=True)
-        for got, expected, direction in pairs:
-            wrong += differences(got, expected, f"{name} {direction}")
+        got = run(x.to(DEVICE), spec, state_of(spec, DEVICE))
+        expected = quantize_both(x, spec, state_of(spec, "cpu"))
+        for g, e, direction in zip(got, expected, DIRECTIONS, strict=True):
+            wrong += differences(g, e, f"{name} {direction}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -165,15 +169,16 @@ def test_dequantize(spec: str) -> None:
     x = noise(torch.bfloat16, 96, 160)
     size = list(x.shape)
 
-    def run(x: Tensor) -> list[Tensor]:
+    def run(x: Tensor, state: Tensor | None) -> list[Tensor]:
         return [
             torch.ops.fxquant.dequantize(parts, spec, direction, size, torch.float32)
-            for parts, direction in zip(quantize_both(x, spec), DIRECTIONS, strict=True)
+            for parts, direction in zip(quantize_both(x, spec, state), DIRECTIONS, strict=True)
         ]
 
     wrong = []
-    expected = run(x)
-    for how, got in (("eager", run(x.to(DEVICE))), ("compiled", compiled(run)(x.to(DEVICE)))):
+    expected = run(x, state_of(spec, "cpu"))
+    inputs = x.to(DEVICE), state_of(spec, DEVICE)
+    for how, got in (("eager", run(*inputs)), ("compiled", compiled(run)(*inputs))):
         for g, e, direction in zip(got, expected, DIRECTIONS, strict=True):
             wrong += differences([g.contiguous()], [e], f"{how} {direction}")
     assert not wrong, "\n".join(wrong)
