@@ -71,7 +71,8 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
         slots = self.rewrite(gm, example_inputs)
-        device = next((x.device for x in example_inputs if isinstance(x, Tensor)), torch.device("cpu"))
+        devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
+        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         states = self.states.get(slots, device)
         if not states:
             return self.compile(gm, example_inputs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat import fake_kernel, operator_library
+from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom, reference
 
@@ -163,8 +164,11 @@ def _scaled_mm_fake(
 def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
 
-    `state` is the delayed scale [1], or seed and step [2] of stochastic rounding, for specs that need them.
+    `state` is the delayed scale [1], or seed and step [2] of stochastic rounding, for specs that need them: without the
+    second RecipeError.
     """
+    if state is None and QuantSpec.parse(spec).stochastic:
+        raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
     if state is None:
         return torch.ops.fxquant.quantize(x, spec, direction)  # type: ignore[no-any-return]
     return torch.ops.fxquant.quantize(x, spec, direction, state)  # type: ignore[no-any-return]
@@ -206,6 +210,5 @@ def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None,
         assert scales is not None, spec
         state = scales.narrow(0, spec.slot, 1)
     elif spec.stochastic:
-        assert random is not None, spec
         state = random
     return quantize(x, str(spec), direction, state)

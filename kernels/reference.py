@@ -63,7 +63,7 @@ def quantize(x: Tensor, spec: QuantSpec, state: Tensor | None = None) -> list[Te
             return quantize_nvfp4(x, spec)
         if state is None:
             raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
-        return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state, spec.stream))
+        return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state.to(x.device), spec.stream))
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
     return _quantize_float32_scale(x, spec, state)
