@@ -16,7 +16,7 @@ from fxquant.errors import OptionError
 from fxquant.passes import Lowering, Rewriter, bind_state, quantizes
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
-from fxquant.state import DelayedState, DelayedStore, Slots
+from fxquant.state import Slots, State, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Backend:
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
     go to Inductor. `model` gives layers their full names where the graph breaks. `amax_group` is the process group
-    over which delayed scaling takes the largest amax. Backends with the same `delayed` share its state.
+    over which delayed scaling takes the largest amax. Backends with the same `states` share them.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -50,7 +50,7 @@ class Backend:
         inductor: Mapping[str, Any] | None = None,
         model: nn.Module | None = None,
         amax_group: Any = None,
-        delayed: DelayedStore | None = None,
+        states: StateStore | None = None,
     ) -> None:
         self.recipe = resolve(recipe)
         if inner not in INNER:
@@ -62,8 +62,8 @@ class Backend:
             if not compat.is_inductor_option(option):
                 raise OptionError(f"Inductor has no setting {option!r}")
         self.amax_group = None if amax_group is None else amax_group.group_name
-        self.delayed = delayed or DelayedStore()
-        self._states: list[DelayedState] = []
+        self.states = states or StateStore()
+        self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
         self._roles: list[Any] = []
@@ -71,12 +71,13 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
         slots = self.rewrite(gm, example_inputs)
-        if slots.request is None:
+        devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
+        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        states = self.states.get(slots, device)
+        if not states:
             return self.compile(gm, example_inputs)
-        device = next(x.device for x in example_inputs if isinstance(x, Tensor))
-        state = self.delayed.get(slots, device)
-        self._states.append(state)
-        gm, tensors = bind_state(gm, slots, state, training=torch.is_grad_enabled(), group=self.amax_group)
+        self._states += states
+        gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
         run = self.compile(gm, [*example_inputs, *compat.static_fakes(tensors, example_inputs)])
         return lambda *inputs: run(*inputs, *tensors)
 
@@ -110,17 +111,17 @@ class Backend:
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
     def activate(self) -> None:
-        """Makes the delayed states of this backend's graphs the ones that count, where backends share them."""
+        """Makes the states of this backend's graphs the ones that count, where backends share them."""
         for state in self._states:
-            self.delayed.activate(state)
+            self.states.activate(state)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of delayed scaling as plain tensors; empty for recipes without state."""
-        return self.delayed.state_dict()
+        """The state of delayed scaling and stochastic rounding as plain tensors; empty for recipes without state."""
+        return self.states.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores what `state_dict` gave, for graphs compiled already and those to come."""
-        self.delayed.load_state_dict(state)
+        self.states.load_state_dict(state)
 
     def report(self) -> Report:
         """What was decided in all graphs that this backend has compiled so far."""

@@ -22,7 +22,7 @@ from fxquant.compat import own_errors
 from fxquant.errors import OptionError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.report import Report
-from fxquant.state import DelayedStore
+from fxquant.state import StateStore
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Switch:
     def __init__(self, model: Any, recipe: Recipe | str, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
         self.model, self.options, self.kwargs = model, dict(options), dict(kwargs)
         self.recipe = resolve(recipe)
-        self.delayed = DelayedStore()
+        self.states = StateStore()
         self.compiled: dict[Recipe, tuple[Backend, Callable[..., Any]]] = {}
         self.running: Recipe | None = None
         self.warned = False
@@ -58,7 +58,7 @@ class _Switch:
         if recipe not in self.compiled:
             model = self.model if isinstance(self.model, nn.Module) else None
             kwargs = {key: value for key, value in self.kwargs.items() if key != "mode"}
-            backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, delayed=self.delayed)
+            backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, states=self.states)
             self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
         return self.compiled[recipe]
 
@@ -94,12 +94,12 @@ class _Switch:
         return self.get(self.running or self.recipe)[0].report()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of delayed scaling as plain tensors."""
-        return self.delayed.state_dict()
+        """The state of delayed scaling and stochastic rounding as plain tensors."""
+        return self.states.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores what `quantization_state_dict` gave."""
-        self.delayed.load_state_dict(state)
+        self.states.load_state_dict(state)
 
 
 def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -107,8 +107,8 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
 
     `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
     torch.compile (`dynamic`, `fullgraph`, `mode`). The result has besides: `set_recipe(recipe)`, `report()`, and
-    `quantization_state_dict()` / `load_quantization_state_dict(state)` for the state of delayed scaling, which is
-    never among the model's keys. Unknown recipes and options are refused here.
+    `quantization_state_dict()` / `load_quantization_state_dict(state)` for the state of delayed scaling and
+    stochastic rounding, which is never among the model's keys. Unknown recipes and options are refused here.
     """
     if "backend" in kwargs:
         raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")

@@ -50,7 +50,9 @@ _MEANINGS = {
     SkipReason.MULTI_PRODUCT: "several products in one node whose order is not a chain from the activation",
     SkipReason.UNSUPPORTED_FORM: "a contraction that is not a matmul: diagonal, outer or summed axes",
     SkipReason.OPAQUE: "an operator whose inside cannot be seen",
-    SkipReason.STATE: "delayed scaling inside a conditional, loop or shared region, where its state cannot be updated",
+    SkipReason.STATE: (
+        "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach"
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -38,24 +38,17 @@ from fxquant.roles import QuantizerRole
 FACTORIES: dict[str, QuantizerFactory] = {}
 """The library, by name."""
 
-MISSING = {"stochastic_rounding", "row_scaled_nvfp4"} - {f.name for f in fields(NVFP4Quantizer)}
-"""Keywords of NVFP4Quantizer that factories need and this version lacks: such factories are not in `FACTORIES`."""
 
-
-def _library(*needs: str) -> Callable[[QuantizerFactory], Callable[[QuantizerRole | None], Any]]:
+def _library(function: QuantizerFactory) -> Callable[[QuantizerRole | None], Any]:
     """Makes a function of linear and attention roles a factory of the library."""
 
-    def register(function: QuantizerFactory) -> Callable[[QuantizerRole | None], Any]:
-        @functools.wraps(function)
-        def factory(role: QuantizerRole | None) -> Quantizer | DelayedScalingRequest:
-            role = role or QuantizerRole()
-            return IdentityQuantizer() if role.module_type == "matmul" else function(role)
+    @functools.wraps(function)
+    def factory(role: QuantizerRole | None) -> Quantizer | DelayedScalingRequest:
+        role = role or QuantizerRole()
+        return IdentityQuantizer() if role.module_type == "matmul" else function(role)
 
-        if not MISSING.intersection(needs):
-            FACTORIES[function.__name__] = factory
-        return factory
-
-    return register
+    FACTORIES[function.__name__] = factory
+    return factory
 
 
 def _is_linear(role: QuantizerRole, tensor_type: str) -> bool:
@@ -79,43 +72,43 @@ def _nvfp4_of(role: QuantizerRole) -> NVFP4Quantizer:
     return _nvfp4(with_rht=True, with_post_rht_amax=True)
 
 
-@_library()
+@_library
 def high_precision(role: QuantizerRole) -> IdentityQuantizer:
     """Quantizes nothing."""
     return IdentityQuantizer()
 
 
-@_library()
+@_library
 def delayed_scaling(role: QuantizerRole) -> DelayedScalingRequest:
     """Per-tensor FP8 with scales from earlier steps."""
     return DelayedScalingRequest()
 
 
-@_library()
+@_library
 def current_scaling(role: QuantizerRole) -> Float8CurrentScalingQuantizer:
     """Per-tensor FP8 from the tensor's own amax: e4m3, and e5m2 for grad_output."""
     return Float8CurrentScalingQuantizer(fp8_dtype=Format.HYBRID.dtype(role.tensor_type))
 
 
-@_library()
+@_library
 def float8_block_scaling(role: QuantizerRole) -> Float8BlockQuantizer:
     """FP8 with a scale for 128 elements, or a 128x128 tile of a weight."""
     return Float8BlockQuantizer(block_scaling_dim=2 if _is_linear(role, "weight") else 1)
 
 
-@_library()
+@_library
 def mxfp8(role: QuantizerRole) -> MXFP8Quantizer:
     """MXFP8 in e4m3."""
     return MXFP8Quantizer()
 
 
-@_library("stochastic_rounding")
+@_library
 def nvfp4(role: QuantizerRole) -> NVFP4Quantizer:
     """NVFP4: 16x16 tiles for weights, the Hadamard transform for the rest, stochastic rounding of gradients."""
     return _nvfp4_of(role)
 
 
-@_library()
+@_library
 def high_precision_fwd_mxfp8_bwd(role: QuantizerRole) -> Quantizer:
     """A forward in high precision, and MXFP8 for both GEMMs of the backward."""
     if _is_linear(role, "grad_output"):
@@ -123,7 +116,7 @@ def high_precision_fwd_mxfp8_bwd(role: QuantizerRole) -> Quantizer:
     return HybridQuantizer(rowwise_quantizer=IdentityQuantizer(), columnwise_quantizer=MXFP8Quantizer())
 
 
-@_library()
+@_library
 def mxfp8_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
     """MXFP8 forward; the backward in high precision, of the values that the forward multiplied.
 
@@ -136,7 +129,7 @@ def mxfp8_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
     return MXFP8Quantizer()
 
 
-@_library("stochastic_rounding")
+@_library
 def mxfp8_fwd_nvfp4_bwd(role: QuantizerRole) -> Quantizer:
     """MXFP8 forward, NVFP4 backward: dgrad from the weight of the forward, wgrad from the input itself.
 
@@ -150,13 +143,13 @@ def mxfp8_fwd_nvfp4_bwd(role: QuantizerRole) -> Quantizer:
     return _nvfp4_of(role) if _is_linear(role, "grad_output") else MXFP8Quantizer()
 
 
-@_library("stochastic_rounding")
+@_library
 def nvfp4_1d_weight(role: QuantizerRole) -> Quantizer:
     """NVFP4 with blocks of 16 for weights too, their columnwise half from the dequantized rowwise one."""
     return _dequantized(_nvfp4(), _nvfp4()) if _is_linear(role, "weight") else _nvfp4_of(role)
 
 
-@_library("row_scaled_nvfp4")
+@_library
 def nvfp4_row_scaled_fwd_mxfp8_bwd(role: QuantizerRole) -> Quantizer:
     """Row-scaled NVFP4 forward and MXFP8 backward for experts, MXFP8 for all else (after Composer 2, arXiv 2603.24477).
 
@@ -169,7 +162,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd(role: QuantizerRole) -> Quantizer:
     return MXFP8Quantizer()
 
 
-@_library("row_scaled_nvfp4")
+@_library
 def nvfp4_row_scaled_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
     """NVFP4 forward with row-scaled inputs; the backward in high precision, of the values of the forward."""
     if _is_linear(role, "grad_output"):
@@ -179,7 +172,7 @@ def nvfp4_row_scaled_fwd_high_precision_bwd(role: QuantizerRole) -> Quantizer:
     return _dequantized(_nvfp4(), IdentityQuantizer()) if _is_linear(role, "weight") else _nvfp4()
 
 
-@_library("stochastic_rounding")
+@_library
 def nvfp4_linear_fp8_dpa(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
     """NVFP4 for linear layers, FP8 for attention, whose `s` and `dp` have the scale of the step before.
 

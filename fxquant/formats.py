@@ -7,7 +7,7 @@ Nothing else in the project re-derives these facts from a dtype. What crosses an
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -149,6 +149,8 @@ CUSTOM = Format(
 )  # fmt: skip
 """What a user's own quantizer is to the passes."""
 
+ERROR_MODES = ("mae", "mse")
+
 MX_MODES = ("rceil", "floor", "ceil", "even")
 
 
@@ -162,6 +164,10 @@ class QuantSpec:
     `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a
     delayed scale in the state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own
     quantizer (format ``custom``) in `fxquant.kernels.custom`.
+
+    Of NVFP4 alone: `stochastic` rounds elements up or down at random, by the random numbers of its `stream`.
+    `row_scaled` takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``) the better of two scales
+    for each block by that error; `e4m3_max` is what block scales reach.
     """
 
     format: str
@@ -171,6 +177,11 @@ class QuantSpec:
     mode: str = "rceil"
     rht: bool = False
     random_signs: bool = True
+    stochastic: bool = False
+    stream: int = 0
+    row_scaled: bool = False
+    four_over_six: str = ""
+    e4m3_max: int = 448
     dtype: str = ""
     slot: int = -1
     key: str = ""
@@ -192,6 +203,17 @@ class QuantSpec:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")
         if self.mode not in MX_MODES:
             raise RecipeError(f"unknown MX scale mode {self.mode!r}; known modes: {', '.join(MX_MODES)}")
+        of_nvfp4 = {
+            "stochastic": self.stochastic,
+            "row_scaled": self.row_scaled,
+            "four_over_six": self.four_over_six,
+            "e4m3_max": self.e4m3_max != 448,
+        }
+        chosen = [name for name, on in of_nvfp4.items() if on]
+        if chosen and not self.key and self.row.family != "nvfp4":
+            raise RecipeError(f"{', '.join(chosen)} is part of NVFP4 alone, not of {self.format}")
+        if self.four_over_six not in ("", *ERROR_MODES):
+            raise RecipeError(f"unknown error mode {self.four_over_six!r}; known modes: {', '.join(ERROR_MODES)}")
 
     def __str__(self) -> str:
         changed = []
@@ -229,6 +251,19 @@ class OperandSpec:
     rowwise: QuantSpec
     columnwise: QuantSpec
     from_rowwise: bool = False
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether either direction takes random numbers."""
+        return self.rowwise.stochastic or self.columnwise.stochastic
+
+    def numbered(self, number: int) -> OperandSpec:
+        """The same with random streams of its own for each direction, given the operand's number in its graph."""
+        sides = (self.rowwise, self.columnwise)
+        row, column = (
+            replace(side, stream=2 * number + i) if side.stochastic else side for i, side in enumerate(sides)
+        )
+        return OperandSpec(row, column, self.from_rowwise)
 
     def __str__(self) -> str:
         if self.rowwise == self.columnwise and not self.from_rowwise:

@@ -66,7 +66,8 @@ class QuantizedOperand:
     """One direction of a quantized tensor, with the contracted axis last.
 
     `data`: [M, K] rowwise, [K, M] columnwise; torch.float4_e2m1fn_x2 packs two elements in one along the last axis.
-    `scale`: what dequantization multiplies by, e8m0 and e4m3 scales raw. `global_amax`: float32 [1], NVFP4 only.
+    `scale`: what dequantization multiplies by, e8m0 and e4m3 scales raw. `global_amax`: NVFP4 only, float32 [1] or
+    one a row of `data` [..., 1].
     """
 
     data: Tensor
@@ -151,6 +152,12 @@ class Quantizer:
 
         Raises RecipeError for a tensor that is not floating point or has no axis.
         """
+        return self._quantize(x, rowwise, columnwise)
+
+    def _quantize(
+        self, x: Tensor, rowwise: bool, columnwise: bool, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`quantize`, with the generator that stochastic rounding takes its seed from."""
         from fxquant.kernels import ops
 
         if not x.is_floating_point() or x.ndim == 0:
@@ -160,9 +167,13 @@ class Quantizer:
         flat = x.detach().reshape(-1, x.shape[-1]) if x.shape[-1] else x.detach().flatten(0, -2)
         spec = self.operand_spec()
         wanted = [d for d, on in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)) if on]
+        random: Tensor | None = None
+        if spec.is_stochastic:
+            device = "cpu" if generator is None else generator.device
+            random = torch.randint(2**63 - 1, (2,), generator=generator, device=device).to(x.device)
         parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = {}
         for direction in wanted:
-            parts[direction] = ops.quantize_operand(flat, spec, str(direction))
+            parts[direction] = ops.quantize_operand(flat, spec.numbered(0), str(direction), random=random)
         shown = {d: _show(p, s, flat.shape[1 if d is Direction.ROWWISE else 0]) for d, (p, s) in parts.items()}
         return QuantizedTensor(shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), x.shape, x.dtype, parts)
 
@@ -337,13 +348,27 @@ class NVFP4Quantizer(_TensorQuantizer):
     """NVFP4: e2m1 elements, an e4m3 scale for 16 of them or a 16x16 tile, and one float32 amax for the tensor.
 
     `with_rht` transforms the columnwise half before it is quantized, with `with_random_sign_mask` by the signed
-    Hadamard matrix.
+    Hadamard matrix. `stochastic_rounding` rounds elements at random in proportion to their distances from the two
+    neighbours, so that the mean over many roundings is the value itself; scales are rounded to nearest. In a compiled
+    graph the random bits come from its state (see `fxquant.Backend.state_dict`).
+
+    `row_scaled_nvfp4` takes the float32 amax of each row (columnwise: of each column) in the place of the tensor's.
+    `nvfp4_use_4over6` maps the largest element of a block to 4 where that gives a smaller error than mapping it to 6,
+    by `nvfp4_4over6_err_mode` (``MAE`` or ``MSE``); `nvfp4_e4m3_max` (448 or 256) is then what block scales reach.
+
+    Raises RecipeError for settings that exclude each other: the row amax goes with no transform, no tiles and no
+    stochastic rounding, 4over6 with no transform and no stochastic rounding.
     """
 
     fp4_dtype: torch.dtype = torch.float4_e2m1fn_x2
     with_rht: bool = False
     with_post_rht_amax: bool = False
     with_2d_quantization: bool = False
+    stochastic_rounding: bool = False
+    row_scaled_nvfp4: bool = False
+    nvfp4_use_4over6: bool = False
+    nvfp4_e4m3_max: int = 448
+    nvfp4_4over6_err_mode: str = "MAE"
     with_random_sign_mask: bool = True
 
     def __post_init__(self) -> None:
@@ -354,12 +379,36 @@ class NVFP4Quantizer(_TensorQuantizer):
             raise RecipeError(
                 "NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True"
             )
+        for mode in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
+            excluded = ["with_rht", "stochastic_rounding", *["with_2d_quantization"] * (mode == "row_scaled_nvfp4")]
+            for other in excluded:
+                if getattr(self, mode) and getattr(self, other):
+                    raise RecipeError(f"{mode} does not go with {other}: set one of them to False")
+        if self.nvfp4_e4m3_max not in (448, 256):
+            raise RecipeError(f"nvfp4_e4m3_max must be 448 or 256, not {self.nvfp4_e4m3_max}")
+        if self.nvfp4_e4m3_max != 448 and not self.nvfp4_use_4over6:
+            raise RecipeError(f"nvfp4_e4m3_max={self.nvfp4_e4m3_max} is a setting of 4over6: set nvfp4_use_4over6=True")
+        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise RecipeError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', not {self.nvfp4_4over6_err_mode!r}")
+
+    def quantize(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`Quantizer.quantize`, which for stochastic rounding takes two numbers from `generator`.
+
+        All random bits follow from them, on every device alike. By default they come from torch's CPU generator.
+        """
+        return self._quantize(x, rowwise, columnwise, generator)
 
     def spec(self, direction: Direction) -> QuantSpec:
         return QuantSpec(
             format="nvfp4_2d" if self.with_2d_quantization else "nvfp4",
             rht=self.with_rht and direction is Direction.COLUMNWISE,
             random_signs=self.with_random_sign_mask or not self.with_rht,
+            stochastic=self.stochastic_rounding,
+            row_scaled=self.row_scaled_nvfp4,
+            four_over_six=self.nvfp4_4over6_err_mode.lower() if self.nvfp4_use_4over6 else "",
+            e4m3_max=self.nvfp4_e4m3_max,
         )
 
 
@@ -401,6 +450,12 @@ class HybridQuantizer(Quantizer):
             raise ValueError(
                 f"columnwise_source must be 'original' or 'rowwise_dequantized', not {self.columnwise_source!r}"
             )
+
+    def quantize(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`Quantizer.quantize`, with the generator that stochastic rounding takes numbers from."""
+        return self._quantize(x, rowwise, columnwise, generator)
 
     def side(self, direction: Direction) -> Quantizer:
         return self.rowwise_quantizer if direction is Direction.ROWWISE else self.columnwise_quantizer

@@ -370,25 +370,64 @@ class MXFP8BlockScaling(_LinearRecipe):
         return MXFP8Quantizer(self.fp8_format.dtype(role.tensor_type), with_2d_quantization=tiles)
 
 
+_SCOPES = ("none", "weights", "activations", "all")
+"""The operands of NVFP4 that 4over6 is for."""
+
+
 @dataclass(frozen=True, repr=False)
 class NVFP4BlockScaling(_LinearRecipe):
-    """NVFP4 for all three GEMMs, with 16x16 tiles for weights unless `disable_2d_quantization`.
+    """NVFP4 for all three GEMMs, by the recipe of "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
 
-    The randomized Hadamard transform is off by default in this version; stochastic rounding of gradients is not yet
-    part of it.
+    Inputs and gradients go through a randomized Hadamard transform before wgrad (`disable_rht`), gradients are rounded
+    stochastically (`disable_stochastic_rounding`; seed and step are state, see `fxquant.Backend.state_dict`), and
+    weights are scaled in 16x16 tiles, equal in both directions (`disable_2d_quantization`).
+
+    `row_scaled_activation` gives inputs an amax for each row. `nvfp4_4over6` (``weights``, ``activations``, ``all``)
+    maps the largest element of a block to 4 where that is nearer than 6, by `nvfp4_4over6_err_mode`; where
+    `nvfp4_4over6_e4m3_use_256` names them, block scales of these operands reach 256 in the place of 448. Gradients are
+    never 4over6. Both need `disable_rht`, 4over6 `disable_stochastic_rounding` too: RecipeError otherwise.
     """
 
-    disable_rht: bool = True
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            if getattr(self, name) not in _SCOPES:
+                raise RecipeError(f"{name} must be one of {', '.join(_SCOPES)}, not {getattr(self, name)!r}")
+        wanted = [name for name in ("disable_rht", "disable_stochastic_rounding") if not getattr(self, name)]
+        if self.nvfp4_4over6 != "none" and wanted:
+            raise RecipeError(f"nvfp4_4over6 needs {' and '.join(f'{name}=True' for name in wanted)}")
+        if self.row_scaled_activation and not self.disable_rht:
+            raise RecipeError("row_scaled_activation needs disable_rht=True: a transformed column has no amax of a row")
+        for tensor_type in ("input", "weight", "grad_output"):
+            self._linear(QuantizerRole("linear", tensor_type))
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
+        gradient = role.tensor_type == "grad_output"
+        scope = "weights" if role.tensor_type == "weight" else "activations"
+        use_4over6 = not gradient and self.nvfp4_4over6 in (scope, "all")
+        blocks: dict[str, Any] = {
+            "nvfp4_use_4over6": use_4over6,
+            "nvfp4_e4m3_max": 256 if use_4over6 and self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+        }
         if role.tensor_type == "weight":
-            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
-        return NVFP4Quantizer(with_rht=not self.disable_rht, with_post_rht_amax=not self.disable_rht)
+            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization, **blocks)
+        return NVFP4Quantizer(
+            with_rht=not self.disable_rht,
+            with_post_rht_amax=not self.disable_rht,
+            stochastic_rounding=gradient and not self.disable_stochastic_rounding,
+            row_scaled_nvfp4=not gradient and self.row_scaled_activation,
+            **blocks,
+        )
 
 
 def _checked(answer: object, asked: str, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:

@@ -1,13 +1,16 @@
-"""The state of delayed scaling: scales and amax histories of all slots of a graph, as a few stacked tensors.
+"""The state of a compiled graph, as a few tensors: what delayed scaling and stochastic rounding remember.
 
-The forward graph begins by taking in the amaxes of the step before (`update`), and each quantization then records its
-own. What the forward writes and what the backward writes are different tensors, since AOTAutograd lets a graph input
-change in only one of them; a step number tells which of the backward's amaxes are new.
+Delayed scaling keeps scales and amax histories of all slots of a graph, stacked. The forward graph begins by taking in
+the amaxes of the step before (`update`), and each quantization then records its own. What the forward writes and what
+the backward writes are different tensors, since AOTAutograd lets a graph input change in only one of them; a step
+number tells which of the backward's amaxes are new.
+
+Stochastic rounding keeps a seed and the number of the step, from which `fxquant.kernels.philox` makes all random bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +24,12 @@ from fxquant.quantizers import DelayedScalingRequest
 SlotKey = tuple[str, str, int]
 """(layer, operand, which of the layer's products)."""
 
+_Place = tuple[str, tuple[SlotKey, ...]]
+"""What a state belongs to: its kind and the slots."""
+
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio: its multiples spread evenly."""
+
 
 @dataclass
 class Slots:
@@ -29,6 +38,8 @@ class Slots:
     request: DelayedScalingRequest | None = None
     keys: list[SlotKey] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
+    rounded: list[SlotKey] = field(default_factory=list)
+    """The operands that are rounded stochastically: their numbers are their places here."""
 
     def add(self, request: DelayedScalingRequest, key: SlotKey, dtype: torch.dtype) -> int:
         """The index of a new slot. Raises RecipeError when the request differs from those before it."""
@@ -41,14 +52,22 @@ class Slots:
                     f"DelayedScalingRequest differs from {getattr(self.request, name)!r} of the requests before it; "
                     "all requests of a model must be equal in every field"
                 )
-        layer, operand, _ = key
-        self.keys.append((layer, operand, sum(k[:2] == (layer, operand) for k in self.keys)))
         self.dtypes.append(dtype)
-        return len(self.keys) - 1
+        return _append(self.keys, key)
+
+    def add_rounded(self, key: SlotKey) -> int:
+        """The number of another operand that is rounded stochastically."""
+        return _append(self.rounded, key)
 
     def fp8_max(self, device: torch.device) -> Tensor:
         """The largest value of each slot's element format, float32 [n]."""
         return torch.tensor([torch.finfo(dtype).max for dtype in self.dtypes], device=device)
+
+
+def _append(keys: list[SlotKey], key: SlotKey) -> int:
+    layer, operand, _ = key
+    keys.append((layer, operand, sum(k[:2] == (layer, operand) for k in keys)))
+    return len(keys) - 1
 
 
 class DelayedState:
@@ -81,6 +100,7 @@ class DelayedState:
 
         Raises RecipeError when the number of slots differs.
         """
+        _check_names(state, ("scale", "amax_history"), "delayed scaling")
         scale, history = state["scale"], state["amax_history"]
         if scale.shape != self.scale.shape or history.shape[1:] != self.scale.shape:
             raise RecipeError(
@@ -96,6 +116,38 @@ class DelayedState:
         self.backward_amax[0].zero_()
         self.backward_amax[1].fill_(-1)
         self.step.zero_()
+
+
+class RandomState:
+    """Seed and step of stochastic rounding: `random`, int64 [2]. A forward of training advances the step."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        signed = (seed + 2**63) % 2**64 - 2**63
+        self.random = torch.tensor([signed, 0], dtype=torch.int64, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a compiled graph takes besides its own inputs, by name."""
+        return {"random": self.random}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A plain tensor: `random`, int64 [2], seed and number of steps so far."""
+        return {"random": self.random.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes a state in, in place."""
+        _check_names(state, ("random",), "stochastic rounding")
+        self.random.copy_(state["random"])
+
+
+State = DelayedState | RandomState
+
+
+def _check_names(state: Mapping[str, Tensor], names: tuple[str, ...], what: str) -> None:
+    if set(state) != set(names):
+        raise RecipeError(
+            f"the saved state holds {', '.join(sorted(state))} where {what} has {', '.join(names)}: it was saved from "
+            "another model or recipe"
+        )
 
 
 def _recorded(forward_amax: Tensor, backward_amax: Tensor, step: Tensor) -> Tensor:
@@ -131,36 +183,51 @@ def update(
     )
 
 
-class DelayedStore:
-    """The delayed states of one compiled model: for each set of slots that its graphs ask for, one a history length.
+class StateStore:
+    """The states of one compiled model: for each set of slots that its graphs ask for, one of each kind.
 
-    Of the states of one set of slots the active one is the truth; another takes it over when it becomes active.
+    Of delayed scaling there is one a history length. Of the states of one set of slots the active one is the truth;
+    another takes it over when it becomes active.
     """
 
     def __init__(self) -> None:
-        self._states: dict[tuple[tuple[SlotKey, ...], int, torch.device], DelayedState] = {}
-        self._active: dict[tuple[SlotKey, ...], DelayedState] = {}
+        self._states: dict[tuple[_Place, int, torch.device], State] = {}
+        self._active: dict[_Place, State] = {}
         self._pending: dict[int, dict[str, Tensor]] = {}
 
-    def get(self, slots: Slots, device: torch.device) -> DelayedState:
-        """The state of these slots, made active."""
-        assert slots.request is not None
-        keys, length = tuple(slots.keys), slots.request.amax_history_len
-        state = self._states.get((keys, length, device))
+    def get(self, slots: Slots, device: torch.device) -> list[State]:
+        """The states that these slots need, made active."""
+        states: list[State] = []
+        if slots.request is not None:
+            n, length = len(slots.keys), slots.request.amax_history_len
+            place = ("delayed", tuple(slots.keys))
+            states.append(self._get(place, length, device, lambda: DelayedState(n, length, device)))
+        if slots.rounded:
+            place = ("random", tuple(slots.rounded))
+            states.append(self._get(place, 0, device, lambda: RandomState(self._next_seed(), device)))
+        return states
+
+    def _get(self, place: _Place, length: int, device: torch.device, make: Callable[[], State]) -> State:
+        state = self._states.get((place, length, device))
         if state is None:
-            state = self._states[keys, length, device] = DelayedState(len(keys), length, device)
-        if keys not in self._active and len(self._active) in self._pending:
+            state = self._states[place, length, device] = make()
+        if place not in self._active and len(self._active) in self._pending:
             state.load_state_dict(self._pending.pop(len(self._active)))
         self.activate(state)
         return state
 
-    def activate(self, state: DelayedState) -> None:
+    def _next_seed(self) -> int:
+        """torch's seed for the first graph, and another one for each graph that follows."""
+        others = sum(isinstance(state, RandomState) for state in self._states.values())
+        return torch.initial_seed() + others * _GOLDEN_RATIO
+
+    def activate(self, state: State) -> None:
         """Makes a state the one that counts for its slots; what another one knew so far comes along."""
-        keys = next(key[0] for key, each in self._states.items() if each is state)
-        before = self._active.get(keys)
+        place = next(key[0] for key, each in self._states.items() if each is state)
+        before = self._active.get(place)
         if before is not None and before is not state:
             state.load_state_dict(before.state_dict())
-        self._active[keys] = state
+        self._active[place] = state
 
     def state_dict(self) -> dict[str, Tensor]:
         """The active states as plain tensors, in the order in which their graphs were compiled."""
@@ -184,4 +251,4 @@ class DelayedStore:
                 self._pending[place] = state
 
 
-__all__ = ["DelayedState", "DelayedStore", "SlotKey", "Slots", "update"]
+__all__ = ["DelayedState", "RandomState", "SlotKey", "Slots", "State", "StateStore", "update"]

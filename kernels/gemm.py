@@ -108,10 +108,6 @@ def _exact_in_bfloat16(spec: QuantSpec) -> bool:
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
 
 
-_UNIT_AMAX = 448.0 * 6.0
-"""The NVFP4 global amax whose factor is one."""
-
-
 def _bfloat16_mm(
     a: Sequence[Tensor],
     a_spec: QuantSpec,
@@ -121,16 +117,19 @@ def _bfloat16_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """One GEMM of the elements times their block scales, accumulated in float32; NVFP4's global factors come after."""
-    factor: Tensor | None = None
-    sides = []
+    factors: list[Tensor] = []
+    sides: list[Tensor] = []
     for parts, spec in ((a, a_spec), (b, b_spec)):
         if spec.row.has_global_amax:
-            own = parts[2] / _UNIT_AMAX
-            factor = own if factor is None else factor * own
-            parts = [*parts[:2], torch.full_like(parts[2], _UNIT_AMAX)]
+            unit = spec.e4m3_max * 6.0  # the amax whose factor is one
+            own = parts[2] / unit
+            factors.append(own.mT if sides and own.ndim > 1 else own)  # of the right operand: one a column
+            parts = [*parts[:2], torch.full_like(parts[2], unit)]
         sides.append(reference.dequantize(parts, spec).to(torch.bfloat16))
+    if len(factors) == 2 and all(factor.ndim == 1 for factor in factors):
+        factors = [factors[0] * factors[1]]
     left, right = sides[0], sides[1].mT
-    if factor is None and bias is None and out_dtype == torch.bfloat16:
+    if not factors and bias is None and out_dtype == torch.bfloat16:
         return torch.matmul(left, right)
     multiply = torch.mm if left.ndim == 2 else torch.bmm
     batch = left.shape[:-2]
@@ -139,7 +138,7 @@ def _bfloat16_mm(
     out = multiply(left, right, out_dtype=torch.float32)
     if len(batch) > 1:
         out = out.reshape(*batch, *out.shape[-2:])
-    if factor is not None:
+    for factor in factors:
         out = out * factor
     if bias is not None:
         out = out + bias.float()

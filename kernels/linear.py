@@ -18,17 +18,19 @@ from fxquant.kernels.ops import _library, quantize_operand
 
 
 @dataclass(frozen=True)
-class DelayedTensors:
-    """The tensors of delayed scaling that a graph's linears share; see `fxquant.state.DelayedState`.
+class StateTensors:
+    """The tensors of a graph's state that its linears share; see `fxquant.state`.
 
-    `scale` [n] is read. `forward_amax` [n] and `backward_amax` [2, n] are written, where they are given: amaxes of
-    this step, the second with the `step` that wrote them.
+    `scale` [n] (delayed scaling) and `random` [2] (stochastic rounding) are read. `forward_amax` [n] and
+    `backward_amax` [2, n] are written, where they are given: amaxes of this step, the second with the `step` that
+    wrote them.
     """
 
-    scale: Tensor
+    scale: Tensor | None = None
     forward_amax: Tensor | None = None
     backward_amax: Tensor | None = None
     step: Tensor | None = None
+    random: Tensor | None = None
 
     def record_forward(self, x: Tensor, spec: OperandSpec) -> None:
         """Takes the amax of an input or weight into its slot."""
@@ -48,11 +50,11 @@ class DelayedTensors:
 
 def _gemm(
     a: Tensor, a_spec: OperandSpec, a_direction: str, b: Tensor, b_spec: OperandSpec, b_direction: str,
-    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, scales: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StateTensors,
 ) -> Tensor:  # fmt: skip
     """a x b^T with the contracted axis of each last, after both are quantized in their direction."""
-    a_parts, a_side = quantize_operand(a, a_spec, a_direction, scales)
-    b_parts, b_side = quantize_operand(b, b_spec, b_direction, scales)
+    a_parts, a_side = quantize_operand(a, a_spec, a_direction, state.scale, state.random)
+    b_parts, b_side = quantize_operand(b, b_spec, b_direction, state.scale, state.random)
     if a_side.key or b_side.key:
         return custom.gemm(a_parts, a_side, b_parts, b_side, bias, out_dtype)
     if a_side.is_identity:
@@ -70,19 +72,15 @@ class _Linear(torch.autograd.Function):
     """input [*batch, M, K] x weight [*batch, N, K]^T + bias [N], all of one dtype."""
 
     @staticmethod
-    def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, delayed: DelayedTensors | None
-    ) -> Tensor:
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, state: StateTensors) -> Tensor:
         spec = LinearSpec.parse(spec_text)
-        scales = None if delayed is None else delayed.scale
-        if delayed is not None:
-            delayed.record_forward(input, spec.input)
-            delayed.record_forward(weight, spec.weight)
-        return _gemm(input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True, scales)
+        state.record_forward(input, spec.input)
+        state.record_forward(weight, spec.weight)
+        return _gemm(input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True, state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.spec_text, ctx.delayed = inputs
+        input, weight, _, ctx.spec_text, ctx.state = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
@@ -90,19 +88,19 @@ class _Linear(torch.autograd.Function):
         (grad_output,) = grads
         input, weight = ctx.saved_tensors
         spec = LinearSpec.parse(ctx.spec_text)
-        scales = None if ctx.delayed is None else ctx.delayed.scale
+        state: StateTensors = ctx.state
         grad_input = grad_weight = grad_bias = None
-        if ctx.delayed is not None and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            ctx.delayed.record_backward(grad_output, spec.grad_output)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            state.record_backward(grad_output, spec.grad_output)
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
                 grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, input.dtype, False,
-                scales,
+                state,
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
                 grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, weight.dtype, False,
-                scales,
+                state,
             )  # fmt: skip
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
@@ -110,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, delayed: DelayedTensors | None = None
+    input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, state: StateTensors = StateTensors()
 ) -> Tensor:
     autocast = LinearSpec.parse(spec).autocast
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
@@ -118,9 +116,9 @@ def _linear(
     bias = None if bias is None else bias.to(dtype)
     with torch.autocast(input.device.type, enabled=False):
         if weight.ndim > 2:
-            return _Linear.apply(input, weight, bias, spec, delayed)  # type: ignore[no-any-return,no-untyped-call]
+            return _Linear.apply(input, weight, bias, spec, state)  # type: ignore[no-any-return,no-untyped-call]
         rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)
-        output = _Linear.apply(rows, weight, bias, spec, delayed)  # type: ignore[no-untyped-call]
+        output = _Linear.apply(rows, weight, bias, spec, state)  # type: ignore[no-untyped-call]
         return output.reshape(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
@@ -132,26 +130,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Ten
     return _linear(input, weight, bias, spec)
 
 
-def linear_delayed(
+def linear_stateful(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    scale: Tensor,
+    scale: Tensor | None,
     forward_amax: Tensor | None,
     backward_amax: Tensor | None,
     step: Tensor | None,
+    random: Tensor | None,
     spec: str,
 ) -> Tensor:
-    """`linear` with operands in delayed scaling, whose specs name slots of the `DelayedTensors`."""
-    return _linear(input, weight, bias, spec, DelayedTensors(scale, forward_amax, backward_amax, step))
+    """`linear` with operands whose specs name slots or random streams of the `StateTensors`."""
+    return _linear(input, weight, bias, spec, StateTensors(scale, forward_amax, backward_amax, step, random))
 
 
 _SCHEMAS = {
     "linear": (linear, "(Tensor input, Tensor weight, Tensor? bias, str spec) -> Tensor"),
-    "linear_delayed": (
-        linear_delayed,
-        "(Tensor input, Tensor weight, Tensor? bias, Tensor scale, Tensor(a!)? forward_amax, Tensor(b!)? backward_amax,"
-        " Tensor? step, str spec) -> Tensor",
+    "linear_stateful": (
+        linear_stateful,
+        "(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor(a!)? forward_amax,"
+        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec) -> Tensor",
     ),
 }
 for _name, (_kernel, _schema) in _SCHEMAS.items():

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from fxquant.compat import fake_kernel, operator_library
+from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom, reference
 
 _library = operator_library("fxquant")
 
 _SCHEMAS = {
-    "quantize": "(Tensor x, str spec, str direction, Tensor? scale=None) -> Tensor[]",
+    "quantize": "(Tensor x, str spec, str direction, Tensor? state=None) -> Tensor[]",
     "hybrid_quantize": (
-        "(Tensor x, str rowwise_spec, str columnwise_spec, Tensor? rowwise_scale=None, Tensor? columnwise_scale=None)"
+        "(Tensor x, str rowwise_spec, str columnwise_spec, Tensor? rowwise_state=None, Tensor? columnwise_state=None)"
         " -> Tensor[]"
     ),
     "amax": "(Tensor x) -> Tensor",
@@ -40,20 +41,20 @@ def _oriented(x: Tensor, direction: str) -> Tensor:
     return x.mT if direction == "columnwise" else x
 
 
-def _quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
+def _quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     # of a transposed tensor every elementwise result is transposed too, while a GEMM wants the contracted axis dense
-    return [part.contiguous() for part in reference.quantize(_oriented(x, direction), QuantSpec.parse(spec), scale)]
+    return [part.contiguous() for part in reference.quantize(_oriented(x, direction), QuantSpec.parse(spec), state)]
 
 
 def _hybrid_quantize(
     x: Tensor,
     rowwise_spec: str,
     columnwise_spec: str,
-    rowwise_scale: Tensor | None = None,
-    columnwise_scale: Tensor | None = None,
+    rowwise_state: Tensor | None = None,
+    columnwise_state: Tensor | None = None,
 ) -> list[Tensor]:
-    row = _quantize(x, rowwise_spec, "rowwise", rowwise_scale)
-    return [*row, *_quantize(x, columnwise_spec, "columnwise", columnwise_scale)]
+    row = _quantize(x, rowwise_spec, "rowwise", rowwise_state)
+    return [*row, *_quantize(x, columnwise_spec, "columnwise", columnwise_state)]
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -111,11 +112,12 @@ def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
         x.new_empty([*batch, rows, padded // packed], dtype=torch.uint8 if packed > 1 else row.element.dtype),
         x.new_empty(scale_shape, dtype=torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype),
     ]
-    return [*parts, x.new_empty([1], dtype=torch.float32)] if row.has_global_amax else parts
+    amax_shape = [*batch, rows, 1] if spec.row_scaled else [1]
+    return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
 
 
 @fake_kernel(_library, "quantize")
-def _quantize_fake(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
+def _quantize_fake(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     return _fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
 
 
@@ -124,8 +126,8 @@ def _hybrid_quantize_fake(
     x: Tensor,
     rowwise_spec: str,
     columnwise_spec: str,
-    rowwise_scale: Tensor | None = None,
-    columnwise_scale: Tensor | None = None,
+    rowwise_state: Tensor | None = None,
+    columnwise_state: Tensor | None = None,
 ) -> list[Tensor]:
     return [
         *_fake_operand(x, QuantSpec.parse(rowwise_spec)),
@@ -159,14 +161,17 @@ def _scaled_mm_fake(
     return a[0].new_empty([*a[0].shape[:-1], b[0].shape[-2]], dtype=out_dtype)
 
 
-def quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
+def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
 
-    `scale` [1] multiplies every element in the place of a scale from the tensor's own amax (per-tensor formats).
+    `state` is the delayed scale [1], or seed and step [2] of stochastic rounding, for specs that need them: without the
+    second RecipeError.
     """
-    if scale is None:
+    if state is None and QuantSpec.parse(spec).stochastic:
+        raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
+    if state is None:
         return torch.ops.fxquant.quantize(x, spec, direction)  # type: ignore[no-any-return]
-    return torch.ops.fxquant.quantize(x, spec, direction, scale)  # type: ignore[no-any-return]
+    return torch.ops.fxquant.quantize(x, spec, direction, state)  # type: ignore[no-any-return]
 
 
 def dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -180,27 +185,30 @@ def dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequenc
 
 
 def quantize_operand(
-    x: Tensor, spec: OperandSpec, direction: str, scales: Tensor | None = None
+    x: Tensor, spec: OperandSpec, direction: str, scales: Tensor | None = None, random: Tensor | None = None
 ) -> tuple[list[Tensor], QuantSpec]:
     """One direction of an operand [*, M, K] with the spec that applies: an identity gives the oriented tensor itself.
 
-    `scales` are the delayed scales of the graph, for specs that name a slot.
+    `scales` are the delayed scales of the graph, for specs that name a slot; `random` is its seed and step, for specs
+    that round stochastically.
     """
     if direction == "rowwise":
-        return _one_side(x, spec.rowwise, direction, scales), spec.rowwise
+        return _one_side(x, spec.rowwise, direction, scales, random), spec.rowwise
     if spec.from_rowwise:
-        row = _one_side(x, spec.rowwise, "rowwise", scales)
+        row = _one_side(x, spec.rowwise, "rowwise", scales, random)
         x = dequantize(row, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
-    return _one_side(x, spec.columnwise, direction, scales), spec.columnwise
+    return _one_side(x, spec.columnwise, direction, scales, random), spec.columnwise
 
 
-def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None) -> list[Tensor]:
+def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None, random: Tensor | None) -> list[Tensor]:
     if spec.is_identity:
         return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]
     if spec.key:
         return custom.get(spec).quantize_side(x, direction)
-    scale = None
+    state = None
     if spec.is_delayed:
         assert scales is not None, spec
-        scale = scales.narrow(0, spec.slot, 1)
-    return quantize(x, str(spec), direction, scale)
+        state = scales.narrow(0, spec.slot, 1)
+    elif spec.stochastic:
+        state = random
+    return quantize(x, str(spec), direction, state)

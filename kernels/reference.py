@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from fxquant.compat import statically_known_true
+from fxquant.errors import RecipeError
 from fxquant.formats import Element, QuantSpec
+from fxquant.kernels import philox
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
@@ -31,7 +33,7 @@ _SMALLEST_POWER = 0x00400000
 """The bits of 2^-127, the one power of two that an E8M0 scale or its inverse reaches as a subnormal."""
 
 
-def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> list[Tensor]:
+def quantize(x: Tensor, spec: QuantSpec, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes x [*batch, R, C] (float32, bfloat16, float16; float64 is rounded to float32) along its last axis.
 
     Returns [data, scale], for NVFP4 [data, scale, global_amax]. `data` is [*batch, R, Cp] in the element's dtype, for
@@ -43,8 +45,12 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
     block_1x128      float32 [*batch, R, Cp/128]
     block_128x128    float32 [*batch, ceil(R/128), Cp/128]; tiles at the edge use the elements that exist
     mxfp8, mxfp8_2d  uint8 E8M0 codes [*batch, R, Cp/32]; a 32x32 tile's code stands in each of its rows
-    nvfp4, nvfp4_2d  float8_e4m3fn [*batch, R, Cp/16], likewise; global_amax is float32 [1]
+    nvfp4, nvfp4_2d  float8_e4m3fn [*batch, R, Cp/16], likewise; global_amax is float32 [1], with `row_scaled`
+                     [*batch, R, 1]
     ===============  ====================================================================================
+
+    `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
+    multiplied; for stochastic rounding int64 [2], seed and step.
     """
     row = spec.row
     if x.dtype == torch.float64:
@@ -53,10 +59,14 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
     if spec.rht:
         x = hadamard(x, random_signs=spec.random_signs)
     if row.family == "nvfp4":
-        return _quantize_nvfp4(x, spec)
+        if not spec.stochastic:
+            return quantize_nvfp4(x, spec)
+        if state is None:
+            raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
+        return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state.to(x.device), spec.stream))
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
-    return _quantize_float32_scale(x, spec, multiplier)
+    return _quantize_float32_scale(x, spec, state)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -72,7 +82,7 @@ def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
         return data.float() * scale
     if row.family == "nvfp4":
         values = decode_e2m1(torch.stack((data & 15, data >> 4), -1).flatten(-2))
-        factor = scale.float() * parts[2] * (1 / (_E4M3_MAX * _E2M1_MAX))
+        factor = scale.float() * parts[2] * (1 / (spec.e4m3_max * _E2M1_MAX))
     elif row.family == "mxfp8":
         values, factor = data.float(), decode_e8m0(scale)
     else:
@@ -125,15 +135,25 @@ def e8m0_from_amax(amax: Tensor, spec: QuantSpec) -> Tensor:
     element = spec.row.element
     assert element is not None
     if spec.mode == "rceil":
-        bits = (amax * (1 / element.max)).view(torch.int32)
-        # subnormals up to 2^-127 keep the code of 2^-127; infinity is clamped to the largest finite code
-        return torch.where(bits <= _SMALLEST_POWER, 0, ((bits + 0x7FFFFF) >> 23).clamp(max=254))
+        return e8m0_round_up(amax * (1 / element.max))
     bits = amax.view(torch.int32)
     if spec.mode == "ceil":
         bits = bits + 0x7FFFFF
     elif spec.mode == "even":
         bits = bits + (1 << (22 - element.mantissa_bits))
     return ((bits >> 23) - int(math.log2(element.max))).clamp(min=0)
+
+
+def e8m0_round_up(v: Tensor) -> Tensor:
+    """The E8M0 codes, as int32, of the least powers of two that are not below float32 values v >= 0."""
+    bits = v.view(torch.int32)
+    # subnormals up to 2^-127 keep the code of 2^-127; infinity is clamped to the largest finite code
+    return torch.where(bits <= _SMALLEST_POWER, 0, ((bits + 0x7FFFFF) >> 23).clamp(max=254))
+
+
+def e8m0_reciprocal(code: Tensor) -> Tensor:
+    """2^(127 - code) in float32 for E8M0 codes from 0 to 254, as int32."""
+    return ((254 - code) << 23).clamp(min=_SMALLEST_POWER).view(torch.float32)
 
 
 def decode_e8m0(code: Tensor) -> Tensor:
@@ -157,8 +177,25 @@ def encode_e2m1(y: Tensor) -> Tensor:
     # written so that NaN, for which every comparison is false, gets 7
     below = (magnitude <= 0.25).to(torch.uint8) + (magnitude < 0.75) + (magnitude <= 1.25) + (magnitude < 1.75)
     below = below + (magnitude <= 2.5) + (magnitude < 3.5) + (magnitude <= 5.0)
+    return (7 - below) | _sign_bit(y)
+
+
+def encode_e2m1_stochastic(y: Tensor, byte: Tensor) -> Tensor:
+    """E2M1 codes of float32 values, rounded up with a probability that grows with the distance from the grid below.
+
+    `byte` in [0, 256) decides: byte/256 of a grid step is added to the magnitude, in float32, and the sum is rounded
+    down. Saturating; bit 3 is the sign, NaN 7. (TransformerEngine's software rule for cvt.rs, numerics: NVFP4.)
+    """
+    magnitude = y.abs()
+    step = torch.where(magnitude < 2, 0.5 / 256, torch.where(magnitude < 4, 1 / 256, 2 / 256))
+    sum = magnitude + byte.float() * step
+    below = (sum < 0.5).to(torch.uint8) + (sum < 1) + (sum < 1.5) + (sum < 2) + (sum < 3) + (sum < 4) + (sum < 6)
+    return (7 - below) | _sign_bit(y)
+
+
+def _sign_bit(y: Tensor) -> Tensor:
     negative = y.view(torch.int32) <= _NOT_MANTISSA  # as integers: -0.0 and below, without NaN
-    return (7 - below) | (negative.to(torch.uint8) << 3)
+    return negative.to(torch.uint8) << 3
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
@@ -218,28 +255,75 @@ def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     assert row.element is not None
     code = e8m0_from_amax(_block_amax(x, row.block), spec)
     code = _repeat_rows(code, row.block[0], x.shape[-2])
-    factor = ((254 - code) << 23).clamp(min=_SMALLEST_POWER).view(torch.float32)
-    y = _in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)
+    y = _in_blocks(x.float(), row.block[1]) * e8m0_reciprocal(code).unsqueeze(-1)
     return [cast_fp8(y, row.element).flatten(-2), code.to(torch.uint8)]
 
 
-def _quantize_nvfp4(x: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax to 448 * 6."""
+def quantize_nvfp4(x: Tensor, spec: QuantSpec, random_bytes: Tensor | None = None) -> list[Tensor]:
+    """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax, or a row's, to 448 * 6.
+
+    x [*batch, R, Cp] is padded, and transformed if it is to be. With a byte for each element, rounds stochastically.
+    """
     row = spec.row
+    blocks = _in_blocks(x.float(), row.block[1])
     amax = _block_amax(x, row.block)
-    global_amax = _amax(amax)
-    encode, decode = nvfp4_global_scale(global_amax)
-    scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+    global_amax = _amax(amax, -1).unsqueeze(-1) if spec.row_scaled else _amax(amax)
+    encode, decode = nvfp4_global_scale(global_amax, spec.e4m3_max)
+    if spec.four_over_six:
+        scale = four_over_six(blocks, amax, global_amax, spec)[0]
+    else:
+        scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     scale = _repeat_rows(scale, row.block[0], x.shape[-2])
-    # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
-    factor = _reciprocal(scale.float() * decode).clamp(max=_FLT_MAX)
-    code = encode_e2m1(_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+    y = (blocks * _nvfp4_factor(scale, decode)).flatten(-2)
+    code = encode_e2m1(y) if random_bytes is None else encode_e2m1_stochastic(y, random_bytes)
     return [code[..., ::2] | (code[..., 1::2] << 4), scale, global_amax]
 
 
-def nvfp4_global_scale(global_amax: Tensor) -> tuple[Tensor, Tensor]:
+def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The E4M3 scales of blocks with these amaxes [*batch, ceil(R / rows), Cp / 16], and where the amax maps to 4.
+
+    A block's largest element maps to 6, or to 4 where that gives the smaller sum of errors (strictly), over a row's
+    16 elements in their order, over the rows of a tile in pairs 8, 4, 2 and 1 apart.
+    `blocks` is [*batch, R, Cp / 16, 16]. (TransformerEngine's 4over6, numerics: NVFP4.)
+    """
+    rows = spec.row.block[0]
+    encode, decode = nvfp4_global_scale(global_amax, spec.e4m3_max)
+    base = amax / torch.full_like(amax, _E2M1_MAX) * encode
+    scales, errors = [], []
+    for factor in (1.0, 1.5):
+        scale = (base * factor).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+        scales.append(scale)
+        scale = _repeat_rows(scale, rows, blocks.shape[-3])
+        values = decode_e2m1(encode_e2m1(blocks * _nvfp4_factor(scale, decode))) * scale.float().unsqueeze(-1)
+        size = torch.full_like(global_amax, spec.e4m3_max * _E2M1_MAX)
+        difference = values * global_amax.unsqueeze(-1) / size.unsqueeze(-1) - blocks
+        error = difference.abs() if spec.four_over_six == "mae" else difference * difference
+        total, *others = error.unbind(-1)
+        for other in others:
+            total = total + other
+        if rows > 1:
+            total = _pad(total, -2, rows)
+            total = torch.unflatten(total, -2, (total.shape[-2] // rows, rows))
+            while total.shape[-2] > 1:
+                half = total.shape[-2] // 2
+                total = total.narrow(-2, 0, half) + total.narrow(-2, half, half)
+            total = total.squeeze(-2)
+        errors.append(total)
+    to_four = errors[1] < errors[0]
+    return torch.where(to_four, scales[1].view(torch.uint8), scales[0].view(torch.uint8)).view(
+        torch.float8_e4m3fn
+    ), to_four
+
+
+def _nvfp4_factor(scale: Tensor, decode: Tensor) -> Tensor:
+    """What the elements of a block are multiplied by: [*scales, 1]."""
+    # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
+    return _reciprocal(scale.float() * decode).clamp(max=_FLT_MAX).unsqueeze(-1)
+
+
+def nvfp4_global_scale(global_amax: Tensor, e4m3_max: float = _E4M3_MAX) -> tuple[Tensor, Tensor]:
     """NVFP4's tensor-level scale for a float32 amax of any shape, and its reciprocal; 1 for 0 and infinity."""
-    encode = (torch.full_like(global_amax, _E4M3_MAX * _E2M1_MAX) / global_amax).clamp(max=_FLT_MAX)
+    encode = (torch.full_like(global_amax, e4m3_max * _E2M1_MAX) / global_amax).clamp(max=_FLT_MAX)
     encode = torch.where((global_amax > 0) & (encode > 0), encode, 1.0)
     return encode, _reciprocal(encode)
 

@@ -45,7 +45,7 @@ class Rewriter:
     def __call__(
         self, gm: fx.GraphModule, *, autocast: torch.dtype | None, first_site: int = 0
     ) -> tuple[list[Decision], list[QuantizerRole], Slots]:
-        """Rewrites `gm` in place; returns every decision, every role, and the slots of delayed scaling."""
+        """Rewrites `gm` in place; returns every decision, every role, and the slots of its state."""
         matches = find_matmuls(gm, autocast=autocast)
         assign_roles(matches, self.names)
         if self.quantizes_inside(matches) and expand_opaque(matches):

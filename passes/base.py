@@ -18,10 +18,11 @@ FXQUANT_OPS = "fxquant"
 
 def is_fxquant(node: fx.Node, name: str | None = None) -> bool:
     """Whether a node calls an operator of fxquant, or the one called `name`."""
-    target = node.target
-    if node.op != "call_function" or getattr(target, "namespace", None) != FXQUANT_OPS:
+    if node.op != "call_function":
         return False
-    return name is None or getattr(target, "_opname", "") == name
+    packet = getattr(node.target, "overloadpacket", node.target)  # Dynamo records what a user wrote: often a packet
+    space, _, operator = getattr(packet, "_qualified_op_name", "").partition("::")
+    return space == FXQUANT_OPS and name in (None, operator)
 
 
 def run_pass(name: str, run: Callable[[fx.Graph], int], graph: fx.Graph) -> int:

@@ -1,18 +1,19 @@
-"""BindState: gives a graph with delayed scaling the tensors of its state.
+"""BindState: gives a graph with delayed scaling or stochastic rounding the tensors of its state.
 
     linear = fxquant.linear(x, w, b, "input=per_tensor_e4m3(slot=0) ...")
     # becomes, in a copy of the graph with more inputs
     new_scale, new_history = ...        # first of all: the operations of `fxquant.state.update`
     scale.copy_(new_scale); history.copy_(new_history); ...
-    linear = fxquant.linear_delayed(x, w, b, new_scale, forward_amax, backward_amax, step, "input=...")
+    linear = fxquant.linear_stateful(x, w, b, new_scale, forward_amax, backward_amax, step, random, "input=...")
 
-Bodies of activation checkpoints get the same tensors as operands. Without gradients the scales are read and nothing
-is written.
+Bodies of activation checkpoints get the same tensors as operands. Without gradients scales and random numbers are
+read and nothing is written.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,20 +23,22 @@ from fxquant.compat import artificial_source, tag_activation_checkpoint
 from fxquant.formats import LinearSpec
 from fxquant.passes.base import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
-from fxquant.state import DelayedState, Slots, update
+from fxquant.state import Slots, State, update
 
 
 @dataclass(frozen=True)
 class _Bound:
     """The nodes that stand for the state in one graph."""
 
-    scale: fx.Node
-    forward_amax: fx.Node | None
-    backward_amax: fx.Node | None
-    step: fx.Node | None
+    scale: fx.Node | None = None
+    forward_amax: fx.Node | None = None
+    backward_amax: fx.Node | None = None
+    step: fx.Node | None = None
+    random: fx.Node | None = None
 
-    def nodes(self) -> list[fx.Node]:
-        return [n for n in (self.scale, self.forward_amax, self.backward_amax, self.step) if n is not None]
+    def nodes(self) -> dict[str, fx.Node]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: node for name, node in named.items() if node is not None}
 
 
 def stateful_graphs(gm: fx.GraphModule) -> set[fx.Graph]:
@@ -55,22 +58,30 @@ def _uses_state(node: fx.Node) -> bool:
     if not is_fxquant(node, "linear"):
         return False
     spec = LinearSpec.parse(str(node.args[3]))
-    return any(op.rowwise.is_delayed or op.columnwise.is_delayed for op in (spec.input, spec.weight, spec.grad_output))
+    return any(
+        op.rowwise.is_delayed or op.columnwise.is_delayed or op.is_stochastic
+        for op in (spec.input, spec.weight, spec.grad_output)
+    )
 
 
 def bind_state(
-    gm: fx.GraphModule, slots: Slots, state: DelayedState, *, training: bool, group: str | None
+    gm: fx.GraphModule, slots: Slots, states: Sequence[State], *, training: bool, group: str | None
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A copy of `gm` that takes the state's tensors behind its own inputs, and these tensors."""
-    assert slots.request is not None
-    tensors = {**state.tensors(), "fp8_max": slots.fp8_max(state.scale.device)}
+    """A copy of `gm` that takes the tensors of its states behind its own inputs, and these tensors."""
+    tensors = {name: tensor for state in states for name, tensor in state.tensors().items()}
+    if slots.request is not None:
+        tensors["fp8_max"] = slots.fp8_max(tensors["scale"].device)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     inputs: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op != "placeholder" and not inputs:
-            inputs = {name: _input(graph, name, tensor) for name, tensor in tensors.items()}
-            bound = _update(graph, inputs, slots.request, training, group)
+            inputs = {name: _input(graph, name) for name in tensors}
+            bound = _Bound()
+            if slots.request is not None:
+                bound = _update(graph, inputs, slots.request, training, group)
+            if slots.rounded:
+                bound = replace(bound, random=_next_step(graph, inputs["random"], training))
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source
@@ -81,7 +92,7 @@ def bind_state(
     return bound_gm, list(tensors.values())
 
 
-def _input(graph: fx.Graph, name: str, tensor: Tensor) -> fx.Node:
+def _input(graph: fx.Graph, name: str) -> fx.Node:
     node = graph.placeholder(f"fxquant_{name}")
     node._dynamo_source = artificial_source(f"fxquant_{name}")
     return node
@@ -96,7 +107,7 @@ def _update(
     new_scale, new_history = on_proxies(*(fx.Proxy(inputs[name], tracer) for name in names), request, group)
     scale = new_scale.node
     if not training:
-        return _Bound(scale, None, None, None)
+        return _Bound(scale)
     step = graph.call_function(torch.add, (inputs["step"], 1))
     for name, value in (
         ("scale", scale),
@@ -104,8 +115,18 @@ def _update(
         ("forward_amax", graph.call_function(torch.zeros_like, (inputs["forward_amax"],))),
         ("step", step),
     ):
-        graph.call_method("copy_", (inputs[name], value))
+        graph.call_function(torch.ops.aten.copy_.default, (inputs[name], value))
     return _Bound(scale, inputs["forward_amax"], inputs["backward_amax"], step)
+
+
+def _next_step(graph: fx.Graph, random: fx.Node, training: bool) -> fx.Node:
+    """Seed and step of this run of the graph."""
+    if not training:
+        return random
+    seed, step = (graph.call_function(torch.narrow, (random, 0, i, 1)) for i in range(2))
+    following = graph.call_function(torch.cat, ((seed, graph.call_function(torch.add, (step, 1))),))
+    graph.call_function(torch.ops.aten.copy_.default, (random, following))
+    return following
 
 
 def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
@@ -114,12 +135,12 @@ def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
     for node in list(gm.graph.nodes):
         if _uses_state(node):
             *operands, spec = node.args
-            node.target = torch.ops.fxquant.linear_delayed.default
-            node.args = (*operands, bound.scale, bound.forward_amax, bound.backward_amax, bound.step, spec)
+            node.target = torch.ops.fxquant.linear_stateful.default
+            node.args = (*operands, *(getattr(bound, field.name) for field in fields(bound)), spec)
             used = True
     for body, call in _checkpoints(gm):
         if _bind_body(body, bound):
-            call.args = (*call.args, *bound.nodes())
+            call.args = (*call.args, *bound.nodes().values())
             used = True
     return used
 
@@ -128,12 +149,10 @@ def _bind_body(body: fx.GraphModule, outer: _Bound) -> bool:
     if not any(_uses_state(n) for graph in stateful_graphs(body) for n in graph.nodes):
         return False
     last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
-    made: dict[str, Any] = {}
-    for name in ("step", "backward_amax", "forward_amax", "scale"):
-        if getattr(outer, name) is not None:
-            with body.graph.inserting_after(last):
-                made[name] = body.graph.placeholder(f"fxquant_{name}")
-    inner = _Bound(made["scale"], made.get("forward_amax"), made.get("backward_amax"), made.get("step"))
-    _bind(body, inner)
+    made: dict[str, fx.Node] = {}
+    for name in reversed(outer.nodes()):
+        with body.graph.inserting_after(last):
+            made[name] = body.graph.placeholder(f"fxquant_{name}")
+    _bind(body, _Bound(**made))
     body.recompile()
     return True

@@ -85,7 +85,7 @@ class Match:
     needs_grad: tuple[tuple[bool, bool], ...] = ()
     """For each product, whether (lhs, rhs) get a gradient."""
     takes_state: bool = True
-    """Whether the state of delayed scaling reaches this node's graph."""
+    """Whether the state of delayed scaling and stochastic rounding reaches this node's graph."""
     resolved: list[Resolved] = field(default_factory=list)
 
 
@@ -95,6 +95,8 @@ class Resolved:
 
     quantizers: dict[str, Quantizer] | None
     decisions: list[Decision]
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Where an operand is rounded stochastically, its number in the graph."""
 
 
 def value_of(node: Any) -> Any:

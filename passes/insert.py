@@ -24,9 +24,10 @@ from fxquant.quantizers import Quantizer
 _NONE = OperandSpec(IDENTITY, IDENTITY)
 
 
-def _spec(match: Match, quantizers: dict[str, Quantizer]) -> str:
+def _spec(match: Match, quantizers: dict[str, Quantizer], numbers: dict[str, int]) -> str:
     input, weight, grad_output = (
-        quantizers[op].operand_spec() if op in quantizers else _NONE for op in ("input", "weight", "grad_output")
+        quantizers[op].operand_spec().numbered(numbers.get(op, 0)) if op in quantizers else _NONE
+        for op in ("input", "weight", "grad_output")
     )
     return str(LinearSpec(input, weight, grad_output, _autocast(match), match.name))
 
@@ -63,7 +64,7 @@ def insert(matches: Sequence[Match]) -> int:
             if quantizers is None:
                 return _plain(builder, lhs, rhs, bias)
             node = builder.call(torch.ops.fxquant.linear.default, lhs, rhs, bias, _without_state(match))
-            node.args = (lhs, rhs, bias, _spec(match, quantizers))
+            node.args = (lhs, rhs, bias, _spec(match, quantizers, match.resolved[index].numbers))
             node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
             return node
 

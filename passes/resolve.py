@@ -101,6 +101,10 @@ def _ask(recipe: Recipe, role_of: dict[str, QuantizerRole], slots: Slots) -> dic
     return quantizers
 
 
+def _needs_state(answer: Quantizer | DelayedScalingRequest) -> bool:
+    return isinstance(answer, DelayedScalingRequest) or answer.operand_spec().is_stochastic
+
+
 def _resolve_product(
     match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole], slots: Slots
 ) -> Resolved:
@@ -110,15 +114,19 @@ def _resolve_product(
     roles += role_of.values()
     skip = _cannot(match, product, allow_float64)
     quantizers: dict[str, Quantizer] | None = None
+    numbers: dict[str, int] = {}
     if (
         skip is None
         and not match.takes_state
-        and any(isinstance(recipe.quantizer(role), DelayedScalingRequest) for role in role_of.values())
+        and any(_needs_state(recipe.quantizer(role)) for role in role_of.values())
     ):
         skip = SkipReason.STATE, "this region is called as a function of its own"
     if skip is None:
         quantizers = _ask(recipe, role_of, slots)
         _check_pairs(match, quantizers, wanted)
+        for operand, quantizer in quantizers.items():
+            if quantizer.operand_spec().is_stochastic:
+                numbers[operand] = slots.add_rounded((match.name, operand, 0))
     decisions = []
     for gemm in wanted:
         for operand, direction in GEMM_OPERANDS[gemm]:
@@ -139,7 +147,7 @@ def _resolve_product(
             )  # fmt: skip
     if quantizers is not None and all(quantizers[op].is_identity for op in quantizers):
         quantizers = None
-    return Resolved(quantizers=quantizers, decisions=decisions)
+    return Resolved(quantizers=quantizers, decisions=decisions, numbers=numbers)
 
 
 def resolve(
@@ -152,7 +160,7 @@ def resolve(
 ) -> tuple[list[Decision], list[QuantizerRole]]:
     """Fills `match.resolved` and returns all decisions, and all roles that were found.
 
-    What asks for delayed scaling gets its place in `slots`.
+    What asks for delayed scaling or rounds stochastically gets its place in `slots`.
 
     Raises RecipeError for a pair that cannot multiply, naming layer, GEMM and both quantizers.
     """

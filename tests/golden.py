@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Container, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -31,14 +33,34 @@ def source(name: str) -> Tensor:
         vectors = load(file)
         for key in (name, f"in/{name}"):
             if key in vectors:
+                TABLES.add((file, key))
                 return vectors[key]
     raise KeyError(name)
 
 
-def keys(file: str, *parts: str, under: str = "") -> list[str]:
-    """What stands before the last part of each key of a file that ends in one of `parts`, beneath `under`."""
-    found = (key.rpartition("/") for key in load(file))
-    return sorted({stem for stem, _, part in found if part in parts and stem.startswith(under)})
+TABLES: set[tuple[str, str]] = set()
+"""The (file, key) that the tables of the tests have taken: `test_golden.py` asks whether any is left."""
+
+
+def keys(
+    file: str, *parts: str, under: str = "", reads: Sequence[str] = (), only: Container[str] | None = None
+) -> list[str]:
+    """What stands before the last part of each key of a file that ends in one of `parts`, beneath `under`.
+
+    With `only`, those of its configurations. A test that is given one reads `parts` and, where they are, `reads`.
+    """
+    found = [key.rpartition("/") for key in load(file)]
+    stems = {
+        stem for stem, _, part in found
+        if part in parts and stem.startswith(under) and (only is None or stem.split("/")[-1] in only)
+    }  # fmt: skip
+    TABLES.update((file, f"{stem}/{part}") for stem, _, part in found if stem in stems and part in (*parts, *reads))
+    return sorted(stems)
+
+
+def taken(file: str, pattern: str) -> None:
+    """Says that a test reads the keys which match a regular expression as a whole."""
+    TABLES.update((file, key) for key in load(file) if re.fullmatch(pattern, key))
 
 
 SPECS: dict[str, QuantSpec] = {
@@ -50,6 +72,7 @@ SPECS: dict[str, QuantSpec] = {
     "nv": QuantSpec(format="nvfp4"),
     "nv2d": QuantSpec(format="nvfp4_2d"),
     "nvrht": QuantSpec(format="nvfp4", rht=True),
+    "nvrs": QuantSpec(format="nvfp4", row_scaled=True),
 }
 """By the names of operands in the `dequant`, `hybrid` and `gemm` vectors."""
 for _element in ("e4m3", "e5m2"):

@@ -55,7 +55,7 @@ INVARIANTS: dict[int, Invariant] = {
         f"Partly: no rows are padded. {GROUPED}",
     ),
     13: Invariant("2-d MXFP8 is for roles that say weight"),
-    14: Invariant("4over6 is for weights, activations or both, never for gradients", "Waits for 4over6"),
+    14: Invariant("4over6 is for weights, activations or both, never for gradients"),
     15: Invariant("A request becomes a quantizer that reads its place of the scales and records at its place"),
     16: Invariant("With delayed and other quantizers mixed, the state has the size of the delayed ones"),
     17: Invariant("Requests that disagree are an error that names the field"),
@@ -108,21 +108,14 @@ INVARIANTS: dict[int, Invariant] = {
     52: Invariant("An amax of 448 times 2^k has the scale code 127 + k; code 0 is 2^-127 and 255 NaN"),
     53: Invariant("One direction alone is half of both"),
     54: Invariant("2-d MXFP8 has tiles of 32x32 and the same bytes in both directions"),
-    55: Invariant(
-        "Swizzled scales are a permutation of plain ones", "Waits for GEMMs that take swizzled scales (Blackwell)"
-    ),
+    55: Invariant("Swizzled scales are a permutation of plain ones"),
     56: Invariant("Quantizing a group equals quantizing each of its tensors", GROUPED),
     57: Invariant("NVFP4 is bit-exact: payload, block scales and amax, 1-d and 2-d, ragged, zero, non-contiguous"),
     58: Invariant("The column half of 2-d NVFP4 alone is that of both"),
     59: Invariant("The Hadamard transform is bit-exact to the product with its matrix"),
-    60: Invariant(
-        "Stochastic rounding goes to one of two neighbours and is right on average; seeds repeat it",
-        "Waits for stochastic rounding",
-    ),
-    61: Invariant(
-        "A row-scaled NVFP4 GEMM equals the product of its dequantized operands", "Waits for row-scaled NVFP4"
-    ),
-    62: Invariant("4over6 takes 4 only where that is strictly better", "Waits for 4over6"),
+    60: Invariant("Stochastic rounding goes to one of two neighbours and is right on average; seeds repeat it"),
+    61: Invariant("A row-scaled NVFP4 GEMM equals the product of its dequantized operands"),
+    62: Invariant("4over6 takes 4 only where that is strictly better"),
     63: Invariant("The column of 1-d FP8 blocks is quantized from the source, that of 2-d is the transposed row"),
     64: Invariant("Quantizers are values; process groups are refused; fake tensors have the real shapes"),
     65: Invariant("FP8 attention that cannot be compiled falls back, and says so, with the result unchanged"),

@@ -197,7 +197,7 @@ def test_explain_without_gradients_shows_a_forward_only() -> None:
 def test_explain_takes_functions_and_keyword_arguments() -> None:
     weight = nn.Parameter(torch.randn(32, 64))
     report = fxquant.explain(lambda *, value: F.linear(value, weight), "nvfp4", value=x())
-    assert {str(d.quantizer) for d in report.decisions} >= {"nvfp4"}
+    assert {str(d.quantizer) for d in report.decisions} >= {"nvfp4_2d"}
 
 
 def test_explain_names_rules_that_matched_nothing() -> None:

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from fxquant.errors import RecipeError
 from fxquant.formats import ELEMENTS, FORMATS, IDENTITY, MX_MODES, LinearSpec, OperandSpec, QuantSpec, gemm_mismatch
 
-specs = st.builds(
+of_nvfp4 = st.fixed_dictionaries(
+    {
+        "format": st.sampled_from(["nvfp4", "nvfp4_2d"]),
+        "stochastic": st.booleans(),
+        "stream": st.integers(0, 99),
+        "row_scaled": st.booleans(),
+        "four_over_six": st.sampled_from(["", "mae", "mse"]),
+        "e4m3_max": st.sampled_from([448, 256]),
+    }
+).map(lambda settings: QuantSpec(**settings))
+specs = of_nvfp4 | st.builds(
     QuantSpec,
     format=st.sampled_from(sorted(FORMATS)),
     pow2=st.booleans(),

@@ -128,7 +128,9 @@ BLOCK, TILE = Float8BlockQuantizer(block_scaling_dim=1), Float8BlockQuantizer()
 ROWS, TENSOR_POW2 = Float8RowwiseQuantizer(), Float8CurrentScalingQuantizer(force_pow_2_scales=True)
 TENSOR, TENSOR_E5M2 = Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(E5M2)
 RHT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+ROW_SCALED = NVFP4Quantizer(row_scaled_nvfp4=True)
 DEQUANTIZED = "rowwise_dequantized"
+PLAIN_NVFP4 = recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
 
 ROUTES: dict[str, Recipe] = {
     "identity": recipes.get("high_precision"),
@@ -141,9 +143,22 @@ ROUTES: dict[str, Recipe] = {
     "mxfp8_e4m3": recipes.get("mxfp8"),
     "mxfp8_hybrid": recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID),
     "mxfp8_w2d": recipes.MXFP8BlockScaling(enable_2d_quantization=True),
-    "nvfp4_1d": recipes.NVFP4BlockScaling(disable_2d_quantization=True),
-    "nvfp4_w2d": recipes.get("nvfp4"),
-    "nvfp4_w2d_rht": recipes.NVFP4BlockScaling(disable_rht=False),
+    "nvfp4_1d": recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    ),
+    "nvfp4_w2d": PLAIN_NVFP4,
+    "nvfp4_w2d_rht": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4_row_scaled": per_role(input=ROW_SCALED, weight=NV, grad_output=NV),
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_deq": per_role(
+        input=hybrid(ROW_SCALED, MX, DEQUANTIZED), weight=hybrid(NV, MX, DEQUANTIZED), grad_output=MX
+    ),
+    "nvfp4_row_scaled_fwd_identity_bwd_deq": recipes.NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=True,
+        backward_override="dequantized",
+    ),
     "rows_ao_gw_hp": per_role(input=hybrid(ROWS, ID), weight=hybrid(ROWS, TENSOR_POW2), grad_output=hybrid(ROWS, ID)),
     "mxfp8_fwd_nvfp4_bwd_original": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV), grad_output=NV),
     "mxfp8_fwd_nvfp4_bwd_wdeq": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
@@ -177,7 +192,7 @@ ROUTES: dict[str, Recipe] = {
         input=hybrid(BLOCK, TENSOR), weight=hybrid(TILE, NV), grad_output=hybrid(NV, TENSOR_E5M2)
     ),
 }
-CASES = [(p, r) for p in ("g1", "g2", "g3", "g4") for r in ROUTES if f"{p}/{r}/y" in GOLDEN]
+CASES = [key.split("/") for key in golden.keys("gemm", "y", reads=("dx", "dw"), only=ROUTES)]
 
 
 @pytest.mark.parametrize(("problem_name", "route"), CASES, ids=lambda value: str(value))
@@ -208,7 +223,7 @@ def test_three_format_routing_takes_each_gemm_from_its_own_recipe(shape: tuple[i
     """Invariant 25: fprop is the plain recipe A's, dgrad B's, wgrad C's, and the bias gradient the plain sum."""
     x, w, dy = problem(*shape)
     bias = torch.randn(shape[2], dtype=x.dtype)
-    a, b, c = per_role(input=MX, weight=MX, grad_output=MX), recipes.get("current_scaling"), recipes.get("nvfp4")
+    a, b, c = per_role(input=MX, weight=MX, grad_output=MX), recipes.get("current_scaling"), PLAIN_NVFP4
     tensor = {op: b.quantizer(QuantizerRole("linear", op)) for op in OPERANDS}
     routed = per_role(
         input=hybrid(MX, NV), weight=hybrid(MX, tensor["weight"]), grad_output=hybrid(tensor["grad_output"], NV)

@@ -39,6 +39,8 @@ QUANTIZERS = {
     "nvfp4": NVFP4Quantizer(),
     "nvfp4_2d": NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4_rht": NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+    "nvfp4_rows": NVFP4Quantizer(row_scaled_nvfp4=True),
+    "nvfp4_4over6": NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256),
 }
 each = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 
@@ -259,6 +261,16 @@ def test_hybrid_refuses_what_it_cannot_hold() -> None:
         (lambda: MXFP8Quantizer(scale_mode="up"), "known modes: rceil"),
         (lambda: NVFP4Quantizer(fp4_dtype=E4M3), "fp4_dtype must be"),
         (lambda: NVFP4Quantizer(with_rht=True), "with_post_rht_amax=True"),
+        (
+            lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_rht=True, with_post_rht_amax=True),
+            "row_scaled_nvfp4 does not go with with_rht",
+        ),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True), "with_2d_quantization"),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, stochastic_rounding=True), "stochastic_rounding"),
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), "stochastic_rounding"),
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=128), "must be 448 or 256"),
+        (lambda: NVFP4Quantizer(nvfp4_e4m3_max=256), "setting of 4over6"),
+        (lambda: NVFP4Quantizer(nvfp4_4over6_err_mode="mae"), "must be 'MAE' or 'MSE'"),
     ],
 )
 def test_settings_are_checked_where_they_are_given(make, message: str) -> None:

@@ -61,7 +61,12 @@ def role(tensor_type: str = "input", name: str = "layers.0.fc", module_type: str
             Float8BlockQuantizer(block_scaling_dim=1),
         ),
         ("mxfp8", *[MXFP8Quantizer()] * 3),
-        ("nvfp4", NVFP4Quantizer(), NVFP4Quantizer(with_2d_quantization=True), NVFP4Quantizer()),
+        (
+            "nvfp4",
+            NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+            NVFP4Quantizer(with_2d_quantization=True),
+            NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True),
+        ),
     ],
 )
 def test_named_recipes_give_these_quantizers(name: str, input, weight, grad_output) -> None:
@@ -93,7 +98,8 @@ def test_different_recipes_have_different_fingerprints() -> None:
         Float8CurrentScaling(fp8_format=Format.E4M3),
         MXFP8BlockScaling(enable_2d_quantization=True),
         MXFP8BlockScaling(fp8_format=Format.HYBRID),
-        NVFP4BlockScaling(disable_rht=False),
+        NVFP4BlockScaling(disable_rht=True),
+        NVFP4BlockScaling(disable_stochastic_rounding=True),
         Float8BlockScaling(use_f32_scales=True),
         CustomRecipe(qfactory=lambda role: MXFP8Quantizer()),
         CustomRecipe(qfactory=functools.partial(max, key=1)),
@@ -109,8 +115,48 @@ def test_options_reach_their_quantizers() -> None:
     assert e4m3.quantizer(role("grad_output")) == Float8CurrentScalingQuantizer()
     assert MXFP8BlockScaling(fp8_format=Format.HYBRID).quantizer(role("grad_output")) == MXFP8Quantizer(E5M2)
     assert not Float8BlockScaling(use_f32_scales=True).quantizer(role()).force_pow_2_scales
-    assert NVFP4BlockScaling(disable_rht=False).quantizer(role()).with_rht
-    assert not NVFP4BlockScaling(disable_rht=False).quantizer(role("weight")).with_rht
+    plain = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    assert [plain.quantizer(role(t)) for t in ("input", "weight", "grad_output")] == [NVFP4Quantizer()] * 3
+    assert not NVFP4BlockScaling(disable_stochastic_rounding=True).quantizer(role("grad_output")).stochastic_rounding
+    assert not NVFP4BlockScaling(disable_rht=True).quantizer(role("grad_output")).with_rht
+
+
+@pytest.mark.parametrize("scope", ["none", "weights", "activations", "all"])
+def test_4over6_is_for_the_operands_named_and_never_for_gradients(scope: str) -> None:
+    """Invariant 14."""
+    plain = functools.partial(NVFP4BlockScaling, disable_rht=True, disable_stochastic_rounding=True)
+    for recipe in (plain(nvfp4_4over6=scope), plain(nvfp4_4over6="all", nvfp4_4over6_e4m3_use_256=scope)):
+        made = {t: recipe.quantizer(role(t)) for t in ("input", "weight", "grad_output")}
+        assert made["grad_output"] == NVFP4Quantizer()
+        assert made["weight"].with_2d_quantization
+        for operand, own in (("input", "activations"), ("weight", "weights")):
+            assert made[operand].nvfp4_use_4over6 == (recipe.nvfp4_4over6 in (own, "all"))
+            largest = made[operand].nvfp4_e4m3_max
+            assert (largest == 256) == (made[operand].nvfp4_use_4over6 and scope in (own, "all"))
+    assert plain(nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE").quantizer(role()).nvfp4_4over6_err_mode == "MSE"
+
+
+def test_row_amaxes_are_for_activations() -> None:
+    recipe = NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)
+    assert recipe.quantizer(role()) == NVFP4Quantizer(row_scaled_nvfp4=True)
+    assert recipe.quantizer(role("weight")) == NVFP4Quantizer(with_2d_quantization=True)
+    assert recipe.quantizer(role("grad_output")) == NVFP4Quantizer(stochastic_rounding=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nvfp4_4over6": "all"}, "needs disable_rht=True and disable_stochastic_rounding=True"),
+        ({"nvfp4_4over6": "weights", "disable_rht": True}, "needs disable_stochastic_rounding=True"),
+        ({"nvfp4_4over6": "gradients"}, "nvfp4_4over6 must be one of none, weights, activations, all"),
+        ({"nvfp4_4over6_e4m3_use_256": True}, "nvfp4_4over6_e4m3_use_256 must be one of"),
+        ({"nvfp4_4over6_err_mode": "L2"}, "must be 'MAE' or 'MSE'"),
+        ({"row_scaled_activation": True}, "needs disable_rht=True"),
+    ],
+)
+def test_nvfp4_settings_that_exclude_each_other_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        NVFP4BlockScaling(**settings)
 
 
 def test_mxfp8_tiles_are_for_weights_of_linears_only() -> None:

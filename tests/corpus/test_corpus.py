@@ -26,7 +26,7 @@ import flops
 import models
 from helpers import NAMES, assert_same_bits, eager_backend
 
-from fxquant import Backend, Report
+from fxquant import Backend, NVFP4BlockScaling, Recipe, Report, recipes
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.roles import Gemm
@@ -38,6 +38,10 @@ GRAPHS = {"gpt2": 2, "llama_flex": 5}
 
 REASSOCIATED = {"chain_matmul", "linalg_multi_dot"}
 """Torch multiplies two weights first where that is cheaper; here the chain starts at the activation."""
+
+RECIPES: dict[str, Recipe] = {name: recipes.get(name) for name in ("high_precision", *NAMES)}
+RECIPES["nvfp4"] = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+"""What `Rounded` can be compared with: it rounds to nearest."""
 
 LOSS = dict.fromkeys(NAMES, 0.01) | {"nvfp4": 0.05}
 COSINE = dict.fromkeys(NAMES, 0.99) | {"nvfp4": 0.9}
@@ -195,7 +199,7 @@ def test_model_under_every_recipe(name: str) -> None:
     model, kwargs = models.CASES[name]()
     reference = step(model, kwargs, model)
     counted = flops.total(flops.matmul_flops(model, kwargs, backward=False), "forward")
-    backends = {recipe: eager_backend(recipe, model=model) for recipe in ("high_precision", *NAMES)}
+    backends = {recipe: eager_backend(chosen, model=model) for recipe, chosen in RECIPES.items()}
     switch = Switch({"plain": torch._dynamo.lookup_backend("aot_eager"), **backends})
     run = torch.compile(model, backend=switch)
     problems, measured = [], {}
@@ -240,4 +244,4 @@ def test_model_under_every_recipe(name: str) -> None:
 
 def rounded_step(model: nn.Module, kwargs: Mapping[str, Any], recipe: str) -> Step:
     torch.compiler.reset()
-    return step(model, kwargs, torch.compile(model, backend=Rounded(recipe, inner="aot_eager")))
+    return step(model, kwargs, torch.compile(model, backend=Rounded(RECIPES[recipe], inner="aot_eager")))

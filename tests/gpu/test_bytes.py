@@ -26,6 +26,8 @@ SPECS = (
     "block_1x128_e4m3(pow2)", "block_1x128_e4m3", "block_1x128_e5m2(pow2)", "block_128x128_e4m3(pow2)",
     "block_128x128_e4m3", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp8_2d_e4m3", "mxfp8_2d_e5m2", "mxfp8_e4m3(mode=floor)",
     "mxfp8_e4m3(mode=even)", "nvfp4", "nvfp4_2d", "nvfp4(rht)", "nvfp4(rht,random_signs=False)",
+    "nvfp4(stochastic,stream=3)", "nvfp4(rht,stochastic)", "nvfp4(row_scaled)", "nvfp4(four_over_six=mae,e4m3_max=256)",
+    "nvfp4_2d(four_over_six=mse)",
 )  # fmt: skip
 GOLDEN = Path(__file__).parents[1] / "golden" / "inputs.safetensors"
 
@@ -106,8 +108,13 @@ def differences(got: Sequence[Tensor], expected: Sequence[Tensor], case: str) ->
     return [f"{case}, {name}: {text}" for name, text in texts if text]
 
 
-def quantize_both(x: Tensor, spec: str) -> list[list[Tensor]]:
-    return [torch.ops.fxquant.quantize(x, spec, direction) for direction in DIRECTIONS]
+def state_of(spec: str, device: str) -> Tensor | None:
+    """Seed and step, for specs that round stochastically."""
+    return torch.tensor([5, 7], device=device) if QuantSpec.parse(spec).stochastic else None
+
+
+def quantize_both(x: Tensor, spec: str, state: Tensor | None = None) -> list[list[Tensor]]:
+    return [torch.ops.fxquant.quantize(x, spec, direction, state) for direction in DIRECTIONS]
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,9 +125,9 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 def test_eager_bytes(spec: str) -> None:
     wrong = []
     for name, x in inputs().items():
-        pairs = zip(quantize_both(x.to(DEVICE), spec), quantize_both(x, spec), DIRECTIONS, strict=True)
-        for got, expected, direction in pairs:
-            wrong += differences(got, expected, f"{name} {direction}")
+        got, expected = (quantize_both(x.to(where), spec, state_of(spec, where)) for where in (DEVICE, "cpu"))
+        for g, e, direction in zip(got, expected, DIRECTIONS, strict=True):
+            wrong += differences(g, e, f"{name} {direction}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -134,9 +141,10 @@ def test_compiled_bytes(spec: str, rows: int, columns: int) -> None:
         if whole.dtype == torch.float16 and columns < 128:
             continue
         x = tiled(whole, rows, columns)
-        pairs = zip(run(x.to(DEVICE), spec), quantize_both(x, spec), DIRECTIONS, strict=True)
-        for got, expected, direction in pairs:
-            wrong += differences(got, expected, f"{name} {direction}")
+        got = run(x.to(DEVICE), spec, state_of(spec, DEVICE))
+        expected = quantize_both(x, spec, state_of(spec, "cpu"))
+        for g, e, direction in zip(got, expected, DIRECTIONS, strict=True):
+            wrong += differences(g, e, f"{name} {direction}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -161,15 +169,16 @@ def test_dequantize(spec: str) -> None:
     x = noise(torch.bfloat16, 96, 160)
     size = list(x.shape)
 
-    def run(x: Tensor) -> list[Tensor]:
+    def run(x: Tensor, state: Tensor | None) -> list[Tensor]:
         return [
             torch.ops.fxquant.dequantize(parts, spec, direction, size, torch.float32)
-            for parts, direction in zip(quantize_both(x, spec), DIRECTIONS, strict=True)
+            for parts, direction in zip(quantize_both(x, spec, state), DIRECTIONS, strict=True)
         ]
 
     wrong = []
-    expected = run(x)
-    for how, got in (("eager", run(x.to(DEVICE))), ("compiled", compiled(run)(x.to(DEVICE)))):
+    expected = run(x, state_of(spec, "cpu"))
+    inputs = x.to(DEVICE), state_of(spec, DEVICE)
+    for how, got in (("eager", run(*inputs)), ("compiled", compiled(run)(*inputs))):
         for g, e, direction in zip(got, expected, DIRECTIONS, strict=True):
             wrong += differences([g.contiguous()], [e], f"{how} {direction}")
     assert not wrong, "\n".join(wrong)
@@ -181,6 +190,8 @@ PAIRS = (
     ("per_tensor_e4m3", "per_row_e4m3"), ("per_row_e4m3", "per_tensor_e4m3"),
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"), ("block_1x128_e4m3", "block_1x128_e4m3"),
     ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_2d_e4m3"), ("nvfp4", "nvfp4_2d"), ("nvfp4(rht)", "nvfp4(rht)"),
+    ("nvfp4(row_scaled)", "nvfp4_2d"), ("nvfp4", "nvfp4(row_scaled)"),
+    ("nvfp4(four_over_six=mae,e4m3_max=256)", "nvfp4_2d(four_over_six=mae)"),
 )  # fmt: skip
 SHAPES = ((64, 96, 160), (136, 272, 40), (17, 640, 50), (1, 128, 16), (272, 384, 256))
 """(M, K, N): rectangular; N that no tile divides; N that is no multiple of 16; one row; whole tiles of 128 in N."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import golden
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fxquant.compat import FakeTensorMode, make_fx
 from fxquant.formats import ELEMENTS, FORMATS, QuantSpec
-from fxquant.kernels import reference
+from fxquant.kernels import gemm, reference
 from fxquant.kernels.reference import dequantize, quantize, scaled_mm
 
 QUANTIZING = [name for name in FORMATS if name != "identity"]
@@ -58,28 +59,49 @@ def fp8_spec(family: str, config: str) -> tuple[str, QuantSpec]:
     return element, spec
 
 
-@pytest.mark.parametrize("key", golden.keys("current", "payload") + golden.keys("special", "payload", under="current/"))
+FACTORS = ("scale_inv", "scale", "amax")
+CURRENT = golden.keys("current", "payload", reads=FACTORS)
+CURRENT += golden.keys("special", "payload", under="current/", reads=FACTORS)
+
+
+@pytest.mark.parametrize("key", CURRENT)
 @pytest.mark.parametrize("direction", ["row", "col"])
 def test_per_tensor(key: str, direction: str) -> None:
     vectors = golden.load("special" if key.startswith("current/") else "current")
     name, config = key.split("/")[-2:]
     element, spec = fp8_spec("per_tensor", config)
-    data, (scale,) = quantize_as(golden.source(name), spec, direction)
+    x = golden.source(name)
+    data, (scale,) = quantize_as(x, spec, direction)
     assert_codes(data, vectors[f"{key}/payload"], element)
     assert_bits(scale.flatten(), vectors[f"{key}/scale_inv"])
+    amax = reference.amax(x)
+    if f"{key}/amax" in vectors:
+        assert_bits(amax, vectors[f"{key}/amax"])
+    assert_bits(reference.multiplier_from_amax(amax, spec), vectors[f"{key}/scale"])
 
 
-@pytest.mark.parametrize("key", golden.keys("rows", "payload") + golden.keys("special", "payload", under="rows/"))
+ROWS = golden.keys("rows", "payload", reads=FACTORS)
+ROWS += golden.keys("special", "payload", under="rows/", reads=FACTORS)
+
+
+@pytest.mark.parametrize("key", ROWS)
 def test_per_row(key: str) -> None:
     vectors = golden.load("special" if key.startswith("rows/") else "rows")
     name, config, direction = key.split("/")[-3:]
     element, spec = fp8_spec("per_row", config)
-    data, (scale,) = quantize_as(golden.source(name), spec, direction)
+    x = golden.source(name)
+    data, (scale,) = quantize_as(x, spec, direction)
     assert_codes(data, vectors[f"{key}/payload"], element)
     assert_bits(scale.flatten(), vectors[f"{key}/scale_inv"])
+    amax = torch.stack([reference.amax(line) for line in x.unbind(0 if direction == "row" else 1)]).flatten()
+    assert_bits(reference.multiplier_from_amax(amax, spec), vectors[f"{key}/scale"])
 
 
-@pytest.mark.parametrize("key", golden.keys("block", "payload") + golden.keys("special", "payload", under="block/"))
+BLOCKS = golden.keys("block", "payload", reads=["scale_inv"])
+BLOCKS += golden.keys("special", "payload", under="block/", reads=["scale_inv"])
+
+
+@pytest.mark.parametrize("key", BLOCKS)
 def test_blocks_of_128(key: str) -> None:
     """Invariant 63."""
     vectors = golden.load("special" if key.startswith("block/") else "block")
@@ -92,7 +114,10 @@ def test_blocks_of_128(key: str) -> None:
 
 
 MX_FILES = {"mxfp8": "", "mx_modes": "", "special": "mxfp8/", "variants": "mx_code0/"}
-MX_KEYS = [(file, key) for file, under in MX_FILES.items() for key in golden.keys(file, "payload", under=under)]
+MX_PARTS = ("scale", "scale_row", "scale_col")
+MX_KEYS = [
+    (file, key) for file, under in MX_FILES.items() for key in golden.keys(file, "payload", under=under, reads=MX_PARTS)
+]
 
 
 @pytest.mark.parametrize(("file", "key"), MX_KEYS)
@@ -108,29 +133,72 @@ def test_mxfp8(file: str, key: str) -> None:
         assert_bits(scale, vectors[f"{key}/scale_{direction}" if shape == "2d" else f"{key}/scale"])
 
 
-NV_FILES = [("nvfp4", ""), ("special", "nvfp4/"), ("nvfp4_rht", "")]
+NV_FILES = [("nvfp4", ""), ("special", "nvfp4/"), ("nvfp4_rht", ""), ("nvfp4_4over6", "")]
 NV_FILES += [("variants", f"{v}/") for v in ("nv_underflow_saturate", "nv_negzero_keep", "nv2d_kernel")]
 NV_FILES += [("variants", "rht_order_sensitive/")]
-NV_KEYS = [(f, key) for f, under in NV_FILES for key in golden.keys(f, "payload", "payload_t", under=under)]
+NV_PARTS = ("scale", "amax", "y", "pick4")
+NV_KEYS = [
+    (f, key) for f, under in NV_FILES for key in golden.keys(f, "payload", "payload_t", under=under, reads=NV_PARTS)
+]
 
 
 @pytest.mark.parametrize(("file", "key"), NV_KEYS)
 def test_nvfp4(file: str, key: str) -> None:
-    """Invariants 57 and 59."""
+    """Invariants 57, 59 and 62."""
     vectors = golden.load(file)
     name, config = key.split("/")[-2:]
-    kind, direction = config.split("_")
+    kind, direction, *four_over_six = config.split("_")
     x = golden.source(name)
     if direction == "col":
         x = x.mT
     if rht := kind in ("signs", "plain"):
         y = reference.hadamard(x, random_signs=kind == "signs")
         assert_bits(y, vectors[f"{key}/y"].float())
-    format = "nvfp4_2d" if kind == "2d" else "nvfp4"
-    data, scale, amax = quantize(x, QuantSpec(format=format, rht=rht, random_signs=kind == "signs" or not rht))
+    spec = QuantSpec(
+        format="nvfp4_2d" if kind == "2d" else "nvfp4", rht=rht, random_signs=kind == "signs" or not rht,
+        row_scaled=kind == "rs",
+    )  # fmt: skip
+    if four_over_six:
+        largest, mode = four_over_six
+        spec = dataclasses.replace(spec, e4m3_max=int(largest), four_over_six=mode)
+    data, scale, amax = quantize(x, spec)
     assert_bits(data, vectors[f"{key}/{'payload_t' if direction == 'col' else 'payload'}"])
     assert_bits(scale, vectors[f"{key}/scale"])
+    assert_bits(amax.flatten(), vectors[f"{key}/amax"])
+    if four_over_six:
+        rows = spec.row.block[0]
+        block_amax = reference._block_amax(x, spec.row.block)
+        _, to_four = reference.four_over_six(x.float().unflatten(-1, (-1, 16)), block_amax, amax, spec)
+        assert_bits(to_four.repeat_interleave(rows, 0)[: len(x)].to(torch.uint8), vectors[f"{key}/pick4"])
+
+
+@pytest.mark.parametrize("key", golden.keys("stochastic", "payload", "payload_t", reads=(*NV_PARTS, "random_bytes")))
+def test_nvfp4_stochastic(key: str) -> None:
+    """With the random bytes given."""
+    vectors = golden.load("stochastic")
+    name, config = key.split("/")
+    x = golden.source(name)
+    if config.endswith("col"):
+        x = x.mT
+    if config == "rht_col":
+        x = reference.hadamard(x)
+    spec = QuantSpec(format="nvfp4", stochastic=True)
+    data, scale, amax = reference.quantize_nvfp4(x, spec, vectors[f"{key}/random_bytes"])
+    assert_bits(data, vectors[f"{key}/{'payload_t' if config.endswith('col') else 'payload'}"])
+    assert_bits(scale, vectors[f"{key}/scale"])
     assert_bits(amax, vectors[f"{key}/amax"])
+
+
+golden.taken("stochastic", "table/.*")
+
+
+def test_stochastic_codes_of_every_byte() -> None:
+    vectors = golden.load("stochastic")
+    y, byte = vectors["table/y"].unsqueeze(-1), torch.arange(256)
+    assert_bits(reference.encode_e2m1_stochastic(y, byte), vectors["table/codes"])
+
+
+golden.taken("casts", ".*")
 
 
 @pytest.mark.parametrize("kind", ["finite", "special"])
@@ -146,6 +214,20 @@ def test_decoded_codes() -> None:
     vectors = golden.load("casts")
     assert_bits(reference.decode_e2m1(torch.arange(16, dtype=torch.uint8)), vectors["decode/e2m1"])
     assert_bits(reference.decode_e8m0(torch.arange(256).to(torch.uint8)), vectors["decode/e8m0"])
+    for element in ("e4m3", "e5m2"):
+        values = torch.arange(256, dtype=torch.uint8).view(ELEMENTS[element].dtype).float()
+        expected = vectors[f"decode/{element}"]
+        assert_bits(values.where(~values.isnan(), torch.nan), expected.where(~expected.isnan(), torch.nan))
+    assert_bits(
+        reference.e8m0_reciprocal(torch.arange(255, dtype=torch.int32)), vectors["decode/e8m0_reciprocal"][:255]
+    )
+
+
+def test_exponents_are_rounded_up() -> None:
+    """NaN, for which the golden is 255, is no amax."""
+    x, code = (golden.load("casts")[f"e8m0_roundup/{part}"] for part in ("x", "code"))
+    known = ~x.isnan()
+    assert_bits(reference.e8m0_round_up(x[known]).to(torch.uint8), code[known])
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -183,7 +265,10 @@ def test_dequantize(key: str) -> None:
             assert_bits(values.mT if direction == "col" else values, vectors[f"{key}/{direction}"])
 
 
-@pytest.mark.parametrize("key", golden.keys("hybrid", "payload", "payload_t"))
+golden.taken("hybrid", ".*/source")
+
+
+@pytest.mark.parametrize("key", golden.keys("hybrid", "payload", "payload_t", reads=("scale", "scale_inv", "amax")))
 def test_columns_from_dequantized_rows(key: str) -> None:
     vectors = golden.load("hybrid")
     name, row, column = key.split("/")
@@ -220,6 +305,11 @@ RECIPES: dict[str, tuple[str, str, str]] = {
     "nvfp4_w2d": ("nv", "nv2d", "nv"),
     "nvfp4_w2d_rht": ("nv/nvrht", "nv2d", "nv/nvrht"),
     "nvfp4_1d_weight_deq": ("nv", "nv/<nv", "nv"),
+    "nvfp4_w2d_rht_sr": ("nv/nvrht", "nv2d", "nv/nvrht"),
+    "nvfp4_row_scaled": ("nvrs", "nv", "nv"),
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_deq": ("nvrs/<mx:e4m3", "nv/<mx:e4m3", "mx:e4m3"),
+    "nvfp4_row_scaled_fwd_identity_bwd_deq": ("nvrs/<identity", "nv/<identity", "identity"),
+    "mxfp8_fwd_nvfp4_bwd_wdeq_rht_sr": ("mx:e4m3/nvrht", "mx:e4m3/<nv", "nv/nvrht"),
     "mxfp8_fwd_nvfp4_bwd_original": ("mx:e4m3/nv", "mx:e4m3/nv", "nv"),
     "mxfp8_fwd_nvfp4_bwd_wdeq": ("mx:e4m3/nv", "mx:e4m3/<nv", "nv"),
     "mxfp8_fwd_nvfp4_bwd_xwdeq": ("mx:e4m3/<nv", "mx:e4m3/<nv", "nv"),
@@ -236,7 +326,9 @@ RECIPES: dict[str, tuple[str, str, str]] = {
 GEMMS = {"y": (("x", 0), ("w", 0)), "dx": (("dy", 0), ("w", 1)), "dw": (("dy", 1), ("x", 1))}
 
 
-def operand_of(x: Tensor, text: str, column: int) -> tuple[QuantSpec, list[Tensor]] | None:
+def operand_of(
+    x: Tensor, text: str, column: int, random_bytes: Tensor | None = None
+) -> tuple[QuantSpec, list[Tensor]] | None:
     """Spec and quantized parts of one operand in one direction; None where it is not quantized."""
     row = text.split("/")[0]
     name = text.split("/")[-1] if column else row
@@ -246,17 +338,30 @@ def operand_of(x: Tensor, text: str, column: int) -> tuple[QuantSpec, list[Tenso
         row_spec = golden.SPECS[row]
         x = dequantize(quantize(x, row_spec), row_spec)[..., : x.shape[-1]].to(x.dtype)
     spec = golden.SPECS[name.removeprefix("<")]
-    return spec, quantize(x.mT if column else x, spec)
+    x = x.mT if column else x
+    if random_bytes is not None:
+        return spec, reference.quantize_nvfp4(reference.hadamard(x) if spec.rht else x, spec, random_bytes)
+    return spec, quantize(x, spec)
 
 
-@pytest.mark.parametrize("key", [k for k in golden.keys("gemm", "y") if k.split("/")[1] in RECIPES])
+GEMM_PARTS = ("dx", "dw", "random_bytes_dy_row", "random_bytes_dy_col")
+golden.taken("gemm", "g[1-4]/(x|w|dy)")
+
+
+@pytest.mark.parametrize("key", golden.keys("gemm", "y", reads=GEMM_PARTS, only=RECIPES))
 def test_gemms(key: str) -> None:
     """Float32 sums within (contraction length) * 2^-23 * sum|a*b| of the golden float64 ones."""
     vectors = golden.load("gemm")
     problem, recipe = key.split("/")
     texts = dict(zip(("x", "w", "dy"), RECIPES[recipe], strict=True))
     for result, operands in GEMMS.items():
-        sides = [operand_of(vectors[f"{problem}/{name}"], texts[name], column) for name, column in operands]
+        sides = [
+            operand_of(
+                vectors[f"{problem}/{name}"], texts[name], column,
+                vectors.get(f"{key}/random_bytes_{name}_{'col' if column else 'row'}"),
+            )
+            for name, column in operands
+        ]  # fmt: skip
         if None in sides:
             continue
         (a_spec, a), (b_spec, b) = sides
@@ -274,6 +379,34 @@ def test_gemm_adds_bias_before_its_one_rounding() -> None:
     exact = scaled_mm(parts[0], spec, parts[1], spec, None, torch.float32)
     got = scaled_mm(parts[0], spec, parts[1], spec, bias, torch.bfloat16)
     assert_bits(got, (exact + bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("nvfp4", "nvfp4_2d"),
+        ("nvfp4(row_scaled)", "nvfp4"),
+        ("nvfp4", "nvfp4(row_scaled)"),
+        ("nvfp4(row_scaled)", "nvfp4(row_scaled,four_over_six=mse)"),
+        ("nvfp4(four_over_six=mae,e4m3_max=256)", "nvfp4_2d(four_over_six=mae)"),
+        ("mxfp8_e4m3", "mxfp8_2d_e4m3"),
+    ],
+)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_emulated_gemm_multiplies_exact_values(
+    a: str, b: str, batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of CUDA devices, with the products of bfloat16 operands that they sum in float32."""
+    for name in ("mm", "bmm"):
+        monkeypatch.setattr(torch, name, lambda a, b, out_dtype: (a.float() @ b.float()).to(out_dtype))
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*batch, rows, 96, generator=generator) for rows in (40, 56))
+    x[..., 3, :] *= 1e3
+    parts = [quantize(operand, QuantSpec.parse(spec)) for operand, spec in ((x, a), (w, b))]
+    bias = torch.randn(56, generator=generator)
+    got = gemm.scaled_mm(*parts, a, b, bias, torch.float32, False)
+    expected = scaled_mm(parts[0], QuantSpec.parse(a), parts[1], QuantSpec.parse(b), bias, torch.float32)
+    assert (got - expected).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("format", QUANTIZING)
@@ -322,6 +455,9 @@ VARIANTS = [
     QuantSpec(format="mxfp8_e5m2", mode="ceil"),
     QuantSpec(format="mxfp8_2d_e4m3", mode="even"),
     QuantSpec(format="nvfp4", rht=True),
+    QuantSpec(format="nvfp4", row_scaled=True),
+    QuantSpec(format="nvfp4", row_scaled=True, four_over_six="mae", e4m3_max=256),
+    QuantSpec(format="nvfp4_2d", four_over_six="mse"),
 ]
 
 
@@ -409,3 +545,12 @@ def test_inductor_with_static_sizes_gives_the_bytes_of_eager(format: str) -> Non
             torch.compiler.reset()
             run = torch.compile(lambda x: quantize(x, spec), dynamic=False, fullgraph=True, options=INDUCTOR)
             assert_same_parts(run(source), quantize(source, spec))
+
+
+@pytest.mark.parametrize("other", ["nvfp4", "nvfp4_2d", "nvfp4(row_scaled)"])
+def test_a_row_scaled_gemm_is_that_of_its_dequantized_operands(other: str) -> None:
+    """Invariant 61."""
+    a_spec, b_spec = QuantSpec(format="nvfp4", row_scaled=True), QuantSpec.parse(other)
+    a, b = quantize(torch.randn(40, 96) * torch.rand(40, 1) * 100, a_spec), quantize(torch.randn(24, 96), b_spec)
+    expected = dequantize(a, a_spec) @ dequantize(b, b_spec).mT
+    assert_bits(scaled_mm(a, a_spec, b, b_spec, None, torch.float32), expected)
