@@ -6,17 +6,24 @@ program's signature. Here every node gets an ``example_value`` besides, which sa
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.compat import OpOverload, fake_mode_of, tree_map_only
+from fxquant.passes.assign_roles import LAYER
 from fxquant.passes.bodies import Bodies
+from fxquant.passes.forms_weights import find_weight
 
 
-def describe(bodies: Bodies, parameters: Collection[str], *, trained: bool) -> None:
-    """Describes every graph. `parameters` names placeholders; with `trained` gradients flow from those that want one."""
+def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) -> None:
+    """Describes every graph.
+
+    `parameters` are the names of parameters by those of their placeholders. With `trained`, gradients flow from those
+    that want one. A node keeps the layer of the parameter that it
+    reads, for where it was captured without its modules, as inside a conditional.
+    """
     grads: set[fx.Node] = set()
     for gm in bodies.modules:
         for node in gm.graph.nodes:
@@ -29,6 +36,24 @@ def describe(bodies: Bodies, parameters: Collection[str], *, trained: bool) -> N
             node.meta["example_value"] = tree_map_only(
                 Tensor, lambda t, p=is_parameter, g=node in grads: _described(t, p, g), node.meta["val"]
             )
+    for gm in bodies.modules:
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                _name(node, bodies, parameters)
+
+
+def _name(node: fx.Node, bodies: Bodies, parameters: Mapping[str, str]) -> None:
+    outer: dict[fx.Node, fx.Node] = {}
+    inside = node.graph.find_nodes(op="placeholder")
+    while inside:
+        inside = [each for each in inside if each.op == "placeholder" and each not in outer]
+        outer |= {each: found[0] for each in inside if (found := bodies.passed(each))}
+        inside = [outer[each] for each in inside if each in outer]
+    for each in reversed(node.all_input_nodes):
+        weight = find_weight(each, outer) if each.op != "get_attr" else None
+        if weight is not None and weight.parameter.name in parameters:
+            node.meta[LAYER] = parameters[weight.parameter.name].rpartition(".")[0]
+            return
 
 
 def _gets_grad(node: fx.Node, own: bool, bodies: Bodies, grads: set[fx.Node]) -> bool:
@@ -65,6 +90,7 @@ def forget(bodies: Bodies) -> None:
     """Keeps what later passes and `torch.export` read of an example value, as ``val``, and removes the rest."""
     for gm in bodies.modules:
         for node in gm.graph.nodes:
+            node.meta.pop(LAYER, None)
             if "example_value" not in node.meta:
                 continue
             value = node.meta.pop("example_value")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.passes.forms_weights import VIEWS, op_name
+from fxquant.passes.insert import SITE
 from fxquant.passes.state_tensors import StateTensors
 
 PARTS = ("data", "scale", "global_amax")
@@ -37,24 +38,24 @@ class Folded:
     kept_for: tuple[str, ...] = ()
 
 
-def fold(state: StateTensors) -> dict[str, list[Folded]]:
-    """Folds every weight of the program; returns them by the names of their layers."""
+def fold(state: StateTensors) -> dict[int, Folded]:
+    """Folds every weight of the program; returns them by the sites that multiply them."""
     made: dict[Any, list[fx.Node]] = {}
-    found: list[tuple[str, set[fx.Node], int, int]] = []
+    found: list[tuple[int, set[fx.Node], int, int]] = []
     for gm in state.bodies.modules:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
             value = state.value(node.args[0]) if len(node.args) == 3 and state.bodies.can_reach(gm.graph) else None
             if value is None:
                 continue
             weight, roots = value
-            layer = str(node.meta.get("custom", {}).get("fxquant", ""))
+            readers = readers_of(node)
             key = (_story(state, node.args[0]), *node.args[1:])
             if key not in made:
-                base = state.name(next(iter(roots))) if len(roots) == 1 else f"{layer}.weight".strip(".")
+                base = state.name(next(iter(roots))) if len(roots) == 1 else f"{layer_of(node)}.weight".strip(".")
                 parts = torch.ops.fxquant.quantize(weight, *node.args[1:])
                 made[key] = [state.add(f"{base}_{part}", t) for part, t in zip(PARTS, parts, strict=False)]
             before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (roots, made[key]))
-            found.append((layer, set(roots), before, after))
+            found += [(reader.meta[SITE], set(roots), before, after) for reader in readers]
             _replace(node, made[key], state)
     replaced = {root for _, roots, _, _ in found for root in roots}
     names = {root: state.name(root) for root in replaced}
@@ -66,12 +67,22 @@ def fold(state: StateTensors) -> dict[str, list[Folded]]:
         _erase_unused_users(root)
     kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
     state.drop_unused(replaced)
-    folded: dict[str, list[Folded]] = {}
-    for layer, roots, before, after in found:
+    folded: dict[int, Folded] = {}
+    for site, roots, before, after in found:
         sources = tuple(sorted(names[root] for root in roots))
         kept_for = tuple(sorted({user for root in roots for user in kept[root]}))
-        folded.setdefault(layer, []).append(Folded(sources=sources, before=before, after=after, kept_for=kept_for))
+        folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for)
     return folded
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """The GEMMs that multiply what a quantize node makes."""
+    return list(dict.fromkeys(reader for item in node.users for reader in item.users if SITE in reader.meta))
+
+
+def layer_of(node: fx.Node) -> str:
+    """The name of the layer that a node was inserted for: of several the first."""
+    return str(node.meta.get("custom", {}).get("fxquant", ""))
 
 
 def _replace(node: fx.Node, placeholders: list[fx.Node], state: StateTensors) -> None:
@@ -109,4 +120,4 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-__all__ = ["PARTS", "Folded", "fold"]
+__all__ = ["PARTS", "Folded", "fold", "layer_of", "readers_of"]

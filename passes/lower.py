@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import detect_fake_mode, inductor_decompositions, make_fx, tree_flatten, tree_map_only
+from fxquant.compat import (
+    detect_fake_mode,
+    enable_python_dispatcher,
+    inductor_decompositions,
+    make_fx,
+    tree_flatten,
+    tree_map_only,
+)
 from fxquant.errors import GraphVerificationError
 from fxquant.kernels import gemm, ops, reference
 from fxquant.passes.base import is_fxquant, val
@@ -69,7 +76,8 @@ def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return run(*args, **kwargs)
 
     inputs = [flat[i] for i in tensors]
-    with detect_fake_mode(inputs) or contextlib.nullcontext():
+    # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
+    with detect_fake_mode(inputs) or contextlib.nullcontext(), enable_python_dispatcher():
         return make_fx(call, decomposition_table=inductor_decompositions())(*inputs)
 
 

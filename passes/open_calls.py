@@ -8,7 +8,7 @@
     scaled_mm = torch.ops.fxquant.scaled_mm.default([...], [...], "mxfp8_e4m3", "mxfp8_e4m3", b, torch.float32, True)
 
 A program may hold operators only, so Python functions such as `torch.permute` are opened in any case. What several
-opened calls do to one tensor is done once.
+opened calls do to one tensor is done once, and so are equal views, of which a decomposed program has one a call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from torch import Tensor, fx
 from fxquant.compat import OpOverload, enable_python_dispatcher, fake_mode_of, make_fx, tree_flatten, tree_unflatten
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.facts import Builder, value_of
+from fxquant.passes.forms_weights import op_name
+from fxquant.passes.insert import SITE
+
+_SHARED = frozenset(("view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "select"))
+"""Operators of which two equal ones are the same memory anyway."""
 
 _FUNCTION_MODULES = ("torch", "torch.functional", "torch.nn.functional", "torch._C._nn")
 
@@ -38,6 +43,11 @@ def open_calls(graph: fx.Graph, *, linears: bool) -> int:
             count += 1
         elif _writes(node):
             made.clear()  # what was read before may have changed
+        elif isinstance(node.target, OpOverload) and op_name(node) in _SHARED:
+            earlier = made.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+            if earlier is not node:
+                node.replace_all_uses_with(earlier)
+                graph.erase_node(node)
     return count
 
 
@@ -85,6 +95,8 @@ def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:
         if key not in made:
             with torch.no_grad():
                 made[key] = builder.call(inner.target, *args, **kwargs)
+            if SITE in node.meta:
+                made[key].meta[SITE] = node.meta[SITE]
         copies[inner] = made[key]
     for key, value in node.meta.items():
         if key not in ("val", "example_value"):
