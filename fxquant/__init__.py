@@ -45,9 +45,9 @@ from fxquant.roles import Direction, Gemm, QuantizerRole
 
 if TYPE_CHECKING:
     from fxquant.backend import Backend
+    from fxquant.calibration import Amax, Calibration
     from fxquant.compiled import autocast, compile
     from fxquant.explainer import explain
-    from fxquant.calibration import Amax, Calibration
     from fxquant.program import aoti_compile_and_package, lower_program, quantize_program, report_of
     from fxquant.report import Report
 
@@ -79,7 +79,7 @@ class _Operators(type(torch.ops.fxquant)):  # type: ignore[misc]
         return super().__getattr__(name)
 
 
-torch.ops.fxquant = _Operators("fxquant")
+torch.ops.fxquant = _Operators("fxquant")  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Any:
@@ -93,8 +93,8 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Amax",
-    "Calibration",
     "Backend",
+    "Calibration",
     "CustomRecipe",
     "DType",
     "Decision",

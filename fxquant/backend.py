@@ -96,9 +96,7 @@ class Backend:
             return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
-        patches = inductor_settings(
-            self.recipe.fingerprint(), self.inductor, recomputed=quantizes(gm, recomputed=True)
-        )
+        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=quantizes(gm, recomputed=True))
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
     def activate(self) -> None:

@@ -90,7 +90,9 @@ def quantize_program(
     bodies.recompile()
     if calibration is not None:
         given = calibration if isinstance(calibration, Calibration) else Calibration(calibration)
-        told = calibrate(state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature), given, prepare))
+        told = calibrate(
+            state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature), given, prepare)
+        )
         decisions = _with_details(decisions, 0, told)
         bodies.recompile()
     gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=recipe.unused(roles))
@@ -204,9 +206,7 @@ class _Inference(Recipe):
         return Float8CurrentScalingQuantizer(answer.fp8_format.dtype(role.tensor_type))
 
 
-def _run(
-    program: ExportedProgram, calibration: Calibration, prepare: Callable[[fx.GraphModule], None]
-) -> int:
+def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[fx.GraphModule], None]) -> int:
     """Runs a program on calibration inputs, as `prepare` changed it; returns their number."""
     module: Any = program.module()
     for name, buffer in list(module.named_buffers()):  # a program may write into its buffers
@@ -248,7 +248,7 @@ def _program(
     for spec, node in zip(signature.output_specs, output.args[0], strict=True):
         if isinstance(node, fx.Node) and spec.arg.name != node.name:
             renamed[spec.arg.name] = node.name
-            spec = replace(spec, arg=replace(spec.arg, name=node.name))  # type: ignore[type-var]
+            spec = replace(spec, arg=replace(spec.arg, name=node.name))
         outputs.append(spec)
     calls = copy.deepcopy(ep.module_call_graph)
     for entry in calls:

@@ -1,4 +1,4 @@
-"""Bodies: the graphs that higher-order ops of a program call, and how a tensor of the outermost graph gets into them."""
+"""Bodies: the graphs that higher-order ops call, and how a tensor of the outermost graph gets into them."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ def calibrate(
     for node, observer in observers.values():
         del node.meta[_OBSERVER]
         sites = [reader.meta[SITE] for reader in readers_of(node)]
-        layer, amax = layer_of(node), observer.result()
-        if amax is None:
+        layer, seen = layer_of(node), observer.result()
+        if seen is None:
             told |= dict.fromkeys(sites, "dynamic: no calibration input came here")
             continue
-        if not bool(amax.isfinite()):
+        if not bool(seen.isfinite()):
             raise ProgramError(f"calibration: the input of layer {layer or '<model>'!r} is infinite")
-        told |= dict.fromkeys(sites, f"static amax {amax.item():.4g}: {observer.amax} of {count} inputs")
-        multiplier: Tensor = reference.multiplier_from_amax(amax, QuantSpec.parse(str(node.args[1])))
+        told |= dict.fromkeys(sites, f"static amax {seen.item():.4g}: {observer.amax} of {count} inputs")
+        multiplier: Tensor = reference.multiplier_from_amax(seen, QuantSpec.parse(str(node.args[1])))
         placeholder = state.add(f"{layer}.input_multiplier".strip("."), multiplier)
         node.args = (*node.args, state.bodies.reach(node.graph, placeholder))
     return told

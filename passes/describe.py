@@ -7,6 +7,7 @@ program's signature. Here every node gets an ``example_value`` besides, which sa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -34,7 +35,7 @@ def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) ->
                 grads.add(node)
             is_parameter = own and node.name in parameters
             node.meta["example_value"] = tree_map_only(
-                Tensor, lambda t, p=is_parameter, g=node in grads: _described(t, p, g), node.meta["val"]
+                Tensor, partial(_described, is_parameter=is_parameter, grad=node in grads), node.meta["val"]
             )
     for gm in bodies.modules:
         for node in gm.graph.nodes:

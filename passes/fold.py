@@ -27,9 +27,9 @@ PARTS = ("data", "scale", "global_amax")
 
 @dataclass(frozen=True, kw_only=True)
 class Folded:
-    """One quantized weight: what it was made from, the bytes of that and of what it became, and what keeps the original.
+    """One quantized weight: what it was made from, and the bytes of that and of what it became.
 
-    `kept_for` names the operators that still read a source.
+    `kept_for` names the operators that still read a source, which therefore stays.
     """
 
     sources: tuple[str, ...]
@@ -68,9 +68,9 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
     state.drop_unused(replaced)
     folded: dict[int, Folded] = {}
-    for site, roots, before, after in found:
-        sources = tuple(sorted(names[root] for root in roots))
-        kept_for = tuple(sorted({user for root in roots for user in kept[root]}))
+    for site, originals, before, after in found:
+        sources = tuple(sorted(names[root] for root in originals))
+        kept_for = tuple(sorted({user for root in originals for user in kept[root]}))
         folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for)
     return folded
 

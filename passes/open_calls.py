@@ -91,16 +91,16 @@ def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:
             result = copies[inner.args[0]]
             break
         args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), copies.__getitem__)
-        key = (inner.target, _key(args), _key(kwargs))
+        key: Any = (inner.target, _key(args), _key(kwargs))
         if key not in made:
             with torch.no_grad():
                 made[key] = builder.call(inner.target, *args, **kwargs)
             if SITE in node.meta:
                 made[key].meta[SITE] = node.meta[SITE]
         copies[inner] = made[key]
-    for key, value in node.meta.items():
-        if key not in ("val", "example_value"):
-            result.meta.setdefault(key, value)
+    for name, value in node.meta.items():
+        if name not in ("val", "example_value"):
+            result.meta.setdefault(name, value)
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
 

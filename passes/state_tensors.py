@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 
 from fxquant.compat import OpOverload, fake_mode_of
 from fxquant.passes.base import is_fxquant
@@ -28,13 +28,12 @@ class StateTensors:
         self.state, self.constants = dict(state), dict(constants)
         self.placeholders = {node.name: node for node in bodies.top.graph.find_nodes(op="placeholder")}
         self._specs = {spec.arg.name: spec for spec in self.inputs if spec.kind in _STATE}
-        self._changing = {
-            spec.target for spec in signature.output_specs if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION")
-        }
+        written = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+        self._changing = {spec.target for spec in signature.output_specs if spec.kind in written}
         for gm in bodies.modules:
             for node in gm.graph.nodes:
-                for written in _written(node):
-                    self._changing |= {self._specs[root.name].target for root in self.roots(written)}
+                for target in _written(node):
+                    self._changing |= {self._specs[root.name].target for root in self.roots(target)}
 
     def name(self, placeholder: fx.Node) -> str:
         """The name in the program's state of the tensor that a placeholder stands for."""
@@ -127,11 +126,12 @@ class StateTensors:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _body_start(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
+    node: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return node
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -143,7 +143,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     for index, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            written += [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, fx.Node)]
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written += [each for each in values if isinstance(each, fx.Node)]
     return written
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import NAMES, compiled, hybrid, per_role, train_step
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
@@ -36,7 +37,6 @@ from fxquant import (
     report_of,
 )
 from fxquant.roles import Direction
-from helpers import NAMES, compiled, hybrid, per_role, train_step
 
 
 class Block(nn.Module):
@@ -420,7 +420,9 @@ def test_methods_of_taking_an_amax() -> None:
     assert multipliers(calibrated(model, x, *inputs, amax=average))["0"] == pytest.approx(448 / wanted)
     every = torch.cat(inputs).abs().flatten().sort().values
     for percent in (50.0, 99.0, 100.0):
-        found = 448 / multipliers(calibrated(model, x, *inputs, amax=Amax(method="percentile", percentile=percent)))["0"]
+        found = (
+            448 / multipliers(calibrated(model, x, *inputs, amax=Amax(method="percentile", percentile=percent)))["0"]
+        )
         exact = every[max(round(len(every) * percent / 100 + 0.4999) - 1, 0)].item()
         assert exact * 0.9999 <= found <= exact * (1 + 1 / 128)
 
@@ -493,7 +495,8 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
         ProgramError, "calibration input 2 does not fit the program",
         lambda: calibrated(model, x, x, torch.randn(4, 8, 65)),
     )  # fmt: skip
-    refused(ProgramError, "is infinite", lambda: calibrated(nn.Sequential(nn.Linear(64, 64)), torch.ones(4, 64), torch.full((4, 64), torch.inf)))
+    linear, infinite = nn.Sequential(nn.Linear(64, 64)), torch.full((4, 64), torch.inf)
+    refused(ProgramError, "layer '0' is infinite", lambda: calibrated(linear, torch.ones(4, 64), infinite))
     refused(OptionError, "known methods: max", lambda: Amax(method="mean"))  # type: ignore[arg-type]
     refused(OptionError, "momentum", lambda: Amax(momentum=1.0))
     refused(OptionError, "percentile", lambda: Amax(percentile=0))
