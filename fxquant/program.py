@@ -177,8 +177,9 @@ def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int
     place: Counter[int] = Counter()
     for decision in decisions:
         place[decision.site] += 1
-        if decision.quantizer is not None and place[decision.site] == operand + 1 and decision.site in told:
-            detail = "; ".join(filter(None, (decision.detail, told[decision.site])))
+        if decision.quantizer is not None and place[decision.site] == operand + 1:
+            new = told.get(decision.site, "quantized in every call" if decision.role.tensor_type == "weight" else "")
+            detail = "; ".join(filter(None, (decision.detail, new)))
             decision = replace(decision, detail=detail)
         changed.append(decision)
     return changed

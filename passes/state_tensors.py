@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ class StateTensors:
         self._specs = {spec.arg.name: spec for spec in self.inputs if spec.kind in _STATE}
         written = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
         self._changing = {spec.target for spec in signature.output_specs if spec.kind in written}
+        self._rewritten: set[fx.Node] = set()
         for gm in bodies.modules:
             for node in gm.graph.nodes:
                 for target in _written(node):
+                    self._rewritten |= set(_viewed(target))
                     self._changing |= {self._specs[root.name].target for root in self.roots(target)}
 
     def name(self, placeholder: fx.Node) -> str:
@@ -62,6 +64,8 @@ class StateTensors:
             return None if tensor is None or fake_mode_of(tensor) is not None else (tensor.detach(), frozenset((node,)))
         target = node.target
         if not isinstance(target, OpOverload) or target._schema.is_mutable or is_fxquant(node):
+            return None
+        if node in self._rewritten:
             return None
         if torch.Tag.nondeterministic_seeded in target.tags or not node.all_input_nodes:
             return None
@@ -123,6 +127,14 @@ class StateTensors:
         name = str(self._specs[node.name].target)
         tensor = self.state.get(name, self.constants.get(name))
         return tensor if isinstance(tensor, Tensor) else None
+
+
+def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and those that it may be a view of."""
+    yield node
+    while node.op == "call_function" and op_name(node) in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        yield node
 
 
 def _storage(tensor: Tensor) -> int:

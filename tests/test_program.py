@@ -298,6 +298,28 @@ def test_state_that_the_program_writes() -> None:
         torch.testing.assert_close(second, first / 2, rtol=0.2, atol=0.05)
 
 
+def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.a.weight + 0
+            weight.mul_(2)
+            scaled = self.b.weight * x.abs().mean()
+            return torch.nn.functional.linear(torch.nn.functional.linear(x, weight), scaled)
+
+    torch.manual_seed(0)
+    model, x = Computed().eval(), torch.randn(4, 64)
+    program = quantize_program(exported(model, x), "mxfp8")
+    with torch.no_grad():
+        assert torch.equal(run(program, x), compiled(model, "mxfp8")(x))
+    details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
+    assert details == ["quantized in every call"] * 2
+    assert {"a.weight", "b.weight"} <= set(program.state_dict)
+
+
 def test_a_quantizer_of_the_users_own() -> None:
     class Halves(Quantizer):
         def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
