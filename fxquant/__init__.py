@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fxquant import factories, recipes
 from fxquant.decisions import Decision, SkipReason
-from fxquant.errors import FxQuantError, OptionError, RecipeError
+from fxquant.errors import FxQuantError, OptionError, ProgramError, RecipeError
 from fxquant.quantizers import (
     DelayedScalingRequest,
     DType,
@@ -45,19 +47,41 @@ from fxquant.roles import Direction, Gemm, QuantizerRole
 
 if TYPE_CHECKING:
     from fxquant.backend import Backend
+    from fxquant.calibration import Amax, Calibration
     from fxquant.compiled import autocast, compile
     from fxquant.explainer import explain
+    from fxquant.program import aoti_compile_and_package, lower_program, quantize_program, report_of
     from fxquant.report import Report
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Amax": "fxquant.calibration",
+    "Calibration": "fxquant.calibration",
     "Backend": "fxquant.backend",
     "autocast": "fxquant.compiled",
     "compile": "fxquant.compiled",
     "explain": "fxquant.explainer",
     "Report": "fxquant.report",
+    "aoti_compile_and_package": "fxquant.program",
+    "lower_program": "fxquant.program",
+    "quantize_program": "fxquant.program",
+    "report_of": "fxquant.program",
 }
+
+
+class _Operators(type(torch.ops.fxquant)):  # type: ignore[misc]
+    """`torch.ops.fxquant`: registers the operators when the first is asked for, such as by `torch.export.load`."""
+
+    __module__ = type(torch.ops).__module__  # saved programs hold it as part of an operator's name
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            import fxquant.kernels.linear  # noqa: F401
+        return super().__getattr__(name)
+
+
+torch.ops.fxquant = _Operators("fxquant")  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Any:
@@ -70,7 +94,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Amax",
     "Backend",
+    "Calibration",
     "CustomRecipe",
     "DType",
     "Decision",
@@ -94,6 +120,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "OptionError",
+    "ProgramError",
     "QParams",
     "QuantizedTensor",
     "Quantizer",
@@ -106,9 +133,13 @@ __all__ = [
     "Rules",
     "SkipReason",
     "__version__",
+    "aoti_compile_and_package",
     "autocast",
     "compile",
     "explain",
     "factories",
+    "lower_program",
+    "quantize_program",
     "recipes",
+    "report_of",
 ]

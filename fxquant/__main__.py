@@ -1,4 +1,4 @@
-"""The command line: ``python -m fxquant explain | formats | recipes | env | bench``.
+"""The command line: ``python -m fxquant explain | quantize | formats | recipes | env | bench``.
 
 Tables go to stdout, errors as one line to stderr. Exit code 0 is success, 1 a failure, 2 wrong usage.
 """
@@ -164,6 +164,20 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--html", metavar="PATH", help="also write an HTML report")
     explain.set_defaults(run=_explain)
 
+    quantize = commands.add_parser(
+        "quantize",
+        help="quantizes a saved exported program",
+        description="Quantizes a program saved by torch.export.save and saves the result, as a whole or not at all.",
+    )
+    quantize.add_argument("program", metavar="PROGRAM.pt2", help="the file of torch.export.save")
+    quantize.add_argument("--recipe", default="mxfp8", help=f"one of {', '.join(recipes.RECIPES)} (default: mxfp8)")
+    quantize.add_argument("-o", "--output", metavar="PATH", required=True, help="where the result goes")
+    quantize.add_argument(
+        "--calibrate", metavar="DATA.pt", help="a list of inputs, saved by torch.save, for static activation scales"
+    )
+    quantize.add_argument("--report", metavar="PATH", help="also write an HTML report")
+    quantize.set_defaults(run=_quantize)
+
     for name, run, text in (
         ("formats", lambda o: _rows(format_rows(), o.json), "every number format and its scaling"),
         (
@@ -215,6 +229,26 @@ def _explain(options: argparse.Namespace) -> str:
     if options.graphs:
         text += "".join(f"\n\n{name} graph\n{graph}" for name, graph in report.graphs.items())
     return text
+
+
+def _quantize(options: argparse.Namespace) -> str:
+    from fxquant.program import quantize_program, report_of
+    from fxquant.program_files import load_inputs, load_program, save_program, write_whole
+    from fxquant.report_html import page, section
+
+    recipe = recipes.get(options.recipe)
+    source = load_program(options.program)
+    inputs = load_inputs(options.calibrate) if options.calibrate else None
+    program = quantize_program(source, recipe, calibration=inputs)
+    report = report_of(program)
+    save_program(program, options.output)
+    if options.report:
+        html = page(f"fxquant: {report.recipe}", section(report)).encode()
+        write_whole(options.report, lambda file: file.write(html))
+    if options.json:
+        return report.to_json()
+    sizes = [sum(t.nbytes for t in each.state_dict.values()) for each in (source, program)]
+    return f"{report.totals()}\n{options.output}: {sizes[1]} bytes of state instead of {sizes[0]}"
 
 
 def _env(options: argparse.Namespace) -> str:

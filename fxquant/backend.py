@@ -97,17 +97,7 @@ class Backend:
             return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
-        patches = {
-            "eager_numerics.division_rounding": True,  # scales are true quotients
-            "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
-            # where an activation is recomputed it must come out with the bits that the forward quantized
-            "emulate_precision_casts": quantizes(gm, recomputed=True) or compat.inductor_config.emulate_precision_casts,
-            **self.inductor,
-            "post_grad_custom_post_pass": Lowering(
-                self.recipe.fingerprint(),
-                self.inductor.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
-            ),
-        }
+        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=quantizes(gm, recomputed=True))
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
     def activate(self) -> None:
@@ -126,6 +116,24 @@ class Backend:
     def report(self) -> Report:
         """What was decided in all graphs that this backend has compiled so far."""
         return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles))
+
+
+def inductor_settings(fingerprint: str, given: Mapping[str, Any], *, recomputed: bool) -> dict[str, Any]:
+    """The settings under which Inductor compiles a quantized graph; those `given` by the user come first.
+
+    `recomputed` says that the backward computes quantized activations again.
+    """
+    return {
+        "eager_numerics.division_rounding": True,  # scales are true quotients
+        "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
+        # where an activation is recomputed it must come out with the bits that the forward quantized
+        "emulate_precision_casts": recomputed or compat.inductor_config.emulate_precision_casts,
+        **given,
+        "post_grad_custom_post_pass": Lowering(
+            fingerprint,
+            given.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
+        ),
+    }
 
 
 def compile_eager(
@@ -197,4 +205,12 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-__all__ = ["INNER", "OPTIONS", "Backend", "check_options", "compile_eager", "fxquant_backend"]
+__all__ = [
+    "INNER",
+    "OPTIONS",
+    "Backend",
+    "check_options",
+    "compile_eager",
+    "fxquant_backend",
+    "inductor_settings",
+]

@@ -76,6 +76,32 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Ma
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
 
+@functools.cache
+def _declare_float8() -> None:
+    """Lets packages for a CPU hold 8-bit floats: the C++ that torch 2.11 writes names their types undeclared."""
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    write: Any = CppWrapperCpu.write_header
+
+    @functools.wraps(write)
+    def write_header(self: Any) -> None:
+        write(self)
+        for name in ("e4m3fn", "e5m2"):
+            self.header.splice(f"#include <c10/util/Float8_{name}.h>")
+
+    CppWrapperCpu.write_header = write_header  # type: ignore[method-assign]
+
+
+def compile_package(program: torch.export.ExportedProgram, path: str, settings: Mapping[str, Any]) -> str:
+    """`torch._inductor.aoti_compile_and_package` with what Inductor's C++ backend needs for quantized graphs."""
+    from torch._inductor import aoti_compile_and_package
+
+    _keep_loops_that_do_not_split()
+    if torch_version() < (2, 13):
+        _declare_float8()
+    return aoti_compile_and_package(program, package_path=path, inductor_configs=dict(settings))
+
+
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The decomposition table that Inductor's own graphs have been through."""
     from torch._inductor.decomposition import select_decomp_table
@@ -205,6 +231,7 @@ __all__ = [
     "ScalingType",
     "aot_autograd",
     "artificial_source",
+    "compile_package",
     "compile_to_look",
     "compile_with_inductor",
     "declare_written",

@@ -15,5 +15,9 @@ class OptionError(FxQuantError, ValueError):
     """An option that the backend does not know."""
 
 
+class ProgramError(FxQuantError, ValueError):
+    """An exported program, or a file of one, that cannot be quantized."""
+
+
 class GraphVerificationError(FxQuantError):
     """A pass left a graph in a state that the next one must not see: a bug in fxquant."""

@@ -10,6 +10,9 @@ from torch import fx
 from fxquant.passes.facts import Match
 from fxquant.passes.forms_mha import PART
 
+LAYER = "fxquant_layer"
+"""The key in `node.meta` for the layer of a node that was captured without its modules."""
+
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -33,8 +36,9 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     for key, (path, _) in reversed(stack.items()):
         known = names.get(str(key).partition("@")[0])
-        return clean_path(path) if known is None else known
-    return ""
+        found = clean_path(path) if known is None else known
+        return found or str(node.meta.get(LAYER, ""))
+    return str(node.meta.get(LAYER, ""))
 
 
 def assign_roles(matches: Sequence[Match], names: Mapping[str, str]) -> None:

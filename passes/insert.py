@@ -21,6 +21,9 @@ from fxquant.passes.facts import Builder, Match, value_of
 from fxquant.passes.forms import apply_match
 from fxquant.quantizers import Quantizer
 
+SITE = "fxquant_site"
+"""The key in `node.meta` for the site, as decisions count them, of an inserted product."""
+
 _NONE = OperandSpec(IDENTITY, IDENTITY)
 
 
@@ -66,6 +69,7 @@ def insert(matches: Sequence[Match]) -> int:
             node = builder.call(torch.ops.fxquant.linear.default, lhs, rhs, bias, _without_state(match))
             node.args = (lhs, rhs, bias, _spec(match, quantizers, match.resolved[index].numbers))
             node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
+            node.meta[SITE] = match.resolved[index].decisions[0].site
             return node
 
         apply_match(match, gemm)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxquant.compat import (
     detect_fake_mode,
+    enable_python_dispatcher,
     inductor_decompositions,
     make_fx,
     tree_flatten,
@@ -111,7 +112,8 @@ def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return run(*args, **kwargs)
 
     inputs = [flat[i] for i in tensors]
-    with detect_fake_mode(inputs) or contextlib.nullcontext():
+    # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
+    with detect_fake_mode(inputs) or contextlib.nullcontext(), enable_python_dispatcher():
         body = make_fx(call, decomposition_table=inductor_decompositions())(*inputs)
     _make_functional(body.graph)
     body.graph.eliminate_dead_code()

@@ -1,0 +1,118 @@
+"""Calibration: which data gives a program its static activation scales, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fxquant.errors import OptionError
+
+METHODS = ("max", "moving_average", "percentile")
+
+_BINS = 0x7F80
+"""Magnitudes by the upper 16 bits of their float32: bins of a 128th of a power of two, up to infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amax:
+    """How the magnitudes of an activation over all calibration inputs become the one that its scale is made from.
+
+    ``max`` takes the largest. ``moving_average`` starts at the first input's amax and then adds `1 - momentum` of each
+    further one to `momentum` of itself. ``percentile`` takes the magnitude that `percentile` percent of all elements
+    do not exceed, rounded up by less than a 128th of its value. NaN is ignored, as in every amax.
+
+    Raises OptionError for an unknown method or a number out of range.
+    """
+
+    method: Literal["max", "moving_average", "percentile"] = "max"
+    momentum: float = 0.9
+    percentile: float = 99.99
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise OptionError(f"unknown calibration method {self.method!r}; known methods: {', '.join(METHODS)}")
+        if not 0 <= self.momentum < 1:
+            raise OptionError(f"momentum must be at least 0 and less than 1, not {self.momentum}")
+        if not 0 < self.percentile <= 100:
+            raise OptionError(f"percentile must be more than 0 and at most 100, not {self.percentile}")
+
+    def __str__(self) -> str:
+        detail = {"max": "", "moving_average": f" {self.momentum:g}", "percentile": f" {self.percentile:g}"}
+        return f"{self.method}{detail[self.method]}"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibration inputs and how to use them.
+
+    Each of `inputs` is what one call of the program takes: a tensor, a tuple of positional inputs, a dict of keyword
+    inputs, or a (tuple, dict) of both. `overrides` maps regular expressions of layer names, of which the first that
+    matches the whole name counts, to an `Amax` of their own, or to None to leave a layer's scales dynamic. An input
+    that several layers share goes by the first of them. `progress` shows a count on stderr.
+    """
+
+    inputs: Iterable[Any]
+    amax: Amax = Amax()
+    overrides: Mapping[str, Amax | None] = field(default_factory=dict)
+    progress: bool = True
+
+    def amax_of(self, layer: str) -> Amax | None:
+        """The method of a layer, None for dynamic scales."""
+        return next((amax for name, amax in self.overrides.items() if re.fullmatch(name, layer)), self.amax)
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One calibration input as positional and keyword arguments."""
+    match inputs:
+        case (tuple() | list() as args, dict() as kwargs):
+            return tuple(args), kwargs
+        case dict():
+            return (), inputs
+        case tuple() | list():
+            return tuple(inputs), {}
+    return (inputs,), {}
+
+
+class Observer(torch.nn.Module):
+    """Sees an activation of every calibration input. `result()` is its amax, float32 [1], None if it was never seen."""
+
+    def __init__(self, amax: Amax) -> None:
+        super().__init__()
+        self.amax = amax
+        self.largest: Tensor | None = None
+        self.counts: Tensor | None = None
+
+    def forward(self, x: Tensor) -> None:
+        magnitude = x.detach().float().abs()
+        if not magnitude.numel():
+            return
+        if self.amax.method == "percentile":
+            counts = torch.bincount(magnitude.flatten().view(torch.int32) >> 16, minlength=_BINS + 128)
+            self.counts = counts if self.counts is None else self.counts + counts
+            return
+        new = magnitude.nan_to_num(nan=0.0, posinf=torch.inf).amax().reshape(1)
+        if self.largest is None:
+            self.largest = new
+        elif self.amax.method == "max":
+            self.largest = torch.maximum(self.largest, new)
+        else:
+            self.largest = self.amax.momentum * self.largest + (1 - self.amax.momentum) * new
+
+    def result(self) -> Tensor | None:
+        if self.counts is None:
+            return self.largest
+        counts = self.counts[: _BINS + 1].cumsum(0)  # without NaN
+        wanted = (counts[-1].double() * (self.amax.percentile / 100)).ceil().clamp(min=1).long()
+        place = int(torch.searchsorted(counts, wanted).item())
+        if place >= _BINS:
+            return torch.full((1,), torch.inf, device=counts.device)
+        # the end of the bin, so that at least that many elements lie below it
+        return torch.tensor([(place << 16) | 0xFFFF], dtype=torch.int32, device=counts.device).view(torch.float32)
+
+
+__all__ = ["METHODS", "Amax", "Calibration", "Observer", "arguments"]

@@ -1,0 +1,277 @@
+"""Exported programs: `quantize_program` does to a `torch.export` graph what the backend does to a captured one.
+
+    program = torch.export.export(model, args)
+    quantized = fxquant.quantize_program(program, "mxfp8")
+    torch.export.save(quantized, "model.pt2")
+
+The result is an ordinary `torch.export.ExportedProgram`. Its weights are payloads and scales in its state, and its
+graph still says what is meant: `fxquant::quantize` and `fxquant::scaled_mm`, which `lower_program` or the compilation
+of a package replace by what runs on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, OutputSpec
+
+from fxquant.backend import inductor_settings
+from fxquant.calibration import Calibration, arguments
+from fxquant.compat import compile_package, is_inductor_option
+from fxquant.decisions import Decision, SkipReason
+from fxquant.errors import OptionError, ProgramError, RecipeError
+from fxquant.passes import Rewriter
+from fxquant.passes.bodies import Bodies
+from fxquant.passes.calibrate import calibrate
+from fxquant.passes.describe import describe, forget
+from fxquant.passes.fold import Folded, fold
+from fxquant.passes.lower import lower
+from fxquant.passes.open_calls import open_calls
+from fxquant.passes.state_tensors import StateTensors
+from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuantizer, Quantizer
+from fxquant.recipes import Recipe, resolve
+from fxquant.report import Report
+from fxquant.roles import QuantizerRole
+
+REPORT = "fxquant_report"
+"""The key in the graph module's `meta` under which a quantized program keeps its report."""
+
+
+def quantize_program(
+    ep: ExportedProgram,
+    recipe: Recipe | str,
+    *,
+    fold_weights: bool = True,
+    calibration: Calibration | Iterable[Any] | None = None,
+) -> ExportedProgram:
+    """A program whose matmuls are quantized by `recipe`; `ep` stays as it is.
+
+    `ep` may be as `torch.export.export` gives it or decomposed. With `fold_weights` the result is for inference: each
+    quantized weight is stored as payload and scales, and the original is dropped unless something else reads it.
+    Without, the parameters stay and the program can be trained further. `report_of(program)` has every decision.
+
+    `calibration`, a `Calibration` or just its inputs, runs the quantized program and makes the scales of per-tensor
+    activations static; without it, and for formats with scales by rows or blocks, they come from each tensor itself.
+
+    Raises RecipeError for a recipe that cannot work here and ProgramError for a program that cannot be quantized.
+    """
+    recipe = resolve(recipe)
+    _check_program(ep)
+    gm = _copied(ep.graph_module)
+    signature = copy.deepcopy(ep.graph_signature)
+    if calibration is not None and not fold_weights:
+        raise OptionError("calibration makes scales for inference: it needs fold_weights=True")
+    asked = _Inference(recipe) if calibration is not None else recipe
+    bodies = Bodies(gm)
+    describe(bodies, signature.inputs_to_parameters, trained=not fold_weights)
+    rewriter = Rewriter(asked)
+    decisions, roles, slots = rewriter(gm, autocast=None)
+    _check(decisions)
+    if slots.request is not None:
+        raise RecipeError(
+            "delayed scaling takes its scales from training steps, of which an exported program has none: give "
+            "calibration inputs, or use the recipe current_scaling"
+        )
+    if slots.rounded:
+        layer, operand, _ = slots.rounded[0]
+        raise RecipeError(
+            f"layer {layer!r}, {operand}: stochastic rounding draws from a seed and step that torch.compile keeps and "
+            "an exported program does not: set stochastic_rounding=False, or disable_stochastic_rounding=True of a recipe"
+        )
+    for module in bodies.modules:
+        open_calls(module.graph, linears=fold_weights)
+    forget(bodies)
+    state = StateTensors(bodies, signature, ep.state_dict, ep.constants)
+    if fold_weights:
+        decisions = _with_details(decisions, 1, {site: _text(each) for site, each in fold(state).items()})
+    bodies.recompile()
+    if calibration is not None:
+        given = calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+        told = calibrate(
+            state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature), given, prepare)
+        )
+        decisions = _with_details(decisions, 0, told)
+        bodies.recompile()
+    gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=recipe.unused(roles))
+    return _program(ep, gm, state, signature)
+
+
+def lower_program(program: ExportedProgram) -> ExportedProgram:
+    """The same program in ATen operators, for the device that its tensors are on; it loads where fxquant is not.
+
+    Raises ProgramError for what is no program.
+    """
+    _check_program(program)
+    gm = _copied(program.graph_module)
+    bodies = Bodies(gm)
+    for module in bodies.modules:
+        open_calls(module.graph, linears=True)
+        forget(bodies)
+        lower(module.graph)
+    signature = copy.deepcopy(program.graph_signature)
+    bodies.recompile()
+    return _program(program, gm, StateTensors(bodies, signature, program.state_dict, program.constants), signature)
+
+
+def aoti_compile_and_package(
+    program: ExportedProgram, *, package_path: str | Path, inductor_configs: Mapping[str, Any] | None = None
+) -> str:
+    """`torch._inductor.aoti_compile_and_package` for a quantized program; the package runs without fxquant.
+
+    Returns the path of the package, which has to end in ``.pt2``; load it with `torch._inductor.aoti_load_package`.
+    `inductor_configs` are settings of Inductor. Raises OptionError for a setting that Inductor does not have and
+    ProgramError for a program without example inputs.
+    """
+    _check_program(program)
+    given = dict(inductor_configs or {})
+    for option in given:
+        if not is_inductor_option(option):
+            raise OptionError(f"Inductor has no setting {option!r}")
+    if program.example_inputs is None:
+        raise ProgramError("the program has no example inputs, which compiling a package needs: export it again")
+    if not str(package_path).endswith(".pt2"):
+        raise OptionError(f"a package's path ends in .pt2, unlike {str(package_path)!r}")
+    return compile_package(program, str(package_path), inductor_settings("program", given, recomputed=False))
+
+
+def report_of(program: ExportedProgram) -> Report:
+    """The report of a program from `quantize_program`. Raises ProgramError for another, or one that was loaded."""
+    report = program.graph_module.meta.get(REPORT)
+    if not isinstance(report, Report):
+        raise ProgramError("this program has no report: it is made by quantize_program and not saved with the program")
+    return report
+
+
+def _check_program(program: object) -> None:
+    if not isinstance(program, ExportedProgram):
+        raise ProgramError(
+            f"an ExportedProgram is expected, not a {type(program).__name__}: call torch.export.export first"
+        )
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a program's graphs in which nodes have the names that its signature uses."""
+    made = copy.deepcopy(gm)
+    for old, new in zip(gm.graph.nodes, made.graph.nodes, strict=True):
+        if old.name != new.name:  # an input may be called `input`, which copying takes for the Python function
+            new.name = old.name
+            new.target = old.target
+    return made
+
+
+def _check(decisions: Sequence[Decision]) -> None:
+    if not decisions:
+        raise ProgramError("the program has no matmul to quantize")
+    reasons = Counter(d.skip_reason for d in decisions if d.skip_reason is not None)
+    if sum(reasons.values()) == len(decisions) and SkipReason.HIGH_PRECISION not in reasons:
+        text = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}")
+
+
+def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int, str]) -> list[Decision]:
+    """The decisions, with what became of the left (0) or right (1) operand of each site."""
+    changed: list[Decision] = []
+    place: Counter[int] = Counter()
+    for decision in decisions:
+        place[decision.site] += 1
+        if decision.quantizer is not None and place[decision.site] == operand + 1:
+            new = told.get(decision.site, "quantized in every call" if decision.role.tensor_type == "weight" else "")
+            detail = "; ".join(filter(None, (decision.detail, new)))
+            decision = replace(decision, detail=detail)
+        changed.append(decision)
+    return changed
+
+
+def _text(folded: Folded) -> str:
+    text = f"stored in {folded.after} bytes instead of {folded.before}"
+    if folded.kept_for:
+        text += f", and the original {' and '.join(folded.sources)} for {' and '.join(folded.kept_for)}"
+    return text
+
+
+class _Inference(Recipe):
+    """A recipe as it is after training: what asks for delayed scaling gets scales from calibration."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        answer = self.recipe.quantizer(role)
+        if not isinstance(answer, DelayedScalingRequest):
+            return answer
+        if answer.margin:
+            raise RecipeError(f"{role}: a calibrated scale has no margin, and its DelayedScalingRequest has one")
+        return Float8CurrentScalingQuantizer(answer.fp8_format.dtype(role.tensor_type))
+
+
+def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[fx.GraphModule], None]) -> int:
+    """Runs a program on calibration inputs, as `prepare` changed it; returns their number."""
+    module: Any = program.module()
+    for name, buffer in list(module.named_buffers()):  # a program may write into its buffers
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, buffer.clone())
+    prepare(module)
+    total = len(calibration.inputs) if isinstance(calibration.inputs, Sized) else None
+    count = 0
+    with torch.no_grad():
+        for count, inputs in enumerate(calibration.inputs, 1):
+            args, kwargs = arguments(inputs)
+            try:
+                module(*args, **kwargs)
+            except Exception as error:
+                first = str(error).strip().partition("\n")[0]
+                raise ProgramError(f"calibration input {count} does not fit the program: {first}") from error
+            if calibration.progress:
+                _show(count, total)
+    if not count:
+        raise ProgramError("calibration has no inputs")
+    if calibration.progress:
+        sys.stderr.write("\n")
+    return count
+
+
+def _show(count: int, total: int | None) -> None:
+    of = "" if total is None else f" of {total}"
+    sys.stderr.write(f"\rfxquant: calibrated on {count}{of} inputs")
+    sys.stderr.flush()
+
+
+def _program(
+    ep: ExportedProgram, gm: fx.GraphModule, state: StateTensors, signature: ExportGraphSignature
+) -> ExportedProgram:
+    """A program of the rewritten graphs, which it takes over."""
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    renamed: dict[str, str] = {}
+    outputs: list[OutputSpec] = []
+    for spec, node in zip(signature.output_specs, output.args[0], strict=True):
+        if isinstance(node, fx.Node) and spec.arg.name != node.name:
+            renamed[spec.arg.name] = node.name
+            spec = replace(spec, arg=replace(spec.arg, name=node.name))
+        outputs.append(spec)
+    calls = copy.deepcopy(ep.module_call_graph)
+    for entry in calls:
+        for arg in [*entry.signature.inputs, *entry.signature.outputs] if entry.signature is not None else []:
+            arg.name = renamed.get(arg.name, arg.name)
+    return ExportedProgram(
+        root=gm,
+        graph=gm.graph,
+        graph_signature=ExportGraphSignature(list(state.inputs), outputs),
+        state_dict=dict(state.state),
+        range_constraints=copy.copy(ep.range_constraints),
+        module_call_graph=calls,
+        example_inputs=ep.example_inputs,
+        constants=dict(state.constants),
+        verifiers=ep.verifiers,
+    )
+
+
+__all__ = ["aoti_compile_and_package", "lower_program", "quantize_program", "report_of"]

@@ -1,0 +1,106 @@
+"""Files of exported programs: read with one-sentence errors, written as a whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.export import ExportedProgram
+
+from fxquant.errors import ProgramError
+
+
+def load_program(path: str | Path) -> ExportedProgram:
+    """`torch.export.load`, with a ProgramError that names the file and the reason where it fails."""
+    if not Path(path).is_file():
+        raise ProgramError(f"{path}: no such file")
+    if not zipfile.is_zipfile(path):
+        raise ProgramError(f"{path} is not an exported program, or it is damaged")
+    with zipfile.ZipFile(path) as archive:
+        damaged, names = archive.testzip(), archive.namelist()
+    if damaged is not None:
+        raise ProgramError(f"{path} is damaged: the checksum of {damaged} inside it is wrong")
+    if not any(name.endswith(".json") for name in names):
+        raise ProgramError(f"{path} is a zip archive without an exported program in it")
+    with _explained(path, "cannot be loaded as an exported program"):
+        return torch.export.load(str(path))
+
+
+def load_inputs(path: str | Path) -> list[Any]:
+    """Calibration inputs from a file of `torch.save([...])`. Raises ProgramError for what is not a list of them."""
+    if not Path(path).is_file():
+        raise ProgramError(f"{path}: no such file")
+    with _explained(path, "cannot be loaded as calibration inputs"):
+        inputs = torch.load(str(path), weights_only=True)
+    if not isinstance(inputs, (list, tuple)):
+        raise ProgramError(f"{path} holds a {type(inputs).__name__}, not a list of calibration inputs")
+    return list(inputs)
+
+
+def save_program(program: ExportedProgram, path: str | Path) -> None:
+    """`torch.export.save` that leaves no half-written file, and an old one untouched where it fails."""
+    write_whole(path, lambda file: torch.export.save(program, file))
+
+
+def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file beside `path` and then puts it in its place. Raises ProgramError where that cannot be."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ProgramError(f"{path.parent}: no such folder")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException as error:
+        os.unlink(name)
+        if isinstance(error, OSError):
+            raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+        raise
+
+
+class _Causes(logging.Handler):
+    """Keeps the exceptions that torch logs before it raises one that only points to its log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.errors.append(record.exc_info[1])
+
+
+@contextmanager
+def _explained(path: str | Path, what: str) -> Iterator[None]:
+    """A scope in which torch's error becomes one sentence with the first cause in it."""
+    log, causes = logging.getLogger("torch.export"), _Causes()
+    before = log.handlers, log.propagate
+    log.handlers, log.propagate = [causes], False
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = causes.errors[0] if causes.errors else error
+        while (earlier := cause.__cause__ or cause.__context__) is not None:
+            cause = earlier
+        reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        version = torch.__version__
+        raise ProgramError(f"{path} {what} by torch {version}: {reason.partition('. ')[0].rstrip('.')}") from error
+    finally:
+        log.handlers, log.propagate = before
+
+
+__all__ = ["load_inputs", "load_program", "save_program", "write_whole"]

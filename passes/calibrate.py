@@ -1,0 +1,80 @@
+"""Calibrate: gives activations the scales that calibration found, so that no pass over them takes their amax.
+
+    quantize = torch.ops.fxquant.quantize.default(x, "per_tensor_e4m3", "rowwise")
+    # becomes, with one more buffer in the program's state
+    quantize = torch.ops.fxquant.quantize.default(x, "per_tensor_e4m3", "rowwise", b_layer_input_multiplier)
+
+Formats whose scales belong to rows or blocks take them from the data in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.calibration import Calibration, Observer
+from fxquant.errors import ProgramError
+from fxquant.formats import QuantSpec
+from fxquant.kernels import reference
+from fxquant.passes.fold import layer_of, readers_of
+from fxquant.passes.insert import SITE
+from fxquant.passes.state_tensors import StateTensors
+
+_OBSERVER = "fxquant_observer"
+
+
+def calibrate(
+    state: StateTensors, calibration: Calibration, run: Callable[[Callable[[fx.GraphModule], None]], int]
+) -> dict[int, str]:
+    """Rewrites the program's quantizations of activations; returns what became of each, by the sites that read it.
+
+    `run(prepare)` makes a module of the program as it is, gives it to `prepare`, runs it on all inputs and returns
+    their number. Observers sit in front of the quantizations, so that each sees what it will quantize.
+    """
+    observers: dict[int, tuple[fx.Node, Observer]] = {}
+    told: dict[int, str] = {}
+    for gm in state.bodies.modules:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
+            sites = [reader.meta[SITE] for reader in readers_of(node)]
+            amax = calibration.amax_of(layer_of(node))
+            if QuantSpec.parse(str(node.args[1])).row.family != "per_tensor":
+                told |= dict.fromkeys(sites, "dynamic: its scales belong to rows or blocks")
+            elif amax is None:
+                told |= dict.fromkeys(sites, "dynamic: so the calibration says")
+            elif not state.bodies.can_reach(gm.graph):
+                told |= dict.fromkeys(sites, "dynamic: in a region that takes no scales")
+            elif len(node.args) == 3:
+                node.meta[_OBSERVER] = len(observers)
+                observers[len(observers)] = (node, Observer(amax))
+    count = run(lambda module: _observe(module, {site: each for site, (_, each) in observers.items()}))
+    for node, observer in observers.values():
+        del node.meta[_OBSERVER]
+        sites = [reader.meta[SITE] for reader in readers_of(node)]
+        layer, seen = layer_of(node), observer.result()
+        if seen is None:
+            told |= dict.fromkeys(sites, "dynamic: no calibration input came here")
+            continue
+        if not bool(seen.isfinite()):
+            raise ProgramError(f"calibration: the input of layer {layer or '<model>'!r} is infinite")
+        told |= dict.fromkeys(sites, f"static amax {seen.item():.4g}: {observer.amax} of {count} inputs")
+        multiplier: Tensor = reference.multiplier_from_amax(seen, QuantSpec.parse(str(node.args[1])))
+        placeholder = state.add(f"{layer}.input_multiplier".strip("."), multiplier)
+        node.args = (*node.args, state.bodies.reach(node.graph, placeholder))
+    return told
+
+
+def _observe(module: fx.GraphModule, observers: dict[int, Observer]) -> None:
+    """Puts the observers in front of the quantizations of a module and of the graphs inside it."""
+    for gm in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+        for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default)):
+            if _OBSERVER in node.meta:
+                name = f"fxquant_observer_{node.meta[_OBSERVER]}"
+                gm.add_submodule(name, observers[node.meta[_OBSERVER]])
+                with gm.graph.inserting_before(node):
+                    gm.graph.call_module(name, (node.args[0],))
+        gm.recompile()
+
+
+__all__ = ["calibrate"]

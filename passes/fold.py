@@ -1,0 +1,123 @@
+"""Fold: quantizes weights now and puts their payloads and scales into the program's state.
+
+    permute = torch.ops.aten.permute.default(p_weight, [1, 0])
+    quantize = torch.ops.fxquant.quantize.default(permute, "mxfp8_e4m3", "rowwise")
+    # becomes, with two more buffers in the state and one parameter less
+    b_weight_data, b_weight_scale
+
+The bytes are those that the operator would have given when run. What else reads a weight keeps it in the state.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.passes.forms_weights import VIEWS, op_name
+from fxquant.passes.insert import SITE
+from fxquant.passes.state_tensors import StateTensors
+
+PARTS = ("data", "scale", "global_amax")
+"""What the buffers of a quantized weight are called, behind the weight's own name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """One quantized weight: what it was made from, and the bytes of that and of what it became.
+
+    `kept_for` names the operators that still read a source, which therefore stays.
+    """
+
+    sources: tuple[str, ...]
+    before: int
+    after: int
+    kept_for: tuple[str, ...] = ()
+
+
+def fold(state: StateTensors) -> dict[int, Folded]:
+    """Folds every weight of the program; returns them by the sites that multiply them."""
+    made: dict[Any, list[fx.Node]] = {}
+    found: list[tuple[int, set[fx.Node], int, int]] = []
+    for gm in state.bodies.modules:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
+            value = state.value(node.args[0]) if len(node.args) == 3 and state.bodies.can_reach(gm.graph) else None
+            if value is None:
+                continue
+            weight, roots = value
+            readers = readers_of(node)
+            key = (_story(state, node.args[0]), *node.args[1:])
+            if key not in made:
+                base = state.name(next(iter(roots))) if len(roots) == 1 else f"{layer_of(node)}.weight".strip(".")
+                parts = torch.ops.fxquant.quantize(weight, *node.args[1:])
+                made[key] = [state.add(f"{base}_{part}", t) for part, t in zip(PARTS, parts, strict=False)]
+            before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (roots, made[key]))
+            found += [(reader.meta[SITE], set(roots), before, after) for reader in readers]
+            _replace(node, made[key], state)
+    replaced = {root for _, roots, _, _ in found for root in roots}
+    names = {root: state.name(root) for root in replaced}
+    for gm in state.bodies.modules:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            _erase_unused_users(node)
+    state.bodies.drop_unused()
+    for root in replaced:
+        _erase_unused_users(root)
+    kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
+    state.drop_unused(replaced)
+    folded: dict[int, Folded] = {}
+    for site, originals, before, after in found:
+        sources = tuple(sorted(names[root] for root in originals))
+        kept_for = tuple(sorted({user for root in originals for user in kept[root]}))
+        folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for)
+    return folded
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """The GEMMs that multiply what a quantize node makes."""
+    return list(dict.fromkeys(reader for item in node.users for reader in item.users if SITE in reader.meta))
+
+
+def layer_of(node: fx.Node) -> str:
+    """The name of the layer that a node was inserted for: of several the first."""
+    return str(node.meta.get("custom", {}).get("fxquant", ""))
+
+
+def _replace(node: fx.Node, placeholders: list[fx.Node], state: StateTensors) -> None:
+    """Points the readers of a quantized tensor's parts at the buffers, and erases the quantization."""
+    for item in list(node.users):
+        assert item.target is operator.getitem, item.format_node()
+        item.replace_all_uses_with(state.bodies.reach(node.graph, placeholders[int(item.args[1])]))  # type: ignore[arg-type]
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _story(state: StateTensors, node: fx.Node) -> Any:
+    """Equal for nodes that make the same tensor from the same state, in whatever graph."""
+    if node.op == "placeholder":
+        outer = node.graph is state.bodies.top.graph
+        return node.name if outer else _story(state, state.bodies.passed(node)[0])
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _story(state, n))
+    return str((node.target, args, kwargs))
+
+
+def _erase_unused_users(node: fx.Node) -> None:
+    """Erases the views and casts of a tensor that nothing reads any more."""
+    for user in list(node.users):
+        if user.op == "call_function" and op_name(user) in VIEWS:
+            _erase_unused_users(user)
+            if not user.users:
+                user.graph.erase_node(user)
+
+
+def _text(node: fx.Node) -> str:
+    return "the result" if node.op == "output" else op_name(node).rpartition("::")[2]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+__all__ = ["PARTS", "Folded", "fold", "layer_of", "readers_of"]

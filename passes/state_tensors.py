@@ -1,0 +1,163 @@
+"""StateTensors: the parameters, buffers and constants of an exported program, as its passes read and change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
+
+from fxquant.compat import OpOverload, fake_mode_of
+from fxquant.passes.base import is_fxquant
+from fxquant.passes.bodies import Bodies
+from fxquant.passes.forms_weights import VIEWS, op_name
+
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+class StateTensors:
+    """The state of one program, with the placeholder of each tensor."""
+
+    def __init__(
+        self, bodies: Bodies, signature: ExportGraphSignature, state: Mapping[str, Any], constants: Mapping[str, Any]
+    ) -> None:
+        self.bodies = bodies
+        self.inputs: list[InputSpec] = list(signature.input_specs)
+        self.state, self.constants = dict(state), dict(constants)
+        self.placeholders = {node.name: node for node in bodies.top.graph.find_nodes(op="placeholder")}
+        self._specs = {spec.arg.name: spec for spec in self.inputs if spec.kind in _STATE}
+        written = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
+        self._changing = {spec.target for spec in signature.output_specs if spec.kind in written}
+        self._rewritten: set[fx.Node] = set()
+        for gm in bodies.modules:
+            for node in gm.graph.nodes:
+                for target in _written(node):
+                    self._rewritten |= set(_viewed(target))
+                    self._changing |= {self._specs[root.name].target for root in self.roots(target)}
+
+    def name(self, placeholder: fx.Node) -> str:
+        """The name in the program's state of the tensor that a placeholder stands for."""
+        return str(self._specs[placeholder.name].target)
+
+    def roots(self, node: fx.Node) -> set[fx.Node]:
+        """The state placeholders of the outermost graph whose memory a node may show."""
+        if node.op == "placeholder":
+            if node.graph is self.bodies.top.graph:
+                return {node} if node.name in self._specs else set()
+            return {root for each in self.bodies.passed(node) for root in self.roots(each)}
+        if node.op != "call_function" or op_name(node) not in VIEWS or not isinstance(node.args[0], fx.Node):
+            return set()
+        return self.roots(node.args[0])
+
+    def value(self, node: fx.Node) -> tuple[Tensor, frozenset[fx.Node]] | None:
+        """The tensor that a node always has, and the state it is made from; None where it depends on an input."""
+        if node.op == "placeholder":
+            if node.graph is not self.bodies.top.graph:
+                found = [self.value(each) for each in dict.fromkeys(self.bodies.passed(node))]
+                return found[0] if len(found) == 1 else None
+            spec = self._specs.get(node.name)
+            if spec is None or spec.target in self._changing:
+                return None
+            tensor = self._tensor(node)
+            return None if tensor is None or fake_mode_of(tensor) is not None else (tensor.detach(), frozenset((node,)))
+        target = node.target
+        if not isinstance(target, OpOverload) or target._schema.is_mutable or is_fxquant(node):
+            return None
+        if node in self._rewritten:
+            return None
+        if torch.Tag.nondeterministic_seeded in target.tags or not node.all_input_nodes:
+            return None
+        values = {each: self.value(each) for each in node.all_input_nodes}
+        if any(value is None for value in values.values()):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][0])  # type: ignore[index]
+        with torch.no_grad():
+            result = target(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            return None
+        return result, frozenset().union(*(value[1] for value in values.values() if value is not None))
+
+    def add(self, name: str, tensor: Tensor) -> fx.Node:
+        """Adds a buffer under `name`, or a name like it that is free; returns its placeholder."""
+        free, count = name, 0
+        while free in self.state or free in self.constants:
+            count += 1
+            free = f"{name}_{count}"
+        graph = self.bodies.top.graph
+        place = sum(spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.TOKEN) for spec in self.inputs)
+        before = graph.find_nodes(op="placeholder")[place] if place < len(self.inputs) else _body_start(graph)
+        with graph.inserting_before(before):
+            node = graph.placeholder(f"b_{free.replace('.', '_')}")
+        mode = fake_mode_of([n.meta.get("val") for n in graph.nodes])
+        assert mode is not None
+        node.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
+        spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), free, persistent=True)
+        self.inputs.insert(place, spec)
+        self._specs[node.name] = spec
+        self.placeholders[node.name] = node
+        self.state[free] = tensor
+        return node
+
+    def drop_unused(self, replaced: set[fx.Node]) -> list[str]:
+        """Removes those of the `replaced` tensors that nothing reads any more, under all their names."""
+        storages = {_storage(tensor) for node in replaced if (tensor := self._tensor(node)) is not None}
+        dropped: list[str] = []
+        for node in list(self.placeholders.values()):
+            tensor = self._tensor(node) if node.name in self._specs else None
+            if node.users or tensor is None or _storage(tensor) not in storages:
+                continue
+            spec = self._specs.pop(node.name)
+            self.inputs.remove(spec)
+            del self.placeholders[node.name]
+            node.graph.erase_node(node)
+            self.state.pop(str(spec.target), None)
+            self.constants.pop(str(spec.target), None)
+            dropped.append(str(spec.target))
+        return dropped
+
+    def tensor(self, placeholder: fx.Node) -> Tensor:
+        """The tensor that a placeholder stands for."""
+        tensor = self._tensor(placeholder)
+        assert tensor is not None, placeholder
+        return tensor
+
+    def _tensor(self, node: fx.Node) -> Tensor | None:
+        name = str(self._specs[node.name].target)
+        tensor = self.state.get(name, self.constants.get(name))
+        return tensor if isinstance(tensor, Tensor) else None
+
+
+def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and those that it may be a view of."""
+    yield node
+    while node.op == "call_function" and op_name(node) in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        yield node
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _body_start(graph: fx.Graph) -> fx.Node:
+    node: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return node
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node writes into."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written += [each for each in values if isinstance(each, fx.Node)]
+    return written
+
+
+__all__ = ["StateTensors"]

@@ -1,0 +1,546 @@
+"""Exported programs: the bits of the compiled path, weights as payloads in the state, and files that load elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import NAMES, compiled, hybrid, per_role, train_step
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+import fxquant
+from fxquant import (
+    Amax,
+    Calibration,
+    CustomRecipe,
+    Float8CurrentScalingQuantizer,
+    FxQuantError,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4BlockScaling,
+    NVFP4Quantizer,
+    OptionError,
+    ProgramError,
+    Quantizer,
+    QuantizerRole,
+    Recipe,
+    RecipeError,
+    lower_program,
+    quantize_program,
+    recipes,
+    report_of,
+)
+from fxquant.roles import Direction
+
+
+class Block(nn.Module):
+    """What a decoder block does to its input: shared operands, 3-D activations, a residual and a gate."""
+
+    def __init__(self, width: int = 64, inner: int = 96) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.gate = nn.Linear(width, inner), nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        attention = torch.nn.functional.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h))
+        x = x + self.out(attention)
+        return x + self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 64)
+        self.body = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(ids)))
+
+
+def block(batch: int = 4) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Block().eval(), torch.randn(batch, 8, 64)
+
+
+def exported(model: nn.Module, *args: Tensor, decomposed: bool = False, dynamic: bool = True) -> ExportedProgram:
+    shapes = tuple({0: Dim("batch", min=2, max=64)} for _ in args) if dynamic else None
+    program = export(model, args, dynamic_shapes=shapes)
+    return program.run_decompositions() if decomposed else program
+
+
+def run(program: ExportedProgram, *args: Any) -> Tensor:
+    with torch.no_grad():
+        return program.module()(*args)
+
+
+def ops(program: ExportedProgram) -> list[str]:
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_program_has_the_bits_of_the_compiled_model(recipe: str, decomposed: bool) -> None:
+    model, x = block()
+    program = quantize_program(exported(model, x, decomposed=decomposed), recipe)
+    program.validate()
+    for size in (4, 7):
+        x = torch.randn(size, 8, 64)
+        with torch.no_grad():
+            assert torch.equal(run(program, x), compiled(model, recipe)(x))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_weights_are_stored_as_their_quantizer_makes_them(recipe: str) -> None:
+    model, x = block()
+    program = quantize_program(exported(model, x), recipe)
+    quantizer = recipes.get(recipe).quantizer(QuantizerRole("linear", "weight"))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        parts = quantizer.quantize(layer.weight, columnwise=False).rowwise
+        assert f"{name}.weight" not in program.state_dict
+        data = program.state_dict[f"{name}.weight_data"]
+        assert torch.equal(data.view(torch.uint8)[..., : parts.data.shape[-1]], parts.data.view(torch.uint8)), name
+        scale = program.state_dict[f"{name}.weight_scale"]
+        assert torch.equal(scale.view(torch.uint8), parts.scale.view(torch.uint8)), name
+        if parts.global_amax is not None:
+            assert torch.equal(program.state_dict[f"{name}.weight_global_amax"], parts.global_amax)
+
+
+def test_files_shrink_with_the_weights() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    program = exported(Wide(), torch.randn(4, 512))
+    sizes = {}
+    for name in (None, *NAMES):
+        file = io.BytesIO()
+        torch.export.save(program if name is None else quantize_program(program, name), file)
+        sizes[name] = len(file.getvalue())
+    overhead = 150_000
+    bytes_per_element = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+    for name in NAMES:
+        assert sizes[name] < sizes[None] * bytes_per_element.get(name, 1.01) / 4 + overhead, name
+
+
+def test_shared_inputs_are_quantized_once() -> None:
+    model, x = block()
+    for decomposed in (False, True):
+        program = quantize_program(exported(model, x, decomposed=decomposed), "mxfp8")
+        assert ops(program).count("fxquant.scaled_mm.default") == 7
+        assert ops(program).count("fxquant.quantize.default") == 4  # of h, the attention, x and the gated product
+
+
+def test_the_original_stays_as_it_is() -> None:
+    model, x = block()
+    program = exported(model, x)
+    text, keys, signature = str(program), list(program.state_dict), copy.deepcopy(program.graph_signature)
+    metas = [sorted(map(str, node.meta)) for node in program.graph.nodes]
+    tensors = {name: tensor.clone() for name, tensor in program.state_dict.items()}
+    quantize_program(program, "mxfp8", calibration=Calibration([x], progress=False))
+    quantize_program(program, "mxfp8", fold_weights=False)
+    assert str(program) == text and list(program.state_dict) == keys and program.graph_signature == signature
+    assert [sorted(map(str, node.meta)) for node in program.graph.nodes] == metas
+    assert all(torch.equal(program.state_dict[name], tensor) for name, tensor in tensors.items())
+    program.validate()
+
+
+def test_decisions_and_names_are_those_of_the_compiled_model() -> None:
+    model, x = block()
+    with torch.no_grad():
+        wanted = fxquant.explain(model, "mxfp8", x).decisions
+    for decomposed in (False, True):
+        found = report_of(quantize_program(exported(model, x, decomposed=decomposed, dynamic=False), "mxfp8")).decisions
+        rows = [
+            [(d.layer, d.gemm, d.role.tensor_type, d.shape) for d in each if d.quantizer is not None]
+            for each in (found, wanted)
+        ]
+        assert rows[0] == rows[1]
+
+
+def test_new_nodes_keep_their_modules() -> None:
+    model, x = block()
+    program = quantize_program(exported(model, x), "mxfp8")
+    paths = {
+        [path for path, _ in node.meta["nn_module_stack"].values()][-1]
+        for node in program.graph.nodes
+        if str(node.target) == "fxquant.scaled_mm.default"
+    }
+    assert paths == {"q", "k", "v", "out", "up", "gate", "down"}
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=str)
+def test_unfolded_weights_train_as_the_compiled_model_does(recipe: Recipe | str) -> None:
+    model, x = block()
+    program = quantize_program(exported(model, x), recipe, fold_weights=False)
+    program.validate()
+    assert set(program.state_dict) == set(model.state_dict())
+    module = program.module()
+    got = train_step(module, module, x)
+    wanted = train_step(model, compiled(model, recipe), x)
+    assert got.keys() == wanted.keys()
+    assert torch.equal(got["output"], wanted["output"])
+    for name, grad in wanted.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-3, atol=1e-4 * grad.abs().max().item(), msg=name)
+    gemms = {str(d.gemm) for d in report_of(program).decisions if d.quantizer is not None}
+    assert gemms == {"fprop", "dgrad", "wgrad"}
+
+
+def test_a_tied_weight_keeps_its_original_for_what_else_reads_it() -> None:
+    model, ids = Tied().eval(), torch.randint(0, 96, (4, 8))
+    program = quantize_program(exported(model, ids), "mxfp8")
+    assert torch.equal(program.state_dict["head.weight"], model.embed.weight)
+    assert "head.weight_data" in program.state_dict and "body.weight" not in program.state_dict
+    details = {d.layer: d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"}
+    assert details["head"].endswith("and the original head.weight for embedding")
+    assert "original" not in details["body"]
+    with torch.no_grad():
+        assert torch.equal(run(program, ids), compiled(model, "mxfp8")(ids))
+
+
+def test_a_weight_tied_between_linears_goes_away_under_both_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    program = quantize_program(exported(Twice(), torch.randn(4, 64)), "mxfp8")
+    assert len(program.state_dict) == 2 and not any(name.endswith("weight") for name in program.state_dict)
+
+
+class Branches(nn.Module):
+    """A weight inside a conditional, inside a region without gradients, and at the top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x).relu(), (x,))
+        with torch.no_grad():
+            y = self.a(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            z = self.b(x)
+        return x + y + z.float()
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_nested_graphs(decomposed: bool) -> None:
+    torch.manual_seed(0)
+    model = Branches().eval()
+    source = exported(model, torch.randn(4, 64), decomposed=decomposed)
+    program = quantize_program(source, "current_scaling")
+    assert not {"a.weight", "b.weight"} & set(program.state_dict)
+    assert {d.layer for d in report_of(program).decisions} == {"a", "b"}
+    for x in (torch.rand(4, 64), -torch.rand(7, 64)):
+        want = run(source, x)
+        assert 0 < (run(program, x) - want).norm() < 0.1 * want.norm()
+    still = quantize_program(source, "current_scaling", calibration=Calibration([torch.rand(4, 64)], progress=False))
+    assert any(d.detail == "dynamic: no calibration input came here" for d in report_of(still).decisions)
+    assert sum("input_multiplier" in name for name in still.state_dict) == 3
+    x = torch.rand(4, 64)
+    reloaded = reload(still)
+    assert torch.equal(run(reloaded, x), run(still, x))
+
+
+def reload(program: ExportedProgram) -> ExportedProgram:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+def test_state_that_the_program_writes() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+            self.register_buffer("calls", torch.zeros(1))
+            self.register_buffer("weight", torch.randn(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            self.weight.mul_(0.5)
+            return torch.nn.functional.linear(self.layer(x), self.weight)
+
+    torch.manual_seed(0)
+    for decomposed in (False, True):
+        model, x = Counts(), torch.randn(4, 64)
+        source = exported(model, x, decomposed=decomposed)
+        program = quantize_program(source, "current_scaling", calibration=Calibration([x, x], progress=False))
+        assert source.state_dict["calls"] == 0, "calibration changes a copy"
+        assert "layer.weight" not in program.state_dict and "weight" in program.state_dict
+        module = program.module()
+        first, second = module(x), module(x)
+        assert module.calls == 2
+        torch.testing.assert_close(second, first / 2, rtol=0.2, atol=0.05)
+
+
+def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.a.weight + 0
+            weight.mul_(2)
+            scaled = self.b.weight * x.abs().mean()
+            return torch.nn.functional.linear(torch.nn.functional.linear(x, weight), scaled)
+
+    torch.manual_seed(0)
+    model, x = Computed().eval(), torch.randn(4, 64)
+    program = quantize_program(exported(model, x), "mxfp8")
+    with torch.no_grad():
+        assert torch.equal(run(program, x), compiled(model, "mxfp8")(x))
+    details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
+    assert details == ["quantized in every call"] * 2
+    assert {"a.weight", "b.weight"} <= set(program.state_dict)
+
+
+def test_a_quantizer_of_the_users_own() -> None:
+    class Halves(Quantizer):
+        def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+            row = fxquant.quantizers.QuantizedOperand((x * 2).round() / 2) if rowwise else None
+            column = fxquant.quantizers.QuantizedOperand((x.mT * 2).round() / 2) if columnwise else None
+            return fxquant.QuantizedTensor(row, column)
+
+        def dequantize(self, operand: Any) -> Tensor:
+            return operand.data
+
+    model, x = block()
+    recipe = CustomRecipe(qfactory=lambda role: Halves() if role.module_type == "linear" else IdentityQuantizer())
+    program = quantize_program(exported(model, x), recipe)
+    with torch.no_grad():
+        torch.testing.assert_close(run(program, x), compiled(model, recipe)(x))
+
+
+def test_recipes_that_mix() -> None:
+    model, x = block()
+    mixed = per_role(
+        input=hybrid(MXFP8Quantizer(), NVFP4Quantizer()),
+        weight=hybrid(MXFP8Quantizer(), NVFP4Quantizer()),
+        grad_output=NVFP4Quantizer(),
+    )
+    recipe = CustomRecipe(qfactory=lambda r: mixed.quantizer(r) if r.module_type == "linear" else IdentityQuantizer())
+    program = quantize_program(exported(model, x), recipe)
+    assert torch.equal(run(program, x), run(quantize_program(exported(model, x), "mxfp8"), x))
+
+
+def test_names_kwargs_and_structures_of_the_signature() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, input: Tensor, *, scale: Tensor) -> dict[str, Any]:
+            y = self.layer(input)
+            return {"y": y, "both": (y * scale, input), "n": 3}
+
+    model, x = Named(), torch.randn(4, 64)
+    source = export(model, (x,), {"scale": torch.ones(1)}, preserve_module_call_signature=("layer",))
+    program = quantize_program(source, "mxfp8")
+    program.validate()
+    out = program.module()(x, scale=torch.full((1,), 2.0))
+    assert torch.equal(out["both"][0], 2 * out["y"]) and out["n"] == 3 and torch.equal(out["both"][1], x)
+    flat = torch.export.unflatten(reload(program))
+    assert torch.equal(flat(x, scale=torch.ones(1))["y"], out["y"])
+
+
+FRESH = """
+import sys, torch
+{imports}
+program, x, y = (torch.export.load(sys.argv[1]), *torch.load(sys.argv[2]))
+with torch.no_grad():
+    assert torch.equal(program.module()(x), y)
+print([m for m in sys.modules if m.partition(".")[0] == "fxquant"][:1])
+"""
+
+
+def fresh(code: str, *args: Any) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_saved_program_loads_in_another_process(tmp_path: Path) -> None:
+    model, x = block()
+    program = quantize_program(exported(model, x), "nvfp4")
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((x, run(program, x)), tmp_path / "data.pt")
+    fresh(FRESH.format(imports="import fxquant"), tmp_path / "model.pt2", tmp_path / "data.pt")
+
+
+def test_a_lowered_program_loads_where_fxquant_is_not(tmp_path: Path) -> None:
+    model, x = block()
+    for recipe in NAMES:
+        program = quantize_program(exported(model, x), recipe)
+        lowered = lower_program(program)
+        lowered.validate()
+        assert not any(op.startswith("fxquant") for op in ops(lowered))
+        for size in (4, 7):
+            batch = torch.randn(size, 8, 64)
+            torch.testing.assert_close(run(lowered, batch), run(program, batch), rtol=1e-5, atol=1e-5)
+    torch.export.save(lowered, tmp_path / "model.pt2")
+    torch.save((x, run(lowered, x)), tmp_path / "data.pt")
+    out = fresh(FRESH.format(imports="sys.modules['fxquant'] = None"), tmp_path / "model.pt2", tmp_path / "data.pt")
+    assert out == "['fxquant']"  # the None that keeps it from being imported
+
+
+# calibration
+
+
+def calibrated(model: nn.Module, x: Tensor, *inputs: Any, recipe: Any = "current_scaling", **settings: Any) -> Any:
+    return quantize_program(exported(model, x), recipe, calibration=Calibration(inputs, progress=False, **settings))
+
+
+def multipliers(program: ExportedProgram) -> dict[str, float]:
+    ends = ".input_multiplier"
+    return {k.removesuffix(ends): v.item() for k, v in program.state_dict.items() if k.endswith(ends)}
+
+
+def test_scales_of_one_input_are_those_that_it_would_get_by_itself() -> None:
+    model, x = block()
+    for recipe in ("current_scaling", "delayed_scaling"):
+        program = calibrated(model, x, x, recipe=recipe)
+        assert torch.equal(run(program, x), run(quantize_program(exported(model, x), "current_scaling"), x))
+        assert not any("amax" in op for op in ops(lower_program(program))), "no pass over an activation for its scale"
+        assert not torch.equal(run(program, 2 * x), run(quantize_program(exported(model, x), "current_scaling"), 2 * x))
+
+
+def test_methods_of_taking_an_amax() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    inputs = [x, 3 * x, 2 * x]
+    amax = x.abs().max().item()
+    largest = multipliers(calibrated(model, x, *inputs))["0"]
+    assert largest == pytest.approx(448 / (3 * amax))
+    average = Amax(method="moving_average", momentum=0.75)
+    wanted = 0.75 * (0.75 * amax + 0.25 * 3 * amax) + 0.25 * 2 * amax
+    assert multipliers(calibrated(model, x, *inputs, amax=average))["0"] == pytest.approx(448 / wanted)
+    every = torch.cat(inputs).abs().flatten().sort().values
+    for percent in (50.0, 99.0, 100.0):
+        found = (
+            448 / multipliers(calibrated(model, x, *inputs, amax=Amax(method="percentile", percentile=percent)))["0"]
+        )
+        exact = every[max(round(len(every) * percent / 100 + 0.4999) - 1, 0)].item()
+        assert exact * 0.9999 <= found <= exact * (1 + 1 / 128)
+
+
+def test_layers_may_have_a_method_of_their_own_or_none() -> None:
+    model, x = block()
+    overrides = {"down": Amax(method="percentile", percentile=90), "out": None}
+    program = calibrated(model, x, x, overrides=overrides)
+    plain, own = multipliers(calibrated(model, x, x)), multipliers(program)
+    assert set(plain) - set(own) == {"out"}
+    assert own["down"] > plain["down"] and own["q"] == plain["q"]
+    details = {d.layer: d.detail for d in report_of(program).decisions if d.role.tensor_type == "input"}
+    assert details["out"] == "dynamic: so the calibration says"
+    assert details["down"].endswith("percentile 90 of 1 inputs") and details["down"].startswith("static amax ")
+
+
+def test_formats_without_a_tensor_scale_stay_dynamic() -> None:
+    model, x = block()
+    program = calibrated(model, x, x, recipe="mxfp8")
+    assert not multipliers(program)
+    assert torch.equal(run(program, x), run(quantize_program(exported(model, x), "mxfp8"), x))
+    details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "input" and d.quantizer]
+    assert set(details) == {"dynamic: its scales belong to rows or blocks"}
+
+
+def test_calibration_inputs_come_in_any_form_and_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    source = exported(model, x)
+    for inputs in ([x], [(x,)], [[x]], [((x,), {})], (each for each in [x])):
+        assert multipliers(quantize_program(source, "current_scaling", calibration=inputs))
+    shown = capsys.readouterr().err
+    assert "calibrated on 1 of 1 inputs" in shown and "calibrated on 1 inputs" in shown
+
+
+# errors: one sentence, and which layer or input
+
+
+class NoMatmul(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+def refused(error: type[FxQuantError], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bad_input_is_refused_in_one_sentence() -> None:
+    model, x = block()
+    program = exported(model, x)
+    refused(ProgramError, "an ExportedProgram is expected, not a Block", lambda: quantize_program(model, "mxfp8"))
+    refused(RecipeError, "did you mean 'mxfp8'?", lambda: quantize_program(program, "mxpf8"))
+    refused(
+        ProgramError, "no matmul to quantize", lambda: quantize_program(exported(NoMatmul(), torch.ones(4, 4)), "mxfp8")
+    )
+    small = exported(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8))
+    refused(ProgramError, "2 TOO_SMALL", lambda: quantize_program(small, "mxfp8"))
+    refused(RecipeError, "scales from training steps", lambda: quantize_program(program, "delayed_scaling"))
+    refused(RecipeError, "seed and step", lambda: quantize_program(program, "nvfp4", fold_weights=False))
+    refused(
+        RecipeError, "layer 'q': fprop cannot multiply",
+        lambda: quantize_program(program, per_role(input=MXFP8Quantizer(), weight=NVFP4Quantizer())),
+    )  # fmt: skip
+    refused(
+        OptionError, "needs fold_weights=True",
+        lambda: quantize_program(program, "mxfp8", fold_weights=False, calibration=[x]),
+    )  # fmt: skip
+    refused(ProgramError, "no inputs", lambda: quantize_program(program, "current_scaling", calibration=[]))
+    refused(
+        ProgramError, "calibration input 2 does not fit the program",
+        lambda: calibrated(model, x, x, torch.randn(4, 8, 65)),
+    )  # fmt: skip
+    linear, infinite = nn.Sequential(nn.Linear(64, 64)), torch.full((4, 64), torch.inf)
+    refused(ProgramError, "layer '0' is infinite", lambda: calibrated(linear, torch.ones(4, 64), infinite))
+    refused(OptionError, "known methods: max", lambda: Amax(method="mean"))  # type: ignore[arg-type]
+    refused(OptionError, "momentum", lambda: Amax(momentum=1.0))
+    refused(OptionError, "percentile", lambda: Amax(percentile=0))
+    refused(ProgramError, "has no report", lambda: report_of(program))
+    refused(ProgramError, "expected, not a Block", lambda: lower_program(model))
+
+
+def test_high_precision_leaves_a_program_alone() -> None:
+    model, x = block()
+    program = quantize_program(exported(model, x), "high_precision")
+    assert ops(program) == ops(exported(model, x)) and torch.equal(run(program, x), model(x))
+
+
+def test_static_scales_keep_the_values_of_the_spec() -> None:
+    """The multiplier of a static scale is the spec's own function of the amax, powers of two included."""
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    quantizer = Float8CurrentScalingQuantizer(force_pow_2_scales=True)
+    program = calibrated(model, x, x, recipe=CustomRecipe(qfactory=lambda role: quantizer))
+    value = multipliers(program)["0"]
+    assert torch.tensor(value).frexp().mantissa == 0.5
+    assert 1 / value == quantizer.quantize(x).rowwise.scale.item()
+    assert quantizer.spec(Direction.ROWWISE).pow2
