@@ -138,9 +138,9 @@ def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any])
     return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
 
 
-def operator_library(namespace: str) -> Any:
-    """The library that defines the operators of a namespace."""
-    return torch.library.Library(namespace, "DEF")  # type: ignore[no-untyped-call]
+def operator_library(namespace: str, *, more: bool = False) -> Any:
+    """The library that defines the operators of a namespace, or with `more` one that adds to them."""
+    return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
 
 
 def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:

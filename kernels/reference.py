@@ -31,7 +31,9 @@ _SMALLEST_POWER = 0x00400000
 """The bits of 2^-127, the one power of two that an E8M0 scale or its inverse reaches as a subnormal."""
 
 
-def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> list[Tensor]:
+def quantize(
+    x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, global_amax: Tensor | None = None
+) -> list[Tensor]:
     """Quantizes x [*batch, R, C] (float32, bfloat16, float16; float64 is rounded to float32) along its last axis.
 
     Returns [data, scale], for NVFP4 [data, scale, global_amax]. `data` is [*batch, R, Cp] in the element's dtype, for
@@ -45,6 +47,9 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
     mxfp8, mxfp8_2d  uint8 E8M0 codes [*batch, R, Cp/32]; a 32x32 tile's code stands in each of its rows
     nvfp4, nvfp4_2d  float8_e4m3fn [*batch, R, Cp/16], likewise; global_amax is float32 [1]
     ===============  ====================================================================================
+
+    `multiplier` (per_tensor, per_row) and `global_amax` (NVFP4) stand in the place of what x itself would give; they
+    broadcast against x and against the block scales, so that parts of x can have their own.
     """
     row = spec.row
     if x.dtype == torch.float64:
@@ -53,15 +58,15 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
     if spec.rht:
         x = hadamard(x, random_signs=spec.random_signs)
     if row.family == "nvfp4":
-        return _quantize_nvfp4(x, spec)
+        return _quantize_nvfp4(x, spec, global_amax)
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
     return _quantize_float32_scale(x, spec, multiplier)
 
 
-def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, NaN ignored: float32 [1], 0 for an empty tensor."""
-    return _amax(x)
+def amax(x: Tensor, axis: int | None = None) -> Tensor:
+    """The largest magnitude, NaN ignored, of a tensor (float32 [1]) or along an axis; 0 where there is nothing."""
+    return _amax(x, axis)
 
 
 def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
@@ -223,14 +228,13 @@ def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     return [cast_fp8(y, row.element).flatten(-2), code.to(torch.uint8)]
 
 
-def _quantize_nvfp4(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+def _quantize_nvfp4(x: Tensor, spec: QuantSpec, global_amax: Tensor | None = None) -> list[Tensor]:
     """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax to 448 * 6."""
     row = spec.row
-    amax = _block_amax(x, row.block)
-    global_amax = _amax(amax)
+    amax = _repeat_rows(_block_amax(x, row.block), row.block[0], x.shape[-2])
+    global_amax = _amax(amax) if global_amax is None else global_amax
     encode, decode = nvfp4_global_scale(global_amax)
     scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
-    scale = _repeat_rows(scale, row.block[0], x.shape[-2])
     # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
     factor = _reciprocal(scale.float() * decode).clamp(max=_FLT_MAX)
     code = encode_e2m1(_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)

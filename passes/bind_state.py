@@ -52,7 +52,7 @@ def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
 
 
 def _uses_state(node: fx.Node) -> bool:
-    if not is_fxquant(node, "linear"):
+    if not (is_fxquant(node, "linear") or is_fxquant(node, "grouped_linear")):
         return False
     spec = LinearSpec.parse(str(node.args[3]))
     return any(op.rowwise.is_delayed or op.columnwise.is_delayed for op in (spec.input, spec.weight, spec.grad_output))
@@ -114,7 +114,9 @@ def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
     for node in list(gm.graph.nodes):
         if _uses_state(node):
             *operands, spec = node.args
-            node.target = torch.ops.fxquant.linear_delayed.default
+            grouped = is_fxquant(node, "grouped_linear")
+            target = torch.ops.fxquant.grouped_linear_delayed if grouped else torch.ops.fxquant.linear_delayed
+            node.target = target.default
             node.args = (*operands, bound.scale, bound.forward_amax, bound.backward_amax, bound.step, spec)
             used = True
     for body, call in _checkpoints(gm):

@@ -88,6 +88,11 @@ class Site:
     def is_weight(self, node: fx.Node) -> bool:
         return find_weight(node, self.outer) is not None
 
+    def is_expert(self, node: fx.Node) -> bool:
+        """Whether a matrix is one of several that a parameter holds."""
+        weight = find_weight(node, self.outer)
+        return weight is not None and weight.stacked and value_of(node).ndim == 2
+
     def match(
         self,
         module_type: str,
@@ -168,13 +173,17 @@ def contract(
         left, right, rhs_is_weight = right, left, True
     planned = plan(left, right, out, rhs_is_weight=rhs_is_weight)
     kind = "linear" if rhs_is_weight else "matmul"
+    if rhs_is_weight and site.is_expert(right.node):
+        kind = "grouped_linear"
     if isinstance(planned, str):
         product = by_flops(site, left.node, right.node, rhs_is_weight)
         return site.match(kind, product, skip=(SkipReason.UNSUPPORTED_FORM, planned))
+    if planned.batch and rhs_is_weight:
+        kind = "grouped_linear"
     product = planned.product(rhs_is_weight)
     skip = _skip(site, planned, rhs_is_weight)
     if skip is not None:
-        return site.match("grouped_linear" if planned.batch and rhs_is_weight else kind, product, skip=skip)
+        return site.match(kind, product, skip=skip)
 
     # Operands are taken from the node when it is rewritten: by then the matmuls in front of it have been replaced.
     slots = [site.node.all_input_nodes.index(operand.node) for operand in (planned.left, planned.right)]
@@ -265,7 +274,6 @@ def _skip(site: Site, planned: Contraction, rhs_is_weight: bool) -> tuple[SkipRe
         weight = find_weight(planned.right.node, site.outer)
         if weight is not None and weight.gathered:
             return SkipReason.GATHERED_WEIGHT, f"{left} x {right}"
-        return SkipReason.GROUPED, f"{left} x {right}: every entry of the batch has its own weight"
     if not planned.columns or (not planned.rows and not rhs_is_weight):
         return SkipReason.TOO_SMALL, f"N=1: {left} x {right}, a matrix times a vector"
     if not planned.inner:

@@ -16,11 +16,17 @@ from torch import Tensor, fx
 
 from fxquant.compat import detect_fake_mode, inductor_decompositions, make_fx, tree_flatten, tree_map_only
 from fxquant.errors import GraphVerificationError
-from fxquant.kernels import gemm, ops, reference
+from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference
 from fxquant.passes.base import is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
+
+
+_READS_VALUES = (
+    "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
+)  # fmt: skip
+"""Operators whose result depends on the last bit of what they read."""
 
 
 def implementation(node: fx.Node) -> Callable[..., Any]:
@@ -29,9 +35,10 @@ def implementation(node: fx.Node) -> Callable[..., Any]:
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
-    if name in ("quantize", "hybrid_quantize", "amax"):
-        return functools.partial(_of_rounded, ops.IMPLEMENTATIONS[name])
-    return ops.IMPLEMENTATIONS[name]
+    if name == "grouped_scaled_mm" and device.type == "cuda":
+        return grouped_gemm.grouped_scaled_mm
+    meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS)[name]
+    return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
 
 
 def _of_rounded(run: Any, x: Tensor, *args: Any) -> Any:
