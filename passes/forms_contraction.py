@@ -306,20 +306,35 @@ def _permute(builder: Builder, node: fx.Node, have: tuple[Label, ...], wanted: t
     if have == wanted:
         return node
     order = tuple(have.index(label) for label in wanted)
-    source = _transposed_from(node) if order == (1, 0) else None
-    return builder.call(torch.permute, node, order) if source is None else source
+    if order == _swapped(range(len(order))):
+        return transposed(builder, node)
+    return builder.call(torch.permute, node, order)
+
+
+def transposed(builder: Builder, node: fx.Node) -> fx.Node:
+    """The transpose of a matrix or of a batch of them."""
+    source = _transposed_from(node)
+    if source is not None:
+        return source
+    return builder.call(torch.permute, node, _swapped(range(value_of(node).ndim)))
+
+
+def _swapped(axes: Sequence[Any]) -> tuple[Any, ...]:
+    *batch, rows, columns = axes
+    return (*batch, columns, rows)
 
 
 def _transposed_from(node: fx.Node) -> fx.Node | None:
-    """The matrix that a node is the transpose of, so that a tied weight is seen as one tensor."""
+    """What a node is the transpose of, matrix by matrix, so that a tied weight is seen as one tensor."""
     transpose = op_name(node) in ("t", "T", "mT", "transpose", "permute", "swapaxes", "swapdims", "numpy_T")
     source = node.args[0] if transpose and node.args else None
     if not isinstance(source, fx.Node):
         return None
     matrix, value = value_of(source), value_of(node)
-    # (0, 1)-orders leave the axes as they are
-    swapped = matrix.ndim == 2 and tuple(value.stride()) == tuple(reversed(matrix.stride()))
-    return source if swapped and tuple(value.shape) == tuple(reversed(matrix.shape)) else None
+    # other orders leave the axes as they are
+    if matrix.ndim != value.ndim or tuple(value.stride()) != _swapped(matrix.stride()):
+        return None
+    return source if tuple(value.shape) == _swapped(matrix.shape) else None
 
 
 def _memory_order(value: torch.Tensor) -> tuple[int, ...] | None:

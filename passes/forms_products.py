@@ -24,6 +24,7 @@ from fxquant.passes.forms_contraction import (
     product_of,
     requires_grad,
     settle,
+    transposed,
 )
 
 aten = torch.ops.aten
@@ -278,15 +279,15 @@ def grouped_mm(
     elif ranks == (2, 3):
         match = _by_rows(site, input, mat2, offs)
     else:  # [G, M, K] x [K, N] in groups of columns is the transpose of rows in groups
-        match = _by_rows(site, mat2, input, offs, transposed=True)
+        match = _by_rows(site, mat2, input, offs, columns=True)
     match.takes_autocast = False
     return match
 
 
-def _by_rows(site: Site, rows: fx.Node, weight: fx.Node, offs: fx.Node, transposed: bool = False) -> Match:
-    """Ragged rows [M, K] and weights [G, K, N]; `transposed` where both and the result are transposed in the node."""
+def _by_rows(site: Site, rows: fx.Node, weight: fx.Node, offs: fx.Node, columns: bool = False) -> Match:
+    """Ragged rows [M, K] and weights [G, K, N]; `columns` where both and the result are transposed in the node."""
     ragged, (groups, *matrix) = value_of(rows).shape, value_of(weight).shape
-    (m, k), n = reversed(ragged) if transposed else ragged, matrix[0] if transposed else matrix[1]
+    (m, k), n = reversed(ragged) if columns else ragged, matrix[0] if columns else matrix[1]
     product = Product(m=m, k=k, n=n, groups=groups, lhs=rows, rhs=weight)
     if statically_known_true(groups == 0):
         return site.match("grouped_linear", product, skip=(SkipReason.TOO_SMALL, "no group"))
@@ -294,10 +295,9 @@ def _by_rows(site: Site, rows: fx.Node, weight: fx.Node, offs: fx.Node, transpos
 
     def emit(builder: Builder, gemm: Gemm2d) -> fx.Node:
         lhs, rhs, ends = (builder.anchor.all_input_nodes[slot] for slot in slots)
-        if transposed:
-            result = gemm(0, builder.call(torch.transpose, lhs, 0, 1), rhs, offs=ends)
-            return settle(builder, builder.call(torch.transpose, result, 0, 1))
-        return settle(builder, gemm(0, lhs, builder.call(torch.transpose, rhs, 1, 2), offs=ends))
+        if columns:
+            return settle(builder, transposed(builder, gemm(0, transposed(builder, lhs), rhs, offs=ends)))
+        return settle(builder, gemm(0, lhs, transposed(builder, rhs), offs=ends))
 
     return site.match("grouped_linear", product, emit=emit)
 
