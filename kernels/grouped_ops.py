@@ -26,9 +26,7 @@ _SCHEMAS = {
         " Tensor? columnwise_scale=None) -> Tensor[]"
     ),
     "split_amax": "(Tensor x, Tensor? offs) -> Tensor",
-    "split_dequantize": (
-        "(Tensor[] parts, Tensor? offs, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor"
-    ),
+    "split_dequantize": "(Tensor[] parts, Tensor? offs, str spec, SymInt length, ScalarType dtype) -> Tensor",
     "grouped_scaled_mm": (
         "(Tensor[] a, Tensor[] b, Tensor? offs, str a_spec, str b_spec, ScalarType out_dtype, bool fast_accum)"
         " -> Tensor"
@@ -63,18 +61,10 @@ def _split_amax(x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def _split_dequantize(
-    parts: Sequence[Tensor], offs: Tensor | None, spec: str, direction: str, size: Sequence[int], dtype: torch.dtype
+    parts: Sequence[Tensor], offs: Tensor | None, spec: str, length: int, dtype: torch.dtype
 ) -> Tensor:
-    parsed = QuantSpec.parse(spec)
-    values = grouped_reference.dequantize(parts, offs, parsed, direction)
-    rows, columns = size[-2:]
-    if direction == "rowwise":
-        values = values[..., :columns]
-    elif offs is None:
-        values = values[..., :rows].mT
-    else:
-        values = grouped_reference.to_rows(values, offs, rows, parsed.row.alignment)
-    return values.to(dtype).contiguous()
+    values = grouped_reference.dequantize(parts, offs, QuantSpec.parse(spec), "rowwise")
+    return values[..., :length].to(dtype).contiguous()
 
 
 def _grouped_scaled_mm(
@@ -163,9 +153,9 @@ def _split_amax_fake(x: Tensor, offs: Tensor | None) -> Tensor:
 
 @fake_kernel(_library, "split_dequantize")
 def _split_dequantize_fake(
-    parts: Sequence[Tensor], offs: Tensor | None, spec: str, direction: str, size: Sequence[int], dtype: torch.dtype
+    parts: Sequence[Tensor], offs: Tensor | None, spec: str, length: int, dtype: torch.dtype
 ) -> Tensor:
-    return parts[0].new_empty([*parts[0].shape[:-2], *size[-2:]], dtype=dtype)
+    return parts[0].new_empty([*parts[0].shape[:-1], length], dtype=dtype)
 
 
 @fake_kernel(_library, "grouped_scaled_mm")
@@ -193,7 +183,7 @@ def quantize_groups(
         return _one_side(x, offs, spec.rowwise, direction, scales), spec.rowwise
     if spec.from_rowwise and not spec.rowwise.is_identity:
         row = _one_side(x, offs, spec.rowwise, "rowwise", scales)
-        x = torch.ops.fxquant.split_dequantize(row, offs, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
+        x = torch.ops.fxquant.split_dequantize(row, offs, str(spec.rowwise), x.shape[-1], x.dtype)
     elif spec.from_rowwise:
         x = _one_side(x, offs, spec.rowwise, "rowwise", scales)[0].to(x.dtype)
     return _one_side(x, offs, spec.columnwise, direction, scales), spec.columnwise

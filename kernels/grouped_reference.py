@@ -82,12 +82,6 @@ def dequantize(parts: Sequence[Tensor], offs: Tensor | None, spec: QuantSpec, di
     return reference.dequantize(*expanded(parts, offs, spec, direction))
 
 
-def to_rows(columns: Tensor, offs: Tensor, rows: Dim, alignment: int) -> Tensor:
-    """Columns [C, Mp] of the padded buffer as the rows [M, C] they were; rows of no group are zero."""
-    positions = _padded_positions(offs, rows, alignment).clamp(max=max(columns.shape[-1] - 1, 0))
-    return torch.where(in_groups(offs, rows), columns.mT[positions], 0)
-
-
 def scaled_mm(
     a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor | None, a_spec: QuantSpec, b_spec: QuantSpec,
     out_dtype: torch.dtype,
