@@ -148,6 +148,11 @@ def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
     return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device has compute capability 9.x."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The number a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
@@ -183,6 +188,7 @@ __all__ = [
     "inductor_config",
     "inductor_decompositions",
     "inductor_mode_options",
+    "is_hopper",
     "is_inductor_option",
     "is_traceable_wrapper_subclass",
     "largest_over_ranks",

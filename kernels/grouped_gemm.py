@@ -1,4 +1,4 @@
-"""Grouped GEMMs of quantized operands on CUDA: `_scaled_grouped_mm` where it takes the scaling, else bfloat16."""
+"""Grouped GEMMs of quantized operands on CUDA: FP8 by `_scaled_grouped_mm` or Triton, else bfloat16."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxquant.compat import is_hopper
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm, reference
 from fxquant.kernels.grouped_mm import grouped_mm
@@ -25,19 +26,27 @@ def grouped_scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """The meaning is `grouped_reference.scaled_mm`. The device's grouped GEMMs round their result to bfloat16.
+    """The meaning is `grouped_reference.scaled_mm`.
 
-    Elements of per-tensor and rowwise scaling are multiplied as FP8 if both are e4m3, else as bfloat16, which holds
-    them exactly; scales come after. Blocks are dequantized to bfloat16, which is exact for power-of-two scales.
+    On Hopper, elements of per-tensor, rowwise and 1x128 scaling are multiplied as FP8: by `_scaled_grouped_mm` where
+    both are e4m3 and the result is bfloat16, which is all it has, else by Triton. Elsewhere they are multiplied as
+    bfloat16, which holds them exactly, and scaled behind. Other blocks are dequantized to bfloat16, exactly for
+    power-of-two scales, and torch's grouped GEMM rounds the result to bfloat16.
     """
     left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     if offs is None:
         return _batched(a, b, left, right, out_dtype, fast_accum)
     offs = offs.to(torch.int32)
     if left.row.family in ("per_tensor", "per_row"):
-        if a[0].dtype == b[0].dtype == torch.float8_e4m3fn:
+        hopper = is_hopper(a[0].device)
+        if a[0].dtype == b[0].dtype == torch.float8_e4m3fn and (out_dtype == torch.bfloat16 or not hopper):
             return _fp8(a, b, offs, left, right, fast_accum).to(out_dtype)
+        if hopper:
+            return _triton(a, b, offs, left, right, out_dtype, fast_accum)
         return _scaled_after(a, b, offs, left, right).to(out_dtype)
+    one_by_128 = left.row.block[0] == 1 and (b[0].ndim == 3 or right.row.block[0] == 1)
+    if left.row.family == "block" and one_by_128 and is_hopper(a[0].device):
+        return _triton(a, b, offs, left, right, out_dtype, fast_accum)
     return _bfloat16(a, b, offs, left, right).to(out_dtype)
 
 
@@ -92,6 +101,25 @@ def _fp8(
     if not weight_gradient:
         return torch.where(in_groups(offs, out.shape[0]), out, 0)
     return torch.where((offs > starts(offs)).reshape(-1, 1, 1), out, 0)
+
+
+def _triton(
+    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec,
+    out_dtype: torch.dtype, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    from fxquant.kernels import triton_grouped
+
+    weight_gradient = b[0].ndim == 2
+    block = b_spec.row.block[0] if b_spec.row.family == "block" else 0
+    if block:
+        a_scale, b_scale = a[1], b[1]
+    else:
+        a_scale, b_scale = (scale.contiguous() for scale in _row_scales(a, b, offs))
+        a_scale = a_scale if weight_gradient else a_scale.unsqueeze(1)
+    if weight_gradient:
+        ends = padded_ends(offs, a_spec.row.alignment)
+        return triton_grouped.grouped_columns(a[0], b[0], a_scale, b_scale, ends, block, out_dtype, fast_accum)
+    return triton_grouped.grouped_rows(a[0], b[0], a_scale, b_scale, offs, block, out_dtype, fast_accum)
 
 
 def _scaled_after(

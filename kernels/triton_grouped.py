@@ -4,6 +4,7 @@ The offsets are read by the kernels. A grid is as large as any split can need: g
 M / BM + G tiles of rows, and tiles that are not needed return at once.
 """
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,import-untyped"
 from __future__ import annotations
 
 from typing import Any
@@ -25,7 +26,7 @@ for _name in ("grouped_rows", "grouped_columns"):
 
 
 @triton.jit
-def _accumulate(acc, a, b, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(acc, a, b, FAST: tl.constexpr):
     """acc + a x b; the tensor core's own accumulator keeps fewer bits."""
     if FAST:
         acc = tl.dot(a, b, acc)
@@ -39,7 +40,7 @@ def rows_kernel(
     a, b, a_scale, b_scale, offs, out, M, N, K, G, a_step, b_step, a_scale_step, b_scale_group, b_scale_step,
     BLOCK: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """out [M, N] = a [M, K] x b [G, N, K] of its row's group, transposed; rows behind the last group become zeros.
 
     BLOCK is the number of b's rows that share a scale for 128 of K, 1 or 128; 0 takes a's scales [M] and b's [G, N].
@@ -95,10 +96,10 @@ def rows_kernel(
 def columns_kernel(
     a, b, a_scale, b_scale, offs, out, N, K, a_step, b_step, a_scale_step, b_scale_step, BLOCK: tl.constexpr,
     FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """out [G, N, K] = a [N, M] x b [K, M], transposed, over the columns of each group; zeros for an empty one.
 
-    Groups start at multiples of 16. With BLOCK they do so at multiples of 128, and the scales are those of 128
+    Groups start and end at multiples of 16. With BLOCK they do so at multiples of 128, and the scales are those of 128
     columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
     """
     across = tl.cdiv(K, BN)
@@ -110,7 +111,7 @@ def columns_kernel(
     m = tl.arange(0, BK)
     in_n, in_k = n < N, k < K
     start = tl.multiple_of(tl.load(offs + group - 1, mask=group > 0, other=0), 16)
-    size = tl.load(offs + group) - start
+    size = tl.multiple_of(tl.load(offs + group) - start, 16)
     left = a + (n[:, None].to(tl.int64) * a_step + (start + m)[None, :])
     right = b + (k[None, :].to(tl.int64) * b_step + (start + m)[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
