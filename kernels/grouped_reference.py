@@ -163,7 +163,8 @@ def _quantize_rows(x: Tensor, offs: Tensor, spec: QuantSpec, multiplier: Tensor 
     if row.block[0] > 1:  # tiles of rows start with their group
         ends = padded_ends(offs, row.block[0])
         padded = _pad_groups(x, offs, row.block[0])
-        own = None if state is None else state[group_of(ends, padded.shape[0]).clamp(max=last)].unsqueeze(1)
+        tiles = group_of(ends, padded.shape[0] // row.block[0], row.block[0]).clamp(max=last)
+        own = None if state is None else state[tiles].unsqueeze(1)
         data, scale, *_ = reference.quantize(padded, spec, global_amax=own)
         positions = _padded_positions(offs, rows, row.block[0]).clamp(max=max(padded.shape[0] - 1, 0))
         parts = [data[positions], scale if row.family == "block" else scale[positions]]

@@ -49,7 +49,7 @@ def quantize(
     ===============  ====================================================================================
 
     `multiplier` (per_tensor, per_row) and `global_amax` (NVFP4) stand in the place of what x itself would give; they
-    broadcast against x and against the block scales, so that parts of x can have their own.
+    broadcast against x and against the amaxes of its blocks, so that parts of x can have their own.
     """
     row = spec.row
     if x.dtype == torch.float64:
@@ -231,10 +231,13 @@ def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
 def _quantize_nvfp4(x: Tensor, spec: QuantSpec, global_amax: Tensor | None = None) -> list[Tensor]:
     """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax to 448 * 6."""
     row = spec.row
-    amax = _repeat_rows(_block_amax(x, row.block), row.block[0], x.shape[-2])
+    amax = _block_amax(x, row.block)
     global_amax = _amax(amax) if global_amax is None else global_amax
     encode, decode = nvfp4_global_scale(global_amax)
     scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = _repeat_rows(scale, row.block[0], x.shape[-2])
+    if decode.ndim > 1 and not statically_known_true(decode.shape[-2] == 1):
+        decode = _repeat_rows(decode, row.block[0], x.shape[-2])
     # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
     factor = _reciprocal(scale.float() * decode).clamp(max=_FLT_MAX)
     code = encode_e2m1(_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
