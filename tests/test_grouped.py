@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import fxquant
 import fxquant.kernels.grouped
@@ -486,6 +487,23 @@ def test_autocast_changes_batched_products_and_leaves_grouped_mm() -> None:
     with torch.autocast("cpu", torch.float16):
         _, ragged = compiled(run, "rowwise")(x, flat, w, offs)
     assert ragged.dtype == torch.bfloat16, "no autocast rule knows grouped_mm"
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "delayed_scaling"])
+def test_recomputed_experts_have_the_same_bits(name: str) -> None:
+    """Invariant 45 for experts; in delayed scaling the state reaches the checkpoint's body."""
+    model, inputs = Experts(), expert_inputs("grouped_mm")
+
+    def recomputed(x: Tensor, offs: Tensor) -> Tensor:
+        return checkpoint(model, x, offs, use_reentrant=False)
+
+    steps = []
+    for run in (model, recomputed):
+        torch.compiler.reset()
+        call = compiled(run, name)
+        steps.append([expert_step(call, model, inputs) for _ in range(3)])
+    for plain, again in zip(*steps, strict=True):
+        assert_same_bits(again, plain)
 
 
 class Halves(Quantizer):
