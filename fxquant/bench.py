@@ -1,7 +1,8 @@
-"""Benchmarks: training steps of Llama blocks, and single linear layers, beside bf16 Inductor and torchao.
+"""Benchmarks: training steps of Llama blocks, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench step   [--providers NAME,NAME] [--length 8192] [--csv FILE]
-    python -m fxquant bench linear [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench step    [--providers NAME,NAME] [--length 8192] [--csv FILE]
+    python -m fxquant bench linear  [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench grouped [--providers NAME,NAME] [--csv FILE]
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
 shapes. Times are medians after a second of warm-up, from CUDA events; compilations start with Inductor's caches off.
@@ -14,6 +15,7 @@ import argparse
 import csv
 import datetime
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -91,13 +93,38 @@ class Linear:
         return torch.randn(self.m, self.k, dtype=torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Grouped:
+    """Sizes of the experts of one layer: weights [experts, n, k], and `m` rows of k features routed to them."""
+
+    experts: int
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.experts} experts {self.m}x{self.k}x{self.n}"
+
+    def model(self) -> nn.Module:
+        """The experts, on the default device."""
+        return Experts(self)
+
+    def input(self) -> Tensor:
+        """Normal values."""
+        return torch.randn(self.m, self.k, dtype=torch.bfloat16)
+
+
 LLAMA3_8B = Stack(blocks=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, batch=2, length=8192)
 LINEARS = (
     Linear(16384, 4096, 4096), Linear(16384, 4096, 14336), Linear(16384, 14336, 4096), Linear(16384, 8192, 8192),
     Linear(8192, 8192, 28672),
 )  # fmt: skip
+GROUPS = (Grouped(128, 65536, 2048, 768), Grouped(8, 32768, 7168, 2048))
+"""Qwen3-30B-A3B, 8192 tokens with 8 experts each, up-projection; and a DeepSeek-like share of 8 local experts."""
 TINY_STACK = Stack(blocks=1, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, length=16)
 TINY_LINEAR = Linear(32, 64, 96)
+TINY_GROUPS = Grouped(4, 64, 32, 48)
+Size = Stack | Linear | Grouped
 
 
 class Block(nn.Module):
@@ -151,6 +178,24 @@ class Blocks(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    """A weight for each group of rows; the groups differ in size as those of a router that is not balanced do."""
+
+    offs: Tensor
+
+    def __init__(self, size: Grouped) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size.experts, size.n, size.k, dtype=torch.bfloat16) * size.k**-0.5)
+        generator = torch.Generator("cpu").manual_seed(0)
+        share = torch.rand(size.experts, generator=generator, device="cpu") + 0.5
+        ends = (share.cumsum(0) / share.sum() * size.m).round()
+        self.register_buffer("offs", ends.to(torch.int32).to(self.weight.device))
+        self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = torch._grouped_mm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.weight.transpose(-2, -1), self.offs)
+
+
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Counts what a forward keeps for its backward: each storage once, those of `known` tensors not."""
 
@@ -176,7 +221,9 @@ def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor]
     if provider in QUANTIZED:
         backend = Backend(provider)
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False), backend
-    if provider in TORCHAO:
+    if provider in TORCHAO and isinstance(model, Experts):
+        model.multiply = torchao_grouped_mm(provider)
+    elif provider in TORCHAO:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
         config = Float8LinearConfig.from_recipe_name(provider.removeprefix("torchao "))
@@ -184,7 +231,17 @@ def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor]
     return torch.compile(model, fullgraph=True, dynamic=False), None
 
 
-def measure(provider: str, size: Stack | Linear, device: str, seconds: float, repeats: int) -> Row:
+def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """torchao's differentiable grouped GEMM; it has a rowwise one only. Raises ValueError for another."""
+    if provider != "torchao rowwise":
+        raise ValueError(f"{provider} has no grouped GEMM")
+    folder = "torchao.prototype.moe_training"
+    new = importlib.util.find_spec(f"{folder}.fp8_grouped_mm")
+    module = importlib.import_module(f"{folder}.{'fp8_grouped_mm' if new else 'scaled_grouped_mm'}")
+    return module._to_fp8_rowwise_then_scaled_grouped_mm  # type: ignore[no-any-return]
+
+
+def measure(provider: str, size: Size, device: str, seconds: float, repeats: int) -> Row:
     """Compiles and times forward and backward of one provider."""
     torch.compiler.reset()
     gc.collect()
@@ -296,7 +353,7 @@ def gemms(provider: str, device: str) -> str:
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
     device, cuda = options.device, options.device == "cuda"
-    sizes: Sequence[Stack | Linear] = options.sizes(cuda, options)
+    sizes: Sequence[Size] = options.sizes(cuda, options)
     where = setting(device, command)
     rows = []
     for size in sizes:
@@ -364,6 +421,10 @@ def _linears(cuda: bool, _options: argparse.Namespace) -> Sequence[Linear]:
     return LINEARS if cuda else [TINY_LINEAR]
 
 
+def _groups(cuda: bool, _options: argparse.Namespace) -> Sequence[Grouped]:
+    return GROUPS if cuda else [TINY_GROUPS]
+
+
 def _providers(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in PROVIDERS]
@@ -384,7 +445,9 @@ def _parser() -> argparse.ArgumentParser:
     step.set_defaults(sizes=_stack, providers=known)
     linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
     linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4")])
-    for kind in (step, linear):
+    grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")
+    grouped.set_defaults(sizes=_groups, providers=[p for p in known if p != "torchao tensorwise"])
+    for kind in (step, linear, grouped):
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(known)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
         kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")

@@ -193,9 +193,9 @@ def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str
 _WRITTEN: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
 
 
-def operator_library(namespace: str) -> Any:
-    """The library that defines the operators of a namespace."""
-    return torch.library.Library(namespace, "DEF")  # type: ignore[no-untyped-call]
+def operator_library(namespace: str, *, more: bool = False) -> Any:
+    """The library that defines the operators of a namespace, or with `more` one that adds to them."""
+    return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
 
 
 def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:

@@ -42,7 +42,7 @@ _MEANINGS = {
     SkipReason.TOO_SMALL: "fewer than 16 input or output features: padding would cost more than it saves",
     SkipReason.DTYPE: "integer, boolean, complex, or float64 (which stays exact unless allow_float64 is set)",
     SkipReason.LAYOUT: "a sparse, quantized or otherwise not strided tensor",
-    SkipReason.GROUPED: "grouped matmul (experts): found and reported, kept in high precision by this version",
+    SkipReason.GROUPED: "a grouped product (experts) that is no linear layer, or a quantizer that cannot take groups",
     SkipReason.GATHERED_WEIGHT: "the weight is gathered by an index for each row: a batch of matrix-vector products",
     SkipReason.ATTENTION: "attention: found and reported, kept in high precision by this version",
     SkipReason.CONVOLUTION: "a convolution that is not a matmul of its channels or patches",

@@ -35,17 +35,26 @@ class StateTensors:
     def record_forward(self, x: Tensor, spec: OperandSpec) -> None:
         """Takes the amax of an input or weight into its slot."""
         if spec.rowwise.is_delayed and self.forward_amax is not None:
-            kept = self.forward_amax.narrow(0, spec.rowwise.slot, 1)
-            kept.copy_(torch.maximum(kept, torch.ops.fxquant.amax(x)))
+            self.take_forward(torch.ops.fxquant.amax(x), spec.rowwise.slot)
 
     def record_backward(self, x: Tensor, spec: OperandSpec) -> None:
         """Takes the amax of a gradient into its slot: over all backwards since the last update."""
         if spec.rowwise.is_delayed and self.backward_amax is not None:
-            assert self.step is not None
-            kept, written = (row.narrow(0, spec.rowwise.slot, 1) for row in self.backward_amax.unbind(0))
-            earlier = torch.where(written >= self.step, kept, 0)
-            kept.copy_(torch.maximum(earlier, torch.ops.fxquant.amax(x)))
-            written.copy_(self.step)
+            self.take_backward(torch.ops.fxquant.amax(x), spec.rowwise.slot)
+
+    def take_forward(self, amax: Tensor, slot: int) -> None:
+        """Takes amaxes [n] of the forward into n slots."""
+        assert self.forward_amax is not None
+        kept = self.forward_amax.narrow(0, slot, amax.shape[0])
+        kept.copy_(torch.maximum(kept, amax))
+
+    def take_backward(self, amax: Tensor, slot: int) -> None:
+        """Takes amaxes [n] of the backward into n slots."""
+        assert self.backward_amax is not None and self.step is not None
+        kept, written = (row.narrow(0, slot, amax.shape[0]) for row in self.backward_amax.unbind(0))
+        earlier = torch.where(written >= self.step, kept, 0)
+        kept.copy_(torch.maximum(earlier, amax))
+        written.copy_(self.step.expand_as(written))
 
 
 def _gemm(

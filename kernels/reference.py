@@ -33,7 +33,9 @@ _SMALLEST_POWER = 0x00400000
 """The bits of 2^-127, the one power of two that an E8M0 scale or its inverse reaches as a subnormal."""
 
 
-def quantize(x: Tensor, spec: QuantSpec, state: Tensor | None = None) -> list[Tensor]:
+def quantize(
+    x: Tensor, spec: QuantSpec, state: Tensor | None = None, global_amax: Tensor | None = None
+) -> list[Tensor]:
     """Quantizes x [*batch, R, C] (float32, bfloat16, float16; float64 is rounded to float32) along its last axis.
 
     Returns [data, scale], for NVFP4 [data, scale, global_amax]. `data` is [*batch, R, Cp] in the element's dtype, for
@@ -50,7 +52,8 @@ def quantize(x: Tensor, spec: QuantSpec, state: Tensor | None = None) -> list[Te
     ===============  ====================================================================================
 
     `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
-    multiplied; for stochastic rounding int64 [2], seed and step.
+    multiplied; for stochastic rounding int64 [2], seed and step. For a part of x to have its own, a multiplier
+    (per_tensor, per_row) broadcasts against x, and `global_amax` (NVFP4) against the amaxes of its blocks.
     """
     row = spec.row
     if x.dtype == torch.float64:
@@ -60,18 +63,18 @@ def quantize(x: Tensor, spec: QuantSpec, state: Tensor | None = None) -> list[Te
         x = hadamard(x, random_signs=spec.random_signs)
     if row.family == "nvfp4":
         if not spec.stochastic:
-            return quantize_nvfp4(x, spec)
+            return quantize_nvfp4(x, spec, None, global_amax)
         if state is None:
             raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
-        return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state.to(x.device), spec.stream))
+        return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state.to(x.device), spec.stream), global_amax)
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
     return _quantize_float32_scale(x, spec, state)
 
 
-def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, NaN ignored: float32 [1], 0 for an empty tensor."""
-    return _amax(x)
+def amax(x: Tensor, axis: int | None = None) -> Tensor:
+    """The largest magnitude, NaN ignored, of a tensor (float32 [1]) or along an axis; 0 where there is nothing."""
+    return _amax(x, axis)
 
 
 def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
@@ -259,7 +262,9 @@ def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     return [cast_fp8(y, row.element).flatten(-2), code.to(torch.uint8)]
 
 
-def quantize_nvfp4(x: Tensor, spec: QuantSpec, random_bytes: Tensor | None = None) -> list[Tensor]:
+def quantize_nvfp4(
+    x: Tensor, spec: QuantSpec, random_bytes: Tensor | None = None, global_amax: Tensor | None = None
+) -> list[Tensor]:
     """Two levels: an E4M3 scale per block under one float32 scale that maps the tensor's amax, or a row's, to 448 * 6.
 
     x [*batch, R, Cp] is padded, and transformed if it is to be. With a byte for each element, rounds stochastically.
@@ -267,13 +272,16 @@ def quantize_nvfp4(x: Tensor, spec: QuantSpec, random_bytes: Tensor | None = Non
     row = spec.row
     blocks = _in_blocks(x.float(), row.block[1])
     amax = _block_amax(x, row.block)
-    global_amax = _amax(amax, -1).unsqueeze(-1) if spec.row_scaled else _amax(amax)
+    if global_amax is None:
+        global_amax = _amax(amax, -1).unsqueeze(-1) if spec.row_scaled else _amax(amax)
     encode, decode = nvfp4_global_scale(global_amax, spec.e4m3_max)
     if spec.four_over_six:
         scale = four_over_six(blocks, amax, global_amax, spec)[0]
     else:
         scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     scale = _repeat_rows(scale, row.block[0], x.shape[-2])
+    if decode.ndim > 1 and not statically_known_true(decode.shape[-2] == 1):
+        decode = _repeat_rows(decode, row.block[0], x.shape[-2])
     y = (blocks * _nvfp4_factor(scale, decode)).flatten(-2)
     code = encode_e2m1(y) if random_bytes is None else encode_e2m1_stochastic(y, random_bytes)
     return [code[..., ::2] | (code[..., 1::2] << 4), scale, global_amax]

@@ -55,7 +55,7 @@ def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
 
 
 def _uses_state(node: fx.Node) -> bool:
-    if not is_fxquant(node, "linear"):
+    if not (is_fxquant(node, "linear") or is_fxquant(node, "grouped_linear")):
         return False
     spec = LinearSpec.parse(str(node.args[3]))
     return any(
@@ -135,7 +135,9 @@ def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
     for node in list(gm.graph.nodes):
         if _uses_state(node):
             *operands, spec = node.args
-            node.target = torch.ops.fxquant.linear_stateful.default
+            grouped = is_fxquant(node, "grouped_linear")
+            target = torch.ops.fxquant.grouped_linear_stateful if grouped else torch.ops.fxquant.linear_stateful
+            node.target = target.default
             node.args = (*operands, *(getattr(bound, field.name) for field in fields(bound)), spec)
             used = True
     for body, call in _checkpoints(gm):

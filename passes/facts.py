@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import mul
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,8 @@ Dim = int | torch.SymInt
 class Product:
     """One matmul of a node: lhs [*batch, M, K] x rhs [*batch, N, K], transposed, gives [*batch, M, N].
 
+    With `groups` the rows of lhs [M, K] are in so many groups, each with its own of rhs [groups, N, K].
+
     `lhs` and `rhs` are the graph nodes the operands come from (before any view), for dtypes, layouts and gradients.
     `rhs_is_weight` says that `rhs` is a parameter, seen through views and casts, or stands where only a weight can.
     """
@@ -28,15 +32,28 @@ class Product:
     k: Dim
     n: Dim
     batch: tuple[Dim, ...] = ()
+    groups: Dim | None = None
     lhs: fx.Node
     rhs: fx.Node
     rhs_is_weight: bool = True
 
+    @property
+    def weights(self) -> Dim | None:
+        """How many weights there are, where every group of rows or entry of the batch has its own."""
+        if self.groups is None and self.batch and self.rhs_is_weight:
+            return reduce(mul, self.batch)
+        return self.groups
+
 
 class Gemm2d(Protocol):
-    """Adds product `index` of a match to the graph: lhs [*, M, K] x rhs [N, K] (or [*batch, N, K]) + bias [N]."""
+    """Adds product `index` of a match to the graph: lhs [*, M, K] x rhs [N, K] (or [*batch, N, K]) + bias [N].
 
-    def __call__(self, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None) -> fx.Node: ...
+    With the ends of groups `offs` [G]: lhs [M, K] x rhs [G, N, K].
+    """
+
+    def __call__(
+        self, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None, offs: fx.Node | None = None
+    ) -> fx.Node: ...
 
 
 class Builder:
@@ -82,6 +99,8 @@ class Match:
     skip: tuple[SkipReason, str] | None = None
     name: str = ""
     autocast: torch.dtype | None = None
+    takes_autocast: bool = True
+    """Whether autocast changes the dtypes of this op."""
     needs_grad: tuple[tuple[bool, bool], ...] = ()
     """For each product, whether (lhs, rhs) get a gradient."""
     takes_state: bool = True

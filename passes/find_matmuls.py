@@ -72,7 +72,7 @@ class _Walk:
             site = Site(node=node, outer=self.outer)
             match = opaque(site, self.free) if form is None else _described(site, form)
         if match is not None:
-            match.autocast = regions.get(_device(node), self.outside)
+            match.autocast = regions.get(_device(node), self.outside) if match.takes_autocast else None
             yield match
 
     def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:

@@ -88,6 +88,11 @@ class Site:
     def is_weight(self, node: fx.Node) -> bool:
         return find_weight(node, self.outer) is not None
 
+    def is_expert(self, node: fx.Node) -> bool:
+        """Whether a matrix is one of several that a parameter holds."""
+        weight = find_weight(node, self.outer)
+        return weight is not None and weight.stacked and value_of(node).ndim == 2
+
     def match(
         self,
         module_type: str,
@@ -168,13 +173,17 @@ def contract(
         left, right, rhs_is_weight = right, left, True
     planned = plan(left, right, out, rhs_is_weight=rhs_is_weight)
     kind = "linear" if rhs_is_weight else "matmul"
+    if rhs_is_weight and site.is_expert(right.node):
+        kind = "grouped_linear"
     if isinstance(planned, str):
         product = by_flops(site, left.node, right.node, rhs_is_weight)
         return site.match(kind, product, skip=(SkipReason.UNSUPPORTED_FORM, planned))
+    if planned.batch and rhs_is_weight:
+        kind = "grouped_linear"
     product = planned.product(rhs_is_weight)
     skip = _skip(site, planned, rhs_is_weight)
     if skip is not None:
-        return site.match("grouped_linear" if planned.batch and rhs_is_weight else kind, product, skip=skip)
+        return site.match(kind, product, skip=skip)
 
     # Operands are taken from the node when it is rewritten: by then the matmuls in front of it have been replaced.
     slots = [site.node.all_input_nodes.index(operand.node) for operand in (planned.left, planned.right)]
@@ -265,7 +274,6 @@ def _skip(site: Site, planned: Contraction, rhs_is_weight: bool) -> tuple[SkipRe
         weight = find_weight(planned.right.node, site.outer)
         if weight is not None and weight.gathered:
             return SkipReason.GATHERED_WEIGHT, f"{left} x {right}"
-        return SkipReason.GROUPED, f"{left} x {right}: every entry of the batch has its own weight"
     if not planned.columns or (not planned.rows and not rhs_is_weight):
         return SkipReason.TOO_SMALL, f"N=1: {left} x {right}, a matrix times a vector"
     if not planned.inner:
@@ -298,20 +306,35 @@ def _permute(builder: Builder, node: fx.Node, have: tuple[Label, ...], wanted: t
     if have == wanted:
         return node
     order = tuple(have.index(label) for label in wanted)
-    source = _transposed_from(node) if order == (1, 0) else None
-    return builder.call(torch.permute, node, order) if source is None else source
+    if order == _swapped(range(len(order))):
+        return transposed(builder, node)
+    return builder.call(torch.permute, node, order)
+
+
+def transposed(builder: Builder, node: fx.Node) -> fx.Node:
+    """The transpose of a matrix or of a batch of them."""
+    source = _transposed_from(node)
+    if source is not None:
+        return source
+    return builder.call(torch.permute, node, _swapped(range(value_of(node).ndim)))
+
+
+def _swapped(axes: Sequence[Any]) -> tuple[Any, ...]:
+    *batch, rows, columns = axes
+    return (*batch, columns, rows)
 
 
 def _transposed_from(node: fx.Node) -> fx.Node | None:
-    """The matrix that a node is the transpose of, so that a tied weight is seen as one tensor."""
+    """What a node is the transpose of, matrix by matrix, so that a tied weight is seen as one tensor."""
     transpose = op_name(node) in ("t", "T", "mT", "transpose", "permute", "swapaxes", "swapdims", "numpy_T")
     source = node.args[0] if transpose and node.args else None
     if not isinstance(source, fx.Node):
         return None
     matrix, value = value_of(source), value_of(node)
-    # (0, 1)-orders leave the axes as they are
-    swapped = matrix.ndim == 2 and tuple(value.stride()) == tuple(reversed(matrix.stride()))
-    return source if swapped and tuple(value.shape) == tuple(reversed(matrix.shape)) else None
+    # other orders leave the axes as they are
+    if matrix.ndim != value.ndim or tuple(value.stride()) != _swapped(matrix.stride()):
+        return None
+    return source if tuple(value.shape) == _swapped(matrix.shape) else None
 
 
 def _memory_order(value: torch.Tensor) -> tuple[int, ...] | None:

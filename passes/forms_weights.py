@@ -25,10 +25,22 @@ GATHERS = frozenset(("index_select", "index", "take_along_dim", "gather"))
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter's node in the outermost graph, and whether a tensor of indices picks its entries on the way."""
+    """A parameter's node in the outermost graph, and what happens on the way from it.
+
+    `picked`: one of its entries is selected. `gathered`: entries are, by a tensor of indices.
+    """
 
     parameter: fx.Node
     gathered: bool
+    picked: bool
+
+    @property
+    def stacked(self) -> bool:
+        """Whether this is one of several matrices that one parameter holds."""
+        return self.picked and value_of(self.parameter).ndim > 2
+
+
+_PICKS = frozenset(("getitem", "select", "unbind"))
 
 
 def op_name(node: fx.Node) -> str:
@@ -47,18 +59,19 @@ def op_name(node: fx.Node) -> str:
 
 def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | None:
     """The parameter a node shows, if it shows one."""
-    gathered = False
+    gathered = picked = False
     while True:
         if node.op in ("placeholder", "get_attr"):
             value = value_of(node)
             if isinstance(value, torch.nn.Parameter):
                 # rows of an embedding are activations; only whole matrices picked from a stack are weights
-                return None if gathered and value.ndim < 3 else Weight(parameter=node, gathered=gathered)
+                return None if gathered and value.ndim < 3 else Weight(parameter=node, gathered=gathered, picked=picked)
             if node not in outer:
                 return None
             node = outer[node]
             continue
         name = op_name(node)
+        picked = picked or name in GATHERS or name in _PICKS
         if name in GATHERS or (name == "getitem" and _indexes_by_tensor(node)):
             gathered = True
         elif name not in VIEWS:

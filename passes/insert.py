@@ -1,4 +1,4 @@
-"""Insert: puts `fxquant::linear` in the place of every product that is quantized.
+"""Insert: puts `fxquant::linear`, or `fxquant::grouped_linear`, in the place of every product that is quantized.
 
     linear = torch._C._nn.linear(x, w, b)
     # becomes
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+import fxquant.kernels.grouped  # registers fxquant::grouped_linear
 import fxquant.kernels.linear  # noqa: F401  registers fxquant::linear
 from fxquant.formats import IDENTITY, LinearSpec, OperandSpec
 from fxquant.passes.facts import Builder, Match, value_of
@@ -61,13 +62,16 @@ def insert(matches: Sequence[Match]) -> int:
 
         def gemm(
             builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None,
-            *, match: Match = match,
+            offs: fx.Node | None = None, *, match: Match = match,
         ) -> fx.Node:  # fmt: skip
             quantizers = match.resolved[index].quantizers
             if quantizers is None:
                 return _plain(builder, lhs, rhs, bias)
-            node = builder.call(torch.ops.fxquant.linear.default, lhs, rhs, bias, _without_state(match))
-            node.args = (lhs, rhs, bias, _spec(match, quantizers, match.resolved[index].numbers))
+            grouped = match.products[index].weights is not None
+            target = torch.ops.fxquant.grouped_linear if grouped else torch.ops.fxquant.linear
+            third = offs if grouped else bias
+            node = builder.call(target.default, lhs, rhs, third, _without_state(match))
+            node.args = (lhs, rhs, third, _spec(match, quantizers, match.resolved[index].numbers))
             node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
             node.meta[SITE] = match.resolved[index].decisions[0].site
             return node

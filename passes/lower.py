@@ -27,11 +27,17 @@ from fxquant.compat import (
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm, ops, reference, triton_cast
+from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
 from fxquant.passes.base import is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
+
+
+_READS_VALUES = (
+    "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
+)  # fmt: skip
+"""Operators whose result depends on the last bit of what they read."""
 
 
 def implementation(node: fx.Node) -> Callable[..., Any]:
@@ -42,9 +48,10 @@ def implementation(node: fx.Node) -> Callable[..., Any]:
         return gemm.scaled_mm
     if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
-    if name in ("quantize", "hybrid_quantize", "amax"):
-        return functools.partial(_of_rounded, ops.IMPLEMENTATIONS[name])
-    return ops.IMPLEMENTATIONS[name]
+    if name == "grouped_scaled_mm" and device.type == "cuda":
+        return grouped_gemm.grouped_scaled_mm
+    meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS)[name]
+    return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
 
 
 def _transposes(name: str, node: fx.Node) -> bool:

@@ -5,6 +5,8 @@
     # becomes
     both = fxquant.hybrid_quantize(x, "mxfp8_e4m3", "mxfp8_e4m3")     # one read, two writes
 
+and so `split_quantize`, of groups of rows, into `hybrid_split_quantize`.
+
 Runs after partitioning, so that the partitioner could still place each direction by itself. Equal quantize nodes,
 such as those of q, k and v, become one first.
 """
@@ -12,7 +14,7 @@ such as those of q, k and v, become one first.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,28 +28,31 @@ def merge(graph: fx.Graph) -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
     first: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if not is_fxquant(node, "quantize"):
+        if not any(is_fxquant(node, name) for name in _HYBRID):
             continue
-        earlier = first.setdefault(node.args, node)
+        earlier = first.setdefault((node.target, *node.args), node)
         if earlier is not node:
             _replace_outputs(node, earlier, 0)
             graph.erase_node(node)
-    columns = {node: args for args, node in first.items() if args[2] == "columnwise"}
-    for (x, spec, direction, *scale), node in first.items():
-        if direction != "rowwise":
+    one_way = {node: _Quantization.of(node) for node in first.values()}
+    columns = {node: each for node, each in one_way.items() if each.direction == "columnwise"}
+    for node, row in one_way.items():
+        if row.direction != "rowwise":
             continue
-        pairs = [n for n, args in columns.items() if args[0] is x]
+        pairs = [n for n, column in columns.items() if column.source == row.source]
         if not pairs:
             continue
-        pair = next((n for n in pairs if n.args[1] == spec), pairs[0])
+        pair = next((n for n in pairs if columns[n].spec == row.spec), pairs[0])
         anchor = min(node, pair, key=order.__getitem__)
-        scales = [*(scale or [None]), *(pair.args[3:] or [None])]
+        column = columns[pair]
+        scales = [row.scale, column.scale]
         if any(order[n] > order[anchor] for n in scales if isinstance(n, fx.Node)):
             continue  # a scale that is not there yet
         while scales and scales[-1] is None:
             scales.pop()
+        target, *operands = row.source
         with graph.inserting_before(anchor):
-            both = graph.call_function(torch.ops.fxquant.hybrid_quantize.default, (x, spec, pair.args[1], *scales))
+            both = graph.call_function(target, (*operands, row.spec, column.spec, *scales))
         both.meta = {**anchor.meta, "val": [*node.meta["val"], *pair.meta["val"]]}
         _replace_outputs(node, both, 0)
         _replace_outputs(pair, both, len(node.meta["val"]))
@@ -56,6 +61,27 @@ def merge(graph: fx.Graph) -> int:
             graph.erase_node(old)
     graph.lint()
     return before - len(graph.nodes)
+
+
+_HYBRID = {"quantize": "hybrid_quantize", "split_quantize": "hybrid_split_quantize"}
+"""The operators that quantize in one direction, and those that do so in both."""
+
+
+class _Quantization(NamedTuple):
+    """A quantization in one direction. `source` is the operator for both directions and what it quantizes."""
+
+    source: tuple[Any, ...]
+    spec: str
+    direction: str
+    scale: fx.Node | None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Quantization:
+        name = next(name for name in _HYBRID if is_fxquant(node, name))
+        operands = 2 if name == "split_quantize" else 1
+        spec, direction, *scale = node.args[operands:]
+        source = (getattr(torch.ops.fxquant, _HYBRID[name]).default, *node.args[:operands])
+        return cls(source, str(spec), str(direction), scale[0] if scale else None)  # type: ignore[arg-type]
 
 
 def _replace_outputs(old: fx.Node, new: fx.Node, offset: int) -> None:

@@ -38,7 +38,8 @@ def _sizes(*dims: Dim) -> tuple[Size, ...]:
 def _shape(operand: str, product: Product) -> tuple[Size, ...]:
     m, k, n = product.m, product.k, product.n
     rows = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}[operand]
-    return _sizes(*product.batch, *rows)
+    groups = () if product.groups is None or operand != "weight" else (product.groups,)
+    return _sizes(*product.batch, *groups, *rows)
 
 
 def _flops(product: Product) -> int:
@@ -85,24 +86,45 @@ def _check_pairs(match: Match, quantizers: dict[str, Quantizer], wanted: list[Ge
         )
 
 
-def _ask(recipe: Recipe, role_of: dict[str, QuantizerRole], slots: Slots) -> dict[str, Quantizer]:
-    """The recipe's quantizers, with a slot of the graph's state for each request of delayed scaling."""
+def _ask(recipe: Recipe, role_of: dict[str, QuantizerRole], slots: Slots, groups: int = 1) -> dict[str, Quantizer]:
+    """The recipe's quantizers, with a slot of the graph's state for each group and request of delayed scaling."""
+
+    def add(request: DelayedScalingRequest, name: str, operand: str, dtype: torch.dtype) -> int:
+        first, *_ = (slots.add(request, (name, operand, 0), dtype) for _ in range(groups))
+        return first
+
     quantizers: dict[str, Quantizer] = {}
     request: DelayedScalingRequest | None = None
     for operand, role in role_of.items():
         answer = recipe.quantizer(role)
         if isinstance(answer, DelayedScalingRequest):
             request, dtype = answer, answer.fp8_format.dtype(operand)
-            answer = Float8Quantizer(dtype, slots.add(answer, (role.name, operand, 0), dtype))
+            answer = Float8Quantizer(dtype, add(answer, role.name, operand, dtype))
         quantizers[operand] = answer
     if request is not None and "grad_output" not in role_of:
         # without gradients nobody asks for it, but the slots stay those of the training graph
-        slots.add(request, (role_of["input"].name, "grad_output", 0), request.fp8_format.dtype("grad_output"))
+        add(request, role_of["input"].name, "grad_output", request.fp8_format.dtype("grad_output"))
     return quantizers
 
 
 def _needs_state(answer: Quantizer | DelayedScalingRequest) -> bool:
     return isinstance(answer, DelayedScalingRequest) or answer.operand_spec().is_stochastic
+
+
+def _ungroupable(recipe: Recipe, role_of: dict[str, QuantizerRole]) -> tuple[SkipReason, str] | None:
+    """Why a quantizer of a grouped product cannot take all groups at once."""
+    for operand, role in role_of.items():
+        answer = recipe.quantizer(role)
+        if isinstance(answer, DelayedScalingRequest):
+            continue
+        for direction in Direction:
+            spec, name = answer.spec(direction), type(answer.side(direction)).__name__
+            if spec.key:
+                return SkipReason.GROUPED, f"{name}, a quantizer of your own for {operand}, takes one matrix at a time"
+            if spec.four_over_six or (spec.row_scaled and (direction is Direction.COLUMNWISE or operand == "weight")):
+                option = "4over6" if spec.four_over_six else "amaxes of rows that are contracted or of a weight"
+                return SkipReason.GROUPED, f"{name} for {operand} has {option}, which takes one matrix at a time"
+    return None
 
 
 def _resolve_product(
@@ -115,14 +137,16 @@ def _resolve_product(
     skip = _cannot(match, product, allow_float64)
     quantizers: dict[str, Quantizer] | None = None
     numbers: dict[str, int] = {}
-    if (
-        skip is None
-        and not match.takes_state
-        and any(_needs_state(recipe.quantizer(role)) for role in role_of.values())
-    ):
-        skip = SkipReason.STATE, "this region is called as a function of its own"
+    groups = 1 if product.weights is None else product.weights
+    stateful = [recipe.quantizer(role) for role in role_of.values() if _needs_state(recipe.quantizer(role))]
+    uncounted = not isinstance(groups, int) and any(isinstance(answer, DelayedScalingRequest) for answer in stateful)
+    if skip is None and stateful and (uncounted or not match.takes_state):
+        region = "this region is called as a function of its own"
+        skip = SkipReason.STATE, region if not uncounted else "the number of groups is not known"
+    if skip is None and product.weights is not None:
+        skip = _ungroupable(recipe, role_of)
     if skip is None:
-        quantizers = _ask(recipe, role_of, slots)
+        quantizers = _ask(recipe, role_of, slots, groups if isinstance(groups, int) else 1)
         _check_pairs(match, quantizers, wanted)
         for operand, quantizer in quantizers.items():
             if quantizer.operand_spec().is_stochastic:

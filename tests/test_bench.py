@@ -47,6 +47,25 @@ def test_a_failure_is_a_row_and_an_exit_code(capsys: pytest.CaptureFixture[str])
     assert "failed: RuntimeError: no room" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["grouped", "--device", "cpu", "--providers", "bf16,mxfp8,nvfp4"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 experts 64x32x48" in shown and shown.count("100%") == 2, "all FLOPs of the experts are quantized"
+
+
+def test_groups_share_all_rows_unevenly() -> None:
+    for size in bench.GROUPS:
+        with torch.device("meta"):
+            offs = bench.Experts(bench.Grouped(size.experts, size.m, 16, 16)).offs
+        assert offs.shape == (size.experts,)
+    experts = bench.Experts(bench.Grouped(8, 4096, 16, 16))
+    sizes = experts.offs.diff(prepend=torch.zeros(1, dtype=torch.int32))
+    assert experts.offs[-1] == 4096 and sizes.min() > 0 and sizes.max() > 1.5 * sizes.min()
+    with pytest.raises(ValueError, match="no grouped GEMM"):
+        bench.torchao_grouped_mm("torchao tensorwise")
+
+
 def test_unknown_provider_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["step", "--providers", "fp3"])

@@ -85,6 +85,8 @@ class Rounded(Backend):
         for graph in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
             for node in graph.graph.find_nodes(op="call_function", target=torch.ops.fxquant.linear.default):
                 node.target = rounded_linear
+            for node in graph.graph.find_nodes(op="call_function", target=torch.ops.fxquant.grouped_linear.default):
+                node.target = rounded_grouped_linear
             graph.recompile()
         return gm.forward
 
@@ -146,6 +148,14 @@ def rounded_linear(x: Tensor, w: Tensor, bias: Tensor | None, spec: str) -> Tens
         rows = x if w.ndim > 2 else x.reshape(-1, x.shape[-1])
         y = _RoundedLinear.apply(rows.to(dtype), w.to(dtype), parsed).reshape(*x.shape[:-1], w.shape[-2])
         return y if bias is None else y + bias.to(dtype)
+
+
+def rounded_grouped_linear(x: Tensor, w: Tensor, offs: Tensor | None, spec: str) -> Tensor:
+    if offs is None:
+        return torch.stack([rounded_linear(*each, None, spec) for each in zip(x, w, strict=True)])
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    groups = [rounded_linear(rows, w[i], None, spec) for i, rows in enumerate(x.split(sizes)) if len(rows)]
+    return torch.cat(groups)
 
 
 Step = dict[str, Tensor]

@@ -36,9 +36,14 @@ class Calls(nn.Module):
         return self.function(*inputs, *(self.weights[i] for i in range(len(self.weights))))
 
 
-def gemm(builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+def gemm(
+    builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None, offs: fx.Node | None = None
+) -> fx.Node:
     """The plain product, after a check that both operands are in GEMM layout."""
     left, right = value_of(lhs), value_of(rhs)
+    if offs is not None:
+        assert (left.ndim, right.ndim) == (2, 3)
+        return builder.call(torch._grouped_mm, lhs, builder.call(torch.transpose, rhs, -2, -1), offs)
     assert left.ndim >= 2
     assert bias is None or value_of(bias).ndim == 1
     if right.ndim == 2:
@@ -142,7 +147,7 @@ def _conv(x: Tensor, w: Tensor, b: Tensor | None = None, **options: Any) -> Tens
     return (F.conv1d, F.conv2d, F.conv3d)[w.ndim - 3](x, w, b, **options)
 
 
-GROUPED, SMALL, UNSUPPORTED = SkipReason.GROUPED, SkipReason.TOO_SMALL, SkipReason.UNSUPPORTED_FORM
+SMALL, UNSUPPORTED = SkipReason.TOO_SMALL, SkipReason.UNSUPPORTED_FORM
 CONVOLUTION = SkipReason.CONVOLUTION
 
 FORMS = {
@@ -170,7 +175,7 @@ FORMS = {
     "weight left mv": Form(lambda x, w: torch.mv(w, x), [(24,)], [(40, 24)], "linear", [(1, 24, 40)]),
     "two weights": Form(lambda x, v, w: x + v @ w, [(5, 40)], [(5, 24), (24, 40)], "linear", [(5, 24, 40)]),
     "inner": Form(torch.inner, [(3, 5, 24)], [(40, 24)], "linear", [(15, 24, 40)]),
-    "one of a stack": Form(lambda x, w: x @ w[1], [(5, 24)], [(3, 24, 40)], "linear", [(5, 24, 40)]),
+    "one of a stack": Form(lambda x, w: x @ w[1], [(5, 24)], [(3, 24, 40)], "grouped_linear", [(5, 24, 40)]),
     "cast weight": Form(
         lambda x, w: x.to(torch.bfloat16) @ w.to(torch.bfloat16), [(5, 24)], [(24, 40)], "linear", [(5, 24, 40)]
     ),
@@ -313,15 +318,16 @@ FORMS = {
         lambda x, y: torch.einsum("bqhd,bkgd->qkbhg", x, y), [(2, 5, 4, 24), (2, 7, 3, 24)], [], "matmul",
         [((2,), 20, 24, 21)],
     ),
-    # found, with a reason
-    "experts bmm": Form(torch.bmm, [(3, 5, 24)], [(3, 24, 40)], "grouped_linear", [((3,), 5, 24, 40)], GROUPED),
+    # a weight for each entry of the batch
+    "experts bmm": Form(torch.bmm, [(3, 5, 24)], [(3, 24, 40)], "grouped_linear", [((3,), 5, 24, 40)]),
     "experts einsum": Form(
         lambda x, w: torch.einsum("eti,eoi->teo", x, w), [(3, 5, 24)], [(3, 40, 24)], "grouped_linear",
-        [((3,), 5, 24, 40)], GROUPED,
+        [((3,), 5, 24, 40)],
     ),
     "experts baddbmm": Form(
-        torch.baddbmm, [(3, 5, 40), (3, 5, 24)], [(3, 24, 40)], "grouped_linear", [((3,), 5, 24, 40)], GROUPED
+        torch.baddbmm, [(3, 5, 40), (3, 5, 24)], [(3, 24, 40)], "grouped_linear", [((3,), 5, 24, 40)]
     ),
+    # found, with a reason
     "gathered": Form(
         lambda x, w: torch.bmm(w[torch.tensor([2, 0])], x), [(2, 24, 1)], [(3, 40, 24)], "grouped_linear",
         [((2,), 1, 24, 40)], SkipReason.GATHERED_WEIGHT,
@@ -725,9 +731,9 @@ class Mixture(nn.Module):
 def test_mixture_of_forms() -> None:
     backend = check(Mixture(), [randn(3, 5, 24)], Rewrite())
     reasons = backend.reasons()
-    assert reasons.count(None) == 10
+    assert reasons.count(None) == 12
     assert sorted(str(reason) for reason in reasons if reason) == [
-        "ATTENTION", "ATTENTION", "ATTENTION", "BILINEAR", "GROUPED", "GROUPED", "TOO_SMALL",
+        "ATTENTION", "ATTENTION", "ATTENTION", "BILINEAR", "TOO_SMALL",
     ]  # fmt: skip
 
 

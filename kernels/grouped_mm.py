@@ -1,0 +1,76 @@
+"""One GEMM a group in the dtype of its operands: `torch._grouped_mm` on CUDA, the same meaning elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.compat import fake_kernel, operator_library
+
+_library = operator_library("fxquant_kernels", more=True)
+_library.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+
+_ALIGNMENT = 16
+"""Bytes that the strides of `torch._grouped_mm` must be multiples of."""
+
+
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """a x b^T for every group, the contracted axis of each last.
+
+    a [M, K] x b [G, N, K] with the ends of the groups of rows in `offs` gives [M, N], zero in rows of no group;
+    a [N, M] x b [K, M] with the ends of the groups of columns gives [G, N, K]; without `offs` a [G, M, K] x b [G, N, K]
+    gives [G, M, N].
+    """
+    if offs is None:
+        return torch.matmul(a, b.mT)
+    return torch.ops.fxquant_kernels.grouped_mm(a, b, offs)  # type: ignore[no-any-return]
+
+
+def _looped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """For the CPU, where reading the offsets waits for nothing; sizes need no alignment."""
+    ragged_rows = b.ndim == 3
+    shape = (a.shape[0], b.shape[1]) if ragged_rows else (offs.shape[0], a.shape[0], b.shape[0])
+    out = a.new_zeros(shape)
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        if ragged_rows:
+            torch.mm(a[start:end], b[group].mT, out=out[start:end])
+        else:
+            torch.mm(a[:, start:end], b[:, start:end].mT, out=out[group])
+        start = end
+    return out
+
+
+def _on_cuda(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Never waits for the offsets in bfloat16; of other dtypes torch reads them on the host."""
+    offs = offs.to(torch.int32)
+    a, b, columns = _aligned(a), _aligned(b), b.shape[-2]
+    spare = -columns % (_ALIGNMENT // b.itemsize)
+    if spare:  # rows of the result start at aligned addresses
+        b = torch.nn.functional.pad(b, (0, 0, 0, spare))
+    out = torch._grouped_mm(a, b.mT, offs=offs)[..., :columns]
+    if b.ndim == 3:  # what no group has written is as the memory was
+        inside = torch.arange(a.shape[0], dtype=offs.dtype, device=offs.device) < offs[-1]
+        return torch.where(inside.unsqueeze(1), out, 0)
+    sizes = offs - torch.nn.functional.pad(offs[:-1], (1, 0))
+    return torch.where((sizes > 0).reshape(-1, 1, 1), out, 0)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Zeros behind the last axis, so that its rows start at aligned addresses."""
+    spare = -x.shape[-1] % (_ALIGNMENT // x.itemsize)
+    return torch.nn.functional.pad(x, (0, spare)) if spare else x.contiguous()
+
+
+_library.impl("grouped_mm", _looped, "CompositeExplicitAutograd")
+_library.impl("grouped_mm", _on_cuda, "CUDA")
+
+
+@fake_kernel(_library, "grouped_mm")
+def _fake(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    if b.ndim == 3:
+        return a.new_empty(a.shape[0], b.shape[1])
+    return a.new_empty(offs.shape[0], a.shape[0], b.shape[0])
+
+
+__all__ = ["grouped_mm"]

@@ -1,0 +1,70 @@
+"""The Triton GEMMs of groups in the interpreter, called as CUDA calls them: layouts, masks, scales, any split.
+
+What tensor cores make of them is for the tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+CASES = (
+    ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)", "block_1x128_e4m3(pow2)"),
+    ("block_1x128_e4m3", "block_1x128_e4m3", "block_1x128_e5m2"),
+    ("per_tensor_e4m3", "per_tensor_e4m3", "per_tensor_e5m2"),
+    ("per_row_e4m3", "per_tensor_e4m3", "per_row_e5m2"),
+)
+"""Formats of input, weight and gradient."""
+SPLITS = ([3, 3, 140, 200], [0, 0, 0, 0], [128, 256, 256, 257])
+
+
+def test_gemms_in_the_interpreter() -> None:
+    """In a process of its own, since Triton reads the variable when it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def main() -> None:
+    import torch
+    import triton.runtime.interpreter as interpreter
+
+    import fxquant.kernels.grouped  # noqa: F401  registers the operators
+    from fxquant.kernels import grouped_gemm
+
+    patched = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        """With NumPy 2.4 Triton 3.6 cannot use a number of its own as the end of a range."""
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+    grouped_gemm.is_hopper = lambda device: True
+    ops, n, k = torch.ops.fxquant, 150, 200
+    torch.manual_seed(0)
+    for split in SPLITS:
+        offs = torch.tensor(split, dtype=torch.int32)
+        rows = split[-1] + 10
+        x, w, dy = torch.randn(rows, k), torch.randn(4, n, k), torch.randn(rows, n)
+        x[split[-1] :] = dy[split[-1] :] = float("nan")
+        for input, weight, grad in CASES:
+            pairs = (
+                ((x, offs, input, "rowwise"), (w, None, weight, "rowwise")),
+                ((dy, offs, grad, "rowwise"), (w, None, weight, "columnwise")),
+                ((dy, offs, grad, "columnwise"), (x, offs, input, "columnwise")),
+            )
+            for left, right in pairs:
+                a, b = ops.split_quantize(*left), ops.split_quantize(*right)
+                for fast in (False, True):
+                    arguments = a, b, offs, left[2], right[2], torch.float32, fast
+                    got, expected = grouped_gemm.grouped_scaled_mm(*arguments), ops.grouped_scaled_mm(*arguments)
+                    error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
+                    assert got.shape == expected.shape and error < 1e-5, (split, left[2:], right[2:], error)
+                    assert got.ndim == 3 or not got[split[-1] :].any(), "rows of no group"
+
+
+if __name__ == "__main__":
+    main()
