@@ -50,7 +50,7 @@ def quantize(x: Tensor, spec: QuantSpec, state: Tensor | None = None) -> list[Te
     ===============  ====================================================================================
 
     `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
-    multiplied; for stochastic rounding int64 [2], seed and step.
+    multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`).
     """
     row = spec.row
     if x.dtype == torch.float64:
