@@ -77,7 +77,7 @@ class _Operators(type(torch.ops.fxquant)):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
-            import fxquant.kernels.linear  # noqa: F401
+            import fxquant.kernels  # noqa: F401
         return super().__getattr__(name)
 
 

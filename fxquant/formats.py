@@ -165,7 +165,7 @@ class QuantSpec:
     delayed scale in the state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own
     quantizer (format ``custom``) in `fxquant.kernels.custom`.
 
-    Of NVFP4 alone: `stochastic` rounds elements up or down at random, by the random numbers of its `stream`.
+    Of NVFP4 alone: `stochastic` rounds elements up or down at random, by the numbers of its random `stream`.
     `row_scaled` takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``) the better of two scales
     for each block by that error; `e4m3_max` is what block scales reach.
     """

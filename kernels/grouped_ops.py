@@ -16,6 +16,7 @@ from torch import Tensor
 from fxquant.compat import fake_kernel, operator_library
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import grouped_reference
+from fxquant.kernels.ops import random_state, shared_spec
 
 _library = operator_library("fxquant", more=True)
 
@@ -187,13 +188,13 @@ def quantize_groups(
     `random` is its seed and step, for specs that round stochastically.
     """
     if direction == "rowwise":
-        return _one_side(x, offs, spec.rowwise, direction, scales, random), spec.rowwise
+        return _one_side(x, offs, spec.rowwise, direction, scales, random), shared_spec(spec.rowwise)
     if spec.from_rowwise and not spec.rowwise.is_identity:
         row = _one_side(x, offs, spec.rowwise, "rowwise", scales, random)
-        x = torch.ops.fxquant.split_dequantize(row, offs, str(spec.rowwise), x.shape[-1], x.dtype)
+        x = torch.ops.fxquant.split_dequantize(row, offs, str(shared_spec(spec.rowwise)), x.shape[-1], x.dtype)
     elif spec.from_rowwise:
         x = _one_side(x, offs, spec.rowwise, "rowwise", scales, random)[0].to(x.dtype)
-    return _one_side(x, offs, spec.columnwise, direction, scales, random), spec.columnwise
+    return _one_side(x, offs, spec.columnwise, direction, scales, random), shared_spec(spec.columnwise)
 
 
 def _one_side(
@@ -202,12 +203,12 @@ def _one_side(
     if spec.is_identity:
         x = x.to(getattr(torch, spec.dtype)) if spec.dtype else x
         return [x.mT if direction == "columnwise" else x]
-    state = random if spec.stochastic else None
+    state = random_state(spec, random) if spec.stochastic and random is not None else None
     if spec.is_delayed:
         assert scales is not None, spec
         state = scales.narrow(0, spec.slot, x.shape[0] if offs is None else offs.shape[0])
     given = [] if state is None else [state]
-    return torch.ops.fxquant.split_quantize(x, offs, str(spec), direction, *given)  # type: ignore[no-any-return]
+    return torch.ops.fxquant.split_quantize(x, offs, str(shared_spec(spec)), direction, *given)  # type: ignore[no-any-return]
 
 
 __all__ = ["IMPLEMENTATIONS", "quantize_groups"]

@@ -8,6 +8,7 @@ last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,8 +165,8 @@ def _scaled_mm_fake(
 def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
 
-    `state` is the delayed scale [1], or seed and step [2] of stochastic rounding, for specs that need them: without the
-    second RecipeError.
+    `state` is the delayed scale [1], or seed, step and number [3] of stochastic rounding, for specs that need them:
+    without the second RecipeError.
     """
     if state is None and QuantSpec.parse(spec).stochastic:
         raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
@@ -193,11 +194,21 @@ def quantize_operand(
     that round stochastically.
     """
     if direction == "rowwise":
-        return _one_side(x, spec.rowwise, direction, scales, random), spec.rowwise
+        return _one_side(x, spec.rowwise, direction, scales, random), shared_spec(spec.rowwise)
     if spec.from_rowwise:
         row = _one_side(x, spec.rowwise, "rowwise", scales, random)
         x = dequantize(row, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
-    return _one_side(x, spec.columnwise, direction, scales, random), spec.columnwise
+    return _one_side(x, spec.columnwise, direction, scales, random), shared_spec(spec.columnwise)
+
+
+def shared_spec(spec: QuantSpec) -> QuantSpec:
+    """The spec without its operand's number, which goes into the state: so that all operands share one lowering."""
+    return replace(spec, stream=spec.stream % 2) if spec.stochastic else spec
+
+
+def random_state(spec: QuantSpec, random: Tensor) -> Tensor:
+    """Seed, step and the number of the operand: int64 [3] from the graph's [2]."""
+    return torch.nn.functional.pad(random, (0, 1), value=spec.stream // 2)
 
 
 def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None, random: Tensor | None) -> list[Tensor]:
@@ -209,6 +220,6 @@ def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None,
     if spec.is_delayed:
         assert scales is not None, spec
         state = scales.narrow(0, spec.slot, 1)
-    elif spec.stochastic:
-        state = random
-    return quantize(x, str(spec), direction, state)
+    elif spec.stochastic and random is not None:
+        state = random_state(spec, random)
+    return quantize(x, str(shared_spec(spec)), direction, state)

@@ -47,17 +47,17 @@ def _multiply(word: Word, multiplier: int) -> tuple[Word, Word]:
 def random_bytes(shape: torch.Size, state: Tensor, stream: int) -> Tensor:
     """Independent bytes for the elements of an operand [*batch, R, C], C a multiple of 16: int64 in [0, 256).
 
-    `state` is int64 [2]: seed and step. 16 elements along C take the four words of one counter, (their number in the
-    row, row, stream, step), low bytes first; rows are counted over the batch. So padding moves no other element's
-    bytes.
+    `state` is int64 [3]: seed, step and the number of the operand, which has two streams, 0 and 1. 16 elements along C
+    take the four words of one counter, (their place in the row, row, 2 number + stream, step), low bytes first; rows
+    are counted over the batch. So padding moves no other element's bytes.
     """
     *outer, columns = shape
     rows = 1
     for size in outer:
         rows = rows * size
-    seed, step = state.unbind()
+    seed, step, number = state.unbind()
     keys = round_keys((seed & _MASK, seed >> 32 & _MASK))
     row = torch.arange(rows, device=state.device).reshape(*outer, 1)
-    words = philox4x32((torch.arange(columns // 16, device=state.device), row, stream, step & _MASK), keys)
+    words = philox4x32((torch.arange(columns // 16, device=state.device), row, 2 * number + stream, step & _MASK), keys)
     shifts = torch.arange(0, 32, 8, device=state.device)
     return (torch.stack(words, -1).unsqueeze(-1) >> shifts & 0xFF).flatten(-3)

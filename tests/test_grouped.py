@@ -204,7 +204,11 @@ RECIPES |= {
     "f32 block scales": recipes.Float8BlockScaling(use_f32_scales=True),
     "2d gradient": recipes.Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1),
     "mxfp8 2d weight": recipes.MXFP8BlockScaling(enable_2d_quantization=True),
-    "nvfp4 rht": recipes.NVFP4BlockScaling(disable_rht=False),
+    "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    "nvfp4 rht": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4 row-scaled forward, mxfp8 backward": per_role(
+        input=hybrid(NVFP4Quantizer(row_scaled_nvfp4=True), MX), weight=hybrid(NV2D, MX), grad_output=MX
+    ),
     "nvfp4 2d everywhere": per_role(input=NV2D, weight=NV2D, grad_output=NV2D),
     "mxfp8 forward, nvfp4 backward": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
     "dequantized columns": per_role(
@@ -380,7 +384,7 @@ def test_experts_and_dense_layers_can_differ_and_the_router_is_linear() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_factory_that_repeats_a_recipe_gives_its_bits(name: str) -> None:
     """Invariant 3, with gradients scaled by 1e8 and 1e-8 as well; and each group of them is its own linear."""
-    recipe, offs = recipes.get(name), [5, 37, 37, 100]
+    recipe, offs = RECIPES[name], [5, 37, 37, 100]
     custom = CustomRecipe(qfactory=lambda role: copy.copy(recipe.quantizer(role)))
     x, w, dy = torch.randn(100, 48).bfloat16(), torch.randn(4, 80, 48).bfloat16(), torch.randn(100, 80).bfloat16()
 
@@ -442,8 +446,8 @@ def test_one_compilation_for_every_split(name: str) -> None:
             return super().__call__(*args, **kwargs)
 
     model = Experts()
-    run = torch.compile(model, backend=Counting(name, inner="aot_eager"), fullgraph=True)
-    spec = spec_of(name)
+    run = torch.compile(model, backend=Counting(RECIPES[name], inner="aot_eager"), fullgraph=True)
+    spec = spec_of(RECIPES[name])
     for rows, offs in ((64, [3, 3, 40, 64]), (64, [0, 0, 0, 64]), (96, [96, 96, 96, 96]), (80, [1, 2, 3, 4])):
         x = torch.randn(rows, 48).bfloat16()
         got = expert_step(run, model, (x, ends(*offs)))
@@ -763,3 +767,30 @@ def test_inductor_gives_the_bits_of_the_operators(name: str) -> None:
     torch.compiler.reset()
     fused = torch.compile(model, backend=fxquant.Backend(name), fullgraph=True)
     assert_same_bits(expert_step(fused, model, inputs), eager)
+
+
+def test_gradients_of_experts_are_rounded_stochastically() -> None:
+    """Each step differently, and again as it was from a restored state."""
+    model, (x, offs) = Experts(), expert_inputs("grouped_mm")
+    backend = fxquant.Backend("nvfp4", inner="aot_eager")
+    run = torch.compile(model, backend=backend)
+    first = expert_step(run, model, (x, offs))
+    state = {key: value.clone() for key, value in backend.state_dict().items()}
+    second, other = (expert_step(run, model, (x, offs)) for _ in range(2))
+    assert torch.equal(first["y"], second["y"]), "the forward rounds to nearest"
+    names = [name for name in first if name != "y"]
+    assert all(not torch.equal(second[name], other[name]) for name in names)
+    backend.load_state_dict(state)
+    assert_same_bits(expert_step(run, model, (x, offs)), second)
+
+
+@pytest.mark.parametrize("recipe", [
+    recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all"),
+    recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True),
+], ids=["4over6", "row-scaled columns"])  # fmt: skip
+def test_what_takes_one_matrix_at_a_time_is_skipped_with_a_reason(recipe: Recipe) -> None:
+    model, (x, offs) = Experts(), expert_inputs("grouped_mm")
+    backend = fxquant.Backend(recipe, inner="aot_eager")
+    expert_step(torch.compile(model, backend=backend), model, (x, offs))
+    details = {d.detail for d in backend.report().decisions if d.skip_reason is not None}
+    assert details and all(detail.endswith("takes one matrix at a time") for detail in details)

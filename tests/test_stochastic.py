@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same_bits, compiled, eager_backend, per_role
+from helpers import assert_same_bits, compiled, eager_backend, per_role, recorded_story
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -66,7 +66,7 @@ def test_eager_draws_repeat_with_their_generator() -> None:
 
 
 def test_padding_moves_no_random_bits() -> None:
-    state, x = torch.tensor([11, 4]), torch.randn(24, 40)
+    state, x = torch.tensor([11, 4, 0]), torch.randn(24, 40)
     x[0, 0] = 8
     padded = nn.functional.pad(x, (0, 24, 0, 8))
     small, large = (reference.quantize(each, SPEC, state)[0] for each in (x, padded))
@@ -150,8 +150,8 @@ def test_the_backward_rounds_by_the_step_of_its_forward() -> None:
     for step in (1, 2, 3):
         x.grad = layer.weight.grad = None
         run(x).backward(dy)
-        state = torch.tensor([9, step])
-        assert torch.equal(backend.state_dict()["0.random"], state)
+        state = torch.tensor([9, step, 0])
+        assert torch.equal(backend.state_dict()["0.random"], state[:2])
         rn, spec = QuantSpec(format="nvfp4"), OperandSpec(SPEC, SPEC).numbered(0)
         row = reference.quantize(dy, spec.rowwise, state)
         column = reference.quantize(dy.mT, spec.columnwise, state)
@@ -269,6 +269,15 @@ def test_columns_from_rows_follow_the_row_that_was_drawn() -> None:
     q = both.quantize(torch.randn(32, 64), generator=seeded(2))
     again = NVFP4Quantizer(with_2d_quantization=True).quantize(q.dequantize("rowwise"), rowwise=False)
     assert torch.equal(q.columnwise.data.view(torch.uint8), again.columnwise.data.view(torch.uint8))
+
+
+def test_both_directions_of_a_gradient_are_one_node_that_all_layers_share() -> None:
+    """Its spec names no layer: the operand's number is in its state [3]."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    story = recorded_story(model, "nvfp4", torch.randn(32, 64, requires_grad=True))
+    for columns in (64, 96):
+        node = f"hybrid_quantize([32, {columns}], nvfp4(stochastic), nvfp4(rht,stochastic,stream=1), [3], [3])"
+        assert story.count(node) == 1
 
 
 @pytest.mark.slow

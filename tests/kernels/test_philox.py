@@ -28,12 +28,12 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected:
 
 
 def test_bytes_are_the_words_of_their_place() -> None:
-    """Byte j of a block of 16 is byte j % 4 of word j // 4 at (block, row, stream, step)."""
-    seed, step, stream = 0x123456789ABCDEF0, 7, 5
-    bytes = philox.random_bytes(torch.Size((2, 3, 32)), torch.tensor([seed, step]), stream)
+    """Byte j of a block of 16 is byte j % 4 of word j // 4 at (block, row, 2 number + stream, step)."""
+    seed, step = 0x123456789ABCDEF0, 7
+    bytes = philox.random_bytes(torch.Size((2, 3, 32)), torch.tensor([seed, step, 2]), 1)
     keys = philox.round_keys((torch.tensor(seed & WORDS), torch.tensor(seed >> 32)))
     for batch, row, block in ((0, 0, 0), (0, 2, 1), (1, 1, 1)):
-        words = philox.philox4x32((torch.tensor([block]), 3 * batch + row, stream, step), keys)
+        words = philox.philox4x32((torch.tensor([block]), 3 * batch + row, 2 * 2 + 1, step), keys)
         expected = b"".join(int(word).to_bytes(4, "little") for word in words)
         assert bytes[batch, row, 16 * block : 16 * block + 16].tolist() == list(expected)
 
@@ -42,7 +42,14 @@ def test_every_byte_is_equally_likely_and_every_argument_counts() -> None:
     shape, n = torch.Size((128, 512)), 128 * 512
     made = [
         philox.random_bytes(shape, torch.tensor(state), stream)
-        for state, stream in (([1, 1], 0), ([1, 2], 0), ([2, 1], 0), ([1 + (1 << 32), 1], 0), ([1, 1], 1))
+        for state, stream in (
+            ([1, 1, 0], 0),
+            ([1, 2, 0], 0),
+            ([2, 1, 0], 0),
+            ([1 + (1 << 32), 1, 0], 0),
+            ([1, 1, 0], 1),
+            ([1, 1, 1], 0),
+        )
     ]
     for bytes in made:
         counts = torch.bincount(bytes.flatten(), minlength=256).double()
@@ -57,5 +64,5 @@ def test_every_byte_is_equally_likely_and_every_argument_counts() -> None:
 
 
 def test_negative_seeds_are_64_bits_too() -> None:
-    bytes = philox.random_bytes(torch.Size((4, 16)), torch.tensor([-1, 0]), 0)
+    bytes = philox.random_bytes(torch.Size((4, 16)), torch.tensor([-1, 0, 0]), 0)
     assert bytes.min() >= 0 and bytes.max() < 256

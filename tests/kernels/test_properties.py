@@ -36,7 +36,7 @@ SPECS += [
 ]  # fmt: skip
 SPECS += [QuantSpec(format="nvfp4", row_scaled=True, four_over_six="mae", e4m3_max=256)]
 
-STATE = torch.tensor([3, 1])
+STATE = torch.tensor([3, 1, 2])
 
 
 @st.composite
@@ -157,7 +157,7 @@ def test_dequantized_values_quantize_to_themselves(spec: QuantSpec, x: Tensor) -
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(x=tensors(), stream=st.integers(0, 1000))
+@given(x=tensors(), stream=st.integers(0, 1))
 def test_a_draw_is_below_or_above(x: Tensor, stream: int) -> None:
     """Stochastic codes are one of the two around the value that rounding to nearest sees, with the same scales."""
     spec = QuantSpec(format="nvfp4", stochastic=True, stream=stream)
