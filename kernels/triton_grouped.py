@@ -153,10 +153,12 @@ def _rows(
     out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
     grid = ((_cdiv(rows, _TILE["BM"]) + groups + 1) * _cdiv(features, _TILE["BN"]),)
     launch: Any = rows_kernel[grid]
-    launch(
-        a, b, a_scale, b_scale, offs, out, rows, features, inner, groups, a.stride(0), b.stride(1), a_scale.stride(0),
-        b_scale.stride(0), b_scale.stride(1), block, fast_accum, triton.next_power_of_2(groups + 1), **_TILE,
-    )  # fmt: skip
+    with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
+        launch(
+            a, b, a_scale, b_scale, offs, out, rows, features, inner, groups, a.stride(0), b.stride(1),
+            a_scale.stride(0), b_scale.stride(0), b_scale.stride(1), block, fast_accum,
+            triton.next_power_of_2(groups + 1), **_TILE,
+        )  # fmt: skip
     return out
 
 
@@ -168,10 +170,11 @@ def _columns(
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
     grid = (groups * _cdiv(outputs, _TILE["BM"]) * _cdiv(inputs, _TILE["BN"]),)
     launch: Any = columns_kernel[grid]
-    launch(
-        a, b, a_scale, b_scale, offs, out, outputs, inputs, a.stride(0), b.stride(0), a_scale.stride(0),
-        b_scale.stride(0), block, fast_accum, **_TILE,
-    )  # fmt: skip
+    with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
+        launch(
+            a, b, a_scale, b_scale, offs, out, outputs, inputs, a.stride(0), b.stride(0), a_scale.stride(0),
+            b_scale.stride(0), block, fast_accum, **_TILE,
+        )  # fmt: skip
     return out
 
 
