@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.passes.forms_weights import VIEWS, op_name
+from fxquant.compat import OpOverload
+from fxquant.passes.forms_weights import op_name
 from fxquant.passes.insert import SITE
 from fxquant.passes.state_tensors import StateTensors
 
@@ -61,7 +62,8 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     names = {root: state.name(root) for root in replaced}
     for gm in state.bodies.modules:
         for node in gm.graph.find_nodes(op="placeholder"):
-            _erase_unused_users(node)
+            if state.roots(node) & replaced:
+                _erase_unused_users(node)
     state.bodies.drop_unused()
     for root in replaced:
         _erase_unused_users(root)
@@ -104,11 +106,11 @@ def _story(state: StateTensors, node: fx.Node) -> Any:
 
 
 def _erase_unused_users(node: fx.Node) -> None:
-    """Erases the views and casts of a tensor that nothing reads any more."""
+    """Erases what was computed from a weight that nothing reads any more, and checks of a weight that always holds."""
     for user in list(node.users):
-        if user.op == "call_function" and op_name(user) in VIEWS:
+        if user in node.users and isinstance(user.target, OpOverload):
             _erase_unused_users(user)
-            if not user.users:
+            if not user.users and (not user.is_impure() or op_name(user) == "_assert_tensor_metadata"):
                 user.graph.erase_node(user)
 
 

@@ -320,6 +320,32 @@ def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
     assert {"a.weight", "b.weight"} <= set(program.state_dict)
 
 
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_a_cast_weight_leaves_nothing_behind(decomposed: bool) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(96, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16))
+
+    model, x = Cast().eval(), torch.randn(4, 64)
+    program = quantize_program(exported(model, x, decomposed=decomposed), "mxfp8")
+    assert set(program.state_dict) == {"weight_data", "weight_scale"}
+    with torch.no_grad():
+        assert torch.equal(run(program, x), compiled(model, "mxfp8")(x))
+
+
+def test_a_weight_made_from_others_is_stored_in_their_place() -> None:
+    model, x = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 96))).eval(), torch.randn(4, 64)
+    program = quantize_program(exported(model, x), "mxfp8")
+    assert not any("original" in name for name in program.state_dict), list(program.state_dict)
+    weight = MXFP8Quantizer().quantize(model[0].weight, columnwise=False).rowwise
+    stored = next(tensor for name, tensor in program.state_dict.items() if name.endswith("weight_data"))
+    assert torch.equal(stored.view(torch.uint8), weight.data.view(torch.uint8))
+
+
 def test_a_quantizer_of_the_users_own() -> None:
     class Halves(Quantizer):
         def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
