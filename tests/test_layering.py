@@ -29,8 +29,10 @@ LAYERS = (
     "fxquant.roles",
     "fxquant.quantizers",
     "fxquant.recipes",
+    "fxquant.calibration",
     "fxquant.passes",
     "fxquant.backend",
+    "fxquant.program",
     "fxquant.explainer",
     "fxquant.__main__",
 )

@@ -265,6 +265,42 @@ def test_nested_graphs(decomposed: bool) -> None:
     assert torch.equal(run(reloaded, x), run(still, x))
 
 
+class Within(nn.Module):
+    """One linear inside a higher-order op, or inside two of them."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.layer = op, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.op == "while_loop":
+            start = (torch.tensor(0), x)
+            return torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, self.layer(y).tanh()), start)[1]
+        if self.op == "map":
+            return torch._higher_order_ops.map(self.layer, x.unflatten(0, (2, 2)))
+        if self.op == "scan":
+            return torch._higher_order_ops.scan(lambda c, y: ((z := self.layer(c) + y), z.clone()), x[0], x, dim=0)[1]
+        if self.op == "checkpoint":
+            return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+        inner = lambda x: torch.cond(x.mean() > 0.5, self.layer, lambda x: self.layer(x) * 2, (x,))  # noqa: E731
+        return torch.cond(x.sum() > 0, inner, lambda x: x - 1, (x,))
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+@pytest.mark.parametrize("op", ["while_loop", "map", "scan", "checkpoint", "nested"])
+def test_weights_and_scales_inside_higher_order_ops(op: str, decomposed: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(4, 64)
+    source = exported(Within(op).eval(), x, decomposed=decomposed, dynamic=False)
+    program = quantize_program(source, "current_scaling", calibration=Calibration([x], progress=False))
+    names = {name.removeprefix("layer.").rstrip("_1") for name in program.state_dict}
+    assert names == {"bias", "weight_data", "weight_scale", "input_multiplier"}
+    assert {d.layer for d in report_of(program).decisions} == {"layer"}
+    got, want = run(program, x), run(source, x)
+    assert 0 < (got - want).norm() < 0.1 * want.norm()
+    assert torch.equal(run(reload(program), x), got)
+
+
 def reload(program: ExportedProgram) -> ExportedProgram:
     file = io.BytesIO()
     torch.export.save(program, file)
