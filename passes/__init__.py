@@ -1,6 +1,7 @@
 """The passes, in the order they run. Analysis writes facts, rewriting reads them.
 
-On the captured graph, before autograd: `REWRITE`. On the forward and the backward graph, after partitioning: `LOWER`.
+On the captured graph, before autograd: `Rewriter`. On the forward and the backward graph, after partitioning: `LOWER`.
+On exported programs, by `fxquant.program`: describe, `Rewriter`, open_calls, fold, calibrate.
 """
 
 from __future__ import annotations

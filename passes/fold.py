@@ -14,10 +14,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from fxquant.passes.forms_weights import VIEWS, op_name
+from fxquant.compat import OpOverload
+from fxquant.passes.base import is_fxquant
+from fxquant.passes.forms_weights import op_name
 from fxquant.passes.insert import SITE
 from fxquant.passes.state_tensors import StateTensors
 
@@ -43,16 +44,16 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     made: dict[Any, list[fx.Node]] = {}
     found: list[tuple[int, set[fx.Node], int, int]] = []
     for gm in state.bodies.modules:
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
-            value = state.value(node.args[0]) if len(node.args) == 3 and state.bodies.can_reach(gm.graph) else None
+        for node in [each for each in gm.graph.nodes if _quantizes_alone(each)]:
+            value = state.value(node.args[0]) if state.bodies.can_reach(gm.graph) else None
             if value is None:
                 continue
             weight, roots = value
             readers = readers_of(node)
-            key = (_story(state, node.args[0]), *node.args[1:])
+            key = (_story(state, node.args[0]), node.target, *node.args[1:])
             if key not in made:
                 base = state.name(next(iter(roots))) if len(roots) == 1 else f"{layer_of(node)}.weight".strip(".")
-                parts = torch.ops.fxquant.quantize(weight, *node.args[1:])
+                parts = node.target(weight, *node.args[1:])
                 made[key] = [state.add(f"{base}_{part}", t) for part, t in zip(PARTS, parts, strict=False)]
             before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (roots, made[key]))
             found += [(reader.meta[SITE], set(roots), before, after) for reader in readers]
@@ -61,7 +62,8 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     names = {root: state.name(root) for root in replaced}
     for gm in state.bodies.modules:
         for node in gm.graph.find_nodes(op="placeholder"):
-            _erase_unused_users(node)
+            if state.roots(node) & replaced:
+                _erase_unused_users(node)
     state.bodies.drop_unused()
     for root in replaced:
         _erase_unused_users(root)
@@ -73,6 +75,12 @@ def fold(state: StateTensors) -> dict[int, Folded]:
         kept_for = tuple(sorted({user for root in originals for user in kept[root]}))
         folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for)
     return folded
+
+
+def _quantizes_alone(node: fx.Node) -> bool:
+    """Whether a node quantizes its first argument and reads no other tensor."""
+    quantizes = is_fxquant(node, "quantize") or is_fxquant(node, "split_quantize")
+    return quantizes and node.all_input_nodes == [node.args[0]]
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
@@ -104,11 +112,11 @@ def _story(state: StateTensors, node: fx.Node) -> Any:
 
 
 def _erase_unused_users(node: fx.Node) -> None:
-    """Erases the views and casts of a tensor that nothing reads any more."""
+    """Erases what was computed from a weight that nothing reads any more, and checks of a weight that always holds."""
     for user in list(node.users):
-        if user.op == "call_function" and op_name(user) in VIEWS:
+        if user in node.users and isinstance(user.target, OpOverload):
             _erase_unused_users(user)
-            if not user.users:
+            if not user.users and (not user.is_impure() or op_name(user) == "_assert_tensor_metadata"):
                 user.graph.erase_node(user)
 
 

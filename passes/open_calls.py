@@ -38,7 +38,7 @@ def open_calls(graph: fx.Graph, *, linears: bool) -> int:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if _is_function(node) or (linears and is_fxquant(node, "linear")):
+        if _is_function(node) or (linears and _is_linear(node)):
             _open(node, made)
             count += 1
         elif _writes(node):
@@ -49,6 +49,10 @@ def open_calls(graph: fx.Graph, *, linears: bool) -> int:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
     return count
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return is_fxquant(node, "linear") or is_fxquant(node, "grouped_linear")
 
 
 def _is_function(node: fx.Node) -> bool:

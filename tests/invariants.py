@@ -27,7 +27,6 @@ class Invariant:
     untested: str = ""
 
 
-GROUPED = "Waits for quantized grouped linears"
 ATTENTION = "Waits for quantized attention"
 NO_QUANTIZED_PARAMETERS = "No meaning: parameters stay as the model has them, and are quantized where they are used"
 NO_TENSOR_CLASS = "No meaning: a quantized operand is plain tensors in a graph, which nobody slices, views or updates"
@@ -35,10 +34,7 @@ NO_TENSOR_CLASS = "No meaning: a quantized operand is plain tensors in a graph, 
 INVARIANTS: dict[int, Invariant] = {
     1: Invariant("A factory that repeats a built-in recipe gives its bits: output, dgrad, wgrad and bias gradient"),
     2: Invariant("A high-precision factory gives the bits without any recipe"),
-    3: Invariant(
-        "A grouped custom recipe equals grouped current scaling, with gradients times 1e8 and 1e-8",
-        f"Partly: linears only. {GROUPED}",
-    ),
+    3: Invariant("A grouped custom recipe equals grouped current scaling, with gradients times 1e8 and 1e-8"),
     4: Invariant("A linear asks its factory once each for input, weight and grad_output, not for results"),
     5: Invariant("Each operand has a quantizer and state of its own"),
     6: Invariant("Names of modules reach the roles; grouped linears are `grouped_linear`"),
@@ -52,7 +48,7 @@ INVARIANTS: dict[int, Invariant] = {
     11: Invariant("None from a factory is an error that names slot and role"),
     12: Invariant(
         "The alignment asks no factory, must be positive, and pads splits to its multiples",
-        f"Partly: no rows are padded. {GROUPED}",
+        "Partly: rows are padded inside, where a format needs it, and not by a recipe",
     ),
     13: Invariant("2-d MXFP8 is for roles that say weight"),
     14: Invariant("4over6 is for weights, activations or both, never for gradients"),
@@ -91,8 +87,8 @@ INVARIANTS: dict[int, Invariant] = {
     38: Invariant("A real slice is dequantized, a full one keeps its type", NO_TENSOR_CLASS),
     39: Invariant("The no-op flag leaves both directions as they are", NO_TENSOR_CLASS),
     40: Invariant("A hybrid of one object twice, of a request, or with an unknown source is refused when it is made"),
-    41: Invariant("Experts that disagree are an error before any GEMM", GROUPED),
-    42: Invariant("Quantizing splits at once equals quantizing each", GROUPED),
+    41: Invariant("Experts that disagree are an error before any GEMM"),
+    42: Invariant("Quantizing splits at once equals quantizing each"),
     43: Invariant("Weights made quantized stay so through steps of the optimizer", NO_QUANTIZED_PARAMETERS),
     44: Invariant("Checkpoints are exact, and training resumed from one equals training that went on"),
     45: Invariant("Recomputed activations give the bits of saved ones"),
@@ -103,13 +99,13 @@ INVARIANTS: dict[int, Invariant] = {
     50: Invariant("Identities on gradients give both overrides of the backward"),
     51: Invariant(
         "An identity casts if asked; it is refused in FP8 attention and beside quantized experts",
-        f"Partly: the cast. {ATTENTION} and grouped linears",
+        f"Partly: the cast. {ATTENTION}",
     ),
     52: Invariant("An amax of 448 times 2^k has the scale code 127 + k; code 0 is 2^-127 and 255 NaN"),
     53: Invariant("One direction alone is half of both"),
     54: Invariant("2-d MXFP8 has tiles of 32x32 and the same bytes in both directions"),
     55: Invariant("Swizzled scales are a permutation of plain ones"),
-    56: Invariant("Quantizing a group equals quantizing each of its tensors", GROUPED),
+    56: Invariant("Quantizing a group equals quantizing each of its tensors"),
     57: Invariant("NVFP4 is bit-exact: payload, block scales and amax, 1-d and 2-d, ragged, zero, non-contiguous"),
     58: Invariant("The column half of 2-d NVFP4 alone is that of both"),
     59: Invariant("The Hadamard transform is bit-exact to the product with its matrix"),

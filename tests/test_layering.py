@@ -30,8 +30,10 @@ LAYERS = (
     "fxquant.quantizers",
     "fxquant.recipes",
     "fxquant.factories",
+    "fxquant.calibration",
     "fxquant.passes",
     "fxquant.backend",
+    "fxquant.program",
     "fxquant.explainer",
     "fxquant.__main__",
 )

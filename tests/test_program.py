@@ -267,6 +267,42 @@ def test_nested_graphs(decomposed: bool) -> None:
     assert torch.equal(run(reloaded, x), run(still, x))
 
 
+class Within(nn.Module):
+    """One linear inside a higher-order op, or inside two of them."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.layer = op, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.op == "while_loop":
+            start = (torch.tensor(0), x)
+            return torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, self.layer(y).tanh()), start)[1]
+        if self.op == "map":
+            return torch._higher_order_ops.map(self.layer, x.unflatten(0, (2, 2)))
+        if self.op == "scan":
+            return torch._higher_order_ops.scan(lambda c, y: ((z := self.layer(c) + y), z.clone()), x[0], x, dim=0)[1]
+        if self.op == "checkpoint":
+            return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+        inner = lambda x: torch.cond(x.mean() > 0.5, self.layer, lambda x: self.layer(x) * 2, (x,))  # noqa: E731
+        return torch.cond(x.sum() > 0, inner, lambda x: x - 1, (x,))
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+@pytest.mark.parametrize("op", ["while_loop", "map", "scan", "checkpoint", "nested"])
+def test_weights_and_scales_inside_higher_order_ops(op: str, decomposed: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(4, 64)
+    source = exported(Within(op).eval(), x, decomposed=decomposed, dynamic=False)
+    program = quantize_program(source, "current_scaling", calibration=Calibration([x], progress=False))
+    names = {name.removeprefix("layer.").rstrip("_1") for name in program.state_dict}
+    assert names == {"bias", "weight_data", "weight_scale", "input_multiplier"}
+    assert {d.layer for d in report_of(program).decisions} == {"layer"}
+    got, want = run(program, x), run(source, x)
+    assert 0 < (got - want).norm() < 0.1 * want.norm()
+    assert torch.equal(run(reload(program), x), got)
+
+
 def reload(program: ExportedProgram) -> ExportedProgram:
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -320,6 +356,32 @@ def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
     details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
     assert details == ["quantized in every call"] * 2
     assert {"a.weight", "b.weight"} <= set(program.state_dict)
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_a_cast_weight_leaves_nothing_behind(decomposed: bool) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(96, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16))
+
+    model, x = Cast().eval(), torch.randn(4, 64)
+    program = quantize_program(exported(model, x, decomposed=decomposed), "mxfp8")
+    assert set(program.state_dict) == {"weight_data", "weight_scale"}
+    with torch.no_grad():
+        assert torch.equal(run(program, x), compiled(model, "mxfp8")(x))
+
+
+def test_a_weight_made_from_others_is_stored_in_their_place() -> None:
+    model, x = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 96))).eval(), torch.randn(4, 64)
+    program = quantize_program(exported(model, x), "mxfp8")
+    assert not any("original" in name for name in program.state_dict), list(program.state_dict)
+    weight = MXFP8Quantizer().quantize(model[0].weight, columnwise=False).rowwise
+    stored = next(tensor for name, tensor in program.state_dict.items() if name.endswith("weight_data"))
+    assert torch.equal(stored.view(torch.uint8), weight.data.view(torch.uint8))
 
 
 def test_a_quantizer_of_the_users_own() -> None:
