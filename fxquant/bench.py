@@ -3,9 +3,11 @@
     python -m fxquant bench step    [--providers NAME,NAME] [--length 8192] [--csv FILE]
     python -m fxquant bench linear  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench grouped [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench cast    [--providers SPEC,SPEC] [--csv FILE]
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
 shapes. Times are medians after a second of warm-up, from CUDA events; compilations start with Inductor's caches off.
+A cast is one quantization, compiled, beside a copy of its input.
 Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
 """
 
@@ -19,12 +21,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,17 +36,19 @@ from torch import Tensor, nn
 
 from fxquant.backend import Backend
 from fxquant.compat import inductor_config
+from fxquant.formats import QuantSpec
 from fxquant.report import aligned
 
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
 COLUMNS = (
-    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "over_bf16", "saved_gib", "peak_gib", "compile_s",
-    "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
+    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "over_bf16", "of_copy", "saved_gib", "peak_gib",
+    "compile_s", "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
 )  # fmt: skip
 SHOWN = {
-    "size": "size", "provider": "what", "ms": "step ms", "over_bf16": "over bf16", "saved_gib": "saved GiB",
+    "size": "size", "provider": "what", "ms": "step ms", "over_bf16": "over bf16", "of_copy": "of copy rate",
+    "saved_gib": "saved GiB",
     "peak_gib": "peak GiB", "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
 }  # fmt: skip
 """The columns that tables show, and their titles."""
@@ -125,6 +131,31 @@ TINY_STACK = Stack(blocks=1, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, l
 TINY_LINEAR = Linear(32, 64, 96)
 TINY_GROUPS = Grouped(4, 64, 32, 48)
 Size = Stack | Linear | Grouped
+SPECS = (
+    "per_tensor_e4m3", "per_row_e4m3(pow2,torchao)", "block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)", "mxfp8_e4m3",
+    "mxfp8_2d_e4m3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A matrix to quantize, in both directions from one tensor or in the columnwise one alone."""
+
+    m: int
+    k: int
+    directions: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k} {'both' if self.directions == 2 else 'columnwise'}"
+
+    def least_bytes(self, spec: str) -> int:
+        """One read and one write each, and another read where an amax of the tensor or of a row comes first."""
+        reads = 2 if QuantSpec.parse(spec).row.family in ("per_tensor", "per_row") else 1
+        return self.m * self.k * (2 * reads + self.directions)
+
+
+CASTS = tuple(Cast(16384, k, directions) for k in (4096, 14336) for directions in (2, 1))
+TINY_CASTS = (Cast(128, 256, 2), Cast(128, 256, 1))
 
 
 class Block(nn.Module):
@@ -295,6 +326,33 @@ def measure(provider: str, size: Size, device: str, seconds: float, repeats: int
     }
 
 
+def measure_cast(provider: str, size: Cast, device: str, seconds: float, repeats: int, copy_rate: float) -> Row:
+    """Times one quantization, or the copy whose rate (bytes read and written a millisecond) the others are held to."""
+    torch.compiler.reset()
+    x = torch.randn(size.m, size.k, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(x)
+
+    def quantized(x: Tensor) -> Any:
+        if size.directions == 2:
+            return torch.ops.fxquant.hybrid_quantize(x, provider, provider)
+        return torch.ops.fxquant.quantize(x, provider, "columnwise")
+
+    run = torch.compile(quantized, backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    step: Callable[[], Any] = (lambda: target.copy_(x)) if provider == "copy" else (lambda: run(x))
+    until = time.perf_counter() + seconds
+    step()
+    while time.perf_counter() < until:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    times = timed(step, repeats, device == "cuda")
+    low, median, high = (quantile(times, q) for q in (0.2, 0.5, 0.8))
+    row = {"ms": f"{median:.4g}", "ms_20": f"{low:.4g}", "ms_80": f"{high:.4g}"}
+    if provider != "copy" and copy_rate:
+        row["of_copy"] = f"{size.least_bytes(provider) / median / copy_rate:.0%}"
+    return row
+
+
 def timed(step: Callable[[], None], repeats: int, cuda: bool) -> list[float]:
     """Milliseconds of each of `repeats` steps; on CUDA the queue is never empty between them."""
     if not cuda:
@@ -353,7 +411,7 @@ def gemms(provider: str, device: str) -> str:
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
     device, cuda = options.device, options.device == "cuda"
-    sizes: Sequence[Size] = options.sizes(cuda, options)
+    sizes: Sequence[Size | Cast] = options.sizes(cuda, options)
     where = setting(device, command)
     rows = []
     for size in sizes:
@@ -361,14 +419,19 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
         for provider in options.providers:
             row: Row = dict.fromkeys(COLUMNS, "") | where
             row |= {"benchmark": options.benchmark, "size": str(size), "provider": provider}
-            row["gemms"] = gemms(provider, device)
+            row["gemms"] = "" if isinstance(size, Cast) else gemms(provider, device)
             try:
-                row |= measure(provider, size, device, options.seconds if cuda else 0.0, options.repeats if cuda else 3)
+                how = (device, options.seconds if cuda else 0.0, options.repeats if cuda else 3)
+                if isinstance(size, Cast):
+                    row |= measure_cast(provider, size, *how, baseline and 4 * size.m * size.k / baseline)
+                else:
+                    row |= measure(provider, size, *how)
             except Exception as error:
                 row["gemms"] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
-                baseline = float(row["ms"]) if provider == "bf16" else baseline
-                row["over_bf16"] = f"{baseline / float(row['ms']):.2f}x" if baseline else ""
+                baseline = float(row["ms"]) if provider in ("bf16", "copy") else baseline
+                if not isinstance(size, Cast):
+                    row["over_bf16"] = f"{baseline / float(row['ms']):.2f}x" if baseline else ""
             print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
             rows.append(row)
             if options.csv:
@@ -425,11 +488,16 @@ def _groups(cuda: bool, _options: argparse.Namespace) -> Sequence[Grouped]:
     return GROUPS if cuda else [TINY_GROUPS]
 
 
+def _casts(cuda: bool, _options: argparse.Namespace) -> Sequence[Cast]:
+    return CASTS if cuda else TINY_CASTS
+
+
 def _providers(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in PROVIDERS]
+    names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
+    known = (*PROVIDERS, "copy", *SPECS)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(PROVIDERS)}")
+        raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(known)}")
     return names
 
 
@@ -447,8 +515,11 @@ def _parser() -> argparse.ArgumentParser:
     linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4")])
     grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")
     grouped.set_defaults(sizes=_groups, providers=[p for p in known if p != "torchao tensorwise"])
-    for kind in (step, linear, grouped):
-        kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(known)}")
+    cast = kinds.add_parser("cast", help="quantizations, beside a copy")
+    cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
+    for kind in (step, linear, grouped, cast):
+        names = ["copy", *SPECS] if kind is cast else known
+        kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
         kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
         kind.add_argument("--repeats", type=int, default=30, help="timed steps on CUDA (default: %(default)s)")

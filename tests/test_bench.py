@@ -54,6 +54,17 @@ def test_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 experts 64x32x48" in shown and shown.count("100%") == 2, "all FLOPs of the experts are quantized"
 
 
+def test_cast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "Backend", lambda recipe: Backend(recipe, inner="aot_eager"))
+    chosen = ["copy", "per_row_e4m3(pow2,torchao)", "mxfp8_e4m3"]
+    assert bench.main(["cast", "--device", "cpu", "--providers", ",".join(chosen)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "of copy rate" in shown[0] and len(shown) == 1 + 2 * len(chosen)
+    both, columns = bench.TINY_CASTS
+    assert both.least_bytes("mxfp8_e4m3") == 4 * 128 * 256 and both.least_bytes(chosen[1]) == 6 * 128 * 256
+    assert columns.least_bytes("mxfp8_e4m3") == 3 * 128 * 256
+
+
 def test_groups_share_all_rows_unevenly() -> None:
     for size in bench.GROUPS:
         with torch.device("meta"):
