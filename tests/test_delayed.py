@@ -55,7 +55,7 @@ def test_update_is_golden(sequence: str) -> None:
         "margin": float(name.split("margin")[1]),
         "algorithm": "most_recent" if "most_recent" in name else "max",
     }
-    fp8_max = torch.tensor([448.0 if "e4m3" in name else 57344.0])
+    fp8_max = torch.tensor([448.0 if "e4m3" in name else 57344.0], device=golden.DEVICE)
     scales, histories = GOLDEN[f"{sequence}/scale"], GOLDEN[f"{sequence}/history"]
     reduced = GOLDEN.get(f"{sequence}/buffer")
     for step, amax in enumerate(GOLDEN[f"{sequence}/amax"]):
