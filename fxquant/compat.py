@@ -208,6 +208,11 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def converts_to_fp8(device: torch.device) -> bool:
+    """Whether a CUDA device has instructions that make FP8 (compute capability 8.9); without a driver, that it may."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The number a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
@@ -234,6 +239,7 @@ __all__ = [
     "compile_package",
     "compile_to_look",
     "compile_with_inductor",
+    "converts_to_fp8",
     "declare_written",
     "detect_fake_mode",
     "enable_python_dispatcher",

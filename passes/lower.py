@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat import (
+    converts_to_fp8,
     detect_fake_mode,
     enable_python_dispatcher,
     inductor_decompositions,
@@ -63,7 +64,8 @@ def _transposes(name: str, node: fx.Node) -> bool:
     specs, columnwise = (args[:1], args[1] == "columnwise") if name == "quantize" else (args[:2], True)
     known = all(triton_cast.supports(QuantSpec.parse(str(spec))) for spec in specs)
     value = val(x)
-    return columnwise and known and value.ndim == 2 and value.dtype != torch.float64
+    matrix = value.ndim == 2 and value.dtype != torch.float64
+    return columnwise and known and matrix and converts_to_fp8(value.device)
 
 
 def triton_quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
