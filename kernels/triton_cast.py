@@ -11,7 +11,7 @@ Inductor, which takes it where the tensor is produced.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -330,17 +330,18 @@ def supports(spec: QuantSpec) -> bool:
 
 
 def quantize(
-    x: Tensor, row: QuantSpec | None, column: QuantSpec | None, row_scale: Tensor | None, column_scale: Tensor | None
-) -> list[Tensor]:
+    x: Tensor, row: QuantSpec | None, column: QuantSpec | None, row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None, amax: Callable[[Tensor], Tensor] = reference.amax,
+) -> list[Tensor]:  # fmt: skip
     """The parts of `reference.quantize` of x [M, K] rowwise and then of x.mT columnwise; None leaves a direction out.
 
     `row_scale` and `column_scale` [1] are multipliers to use in the place of the tensor's own (per-tensor formats).
-    x is dense along one of its axes, float32, bfloat16 or float16. Block scales of 1x128 lie transposed in memory, as
-    cuBLAS wants them.
+    `amax` takes the amax [1] of a tensor. x is not empty, and float32, bfloat16 or float16. Block scales of 1x128 lie
+    transposed in memory, as cuBLAS wants them.
     """
     if x.stride(-1) != 1:
         if x.stride(-2) == 1:  # a matrix stored by columns: the same with the directions exchanged
-            swapped = quantize(x.mT, column, row, column_scale, row_scale)
+            swapped = quantize(x.mT, column, row, column_scale, row_scale, amax)
             count = 0 if column is None else 2
             return [*swapped[count:], *swapped[:count]]
         x = x.contiguous()
@@ -348,7 +349,7 @@ def quantize(
     tensor_amax = None
     if any(s is not None and s.row.family == "per_tensor" and g is None
            for s, g in ((row, row_scale), (column, column_scale))):  # fmt: skip
-        tensor_amax = reference.amax(reference.round_to_bfloat16(x.float()) if x.dtype == torch.bfloat16 else x)
+        tensor_amax = amax(x)
     left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False)
     right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True)
     uniform = row is not None and (row.row.family == "per_tensor" or min(row.row.block) > 1)

@@ -64,14 +64,14 @@ def _transposes(name: str, node: fx.Node) -> bool:
     specs, columnwise = (args[:1], args[1] == "columnwise") if name == "quantize" else (args[:2], True)
     known = all(triton_cast.supports(QuantSpec.parse(str(spec))) for spec in specs)
     value = val(x)
-    matrix = value.ndim == 2 and value.dtype != torch.float64
+    matrix = value.ndim == 2 and value.dtype != torch.float64 and 0 not in value.shape
     return columnwise and known and matrix and converts_to_fp8(value.device)
 
 
 def triton_quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
     """`fxquant::quantize` of a matrix by a Triton kernel."""
     parsed = QuantSpec.parse(spec)
-    return triton_cast.quantize(x, None, parsed, None, scale)
+    return triton_cast.quantize(x, None, parsed, None, scale, _amax_of_rounded)
 
 
 def triton_hybrid_quantize(
@@ -83,7 +83,11 @@ def triton_hybrid_quantize(
 ) -> list[Tensor]:
     """`fxquant::hybrid_quantize` of a matrix by a Triton kernel."""
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
-    return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale)
+    return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, _amax_of_rounded)
+
+
+def _amax_of_rounded(x: Tensor) -> Tensor:
+    return _of_rounded(reference.amax, x)  # type: ignore[no-any-return]
 
 
 def _of_rounded(run: Any, x: Tensor, *args: Any) -> Any:

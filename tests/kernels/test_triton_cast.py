@@ -51,8 +51,11 @@ def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
 
 
 def test_what_inductor_fuses_is_left_to_it() -> None:
-    """Rowwise casts, batches, and everything on a CPU."""
-    for case in (("rowwise", "cuda", 64, 96), ("columnwise", "cpu", 64, 96), ("columnwise", "cuda", 2, 64, 96)):
+    """Rowwise casts, batches, empty tensors, and everything on a CPU."""
+    for case in (
+        ("rowwise", "cuda", 64, 96), ("columnwise", "cpu", 64, 96), ("columnwise", "cuda", 2, 64, 96),
+        ("columnwise", "cuda", 0, 96),
+    ):  # fmt: skip
         graph = captured("mxfp8_e4m3", *case)
         (node,) = (n for n in graph.nodes if n.target is torch.ops.fxquant.quantize.default)
         assert getattr(implementation(node), "__name__", "") != "triton_quantize", case
