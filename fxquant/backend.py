@@ -78,8 +78,11 @@ class Backend:
             return self.compile(gm, example_inputs)
         self._states += states
         gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
-        run = self.compile(gm, [*example_inputs, *compat.static_fakes(tensors, example_inputs)])
-        return lambda *inputs: run(*inputs, *tensors)
+        # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
+        copies = [tensor.clone() for tensor in tensors]
+        run = self.compile(gm, [*example_inputs, *compat.static_fakes(copies, example_inputs)])
+        # each call gets tensors with a version of their own, so that one may run between another and its backward
+        return lambda *inputs: run(*inputs, *(tensor.data for tensor in tensors))
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
         """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""

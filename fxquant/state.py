@@ -74,7 +74,8 @@ class DelayedState:
     """Scales [n], amax history [N, n] and the amaxes of the running step, for n slots.
 
     `forward_amax` [n] is float32; `backward_amax` [2, n] holds amaxes and the steps that wrote them, and `step` [1]
-    counts forwards, as float64.
+    counts forwards, as float64. A graph takes `step` twice: as what its forward counts up, and as what its backward
+    reads, which is the step of the latest forward by then and not always that of its own.
     """
 
     def __init__(self, n: int, length: int, device: torch.device) -> None:
@@ -87,7 +88,7 @@ class DelayedState:
     def tensors(self) -> dict[str, Tensor]:
         """What a compiled graph takes besides its own inputs, by name."""
         names = ("scale", "history", "forward_amax", "backward_amax", "step")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"latest_step": self.step}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is the step that is not yet taken in."""

@@ -189,3 +189,23 @@ def test_attention_like_identity_needs_no_state() -> None:
     backend = eager_backend(CustomRecipe(qfactory=lambda role: IdentityQuantizer()))
     train(torch.compile(model(), backend=backend), batches(1))
     assert backend.state_dict() == {}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("order", ["sum", "first", "last"])
+def test_forwards_before_their_backwards(order: str, recompute: bool) -> None:
+    """Two losses of one model in a step: all gradients since the last forward count, whichever comes first."""
+    net, backend = model(recompute), eager_backend(DelayedScaling(amax_history_len=4))
+    run = torch.compile(net, backend=backend)
+    x, y = batches(2)
+    for _ in range(2):
+        losses = [run(x).sum(), 8 * run(y).sum()]
+        for loss in {"sum": [losses[0] + losses[1]], "first": losses, "last": losses[::-1]}[order]:
+            loss.backward()
+        assert backend.state_dict()["0.amax_history"][0, 5] == 8  # of the gradient of `down`
+    losses = [run(x).sum(), run(y).sum(), run(x).sum()]
+    assert backend.state_dict()["0.scale"][5] == 57344 / 8
+    losses[0].backward()
+    assert backend.state_dict()["0.amax_history"][0, 5] == 1, "a late gradient counts for the next step"
+    run(x)
+    assert backend.state_dict()["0.amax_history"][-1, 5] == 1
