@@ -209,3 +209,20 @@ def test_forwards_before_their_backwards(order: str, recompute: bool) -> None:
     assert backend.state_dict()["0.amax_history"][0, 5] == 1, "a late gradient counts for the next step"
     run(x)
     assert backend.state_dict()["0.amax_history"][-1, 5] == 1
+
+
+def test_graphs_of_the_backend_by_name_share_their_state() -> None:
+    """Evaluation and other shapes are graphs of their own, which would start with scales of one."""
+    nets = [model(), nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))]
+    for net in nets:
+        for p in net.parameters():
+            p.data.mul_(1e-3 if p.ndim > 1 else 0)
+    options = {"recipe": "delayed_scaling", "inner": "aot_eager"}
+    runs = [torch.compile(net, backend="fxquant", options=dict(options)) for net in nets]
+    for run in runs:
+        train(run, batches(2))
+    x = batches(1)[0]
+    for net, run in zip(nets, runs, strict=True):
+        with torch.no_grad():
+            assert (run(x) - net(x)).norm() < 0.1 * net(x).norm()
+        assert (run(x[:7]) - net(x[:7])).norm() < 0.1 * net(x[:7]).norm()
