@@ -239,10 +239,18 @@ class StateStore:
         }
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` gave; states of graphs that are not compiled yet wait for them."""
+        """Restores what `state_dict` gave; states of graphs that are not compiled yet wait for them.
+
+        Raises RecipeError for what is no such state, or another model's.
+        """
         by_index: dict[int, dict[str, Tensor]] = {}
         for name, tensor in saved.items():
             index, _, key = name.partition(".")
+            if not index.isdecimal():
+                raise RecipeError(
+                    f"{name!r} is no key of a quantization state, such as '0.scale': "
+                    "load what quantization_state_dict() gave, not the model's state_dict"
+                )
             by_index.setdefault(int(index), {})[key] = tensor
         states = list(self._active.values())
         for place, state in by_index.items():

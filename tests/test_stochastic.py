@@ -245,6 +245,8 @@ def test_a_state_of_another_kind_is_refused() -> None:
     torch.compile(nn.Linear(32, 32), backend=backend)(torch.randn(16, 32)).sum().backward()
     with pytest.raises(RecipeError, match="holds scale where stochastic rounding has random"):
         backend.load_state_dict({"0.scale": torch.ones(3)})
+    with pytest.raises(RecipeError, match=r"'weight' is no key of a quantization state.*not the model's state_dict"):
+        backend.load_state_dict(nn.Linear(32, 32).state_dict())
 
 
 def test_regions_without_state_are_skipped_with_a_reason() -> None:
