@@ -124,10 +124,13 @@ class Backend:
         return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles))
 
 
-def inductor_settings(fingerprint: str, given: Mapping[str, Any], *, recomputed: bool) -> dict[str, Any]:
+def inductor_settings(
+    fingerprint: str, given: Mapping[str, Any], *, recomputed: bool, portable: bool = False
+) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; those `given` by the user come first.
 
-    `recomputed` says that the backward computes quantized activations again.
+    `recomputed` says that the backward computes quantized activations again, `portable` that the result runs where
+    fxquant is not.
     """
     return {
         "eager_numerics.division_rounding": True,  # scales are true quotients
@@ -138,6 +141,7 @@ def inductor_settings(fingerprint: str, given: Mapping[str, Any], *, recomputed:
         "post_grad_custom_post_pass": Lowering(
             fingerprint,
             given.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
+            portable=portable,
         ),
     }
 
