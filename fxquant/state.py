@@ -212,8 +212,12 @@ class StateStore:
         state = self._states.get((place, length, device))
         if state is None:
             state = self._states[place, length, device] = make()
-        if place not in self._active and len(self._active) in self._pending:
-            state.load_state_dict(self._pending.pop(len(self._active)))
+        if place not in self._active:
+            # the first of its kind: a run may go on under another recipe than it began with
+            kind = set(state.state_dict())
+            waiting = next((i for i in sorted(self._pending) if set(self._pending[i]) == kind), len(self._active))
+            if waiting in self._pending:
+                state.load_state_dict(self._pending.pop(waiting))
         self.activate(state)
         return state
 
