@@ -78,8 +78,14 @@ class Backend:
             return self.compile(gm, example_inputs)
         self._states += states
         gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
-        run = self.compile(gm, [*example_inputs, *compat.static_fakes(tensors, example_inputs)])
-        return lambda *inputs: run(*inputs, *tensors)
+        # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
+        copies = [tensor.clone() for tensor in tensors]
+        run = self.compile(gm, [*example_inputs, *compat.static_fakes(copies, example_inputs)])
+        return lambda *inputs: self._call(run, inputs, tensors)
+
+    def _call(self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+        # tensors with a version of their own, so that other calls may come between this one and its backward
+        return run(*inputs, *(tensor.data for tensor in tensors))
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
         """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""
@@ -118,10 +124,13 @@ class Backend:
         return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles))
 
 
-def inductor_settings(fingerprint: str, given: Mapping[str, Any], *, recomputed: bool) -> dict[str, Any]:
+def inductor_settings(
+    fingerprint: str, given: Mapping[str, Any], *, recomputed: bool, portable: bool = False
+) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; those `given` by the user come first.
 
-    `recomputed` says that the backward computes quantized activations again.
+    `recomputed` says that the backward computes quantized activations again, `portable` that the result runs where
+    fxquant is not.
     """
     return {
         "eager_numerics.division_rounding": True,  # scales are true quotients
@@ -132,6 +141,7 @@ def inductor_settings(fingerprint: str, given: Mapping[str, Any], *, recomputed:
         "post_grad_custom_post_pass": Lowering(
             fingerprint,
             given.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
+            portable=portable,
         ),
     }
 
@@ -175,6 +185,14 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
     return names
 
 
+class _OptionStates(StateStore):
+    """States that keep the options they belong to, whose identity would otherwise pass to another object."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+
 def fxquant_backend(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -187,9 +205,18 @@ def fxquant_backend(
     Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`. Raises
     OptionError for another and RecipeError for an unknown recipe, each with the list of those that are known.
     """
-    options = dict(options or {})
+    options = {} if options is None else options
     check_options(options)
-    return Backend(options.pop("recipe"), mode=mode, **options)(gm, example_inputs)
+    settings = {name: value for name, value in options.items() if name != "recipe"}
+    return Backend(options["recipe"], mode=mode, states=_states_of(options), **settings)(gm, example_inputs)
+
+
+_stores: weakref.WeakValueDictionary[int, _OptionStates] = weakref.WeakValueDictionary()
+
+
+def _states_of(options: Mapping[str, Any]) -> _OptionStates:
+    """The states of all graphs of one call of torch.compile, which hands the same options to each of them."""
+    return _stores.setdefault(id(options), _OptionStates(options))
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -116,7 +116,7 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
     for module in bodies.modules:
         open_calls(module.graph, linears=True)
         forget(bodies)
-        lower(module.graph)
+        lower(module.graph, portable=True)
     signature = copy.deepcopy(program.graph_signature)
     bodies.recompile()
     return _program(program, gm, StateTensors(bodies, signature, program.state_dict, program.constants), signature)
@@ -140,7 +140,9 @@ def aoti_compile_and_package(
         raise ProgramError("the program has no example inputs, which compiling a package needs: export it again")
     if not str(package_path).endswith(".pt2"):
         raise OptionError(f"a package's path ends in .pt2, unlike {str(package_path)!r}")
-    return compile_package(program, str(package_path), inductor_settings("program", given, recomputed=False))
+    return compile_package(
+        program, str(package_path), inductor_settings("program", given, recomputed=False, portable=True)
+    )
 
 
 def report_of(program: ExportedProgram) -> Report:

@@ -74,7 +74,8 @@ class DelayedState:
     """Scales [n], amax history [N, n] and the amaxes of the running step, for n slots.
 
     `forward_amax` [n] is float32; `backward_amax` [2, n] holds amaxes and the steps that wrote them, and `step` [1]
-    counts forwards, as float64.
+    counts forwards, as float64. A graph takes `step` twice: as what its forward counts up, and as what its backward
+    reads, which is the step of the latest forward by then and not always that of its own.
     """
 
     def __init__(self, n: int, length: int, device: torch.device) -> None:
@@ -87,7 +88,7 @@ class DelayedState:
     def tensors(self) -> dict[str, Tensor]:
         """What a compiled graph takes besides its own inputs, by name."""
         names = ("scale", "history", "forward_amax", "backward_amax", "step")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"latest_step": self.step}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is the step that is not yet taken in."""
@@ -211,8 +212,12 @@ class StateStore:
         state = self._states.get((place, length, device))
         if state is None:
             state = self._states[place, length, device] = make()
-        if place not in self._active and len(self._active) in self._pending:
-            state.load_state_dict(self._pending.pop(len(self._active)))
+        if place not in self._active:
+            # the first of its kind: a run may go on under another recipe than it began with
+            kind = set(state.state_dict())
+            waiting = next((i for i in sorted(self._pending) if set(self._pending[i]) == kind), len(self._active))
+            if waiting in self._pending:
+                state.load_state_dict(self._pending.pop(waiting))
         self.activate(state)
         return state
 
@@ -238,10 +243,18 @@ class StateStore:
         }
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` gave; states of graphs that are not compiled yet wait for them."""
+        """Restores what `state_dict` gave; states of graphs that are not compiled yet wait for them.
+
+        Raises RecipeError for what is no such state, or another model's.
+        """
         by_index: dict[int, dict[str, Tensor]] = {}
         for name, tensor in saved.items():
             index, _, key = name.partition(".")
+            if not index.isdecimal():
+                raise RecipeError(
+                    f"{name!r} is no key of a quantization state, such as '0.scale': "
+                    "load what quantization_state_dict() gave, not the model's state_dict"
+                )
             by_index.setdefault(int(index), {})[key] = tensor
         states = list(self._active.values())
         for place, state in by_index.items():

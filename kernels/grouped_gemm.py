@@ -11,7 +11,15 @@ from fxquant.compat import is_hopper
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm, reference
 from fxquant.kernels.grouped_mm import grouped_mm
-from fxquant.kernels.grouped_reference import Dense, gemm_operands, group_of, in_groups, padded_ends, starts
+from fxquant.kernels.grouped_reference import (
+    Dense,
+    gemm_operands,
+    group_of,
+    in_groups,
+    padded_ends,
+    scaled_mm,
+    starts,
+)
 
 _UNIT_AMAX = 448.0 * 6.0
 """The NVFP4 global amax whose factor is one."""
@@ -48,6 +56,23 @@ def grouped_scaled_mm(
     if left.row.family == "block" and one_by_128 and is_hopper(a[0].device):
         return _triton(a, b, offs, left, right, out_dtype, fast_accum)
     return _bfloat16(a, b, offs, left, right).to(out_dtype)
+
+
+def portable_scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    offs: Tensor | None,
+    a_spec: str,
+    b_spec: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """`grouped_scaled_mm` as GEMMs of bfloat16 alone, which every device has."""
+    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    if offs is None:
+        return scaled_mm(a, b, offs, left, right, out_dtype)
+    run = _scaled_after if left.row.family in ("per_tensor", "per_row") else _bfloat16
+    return run(a, b, offs.to(torch.int32), left, right).to(out_dtype)
 
 
 def _batched(

@@ -34,15 +34,18 @@ def _looped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     start = 0
     for group, end in enumerate(offs.tolist()):
         if ragged_rows:
-            torch.mm(a[start:end], b[group].mT, out=out[start:end])
+            out[start:end] = a[start:end] @ b[group].mT
         else:
-            torch.mm(a[:, start:end], b[:, start:end].mT, out=out[group])
+            out[group] = a[:, start:end] @ b[:, start:end].mT
         start = end
     return out
 
 
-def _on_cuda(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Never waits for the offsets in bfloat16; of other dtypes torch reads them on the host."""
+def aten_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The operator in ATen operators, for any device.
+
+    On CUDA it never waits for the offsets in bfloat16; of other dtypes torch reads them on the host.
+    """
     offs = offs.to(torch.int32)
     a, b, columns = _aligned(a), _aligned(b), b.shape[-2]
     spare = -columns % (_ALIGNMENT // b.itemsize)
@@ -56,6 +59,25 @@ def _on_cuda(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return torch.where((sizes > 0).reshape(-1, 1, 1), out, 0)
 
 
+def portable_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The operator in ATen operators that can be traced, for any device.
+
+    torch has a grouped GEMM in bfloat16 alone: in other dtypes each group multiplies all rows and keeps its own.
+    """
+    if a.dtype == b.dtype == torch.bfloat16:
+        return aten_grouped_mm(a, b, offs)
+    ragged, groups = a.shape[0 if b.ndim == 3 else 1], offs.shape[0]
+    place = torch.arange(ragged, dtype=offs.dtype, device=offs.device)
+    ends = [offs[group] for group in range(groups)]
+    inside = [(place < end) & (place >= start) for start, end in zip([place.new_zeros(()), *ends], ends, strict=False)]
+    if b.ndim == 3:
+        out = a.new_zeros(ragged, b.shape[1])
+        for group, own in enumerate(inside):
+            out = torch.where(own.unsqueeze(1), a @ b[group].mT, out)
+        return out
+    return torch.stack([torch.where(own, a, 0) @ torch.where(own, b, 0).mT for own in inside])
+
+
 def _aligned(x: Tensor) -> Tensor:
     """Zeros behind the last axis, so that its rows start at aligned addresses."""
     spare = -x.shape[-1] % (_ALIGNMENT // x.itemsize)
@@ -63,7 +85,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 _library.impl("grouped_mm", _looped, "CompositeExplicitAutograd")
-_library.impl("grouped_mm", _on_cuda, "CUDA")
+_library.impl("grouped_mm", aten_grouped_mm, "CUDA")
 
 
 @fake_kernel(_library, "grouped_mm")
@@ -73,4 +95,4 @@ def _fake(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return a.new_empty(offs.shape[0], a.shape[0], b.shape[0])
 
 
-__all__ = ["grouped_mm"]
+__all__ = ["aten_grouped_mm", "grouped_mm", "portable_grouped_mm"]

@@ -22,8 +22,8 @@ class StateTensors:
     """The tensors of a graph's state that its linears share; see `fxquant.state`.
 
     `scale` [n] (delayed scaling) and `random` [2] (stochastic rounding) are read. `forward_amax` [n] and
-    `backward_amax` [2, n] are written, where they are given: amaxes of this step, the second with the `step` that
-    wrote them.
+    `backward_amax` [2, n] are written, where they are given: amaxes of this step, the second with the latest `step`
+    when they were written.
     """
 
     scale: Tensor | None = None

@@ -6,6 +6,7 @@ On exported programs, by `fxquant.program`: describe, `Rewriter`, open_calls, fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,15 @@ class Rewriter:
 class Lowering(CustomGraphPass):
     """`LOWER` as one Inductor pass, and behind it the pass that the user had in the same place."""
 
-    def __init__(self, fingerprint: str, after: Any = None) -> None:
+    def __init__(self, fingerprint: str, after: Any = None, *, portable: bool = False) -> None:
         self.fingerprint = fingerprint
+        self.portable = portable
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
     def __call__(self, graph: fx.Graph) -> None:
         for name, run in LOWER:
-            run_pass(name, run, graph)
+            portable = self.portable and run is lower
+            run_pass(name, functools.partial(lower, portable=True) if portable else run, graph)
         for other in self.after:
             other(graph)
 
@@ -91,7 +94,7 @@ class Lowering(CustomGraphPass):
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.after]
         if None in others:
             return None
-        return get_hash_for_files(_sources(), repr((self.fingerprint, others)))
+        return get_hash_for_files(_sources(), repr((self.fingerprint, self.portable, others)))
 
     @staticmethod
     def merge(graph: fx.Graph) -> None:

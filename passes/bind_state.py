@@ -4,7 +4,7 @@
     # becomes, in a copy of the graph with more inputs
     new_scale, new_history = ...        # first of all: the operations of `fxquant.state.update`
     scale.copy_(new_scale); history.copy_(new_history); ...
-    linear = fxquant.linear_stateful(x, w, b, new_scale, forward_amax, backward_amax, step, random, "input=...")
+    linear = fxquant.linear_stateful(x, w, b, new_scale, forward_amax, backward_amax, latest_step, random, "input=...")
 
 Bodies of activation checkpoints get the same tensors as operands. Without gradients scales and random numbers are
 read and nothing is written.
@@ -116,7 +116,7 @@ def _update(
         ("step", step),
     ):
         graph.call_function(torch.ops.aten.copy_.default, (inputs[name], value))
-    return _Bound(scale, inputs["forward_amax"], inputs["backward_amax"], step)
+    return _Bound(scale, inputs["forward_amax"], inputs["backward_amax"], inputs["latest_step"])
 
 
 def _next_step(graph: fx.Graph, random: fx.Node, training: bool) -> fx.Node:

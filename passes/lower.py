@@ -29,11 +29,14 @@ from fxquant.compat import (
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
+from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
 
+
+_GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
@@ -41,14 +44,18 @@ _READS_VALUES = (
 """Operators whose result depends on the last bit of what they read."""
 
 
-def implementation(node: fx.Node) -> Callable[..., Any]:
+def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better."""
+    if node.target is _GROUPED_MM:
+        return portable_grouped_mm
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
     if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
+    if name == "grouped_scaled_mm" and portable:
+        return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
         return grouped_gemm.grouped_scaled_mm
     meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS)[name]
@@ -112,7 +119,7 @@ def _round_to_float16(y: Tensor) -> Tensor:
     return torch.where(y == y, rounded, y)
 
 
-def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], portable: bool) -> fx.GraphModule:
     """`run` as an ATen graph whose inputs are the tensors among the arguments, in order."""
     flat, tree = tree_flatten((args, kwargs))
     tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
@@ -127,7 +134,8 @@ def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     inputs = [flat[i] for i in tensors]
     # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
     with detect_fake_mode(inputs) or contextlib.nullcontext(), enable_python_dispatcher():
-        body = make_fx(call, decomposition_table=inductor_decompositions())(*inputs)
+        table = {**inductor_decompositions(), **({_GROUPED_MM: portable_grouped_mm} if portable else {})}
+        body = make_fx(call, decomposition_table=table)(*inputs)
     _make_functional(body.graph)
     body.graph.eliminate_dead_code()
     return body
@@ -181,18 +189,21 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     raise AssertionError("a traced graph has an output")
 
 
-def lower(graph: fx.Graph) -> int:
-    """Rewrites `graph` in place; returns how many operators were lowered."""
+def lower(graph: fx.Graph, *, portable: bool = False) -> int:
+    """Rewrites `graph` in place; returns how many operators were lowered.
+
+    A `portable` graph has none of fxquant's own kernels either, so that it runs where fxquant is not.
+    """
     count = 0
     traced: dict[Any, fx.GraphModule] = {}
     for node in list(graph.nodes):
-        if not is_fxquant(node):
+        if not is_fxquant(node) and not (portable and node.target is _GROUPED_MM):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
-        run = implementation(node)
+        run = implementation(node, portable)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
-            body = _trace(run, args, kwargs)
+            body = _trace(run, args, kwargs, portable)
             traced[key] = body
         outputs = _inline(node, traced[key])
         if isinstance(val(node), (list, tuple)):

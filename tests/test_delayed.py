@@ -189,3 +189,40 @@ def test_attention_like_identity_needs_no_state() -> None:
     backend = eager_backend(CustomRecipe(qfactory=lambda role: IdentityQuantizer()))
     train(torch.compile(model(), backend=backend), batches(1))
     assert backend.state_dict() == {}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("order", ["sum", "first", "last"])
+def test_forwards_before_their_backwards(order: str, recompute: bool) -> None:
+    """Two losses of one model in a step: all gradients since the last forward count, whichever comes first."""
+    net, backend = model(recompute), eager_backend(DelayedScaling(amax_history_len=4))
+    run = torch.compile(net, backend=backend)
+    x, y = batches(2)
+    for _ in range(2):
+        losses = [run(x).sum(), 8 * run(y).sum()]
+        for loss in {"sum": [losses[0] + losses[1]], "first": losses, "last": losses[::-1]}[order]:
+            loss.backward()
+        assert backend.state_dict()["0.amax_history"][0, 5] == 8  # of the gradient of `down`
+    losses = [run(x).sum(), run(y).sum(), run(x).sum()]
+    assert backend.state_dict()["0.scale"][5] == 57344 / 8
+    losses[0].backward()
+    assert backend.state_dict()["0.amax_history"][0, 5] == 1, "a late gradient counts for the next step"
+    run(x)
+    assert backend.state_dict()["0.amax_history"][-1, 5] == 1
+
+
+def test_graphs_of_the_backend_by_name_share_their_state() -> None:
+    """Evaluation and other shapes are graphs of their own, which would start with scales of one."""
+    nets = [model(), nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))]
+    for net in nets:
+        for p in net.parameters():
+            p.data.mul_(1e-3 if p.ndim > 1 else 0)
+    options = {"recipe": "delayed_scaling", "inner": "aot_eager"}
+    runs = [torch.compile(net, backend="fxquant", options=dict(options)) for net in nets]
+    for run in runs:
+        train(run, batches(2))
+    x = batches(1)[0]
+    for net, run in zip(nets, runs, strict=True):
+        with torch.no_grad():
+            assert (run(x) - net(x)).norm() < 0.1 * net(x).norm()
+        assert (run(x[:7]) - net(x[:7])).norm() < 0.1 * net(x[:7]).norm()

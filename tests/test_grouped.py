@@ -53,7 +53,7 @@ from fxquant import (
 )
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels import grouped_gemm, grouped_reference, reference
-from fxquant.kernels.grouped_mm import grouped_mm
+from fxquant.kernels.grouped_mm import grouped_mm, portable_grouped_mm
 from fxquant.passes.lower import lower
 from fxquant.quantizers import QuantizedOperand
 
@@ -794,3 +794,38 @@ def test_what_takes_one_matrix_at_a_time_is_skipped_with_a_reason(recipe: Recipe
     expert_step(torch.compile(model, backend=backend), model, (x, offs))
     details = {d.detail for d in backend.report().decisions if d.skip_reason is not None}
     assert details and all(detail.endswith("takes one matrix at a time") for detail in details)
+
+
+FORWARD_ONLY = CustomRecipe(qfactory=fxquant.factories.high_precision_fwd_mxfp8_bwd)
+PROGRAM_RECIPES = {**RECIPES, "forward in high precision": FORWARD_ONLY}
+
+
+class OneProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Experts().up
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight, offs)
+
+
+@pytest.mark.parametrize("name", sorted(set(PROGRAM_RECIPES) - {"delayed_scaling"}))
+def test_a_lowered_program_has_none_of_our_operators(name: str) -> None:
+    """Its result is rounded to bfloat16 and scaled then, as by torch's grouped GEMM."""
+    x, offs = expert_inputs("grouped_mm")
+    quantized = fxquant.quantize_program(torch.export.export(OneProduct(), (x, offs)), PROGRAM_RECIPES[name])
+    lowered = fxquant.lower_program(quantized)
+    assert not [str(n.target) for n in lowered.graph.nodes if "fxquant" in str(n.target)]
+    want = quantized.module()(x, offs).float()
+    assert (lowered.module()(x, offs) - want).norm() < 2**-7 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_portable_grouped_mm_is_the_operator(dtype: torch.dtype) -> None:
+    offs = torch.tensor([5, 5, 20, 37], dtype=torch.int32)
+    a, b = torch.randn(40, 33).to(dtype), torch.randn(4, 19, 33).to(dtype)
+    a[37:] = float("nan")  # of no group
+    torch.testing.assert_close(portable_grouped_mm(a, b, offs), grouped_mm(a, b, offs))
+    a, b = torch.randn(19, 40).to(dtype), torch.randn(33, 40).to(dtype)
+    a[:, 37:] = b[:, 37:] = 0
+    torch.testing.assert_close(portable_grouped_mm(a, b, offs), grouped_mm(a, b, offs))

@@ -245,6 +245,23 @@ def test_a_state_of_another_kind_is_refused() -> None:
     torch.compile(nn.Linear(32, 32), backend=backend)(torch.randn(16, 32)).sum().backward()
     with pytest.raises(RecipeError, match="holds scale where stochastic rounding has random"):
         backend.load_state_dict({"0.scale": torch.ones(3)})
+    with pytest.raises(RecipeError, match=r"'weight' is no key of a quantization state.*not the model's state_dict"):
+        backend.load_state_dict(nn.Linear(32, 32).state_dict())
+
+
+def test_a_run_goes_on_under_the_recipe_it_changed_to() -> None:
+    net, x = nn.Linear(32, 32), torch.randn(16, 32)
+    first, second = (
+        fxquant.compile(net, name, options={"inner": "aot_eager"}) for name in ("nvfp4", "delayed_scaling")
+    )
+    first(x).sum().backward()
+    first.set_recipe("delayed_scaling")
+    first(x).sum().backward()
+    saved = first.quantization_state_dict()
+    second.load_quantization_state_dict(saved)
+    with torch.no_grad():
+        second(x)
+    assert torch.equal(second.quantization_state_dict()["0.amax_history"], saved["1.amax_history"])
 
 
 def test_regions_without_state_are_skipped_with_a_reason() -> None:
