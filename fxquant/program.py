@@ -84,8 +84,9 @@ def quantize_program(
     if slots.rounded:
         layer, operand, _ = slots.rounded[0]
         raise RecipeError(
-            f"layer {layer!r}, {operand}: stochastic rounding draws from a seed and step that torch.compile keeps and "
-            "an exported program does not: set stochastic_rounding=False, or disable_stochastic_rounding=True"
+            f"layer {layer or '<model>'!r}, {operand}: stochastic rounding draws from a seed and step that "
+            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, or "
+            "disable_stochastic_rounding=True"
         )
     for module in bodies.modules:
         open_calls(module.graph, linears=fold_weights)

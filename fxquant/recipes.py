@@ -641,6 +641,10 @@ def resolve(recipe: Recipe | str) -> Recipe:
         return recipe
     if isinstance(recipe, str):
         return get(recipe)
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise RecipeError(f"{recipe.__name__} is a class of recipes: pass an instance, {recipe.__name__}()")
+    if isinstance(recipe, Quantizer):
+        raise RecipeError("a quantizer is not a recipe: pass CustomRecipe(qfactory=...) with a factory that returns it")
     if callable(recipe):
         raise RecipeError("a factory is not a recipe by itself: pass CustomRecipe(qfactory=...)")
     raise RecipeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}, not a {type(recipe).__name__}")

@@ -45,14 +45,17 @@ _READS_VALUES = (
 
 
 def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
-    """What to trace in the place of a node: the reference, or what suits the device better."""
+    """What to trace in the place of a node: the reference, or what suits the device better.
+
+    `portable` keeps to operators that torch itself has, for graphs that are saved.
+    """
     if node.target is _GROUPED_MM:
         return portable_grouped_mm
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
-    if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and _transposes(name, node):
+    if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and not portable and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm

@@ -396,3 +396,18 @@ def test_backward_override_quantizes_the_forward_alone(kind: str, override: str)
         assert recipe.quantizer(roles[operand]) == fxquant.HybridQuantizer(plain, fxquant.IdentityQuantizer(), source)
     with pytest.raises(RecipeError, match="backward_override"):
         getattr(fxquant, kind)(backward_override="bf16")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (recipes.MXFP8BlockScaling, "pass an instance, MXFP8BlockScaling()"),
+        (MXFP8Quantizer(), "a quantizer is not a recipe"),
+        (lambda role: MXFP8Quantizer(), "a factory is not a recipe"),
+        (8, "not a int"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_with_what_to_pass(given: object, said: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        recipes.resolve(given)  # type: ignore[arg-type]
+    assert said in str(error.value)
