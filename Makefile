@@ -1,4 +1,4 @@
-# make demo | test | lint | docs    Each makes $(VENV) first, if it is not there.
+# make demo | test | sweep | lint | docs    Each makes $(VENV) first, if it is not there.
 # Another torch: make test TORCH=torch==2.11.0 VENV=.venv211
 
 PYTHON ?= python3
@@ -7,12 +7,13 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test sweep lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   trains a small transformer under every recipe and compares (results in demo_out/)"
 	@echo "make test   lint and tests"
+	@echo "make sweep  more cases of the slow tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   regenerates the tables in README.md and docs/"
 	@echo "make clean  removes $(VENV) and everything that was built"
@@ -24,6 +25,10 @@ demo: $(VENV)/.demo
 test: lint $(VENV)/.test
 	@echo "==> running the tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+sweep: $(VENV)/.test
+	@echo "==> running the tests that take long"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m sweep
 
 lint: $(VENV)/.lint
 	@echo "==> ruff"

@@ -58,9 +58,9 @@ def test_demo_refuses_unknown_recipes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_runs_have_the_bits_of_uninterrupted_ones() -> None:
-    """Delayed scaling with its amax history, and a recipe without state, each saved halfway and restored elsewhere."""
-    recipes = ("bf16", "delayed_scaling", "nvfp4", "factories.mxfp8_fwd_nvfp4_bwd")
-    command = [sys.executable, str(DEMO / "resume.py"), "--steps", "6", "--recipes", *recipes]
+    """Delayed scaling with its amax history, and stochastic rounding, each saved halfway and restored elsewhere."""
+    recipes = ("delayed_scaling", "nvfp4")
+    command = [sys.executable, str(DEMO / "resume.py"), "--steps", "4", "--recipes", *recipes]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("identical") == len(recipes)

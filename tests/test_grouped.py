@@ -760,7 +760,7 @@ def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["rowwise", pytest.param("mxfp8", marks=pytest.mark.sweep)])
 def test_inductor_gives_the_bits_of_the_operators(name: str) -> None:
     model, inputs = Experts(), expert_inputs("grouped_mm")
     eager = expert_step(compiled(model, name), model, inputs)

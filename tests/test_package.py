@@ -88,7 +88,7 @@ def test_a_package_runs_where_fxquant_is_not(package: tuple[Path, list[tuple[Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current_scaling", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["current_scaling", pytest.param("nvfp4", marks=pytest.mark.sweep)])
 def test_packages_of_other_recipes(recipe: str, tmp_path: Path) -> None:
     quantized = program(recipe)
     run = torch._inductor.aoti_load_package(

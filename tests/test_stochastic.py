@@ -297,7 +297,7 @@ def test_both_directions_of_a_gradient_are_one_node_that_all_layers_share() -> N
         assert story.count(node) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_inductor_rounds_with_the_same_bits() -> None:
     results = []
     for backend in (eager_backend(RECIPE), fxquant.Backend(RECIPE)):

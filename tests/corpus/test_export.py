@@ -26,11 +26,14 @@ models = pytest.importorskip("models", reason="needs the corpus extra: transform
 QUICK = ("llama_gqa", "flex_plain")
 """The models that always run, and under every recipe."""
 
+SLOW = ("bert", "gpt2", "whisper")
+"""Others that always run; the rest is for `make sweep`."""
+
 SINKS = "kitchen_sink", "ragged_kitchen_sink"
 """Static: their inputs are split into as many groups as there are experts."""
 
 CASES = [pytest.param(name, recipe, id=f"{name}-{recipe}") for name in QUICK for recipe in NAMES] + [
-    pytest.param(name, "mxfp8", id=f"{name}-mxfp8", marks=pytest.mark.slow)
+    pytest.param(name, "mxfp8", id=f"{name}-mxfp8", marks=[pytest.mark.slow] if name in SLOW else pytest.mark.sweep)
     for name in models.CASES
     if name not in QUICK
 ]
