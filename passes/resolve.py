@@ -86,24 +86,27 @@ def _check_pairs(match: Match, quantizers: dict[str, Quantizer], wanted: list[Ge
         )
 
 
-def _ask(recipe: Recipe, role_of: dict[str, QuantizerRole], slots: Slots, groups: int = 1) -> dict[str, Quantizer]:
-    """The recipe's quantizers, with a slot of the graph's state for each group and request of delayed scaling."""
+Answers = dict[str, Quantizer | DelayedScalingRequest]
+"""What the recipe answers, by operand. It is asked once for each."""
 
-    def add(request: DelayedScalingRequest, name: str, operand: str, dtype: torch.dtype) -> int:
-        first, *_ = (slots.add(request, (name, operand, 0), dtype) for _ in range(groups))
+
+def _with_slots(answers: Answers, layer: str, slots: Slots, groups: int) -> dict[str, Quantizer]:
+    """The quantizers, with a slot of the graph's state for each group and request of delayed scaling."""
+
+    def add(request: DelayedScalingRequest, operand: str, dtype: torch.dtype) -> int:
+        first, *_ = (slots.add(request, (layer, operand, 0), dtype) for _ in range(groups))
         return first
 
     quantizers: dict[str, Quantizer] = {}
     request: DelayedScalingRequest | None = None
-    for operand, role in role_of.items():
-        answer = recipe.quantizer(role)
+    for operand, answer in answers.items():
         if isinstance(answer, DelayedScalingRequest):
             request, dtype = answer, answer.fp8_format.dtype(operand)
-            answer = Float8Quantizer(dtype, add(answer, role.name, operand, dtype))
+            answer = Float8Quantizer(dtype, add(answer, operand, dtype))
         quantizers[operand] = answer
-    if request is not None and "grad_output" not in role_of:
+    if request is not None and "grad_output" not in answers:
         # without gradients nobody asks for it, but the slots stay those of the training graph
-        add(request, role_of["input"].name, "grad_output", request.fp8_format.dtype("grad_output"))
+        add(request, "grad_output", request.fp8_format.dtype("grad_output"))
     return quantizers
 
 
@@ -111,10 +114,9 @@ def _needs_state(answer: Quantizer | DelayedScalingRequest) -> bool:
     return isinstance(answer, DelayedScalingRequest) or answer.operand_spec().is_stochastic
 
 
-def _ungroupable(recipe: Recipe, role_of: dict[str, QuantizerRole]) -> tuple[SkipReason, str] | None:
+def _ungroupable(answers: Answers) -> tuple[SkipReason, str] | None:
     """Why a quantizer of a grouped product cannot take all groups at once."""
-    for operand, role in role_of.items():
-        answer = recipe.quantizer(role)
+    for operand, answer in answers.items():
         if isinstance(answer, DelayedScalingRequest):
             continue
         for direction in Direction:
@@ -138,15 +140,16 @@ def _resolve_product(
     quantizers: dict[str, Quantizer] | None = None
     numbers: dict[str, int] = {}
     groups = 1 if product.weights is None else product.weights
-    stateful = [recipe.quantizer(role) for role in role_of.values() if _needs_state(recipe.quantizer(role))]
+    answers = {operand: recipe.quantizer(role) for operand, role in role_of.items()} if skip is None else {}
+    stateful = [answer for answer in answers.values() if _needs_state(answer)]
     uncounted = not isinstance(groups, int) and any(isinstance(answer, DelayedScalingRequest) for answer in stateful)
     if skip is None and stateful and (uncounted or not match.takes_state):
         region = "this region is called as a function of its own"
         skip = SkipReason.STATE, region if not uncounted else "the number of groups is not known"
     if skip is None and product.weights is not None:
-        skip = _ungroupable(recipe, role_of)
+        skip = _ungroupable(answers)
     if skip is None:
-        quantizers = _ask(recipe, role_of, slots, groups if isinstance(groups, int) else 1)
+        quantizers = _with_slots(answers, match.name, slots, groups if isinstance(groups, int) else 1)
         _check_pairs(match, quantizers, wanted)
         for operand, quantizer in quantizers.items():
             if quantizer.operand_spec().is_stochastic:
