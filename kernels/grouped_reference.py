@@ -149,7 +149,7 @@ def _quantize_batched(x: Tensor, spec: QuantSpec, state: Tensor | None) -> list[
         if multiplier is None:
             multiplier = reference.multiplier_from_amax(group_amax(x, None), spec)
         data, _ = reference.quantize(x, spec, _over(multiplier))
-        return [data, _reciprocal(multiplier)]
+        return [data, reference.reciprocal(multiplier)]
     if spec.row.has_global_amax and not spec.row_scaled:
         amax = group_amax(_transformed(x, spec), None)
         return [*reference.quantize(x, spec, state, _over(amax))[:2], amax]
@@ -179,7 +179,7 @@ def _quantize_rows(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | Non
     own = of_group[group_of(offs, rows).clamp(max=last)].unsqueeze(1)
     if row.has_global_amax:
         return [*reference.quantize(x, spec, state, own)[:2], of_group]
-    return [reference.quantize(x, spec, own)[0], _reciprocal(of_group)]
+    return [reference.quantize(x, spec, own)[0], reference.reciprocal(of_group)]
 
 
 def _quantize_columns(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | None) -> list[Tensor]:
@@ -192,12 +192,12 @@ def _quantize_columns(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | 
         multiplier = state
         if multiplier is None:
             multiplier = reference.multiplier_from_amax(group_amax(x, offs), spec)
-        return [reference.quantize(columns, spec, multiplier[inside].unsqueeze(0))[0], _reciprocal(multiplier)]
+        return [reference.quantize(columns, spec, multiplier[inside].unsqueeze(0))[0], reference.reciprocal(multiplier)]
     if row.family == "per_row":
         blocks = reference.amax(torch.unflatten(columns, -1, (columns.shape[-1] // row.alignment, row.alignment)), -1)
         amax = _by_group(blocks.mT, group_of(ends, blocks.shape[-1], row.alignment), groups)
         by_column = reference.multiplier_from_amax(amax, spec)
-        return [reference.quantize(columns, spec, by_column[inside].mT)[0], _reciprocal(by_column)]
+        return [reference.quantize(columns, spec, by_column[inside].mT)[0], reference.reciprocal(by_column)]
     if row.has_global_amax:
         amax = _by_group(reference.amax(_transformed(columns, spec), 0), group, groups)
         own = amax[group_of(ends, columns.shape[-1] // row.alignment, row.alignment).clamp(max=groups - 1)]
@@ -253,7 +253,3 @@ def starts(ends: Tensor) -> Tensor:
 def _over(state: Tensor) -> Tensor:
     """What each group has one of, [G], against tensors [G, R, C]."""
     return state.reshape(-1, 1, 1)
-
-
-def _reciprocal(x: Tensor) -> Tensor:
-    return torch.ones_like(x) / x

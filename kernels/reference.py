@@ -251,7 +251,7 @@ def _quantize_float32_scale(x: Tensor, spec: QuantSpec, multiplier: Tensor | Non
             amax = _amax(x) if row.family == "per_tensor" else _amax(x, -1).unsqueeze(-1)
             multiplier = multiplier_from_amax(amax, spec)
         y = x.float() * multiplier
-    return [cast_fp8(y, row.element), _reciprocal(multiplier)]
+    return [cast_fp8(y, row.element), reciprocal(multiplier)]
 
 
 def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
@@ -327,17 +327,17 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
 def _nvfp4_factor(scale: Tensor, decode: Tensor) -> Tensor:
     """What the elements of a block are multiplied by: [*scales, 1]."""
     # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
-    return _reciprocal(scale.float() * decode).clamp(max=_FLT_MAX).unsqueeze(-1)
+    return reciprocal(scale.float() * decode).clamp(max=_FLT_MAX).unsqueeze(-1)
 
 
 def nvfp4_global_scale(global_amax: Tensor, e4m3_max: float = _E4M3_MAX) -> tuple[Tensor, Tensor]:
     """NVFP4's tensor-level scale for a float32 amax of any shape, and its reciprocal; 1 for 0 and infinity."""
     encode = (torch.full_like(global_amax, e4m3_max * _E2M1_MAX) / global_amax).clamp(max=_FLT_MAX)
     encode = torch.where((global_amax > 0) & (encode > 0), encode, 1.0)
-    return encode, _reciprocal(encode)
+    return encode, reciprocal(encode)
 
 
-def _reciprocal(x: Tensor) -> Tensor:
+def reciprocal(x: Tensor) -> Tensor:
     """1 / x as a division of tensors: Inductor's Triton code rounds that correctly, its `reciprocal` does not."""
     return torch.ones_like(x) / x
 

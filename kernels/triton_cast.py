@@ -48,13 +48,12 @@ def _multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constex
 
     (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
     """
+    if EPS > 0:
+        amax = tl.where(amax < EPS, EPS, amax)
     scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
     if TORCHAO_BELOW > 0:
         scale = tl.where(amax < TORCHAO_BELOW, TORCHAO_MOST, scale)
     else:
-        if EPS > 0:
-            amax = tl.where(amax < EPS, EPS, amax)
-            scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
         scale = tl.where(scale == float("inf"), LARGEST, scale)
         scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
     if POW2:

@@ -140,10 +140,6 @@ _TILE = {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 4}
 """Two accumulators of 128x128 fit the registers of 8 warps; larger tiles spill."""
 
 
-def _cdiv(size: Any, by: int) -> Any:
-    return (size + by - 1) // by
-
-
 def _rows(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
     fast_accum: bool,
@@ -151,7 +147,7 @@ def _rows(
     rows, inner = a.shape
     groups, features = b.shape[:2]
     out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
-    grid = ((_cdiv(rows, _TILE["BM"]) + groups + 1) * _cdiv(features, _TILE["BN"]),)
+    grid = ((triton.cdiv(rows, _TILE["BM"]) + groups + 1) * triton.cdiv(features, _TILE["BN"]),)
     launch: Any = rows_kernel[grid]
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
         launch(
@@ -168,7 +164,7 @@ def _columns(
 ) -> Tensor:  # fmt: skip
     groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
-    grid = (groups * _cdiv(outputs, _TILE["BM"]) * _cdiv(inputs, _TILE["BN"]),)
+    grid = (groups * triton.cdiv(outputs, _TILE["BM"]) * triton.cdiv(inputs, _TILE["BN"]),)
     launch: Any = columns_kernel[grid]
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
         launch(

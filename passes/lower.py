@@ -35,7 +35,6 @@ from fxquant.passes.base import is_fxquant, val
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
 
-
 _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 
 _READS_VALUES = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxquant import Backend, CustomRecipe, HybridQuantizer, Quantizer, QuantizerRole, Recipe
 from fxquant.backend import compile_eager
@@ -175,3 +176,20 @@ class Asked:
     def __call__(self, role: QuantizerRole) -> Quantizer:
         self.roles.append(role)
         return self.recipe.quantizer(role)
+
+
+class RecomputableMlp(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.recompute = nn.Linear(64, 96), nn.Linear(96, 32), recompute
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+
+def recomputable_mlp(recompute: bool = False) -> RecomputableMlp:
+    torch.manual_seed(0)
+    return RecomputableMlp(recompute)

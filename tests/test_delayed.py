@@ -5,9 +5,8 @@ from __future__ import annotations
 import golden
 import pytest
 import torch
-from helpers import assert_same_bits, eager_backend
+from helpers import assert_same_bits, eager_backend, recomputable_mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import CustomRecipe, DelayedScaling, DelayedScalingRequest, IdentityQuantizer, MXFP8Quantizer, RecipeError
@@ -18,23 +17,6 @@ from fxquant.kernels.reference import quantize
 GOLDEN = golden.load("delayed")
 golden.taken("delayed", ".*")
 SEQUENCES = sorted({key.rsplit("/", 1)[0] for key in GOLDEN if key.startswith("fused")})
-
-
-class Mlp(nn.Module):
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.up, self.down, self.recompute = nn.Linear(64, 96), nn.Linear(96, 32), recompute
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
-
-
-def model(recompute: bool = False) -> Mlp:
-    torch.manual_seed(0)
-    return Mlp(recompute)
 
 
 def batches(count: int) -> list[Tensor]:
@@ -97,14 +79,14 @@ def test_recomputation_uses_the_scales_of_the_forward() -> None:
     """Invariant 45, for delayed scaling."""
     results = []
     for recompute in (False, True):
-        net, backend = model(recompute), eager_backend(DelayedScaling(amax_history_len=4))
+        net, backend = recomputable_mlp(recompute), eager_backend(DelayedScaling(amax_history_len=4))
         train(torch.compile(net, backend=backend), batches(3))
         results.append({name: p.grad for name, p in net.named_parameters()} | backend.state_dict())
     assert_same_bits(*results)
 
 
 def test_without_gradients_the_state_is_read_only() -> None:
-    net, backend = model(), eager_backend(DelayedScaling(amax_history_len=4))
+    net, backend = recomputable_mlp(), eager_backend(DelayedScaling(amax_history_len=4))
     run = torch.compile(net, backend=backend)
     train(run, batches(2))
     before = backend.state_dict()
@@ -116,14 +98,14 @@ def test_without_gradients_the_state_is_read_only() -> None:
 def test_resumed_training_equals_uninterrupted_training() -> None:
     """Invariant 44, for the state: plain tensors, restored into a model that is not compiled yet."""
     steps = batches(6)
-    whole, backend = model(), eager_backend(DelayedScaling(amax_history_len=4))
+    whole, backend = recomputable_mlp(), eager_backend(DelayedScaling(amax_history_len=4))
     run = torch.compile(whole, backend=backend)
     train(run, steps[:3])
     saved, grads = backend.state_dict(), [p.grad.clone() for p in whole.parameters()]
     assert all(type(t) is Tensor for t in saved.values())
     train(run, steps[3:])
 
-    resumed, second = model(), eager_backend(DelayedScaling(amax_history_len=4))
+    resumed, second = recomputable_mlp(), eager_backend(DelayedScaling(amax_history_len=4))
     second.load_state_dict(saved)
     for p, grad in zip(resumed.parameters(), grads, strict=True):
         p.grad = grad
@@ -142,7 +124,7 @@ def test_state_is_sized_to_the_requests() -> None:
         return MXFP8Quantizer()
 
     backend = eager_backend(CustomRecipe(qfactory=factory))
-    train(torch.compile(model(), backend=backend), batches(1))
+    train(torch.compile(recomputable_mlp(), backend=backend), batches(1))
     assert {key: tuple(t.shape) for key, t in backend.state_dict().items()} == {
         "0.scale": (3,),
         "0.amax_history": (2, 3),
@@ -156,7 +138,7 @@ def test_requests_that_disagree_are_refused() -> None:
         return DelayedScalingRequest(margin=1 if role.name == "down" else 0)
 
     with pytest.raises(RecipeError, match=r"layer 'down', input: margin=1 .* differs from 0"):
-        fxquant.explain(model(), CustomRecipe(qfactory=factory), batches(1)[0])
+        fxquant.explain(recomputable_mlp(), CustomRecipe(qfactory=factory), batches(1)[0])
 
 
 def test_callable_algorithms_are_traced() -> None:
@@ -187,7 +169,7 @@ def test_regions_without_state_are_skipped_with_a_reason() -> None:
 
 def test_attention_like_identity_needs_no_state() -> None:
     backend = eager_backend(CustomRecipe(qfactory=lambda role: IdentityQuantizer()))
-    train(torch.compile(model(), backend=backend), batches(1))
+    train(torch.compile(recomputable_mlp(), backend=backend), batches(1))
     assert backend.state_dict() == {}
 
 
@@ -195,7 +177,7 @@ def test_attention_like_identity_needs_no_state() -> None:
 @pytest.mark.parametrize("order", ["sum", "first", "last"])
 def test_forwards_before_their_backwards(order: str, recompute: bool) -> None:
     """Two losses of one model in a step: all gradients since the last forward count, whichever comes first."""
-    net, backend = model(recompute), eager_backend(DelayedScaling(amax_history_len=4))
+    net, backend = recomputable_mlp(recompute), eager_backend(DelayedScaling(amax_history_len=4))
     run = torch.compile(net, backend=backend)
     x, y = batches(2)
     for _ in range(2):
@@ -213,7 +195,7 @@ def test_forwards_before_their_backwards(order: str, recompute: bool) -> None:
 
 def test_graphs_of_the_backend_by_name_share_their_state() -> None:
     """Evaluation and other shapes are graphs of their own, which would start with scales of one."""
-    nets = [model(), nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))]
+    nets = [recomputable_mlp(), nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))]
     for net in nets:
         for p in net.parameters():
             p.data.mul_(1e-3 if p.ndim > 1 else 0)

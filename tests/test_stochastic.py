@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same_bits, compiled, eager_backend, per_role, recorded_story
+from helpers import assert_same_bits, compiled, eager_backend, per_role, recomputable_mlp, recorded_story
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import HybridQuantizer, NVFP4Quantizer, RecipeError
@@ -87,23 +86,6 @@ def test_each_direction_and_operand_has_a_stream_of_its_own() -> None:
     assert OperandSpec(QuantSpec(format="nvfp4"), SPEC).numbered(3).rowwise.stream == 0
 
 
-class Mlp(nn.Module):
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__()
-        self.up, self.down, self.recompute = nn.Linear(64, 96), nn.Linear(96, 32), recompute
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
-
-
-def model(recompute: bool = False) -> Mlp:
-    torch.manual_seed(0)
-    return Mlp(recompute)
-
-
 def gradients(net: nn.Module, run: object, steps: int = 1) -> list[dict[str, Tensor]]:
     """Those of `steps` equal steps."""
     x = torch.randn(16, 64, generator=seeded(1))
@@ -116,7 +98,7 @@ def gradients(net: nn.Module, run: object, steps: int = 1) -> list[dict[str, Ten
 
 
 def test_steps_differ_and_a_restored_state_replays_them() -> None:
-    net, backend = model(), eager_backend(RECIPE)
+    net, backend = recomputable_mlp(), eager_backend(RECIPE)
     run = torch.compile(net, backend=backend, fullgraph=True)
     first, second = gradients(net, run, 2)
     assert not torch.equal(first["up.weight"], second["up.weight"])
@@ -126,7 +108,7 @@ def test_steps_differ_and_a_restored_state_replays_them() -> None:
     backend.load_state_dict(saved)
     assert_same_bits(gradients(net, run)[0], third)
 
-    other, resumed = model(), eager_backend(RECIPE)
+    other, resumed = recomputable_mlp(), eager_backend(RECIPE)
     resumed.load_state_dict(saved)
     assert_same_bits(gradients(other, torch.compile(other, backend=resumed))[0], third)
 
@@ -134,7 +116,7 @@ def test_steps_differ_and_a_restored_state_replays_them() -> None:
 def test_the_seed_is_that_of_torch() -> None:
     made = []
     for seed in (5, 5, 6):
-        net = model()
+        net = recomputable_mlp()
         torch.manual_seed(seed)
         made += gradients(net, torch.compile(net, backend=eager_backend(RECIPE)))
     assert_same_bits(made[0], made[1])
@@ -162,7 +144,7 @@ def test_the_backward_rounds_by_the_step_of_its_forward() -> None:
 
 def test_an_earlier_graph_keeps_its_step() -> None:
     """Two forwards, then their backwards."""
-    net, backend = model(), eager_backend(RECIPE)
+    net, backend = recomputable_mlp(), eager_backend(RECIPE)
     run = torch.compile(net, backend=backend)
     expected = gradients(net, run, 2)
     backend.load_state_dict({"0.random": torch.tensor([0, 0])})
@@ -180,14 +162,14 @@ def test_recomputation_rounds_as_the_forward_did(everything: bool) -> None:
     recipe = per_role(input=SR, weight=SR, grad_output=SR) if everything else RECIPE
     results = []
     for recompute in (False, True):
-        net = model(recompute)
+        net = recomputable_mlp(recompute)
         results.append(gradients(net, torch.compile(net, backend=eager_backend(recipe), fullgraph=True), 3))
     for a, b in zip(*results, strict=True):
         assert_same_bits(a, b)
 
 
 def test_without_gradients_the_step_stays() -> None:
-    net, backend = model(), eager_backend(per_role(input=SR, weight=RN, grad_output=SR))
+    net, backend = recomputable_mlp(), eager_backend(per_role(input=SR, weight=RN, grad_output=SR))
     run, x = torch.compile(net, backend=backend), torch.randn(16, 64)
     run(x)
     before = backend.state_dict()
@@ -215,7 +197,7 @@ def test_graphs_of_one_model_have_different_seeds() -> None:
 
 
 def test_shapes_of_one_model_share_its_state() -> None:
-    net, backend = model(), eager_backend(RECIPE)
+    net, backend = recomputable_mlp(), eager_backend(RECIPE)
     run = torch.compile(net, backend=backend, dynamic=False)
     for rows in (16, 32, 16):
         run(torch.randn(rows, 64)).sum().backward()
@@ -229,7 +211,7 @@ def test_delayed_scaling_beside_it() -> None:
     )
     results = []
     for recompute in (False, True):
-        net, backend = model(recompute), eager_backend(recipe)
+        net, backend = recomputable_mlp(recompute), eager_backend(recipe)
         results += gradients(net, torch.compile(net, backend=backend, fullgraph=True), 2)[1:]
         state = backend.state_dict()
         assert list(state) == ["0.scale", "0.amax_history", "1.random"]
