@@ -32,9 +32,14 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], keys: list[tuple[Tensor, 
 
 def round_keys(key: tuple[Tensor, Tensor], rounds: int = 10) -> list[tuple[Tensor, Tensor]]:
     """The key [1] of every round."""
-    index = torch.arange(rounds, device=key[0].device)
+    index = _arange(rounds, key[0])
     schedules = [((index * weyl + word) & _MASK).unbind() for word, weyl in zip(key, _WEYL, strict=True)]
     return list(zip(*schedules, strict=True))
+
+
+def _arange(length: int, value: Tensor) -> Tensor:
+    """int64 [0, length), tied to an int64 tensor: of a plain arange Inductor makes an index, and multiplies in 32 bits."""
+    return torch.arange(length, device=value.device) + (value & 0)
 
 
 def _multiply(word: Word, multiplier: int) -> tuple[Word, Word]:
@@ -57,7 +62,7 @@ def random_bytes(shape: torch.Size, state: Tensor, stream: int) -> Tensor:
         rows = rows * size
     seed, step, number = state.unbind()
     keys = round_keys((seed & _MASK, seed >> 32 & _MASK))
-    row = torch.arange(rows, device=state.device).reshape(*outer, 1)
-    words = philox4x32((torch.arange(columns // 16, device=state.device), row, 2 * number + stream, step & _MASK), keys)
+    row = _arange(rows, seed).reshape(*outer, 1)
+    words = philox4x32((_arange(columns // 16, seed), row, 2 * number + stream, step & _MASK), keys)
     shifts = torch.arange(0, 32, 8, device=state.device)
     return (torch.stack(words, -1).unsqueeze(-1) >> shifts & 0xFF).flatten(-3)

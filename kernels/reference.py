@@ -11,6 +11,7 @@ even after every operation, with subnormals kept. An amax ignores NaN elements, 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -297,16 +298,19 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
     """
     rows = spec.row.block[0]
     encode, decode = nvfp4_global_scale(global_amax, spec.e4m3_max)
-    base = amax / torch.full_like(amax, _E2M1_MAX) * encode
+    base = amax / _divisor(_E2M1_MAX, amax) * encode
     scales, errors = [], []
     for factor in (1.0, 1.5):
         scale = (base * factor).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
         scales.append(scale)
         scale = _repeat_rows(scale, rows, blocks.shape[-3])
         values = decode_e2m1(encode_e2m1(blocks * _nvfp4_factor(scale, decode))) * scale.float().unsqueeze(-1)
-        size = torch.full_like(global_amax, spec.e4m3_max * _E2M1_MAX)
+        size = _divisor(spec.e4m3_max * _E2M1_MAX, global_amax)
         difference = values * global_amax.unsqueeze(-1) / size.unsqueeze(-1) - blocks
-        error = difference.abs() if spec.four_over_six == "mae" else difference * difference
+        if spec.four_over_six == "mae":
+            error = difference.abs()
+        else:  # the square rounded to float32 before it is added, where a GPU would fuse the two
+            error = (difference.double() * difference.double()).float()
         total, *others = error.unbind(-1)
         for other in others:
             total = total + other
@@ -322,6 +326,12 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
     return torch.where(to_four, scales[1].view(torch.uint8), scales[0].view(torch.uint8)).view(
         torch.float8_e4m3fn
     ), to_four
+
+
+def _divisor(value: float, like: Tensor) -> Tensor:
+    """A float32 divisor in the shape of a float32 tensor: by a plain constant Inductor multiplies with its reciprocal."""
+    (bits,) = struct.unpack("i", struct.pack("f", value))
+    return ((like.view(torch.int32) & 0) | bits).view(torch.float32)
 
 
 def _nvfp4_factor(scale: Tensor, decode: Tensor) -> Tensor:
