@@ -175,9 +175,7 @@ def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str
 
     torch before 2.13 gives up its own analysis at inline assembly, and takes every argument for written.
     """
-    if torch_version() >= (2, 13):
-        return
-    if not _WRITTEN:
+    if not _WRITTEN and torch_version() < (2, 13):
         wrap: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
         analyse = wrap.identify_mutated_tensors
 
@@ -191,6 +189,15 @@ def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str
 
 
 _WRITTEN: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
+
+
+def written_by(launch: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments that a launch writes, from the arguments of its `triton_kernel_wrapper_mutation`."""
+    table = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap").kernel_side_table
+    kernel = table.get_kernel(launch["kernel_idx"])
+    while kernel not in _WRITTEN:  # inside the autotuner that launch options such as num_warps make of it
+        kernel = kernel.fn
+    return _WRITTEN[kernel](launch["kwargs"])
 
 
 def operator_library(namespace: str, *, more: bool = False) -> Any:
@@ -273,4 +280,5 @@ __all__ = [
     "tree_unflatten",
     "triton_kernel_wrapper_functional",
     "triton_kernel_wrapper_mutation",
+    "written_by",
 ]

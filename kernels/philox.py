@@ -38,7 +38,7 @@ def round_keys(key: tuple[Tensor, Tensor], rounds: int = 10) -> list[tuple[Tenso
 
 
 def _arange(length: int, value: Tensor) -> Tensor:
-    """int64 [0, length), tied to an int64 tensor: of a plain arange Inductor makes an index, and multiplies in 32 bits."""
+    """int64 [0, length), tied to an int64 tensor: a plain arange is an index for Inductor: it multiplies in 32 bits."""
     return torch.arange(length, device=value.device) + (value & 0)
 
 

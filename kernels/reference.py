@@ -329,7 +329,7 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
 
 
 def _divisor(value: float, like: Tensor) -> Tensor:
-    """A float32 divisor in the shape of a float32 tensor: by a plain constant Inductor multiplies with its reciprocal."""
+    """A float32 divisor in the shape of a tensor: in the place of a number, whose inverse Inductor multiplies with."""
     (bits,) = struct.unpack("i", struct.pack("f", value))
     return ((like.view(torch.int32) & 0) | bits).view(torch.float32)
 

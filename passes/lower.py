@@ -25,10 +25,11 @@ from fxquant.compat import (
     tree_map_only,
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
+    written_by,
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
+from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_amax, triton_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
@@ -42,6 +43,20 @@ _READS_VALUES = (
 )  # fmt: skip
 """Operators whose result depends on the last bit of what they read."""
 
+_aten = torch.ops.aten
+_VIEWS = (
+    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default,
+    _aten.transpose.int, _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.slice.Tensor,
+)  # fmt: skip
+_EXTERNAL = (
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default,
+    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_backward.default,
+    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_cudnn_attention_backward.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+)  # fmt: skip
+"""What no kernel of Inductor's own computes."""
+
 
 def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better.
@@ -54,8 +69,13 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return gemm.scaled_mm
-    if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and not portable and _transposes(name, node):
-        return triton_quantize if name == "quantize" else triton_hybrid_quantize
+    if device.type == "cuda" and not portable:
+        in_memory = name in _READS_VALUES and _in_memory(node.args[0])
+        if name == "amax" and in_memory:
+            return triton_amax.tensor_amax
+        if name in ("quantize", "hybrid_quantize") and _by_triton(name, node):
+            run = triton_quantize if name == "quantize" else triton_hybrid_quantize
+            return functools.partial(run, triton_amax.tensor_amax if in_memory else _amax_of_rounded)
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
@@ -64,26 +84,42 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
 
 
-def _transposes(name: str, node: fx.Node) -> bool:
-    """Whether a quantization writes a transposed payload that a Triton kernel can write.
+def _by_triton(name: str, node: fx.Node) -> bool:
+    """Whether a quantization is better written by a Triton kernel, and can be.
 
-    Inductor fuses a rowwise cast into the producer of its tensor, but stores transposed ones a byte at a time.
+    Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor comes between,
+    and stores transposed payloads a byte at a time.
     """
     x, *args = node.args
-    specs, columnwise = (args[:1], args[1] == "columnwise") if name == "quantize" else (args[:2], True)
-    known = all(triton_cast.supports(QuantSpec.parse(str(spec))) for spec in specs)
+    specs = [QuantSpec.parse(str(spec)) for spec in (args[:1] if name == "quantize" else args[:2])]
+    columnwise = name != "quantize" or args[1] == "columnwise"
+    after_amax = specs[0].row.family == "per_tensor" and len(args) == 2
+    known = all(triton_cast.supports(spec) for spec in specs)
     value = val(x)
     matrix = value.ndim == 2 and value.dtype != torch.float64 and 0 not in value.shape
-    return columnwise and known and matrix and converts_to_fp8(value.device)
+    return (columnwise or after_amax) and known and matrix and converts_to_fp8(value.device)
 
 
-def triton_quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
+def _in_memory(x: Any) -> bool:
+    """Whether a tensor is a graph's input or the result of a GEMM or an attention, seen through views."""
+    while isinstance(x, fx.Node) and x.target in _VIEWS:
+        x = x.args[0]
+    if isinstance(x, fx.Node) and x.target is operator.getitem:
+        x = x.args[0]
+    return isinstance(x, fx.Node) and (x.op in ("placeholder", "get_attr") or x.target in _EXTERNAL)
+
+
+def triton_quantize(
+    amax: Callable[[Tensor], Tensor], x: Tensor, spec: str, direction: str, scale: Tensor | None = None
+) -> list[Tensor]:
     """`fxquant::quantize` of a matrix by a Triton kernel."""
     parsed = QuantSpec.parse(spec)
-    return triton_cast.quantize(x, None, parsed, None, scale, _amax_of_rounded)
+    row, column = (None, parsed) if direction == "columnwise" else (parsed, None)
+    return triton_cast.quantize(x, row, column, scale, scale, amax)
 
 
 def triton_hybrid_quantize(
+    amax: Callable[[Tensor], Tensor],
     x: Tensor,
     rowwise_spec: str,
     columnwise_spec: str,
@@ -92,7 +128,7 @@ def triton_hybrid_quantize(
 ) -> list[Tensor]:
     """`fxquant::hybrid_quantize` of a matrix by a Triton kernel."""
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
-    return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, _amax_of_rounded)
+    return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, amax)
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:
@@ -104,12 +140,15 @@ def _of_rounded(run: Any, x: Tensor, *args: Any) -> Any:
 
     A kernel that Inductor fuses with the producer of a 16-bit tensor keeps it in float32, unrounded, and the scale
     would be another one than for the tensor that everything else sees. So the value is rounded again, by arithmetic
-    that changes nothing in a rounded one; casting to and fro would be dropped.
+    that changes nothing in a rounded one; a cast to and fro would be dropped.
     """
     if x.dtype not in (torch.bfloat16, torch.float16):
         return run(x, *args)
-    rounded_to = reference.round_to_bfloat16 if x.dtype == torch.bfloat16 else _round_to_float16
-    return run(rounded_to(x.float()).to(x.dtype), *args)
+    if x.dtype == torch.float16:
+        return run(_round_to_float16(x.float()).half(), *args)
+    if x.device.type == "cuda":  # the conversion to a 16-bit integer is not dropped, and costs a fraction
+        return run((x.view(torch.int16).to(torch.int32) << 16).view(torch.float32).bfloat16(), *args)
+    return run(reference.round_to_bfloat16(x.float()).bfloat16(), *args)
 
 
 def _round_to_float16(y: Tensor) -> Tensor:
@@ -149,7 +188,7 @@ def _make_functional(graph: fx.Graph) -> None:
         if node.target is not triton_kernel_wrapper_mutation:
             continue
         given = node.kwargs["kwargs"]
-        written = triton_cast.written(given)
+        written = written_by(node.kwargs)
         with graph.inserting_before(node):
             call = graph.call_function(
                 triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}
@@ -236,5 +275,8 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     )
     if symbolic:
         return None
-    inner = run.args[0] if isinstance(run, functools.partial) else run
-    return (inner.__name__, tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])))
+    parts = (run.func, *run.args) if isinstance(run, functools.partial) else (run,)
+    return (
+        *(part.__name__ for part in parts),
+        tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])),
+    )
