@@ -164,6 +164,15 @@ def artificial_source(name: str) -> Any:
     return ConstantSource(name)
 
 
+def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule) -> None:
+    """Gives a changed copy of a captured graph what tells AOTAutograd that it was captured.
+
+    Without it the parameters are not known as such, and the partitioner saves what is made of them.
+    """
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+
+
 def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors as fakes of the mode that the inputs are in, with sizes that are not symbolic."""
     mode = detect_fake_mode(list(example_inputs))
@@ -240,6 +249,7 @@ __all__ = [
     "compile_to_look",
     "compile_with_inductor",
     "converts_to_fp8",
+    "copy_sources",
     "declare_written",
     "detect_fake_mode",
     "enable_python_dispatcher",

@@ -202,7 +202,9 @@ def quantize_operand(
 
 
 def shared_spec(spec: QuantSpec) -> QuantSpec:
-    """The spec without its operand's number, which goes into the state: so that all operands share one lowering."""
+    """The spec without its operand's slot or number, which the state stands for: all operands share one lowering."""
+    if spec.is_delayed:
+        return replace(spec, slot=0)
     return replace(spec, stream=spec.stream % 2) if spec.stochastic else spec
 
 
