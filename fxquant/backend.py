@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fxquant import compat
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
-from fxquant.passes import Lowering, Rewriter, bind_state, quantizes
+from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, quantizes
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
 from fxquant.state import Slots, State, StateStore
@@ -21,7 +21,7 @@ from fxquant.state import Slots, State, StateStore
 log = logging.getLogger(__name__)
 
 INNER = ("inductor", "aot_eager")
-OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group")
+OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group", "save")
 
 
 class Backend:
@@ -34,8 +34,9 @@ class Backend:
 
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
-    go to Inductor. `model` gives layers their full names where the graph breaks. `amax_group` is the process group
-    over which delayed scaling takes the largest amax. Backends with the same `states` share them.
+    go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
+    which the backward quantizes them again. `model` gives layers their full names where the graph breaks. `amax_group`
+    is the process group over which delayed scaling takes the largest amax. Backends with the same `states` share them.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -48,6 +49,7 @@ class Backend:
         allow_float64: bool = False,
         mode: str | None = None,
         inductor: Mapping[str, Any] | None = None,
+        save: str = "quantized",
         model: nn.Module | None = None,
         amax_group: Any = None,
         states: StateStore | None = None,
@@ -55,7 +57,10 @@ class Backend:
         self.recipe = resolve(recipe)
         if inner not in INNER:
             raise OptionError(f"unknown inner compiler {inner!r}; known: {', '.join(INNER)}")
+        if save not in SAVE:
+            raise OptionError(f"unknown choice {save!r} of what to save; known: {', '.join(SAVE)}")
         self.inner = inner
+        self.save = save
         self.allow_float64 = allow_float64
         self.inductor = {**compat.inductor_mode_options(mode), **(inductor or {})}
         for option in self.inductor:
@@ -100,10 +105,11 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.inner == "aot_eager":
-            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
+            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, save=self.save)
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
-        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=quantizes(gm, recomputed=True))
+        recomputed = self.save == "least" or quantizes(gm, recomputed=True)
+        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=recomputed, save=self.save)
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
     def activate(self) -> None:
@@ -125,7 +131,7 @@ class Backend:
 
 
 def inductor_settings(
-    fingerprint: str, given: Mapping[str, Any], *, recomputed: bool, portable: bool = False
+    fingerprint: str, given: Mapping[str, Any], *, recomputed: bool, save: str = "quantized", portable: bool = False
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; those `given` by the user come first.
 
@@ -138,6 +144,9 @@ def inductor_settings(
         # where an activation is recomputed it must come out with the bits that the forward quantized
         "emulate_precision_casts": recomputed or compat.inductor_config.emulate_precision_casts,
         **given,
+        "custom_partitioner_fn": Partition(
+            save, given.get("custom_partitioner_fn", compat.inductor_config.custom_partitioner_fn)
+        ),
         "post_grad_custom_post_pass": Lowering(
             fingerprint,
             given.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
@@ -150,6 +159,7 @@ def compile_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    save: str = "quantized",
 ) -> Callable[..., Any]:
     """AOTAutograd with the partitioner that Inductor uses, merged graphs, and `inner` as their compiler."""
 
@@ -162,7 +172,7 @@ def compile_eager(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=compat.min_cut_rematerialization_partition,
+        partition_fn=Partition(save),
     )
     return run(gm, list(example_inputs))
 
@@ -202,7 +212,7 @@ def fxquant_backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
-    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`. Raises
+    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`, `save`. Raises
     OptionError for another and RecipeError for an unknown recipe, each with the list of those that are known.
     """
     options = {} if options is None else options

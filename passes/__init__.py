@@ -1,6 +1,7 @@
 """The passes, in the order they run. Analysis writes facts, rewriting reads them.
 
-On the captured graph, before autograd: `Rewriter`. On the forward and the backward graph, after partitioning: `LOWER`.
+On the captured graph, before autograd: `Rewriter`. On the joint graph: `Partition`. On the forward and the backward
+graph, after partitioning: `LOWER`.
 On exported programs, by `fxquant.program`: describe, `Rewriter`, open_calls, fold, calibrate.
 """
 
@@ -26,6 +27,7 @@ from fxquant.passes.forms_mha import expand_opaque
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
+from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
@@ -121,4 +123,4 @@ def _sources() -> tuple[str, ...]:
     return tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
 
 
-__all__ = ["LOWER", "Lowering", "Rewriter", "bind_state", "quantizes"]
+__all__ = ["LOWER", "SAVE", "Lowering", "Partition", "Rewriter", "bind_state", "quantizes"]
