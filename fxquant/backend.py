@@ -13,15 +13,17 @@ from torch import Tensor, fx, nn
 from fxquant import compat
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
-from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, quantizes
+from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, cache_weights, quantizes
+from fxquant.passes.cache_weights import Taken
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
 from fxquant.state import Slots, State, StateStore
+from fxquant.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 
 INNER = ("inductor", "aot_eager")
-OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group", "save")
+OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group", "save", "cache_weights")
 
 
 class Backend:
@@ -35,8 +37,10 @@ class Backend:
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
     go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
-    which the backward quantizes them again. `model` gives layers their full names where the graph breaks. `amax_group`
-    is the process group over which delayed scaling takes the largest amax. Backends with the same `states` share them.
+    which the backward quantizes them again. With `cache_weights` a weight is quantized only when it has changed, and
+    its payloads take memory in between; `clear_cache` says that it has where that cannot be seen. `model` gives layers
+    their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the
+    largest amax. Backends with the same `states` share them.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -50,6 +54,7 @@ class Backend:
         mode: str | None = None,
         inductor: Mapping[str, Any] | None = None,
         save: str = "quantized",
+        cache_weights: bool = False,
         model: nn.Module | None = None,
         amax_group: Any = None,
         states: StateStore | None = None,
@@ -68,6 +73,7 @@ class Backend:
                 raise OptionError(f"Inductor has no setting {option!r}")
         self.amax_group = None if amax_group is None else amax_group.group_name
         self.states = states or StateStore()
+        self.weights = WeightCache(self._compile_quantization) if cache_weights else None
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
@@ -79,18 +85,28 @@ class Backend:
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         states = self.states.get(slots, device)
-        if not states:
-            return self.compile(gm, example_inputs)
-        self._states += states
-        gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
-        # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
-        copies = [tensor.clone() for tensor in tensors]
-        run = self.compile(gm, [*example_inputs, *compat.static_fakes(copies, example_inputs)])
-        return lambda *inputs: self._call(run, inputs, tensors)
+        tensors: list[Tensor] = []
+        if states:
+            self._states += states
+            gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
+            # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
+            copies = [tensor.clone() for tensor in tensors]
+            example_inputs = [*example_inputs, *compat.static_fakes(copies, example_inputs)]
+        taken: list[Taken] = []
+        if self.weights is not None:
+            gm, taken, parts = cache_weights(gm)
+            example_inputs = [*example_inputs, *parts]
+        run = self.compile(gm, example_inputs)
+        if not tensors and not taken:
+            return run
+        return lambda *inputs: self._call(run, inputs, tensors, taken)
 
-    def _call(self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    def _call(
+        self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor], taken: Sequence[Taken]
+    ) -> Any:
+        parts = self.weights.parts(taken, inputs) if self.weights is not None else []
         # tensors with a version of their own, so that other calls may come between this one and its backward
-        return run(*inputs, *(tensor.data for tensor in tensors))
+        return run(*inputs, *(tensor.data for tensor in tensors), *parts)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
         """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""
@@ -111,6 +127,18 @@ class Backend:
         recomputed = self.save == "least" or quantizes(gm, recomputed=True)
         patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=recomputed, save=self.save)
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
+
+    def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles the quantization of one weight."""
+        if self.inner == "aot_eager":
+            return gm
+        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=False)
+        return compat.compile_with_inductor(gm, inputs, patches)  # type: ignore[no-any-return]
+
+    def clear_cache(self) -> None:
+        """Has every weight quantized again, where `cache_weights` keeps them: after writes that no version shows."""
+        if self.weights is not None:
+            self.weights.clear()
 
     def activate(self) -> None:
         """Makes the states of this backend's graphs the ones that count, where backends share them."""
@@ -212,8 +240,9 @@ def fxquant_backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
-    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`, `save`. Raises
-    OptionError for another and RecipeError for an unknown recipe, each with the list of those that are known.
+    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`, `save`,
+    `cache_weights`. Raises OptionError for another and RecipeError for an unknown recipe, each with the list of those
+    that are known.
     """
     options = {} if options is None else options
     check_options(options)

@@ -21,6 +21,7 @@ from fxquant.decisions import Decision
 from fxquant.passes.assign_roles import assign_roles
 from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.bind_state import bind_state, stateful_graphs
+from fxquant.passes.cache_weights import cache_weights
 from fxquant.passes.facts import Match
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.forms_mha import expand_opaque
@@ -123,4 +124,4 @@ def _sources() -> tuple[str, ...]:
     return tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
 
 
-__all__ = ["LOWER", "SAVE", "Lowering", "Partition", "Rewriter", "bind_state", "quantizes"]
+__all__ = ["LOWER", "SAVE", "Lowering", "Partition", "Rewriter", "bind_state", "cache_weights", "quantizes"]

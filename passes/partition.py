@@ -54,7 +54,7 @@ class Partition(CustomPartitionerFn):
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
-            return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)  # type: ignore[no-any-return]
+            return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         inner = None if self.inner is None else self.inner.uuid()
@@ -84,7 +84,7 @@ def share_scales(graph: fx.Graph) -> int:
             node.args = (*node.args, *state)
             count += 1
         for value in state:
-            source = _unviewed(value)  # type: ignore[arg-type]
+            source = _unviewed(value)
             if source.op == "call_function" and node not in of_backward:
                 must_save(source)
     graph.lint()
