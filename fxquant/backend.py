@@ -13,15 +13,17 @@ from torch import Tensor, fx, nn
 from fxquant import compat
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
-from fxquant.passes import Lowering, Rewriter, bind_state, quantizes
+from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, cache_weights, quantizes
+from fxquant.passes.cache_weights import Taken
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
 from fxquant.state import Slots, State, StateStore
+from fxquant.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 
 INNER = ("inductor", "aot_eager")
-OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group")
+OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group", "save", "cache_weights")
 
 
 class Backend:
@@ -34,8 +36,11 @@ class Backend:
 
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
-    go to Inductor. `model` gives layers their full names where the graph breaks. `amax_group` is the process group
-    over which delayed scaling takes the largest amax. Backends with the same `states` share them.
+    go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
+    which the backward quantizes them again. With `cache_weights` a weight is quantized only when it has changed, and
+    its payloads take memory in between; `clear_cache` says that it has where that cannot be seen. `model` gives layers
+    their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the
+    largest amax. Backends with the same `states` share them.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -48,6 +53,8 @@ class Backend:
         allow_float64: bool = False,
         mode: str | None = None,
         inductor: Mapping[str, Any] | None = None,
+        save: str = "quantized",
+        cache_weights: bool = False,
         model: nn.Module | None = None,
         amax_group: Any = None,
         states: StateStore | None = None,
@@ -55,7 +62,10 @@ class Backend:
         self.recipe = resolve(recipe)
         if inner not in INNER:
             raise OptionError(f"unknown inner compiler {inner!r}; known: {', '.join(INNER)}")
+        if save not in SAVE:
+            raise OptionError(f"unknown choice {save!r} of what to save; known: {', '.join(SAVE)}")
         self.inner = inner
+        self.save = save
         self.allow_float64 = allow_float64
         self.inductor = {**compat.inductor_mode_options(mode), **(inductor or {})}
         for option in self.inductor:
@@ -63,6 +73,7 @@ class Backend:
                 raise OptionError(f"Inductor has no setting {option!r}")
         self.amax_group = None if amax_group is None else amax_group.group_name
         self.states = states or StateStore()
+        self.weights = WeightCache(self._compile_quantization) if cache_weights else None
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
@@ -74,18 +85,28 @@ class Backend:
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         states = self.states.get(slots, device)
-        if not states:
-            return self.compile(gm, example_inputs)
-        self._states += states
-        gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
-        # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
-        copies = [tensor.clone() for tensor in tensors]
-        run = self.compile(gm, [*example_inputs, *compat.static_fakes(copies, example_inputs)])
-        return lambda *inputs: self._call(run, inputs, tensors)
+        tensors: list[Tensor] = []
+        if states:
+            self._states += states
+            gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
+            # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
+            copies = [tensor.clone() for tensor in tensors]
+            example_inputs = [*example_inputs, *compat.static_fakes(copies, example_inputs)]
+        taken: list[Taken] = []
+        if self.weights is not None:
+            gm, taken, parts = cache_weights(gm)
+            example_inputs = [*example_inputs, *parts]
+        run = self.compile(gm, example_inputs)
+        if not tensors and not taken:
+            return run
+        return lambda *inputs: self._call(run, inputs, tensors, taken)
 
-    def _call(self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    def _call(
+        self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor], taken: Sequence[Taken]
+    ) -> Any:
+        parts = self.weights.parts(taken, inputs) if self.weights is not None else []
         # tensors with a version of their own, so that other calls may come between this one and its backward
-        return run(*inputs, *(tensor.data for tensor in tensors))
+        return run(*inputs, *(tensor.data for tensor in tensors), *parts)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
         """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""
@@ -100,11 +121,24 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.inner == "aot_eager":
-            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module)
+            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, save=self.save)
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
-        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=quantizes(gm, recomputed=True))
+        recomputed = self.save == "least" or quantizes(gm, recomputed=True)
+        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=recomputed, save=self.save)
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
+
+    def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles the quantization of one weight."""
+        if self.inner == "aot_eager":
+            return gm
+        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=False)
+        return compat.compile_with_inductor(gm, inputs, patches)  # type: ignore[no-any-return]
+
+    def clear_cache(self) -> None:
+        """Has every weight quantized again, where `cache_weights` keeps them: after writes that no version shows."""
+        if self.weights is not None:
+            self.weights.clear()
 
     def activate(self) -> None:
         """Makes the states of this backend's graphs the ones that count, where backends share them."""
@@ -125,7 +159,7 @@ class Backend:
 
 
 def inductor_settings(
-    fingerprint: str, given: Mapping[str, Any], *, recomputed: bool, portable: bool = False
+    fingerprint: str, given: Mapping[str, Any], *, recomputed: bool, save: str = "quantized", portable: bool = False
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; those `given` by the user come first.
 
@@ -138,6 +172,9 @@ def inductor_settings(
         # where an activation is recomputed it must come out with the bits that the forward quantized
         "emulate_precision_casts": recomputed or compat.inductor_config.emulate_precision_casts,
         **given,
+        "custom_partitioner_fn": Partition(
+            save, given.get("custom_partitioner_fn", compat.inductor_config.custom_partitioner_fn)
+        ),
         "post_grad_custom_post_pass": Lowering(
             fingerprint,
             given.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
@@ -150,6 +187,7 @@ def compile_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    save: str = "quantized",
 ) -> Callable[..., Any]:
     """AOTAutograd with the partitioner that Inductor uses, merged graphs, and `inner` as their compiler."""
 
@@ -162,7 +200,7 @@ def compile_eager(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=compat.min_cut_rematerialization_partition,
+        partition_fn=Partition(save),
     )
     return run(gm, list(example_inputs))
 
@@ -202,8 +240,9 @@ def fxquant_backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
-    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`. Raises
-    OptionError for another and RecipeError for an unknown recipe, each with the list of those that are known.
+    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`, `save`,
+    `cache_weights`. Raises OptionError for another and RecipeError for an unknown recipe, each with the list of those
+    that are known.
     """
     options = {} if options is None else options
     check_options(options)

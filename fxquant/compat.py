@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
@@ -23,7 +25,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_mutation,
 )
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
@@ -33,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxquant.errors import FxQuantError
 
@@ -164,6 +167,37 @@ def artificial_source(name: str) -> Any:
     return ConstantSource(name)
 
 
+def must_save(node: fx.Node) -> None:
+    """Forbids the partitioner to compute a node of a joint graph again in the backward, checkpointed or not."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@contextmanager
+def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
+    """A scope in which the partitioner takes these operators for elementwise ones, which it may compute again."""
+    import torch._functorch.partitioners as partitioners
+
+    known = partitioners.get_default_op_list
+    more = [*operators]
+
+    def with_more() -> Any:
+        types = known()
+        fusible, again = (type(ops)([*ops, *more]) for ops in (types.fusible_ops, types.recomputable_ops))
+        return replace(types, fusible_ops=fusible, recomputable_ops=again)
+
+    with mock.patch.object(partitioners, "get_default_op_list", with_more):
+        yield
+
+
+def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule) -> None:
+    """Gives a changed copy of a captured graph what tells AOTAutograd that it was captured.
+
+    Without it the parameters are not known as such, and the partitioner saves what is made of them.
+    """
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+
+
 def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors as fakes of the mode that the inputs are in, with sizes that are not symbolic."""
     mode = detect_fake_mode(list(example_inputs))
@@ -237,6 +271,7 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
 __all__ = [
     "OLDEST_TORCH",
     "CustomGraphPass",
+    "CustomPartitionerFn",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -247,6 +282,7 @@ __all__ = [
     "compile_to_look",
     "compile_with_inductor",
     "converts_to_fp8",
+    "copy_sources",
     "declare_written",
     "detect_fake_mode",
     "enable_python_dispatcher",
@@ -267,8 +303,10 @@ __all__ = [
     "make_boxed_func",
     "make_fx",
     "min_cut_rematerialization_partition",
+    "must_save",
     "operator_library",
     "own_errors",
+    "recomputable",
     "size_hint",
     "static_fakes",
     "statically_known_true",

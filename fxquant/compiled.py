@@ -1,8 +1,8 @@
 """The typed front door, and the recipe of a compiled model while it is used.
 
 `fxquant.compile` gives what `torch.compile` gives, with a few methods more: `set_recipe`, `recipe`, `report`,
-`quantization_state_dict` and `load_quantization_state_dict`. Every recipe has a backend of its own, so going back to
-one finds its compiled graphs again.
+`clear_cache`, `quantization_state_dict` and `load_quantization_state_dict`. Every recipe has a backend of its own, so
+going back to one finds its compiled graphs again.
 """
 
 from __future__ import annotations
@@ -101,12 +101,17 @@ class _Switch:
         """Restores what `quantization_state_dict` gave."""
         self.states.load_state_dict(state)
 
+    def clear_cache(self) -> None:
+        """Has every weight quantized again, where they are cached, under whatever recipe."""
+        for backend, _ in self.compiled.values():
+            backend.clear_cache()
+
 
 def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """`torch.compile` with fxquant as its backend.
 
     `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
-    torch.compile (`dynamic`, `fullgraph`, `mode`). The result has besides: `set_recipe(recipe)`, `report()`, and
+    torch.compile (`dynamic`, `fullgraph`, `mode`). The result has besides: `set_recipe(recipe)`, `report()`, `clear_cache()`, and
     `quantization_state_dict()` / `load_quantization_state_dict(state)` for the state of delayed scaling and
     stochastic rounding, which is never among the model's keys. Unknown recipes and options are refused here.
     """
@@ -135,6 +140,7 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     methods = {
         "set_recipe": switch.set_recipe,
         "report": switch.report,
+        "clear_cache": switch.clear_cache,
         "quantization_state_dict": switch.state_dict,
         "load_quantization_state_dict": switch.load_state_dict,
     }

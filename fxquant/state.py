@@ -43,6 +43,12 @@ class Slots:
 
     def add(self, request: DelayedScalingRequest, key: SlotKey, dtype: torch.dtype) -> int:
         """The index of a new slot. Raises RecipeError when the request differs from those before it."""
+        self.check(request, key)
+        self.dtypes.append(dtype)
+        return _append(self.keys, key)
+
+    def check(self, request: DelayedScalingRequest, key: SlotKey) -> None:
+        """Raises RecipeError when a request differs from those before it."""
         if self.request is None:
             self.request = request
         for name in vars(request):
@@ -52,8 +58,6 @@ class Slots:
                     f"DelayedScalingRequest differs from {getattr(self.request, name)!r} of the requests before it; "
                     "all requests of a model must be equal in every field"
                 )
-        self.dtypes.append(dtype)
-        return _append(self.keys, key)
 
     def add_rounded(self, key: SlotKey) -> int:
         """The number of another operand that is rounded stochastically."""

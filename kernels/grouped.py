@@ -15,7 +15,8 @@ from fxquant.compat import operator_library
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels.grouped_mm import grouped_mm
 from fxquant.kernels.grouped_ops import quantize_groups
-from fxquant.kernels.linear import StateTensors
+from fxquant.kernels.linear import Payloads, StateTensors
+from fxquant.kernels.ops import shared_spec
 
 _library = operator_library("fxquant", more=True)
 
@@ -24,10 +25,17 @@ def _gemm(
     a: tuple[Tensor, Tensor | None], a_spec: OperandSpec, a_direction: str,
     b: tuple[Tensor, Tensor | None], b_spec: OperandSpec, b_direction: str,
     offs: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StateTensors,
+    b_parts: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """a x b^T in every group, after both (a tensor and its offsets each) are quantized in their direction."""
+    """a x b^T in every group, after both (a tensor and its offsets each) are quantized in their direction.
+
+    Unless the parts of b are given.
+    """
     a_parts, a_side = quantize_groups(*a, a_spec, a_direction, state.scale, state.random)
-    b_parts, b_side = quantize_groups(*b, b_spec, b_direction, state.scale, state.random)
+    if b_parts is None:
+        b_parts, b_side = quantize_groups(*b, b_spec, b_direction, state.scale, state.random)
+    else:
+        b_side = shared_spec(b_spec.columnwise if b_direction == "columnwise" else b_spec.rowwise)
     if a_side.is_identity:
         left, right = a_parts[0], b_parts[0]
         dtype = torch.promote_types(left.dtype, right.dtype)
@@ -49,18 +57,20 @@ class _GroupedLinear(torch.autograd.Function):
     """input [M, K] x weight [G, N, K]^T by the groups of `offs`, or input [G, M, K]; both of one dtype."""
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, offs: Tensor | None, spec_text: str, state: StateTensors) -> Tensor:
+    def forward(
+        input: Tensor, weight: Tensor, offs: Tensor | None, spec_text: str, state: StateTensors, known: Payloads
+    ) -> Tensor:
         spec = LinearSpec.parse(spec_text)
         _record(state, "forward", input, offs, spec.input)
         _record(state, "forward", weight, None, spec.weight)
         return _gemm(
             (input, offs), spec.input, "rowwise", (weight, None), spec.weight, "rowwise", offs, input.dtype, True,
-            state,
+            state, known.rowwise,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, offs, ctx.spec_text, ctx.state = inputs
+        input, weight, offs, ctx.spec_text, ctx.state, ctx.known = inputs
         ctx.save_for_backward(input, weight, offs)
 
     @staticmethod
@@ -75,29 +85,29 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
                 (grad_output, offs), spec.grad_output, "rowwise", (weight, None), spec.weight, "columnwise", offs,
-                input.dtype, False, state,
+                input.dtype, False, state, ctx.known.columnwise,
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
                 (grad_output, offs), spec.grad_output, "columnwise", (input, offs), spec.input, "columnwise", offs,
                 weight.dtype, False, state,
             )  # fmt: skip
-        return grad_input, grad_weight, None, None, None
+        return grad_input, grad_weight, None, None, None, None
 
 
 def _grouped_linear(
-    input: Tensor, weight: Tensor, offs: Tensor | None, spec: str, state: StateTensors | None = None
+    input: Tensor, weight: Tensor, offs: Tensor | None, spec: str, state: StateTensors, known: Payloads
 ) -> Tensor:
     autocast = LinearSpec.parse(spec).autocast
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
     input, weight = input.to(dtype), weight.to(dtype)
-    batch, state = weight.shape[:-2], state or StateTensors()
+    batch = weight.shape[:-2]
     with torch.autocast(input.device.type, enabled=False):
         if offs is not None:
-            return _GroupedLinear.apply(input, weight, offs, spec, state)  # type: ignore[no-any-return,no-untyped-call]
+            return _GroupedLinear.apply(input, weight, offs, spec, state, known)  # type: ignore[no-any-return,no-untyped-call]
         if len(batch) > 1:
             input, weight = input.flatten(0, -3), weight.flatten(0, -3)
-        output = _GroupedLinear.apply(input, weight, None, spec, state)  # type: ignore[no-untyped-call]
+        output = _GroupedLinear.apply(input, weight, None, spec, state, known)  # type: ignore[no-untyped-call]
         return output.unflatten(0, batch) if len(batch) > 1 else output  # type: ignore[no-any-return]
 
 
@@ -108,7 +118,7 @@ def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor | None, spec: str
     offset give zeros, and neither they nor the zeros get or give gradients. Without `offs` the groups are the batch
     of input [*batch, M, K] and weight [*batch, N, K]. The autocast dtype of the spec is applied here.
     """
-    return _grouped_linear(input, weight, offs, spec)
+    return _grouped_linear(input, weight, offs, spec, StateTensors(), Payloads())
 
 
 def grouped_linear_stateful(
@@ -121,9 +131,15 @@ def grouped_linear_stateful(
     step: Tensor | None,
     random: Tensor | None,
     spec: str,
+    weight_rowwise: list[Tensor] | None = None,
+    weight_columnwise: list[Tensor] | None = None,
 ) -> Tensor:
-    """`grouped_linear` whose specs name random streams, or the slot of their first group, of the `StateTensors`."""
-    return _grouped_linear(input, weight, offs, spec, StateTensors(scale, forward_amax, backward_amax, step, random))
+    """`grouped_linear` whose specs name random streams, or the slot of their first group, of the `StateTensors`.
+
+    Weights whose parts are given are not quantized again.
+    """
+    state = StateTensors(scale, forward_amax, backward_amax, step, random)
+    return _grouped_linear(input, weight, offs, spec, state, Payloads(weight_rowwise, weight_columnwise))
 
 
 _SCHEMAS = {
@@ -131,7 +147,8 @@ _SCHEMAS = {
     "grouped_linear_stateful": (
         grouped_linear_stateful,
         "(Tensor input, Tensor weight, Tensor? offs, Tensor? scale, Tensor(a!)? forward_amax,"
-        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec) -> Tensor",
+        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec, Tensor[]? weight_rowwise=None,"
+        " Tensor[]? weight_columnwise=None) -> Tensor",
     ),
 }
 for _name, (_kernel, _schema) in _SCHEMAS.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels import custom
-from fxquant.kernels.ops import _library, quantize_operand
+from fxquant.kernels.ops import _library, quantize_operand, shared_spec
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,25 @@ class StateTensors:
         written.copy_(self.step.expand_as(written))
 
 
+@dataclass(frozen=True)
+class Payloads:
+    """The parts of a weight that was quantized before, by direction; None where it was not."""
+
+    rowwise: list[Tensor] | None = None
+    columnwise: list[Tensor] | None = None
+
+
 def _gemm(
     a: Tensor, a_spec: OperandSpec, a_direction: str, b: Tensor, b_spec: OperandSpec, b_direction: str,
     bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StateTensors,
+    b_parts: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """a x b^T with the contracted axis of each last, after both are quantized in their direction."""
+    """a x b^T with the contracted axis of each last, after both are quantized in their direction, unless b was."""
     a_parts, a_side = quantize_operand(a, a_spec, a_direction, state.scale, state.random)
-    b_parts, b_side = quantize_operand(b, b_spec, b_direction, state.scale, state.random)
+    if b_parts is None:
+        b_parts, b_side = quantize_operand(b, b_spec, b_direction, state.scale, state.random)
+    else:
+        b_side = shared_spec(b_spec.columnwise if b_direction == "columnwise" else b_spec.rowwise)
     if a_side.key or b_side.key:
         return custom.gemm(a_parts, a_side, b_parts, b_side, bias, out_dtype)
     if a_side.is_identity:
@@ -81,15 +93,19 @@ class _Linear(torch.autograd.Function):
     """input [*batch, M, K] x weight [*batch, N, K]^T + bias [N], all of one dtype."""
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, state: StateTensors) -> Tensor:
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, state: StateTensors, known: Payloads
+    ) -> Tensor:
         spec = LinearSpec.parse(spec_text)
         state.record_forward(input, spec.input)
         state.record_forward(weight, spec.weight)
-        return _gemm(input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True, state)
+        return _gemm(
+            input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True, state, known.rowwise
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.spec_text, ctx.state = inputs
+        input, weight, _, ctx.spec_text, ctx.state, ctx.known = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
@@ -104,7 +120,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
                 grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, input.dtype, False,
-                state,
+                state, ctx.known.columnwise,
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
@@ -113,21 +129,22 @@ class _Linear(torch.autograd.Function):
             )  # fmt: skip
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, state: StateTensors = StateTensors()
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, state: StateTensors = StateTensors(),
+    known: Payloads = Payloads(),
+) -> Tensor:  # fmt: skip
     autocast = LinearSpec.parse(spec).autocast
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
     input, weight = input.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     with torch.autocast(input.device.type, enabled=False):
         if weight.ndim > 2:
-            return _Linear.apply(input, weight, bias, spec, state)  # type: ignore[no-any-return,no-untyped-call]
+            return _Linear.apply(input, weight, bias, spec, state, known)  # type: ignore[no-any-return,no-untyped-call]
         rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)
-        output = _Linear.apply(rows, weight, bias, spec, state)  # type: ignore[no-untyped-call]
+        output = _Linear.apply(rows, weight, bias, spec, state, known)  # type: ignore[no-untyped-call]
         return output.reshape(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
@@ -149,9 +166,15 @@ def linear_stateful(
     step: Tensor | None,
     random: Tensor | None,
     spec: str,
+    weight_rowwise: list[Tensor] | None = None,
+    weight_columnwise: list[Tensor] | None = None,
 ) -> Tensor:
-    """`linear` with operands whose specs name slots or random streams of the `StateTensors`."""
-    return _linear(input, weight, bias, spec, StateTensors(scale, forward_amax, backward_amax, step, random))
+    """`linear` with operands whose specs name slots or random streams of the `StateTensors`.
+
+    A weight whose parts are given is not quantized again, and gets its gradient all the same.
+    """
+    state = StateTensors(scale, forward_amax, backward_amax, step, random)
+    return _linear(input, weight, bias, spec, state, Payloads(weight_rowwise, weight_columnwise))
 
 
 _SCHEMAS = {
@@ -159,7 +182,8 @@ _SCHEMAS = {
     "linear_stateful": (
         linear_stateful,
         "(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor(a!)? forward_amax,"
-        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec) -> Tensor",
+        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec, Tensor[]? weight_rowwise=None,"
+        " Tensor[]? weight_columnwise=None) -> Tensor",
     ),
 }
 for _name, (_kernel, _schema) in _SCHEMAS.items():

@@ -28,6 +28,7 @@ _SCHEMAS = {
         " -> Tensor[]"
     ),
     "amax": "(Tensor x) -> Tensor",
+    "scale_from_amax": "(Tensor amax, str spec) -> Tensor",
     "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
     "scaled_mm": (
         "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum)"
@@ -62,6 +63,10 @@ def _amax(x: Tensor) -> Tensor:
     return reference.amax(x)
 
 
+def _scale_from_amax(amax: Tensor, spec: str) -> Tensor:
+    return reference.multiplier_from_amax(amax, QuantSpec.parse(spec))
+
+
 def _dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     values = reference.dequantize(parts, QuantSpec.parse(spec))
     length = size[-2] if direction == "columnwise" else size[-1]
@@ -84,6 +89,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize": _quantize,
     "hybrid_quantize": _hybrid_quantize,
     "amax": _amax,
+    "scale_from_amax": _scale_from_amax,
     "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
 }
@@ -141,6 +147,11 @@ def _amax_fake(x: Tensor) -> Tensor:
     return x.new_empty([1], dtype=torch.float32)
 
 
+@fake_kernel(_library, "scale_from_amax")
+def _scale_from_amax_fake(amax: Tensor, spec: str) -> Tensor:
+    return torch.empty_like(amax)
+
+
 @fake_kernel(_library, "dequantize")
 def _dequantize_fake(
     parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype
@@ -165,8 +176,8 @@ def _scaled_mm_fake(
 def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
 
-    `state` is the delayed scale [1], or seed, step and number [3] of stochastic rounding, for specs that need them:
-    without the second RecipeError.
+    `state` is the scale [1] of a per-tensor format (delayed, or of this tensor: `scale_from_amax`), or seed, step and
+    number [3] of stochastic rounding, without which RecipeError.
     """
     if state is None and QuantSpec.parse(spec).stochastic:
         raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
@@ -202,7 +213,9 @@ def quantize_operand(
 
 
 def shared_spec(spec: QuantSpec) -> QuantSpec:
-    """The spec without its operand's number, which goes into the state: so that all operands share one lowering."""
+    """The spec without its operand's slot or number, which the state stands for: all operands share one lowering."""
+    if spec.is_delayed:
+        return replace(spec, slot=0)
     return replace(spec, stream=spec.stream % 2) if spec.stochastic else spec
 
 

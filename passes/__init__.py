@@ -1,6 +1,7 @@
 """The passes, in the order they run. Analysis writes facts, rewriting reads them.
 
-On the captured graph, before autograd: `Rewriter`. On the forward and the backward graph, after partitioning: `LOWER`.
+On the captured graph, before autograd: `Rewriter`. On the joint graph: `Partition`. On the forward and the backward
+graph, after partitioning: `LOWER`.
 On exported programs, by `fxquant.program`: describe, `Rewriter`, open_calls, fold, calibrate.
 """
 
@@ -20,12 +21,14 @@ from fxquant.decisions import Decision
 from fxquant.passes.assign_roles import assign_roles
 from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.bind_state import bind_state, stateful_graphs
+from fxquant.passes.cache_weights import cache_weights
 from fxquant.passes.facts import Match
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.forms_mha import expand_opaque
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
+from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
@@ -121,4 +124,4 @@ def _sources() -> tuple[str, ...]:
     return tuple(sorted(str(path) for folder in folders for path in folder.glob("*.py")))
 
 
-__all__ = ["LOWER", "Lowering", "Rewriter", "bind_state", "quantizes"]
+__all__ = ["LOWER", "SAVE", "Lowering", "Partition", "Rewriter", "bind_state", "cache_weights", "quantizes"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import artificial_source, tag_activation_checkpoint
+from fxquant.compat import artificial_source, copy_sources, tag_activation_checkpoint
 from fxquant.formats import LinearSpec
 from fxquant.passes.base import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
@@ -87,6 +87,7 @@ def bind_state(
             copies[node]._dynamo_source = node._dynamo_source
     bound_gm = fx.GraphModule(gm, graph)
     bound_gm.meta = dict(gm.meta)
+    copy_sources(gm, bound_gm)
     _bind(bound_gm, bound)
     bound_gm.recompile()
     return bound_gm, list(tensors.values())

@@ -6,6 +6,7 @@ Everything that could go wrong in a GEMM, in the backward included, is found her
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,11 +91,27 @@ Answers = dict[str, Quantizer | DelayedScalingRequest]
 """What the recipe answers, by operand. It is asked once for each."""
 
 
-def _with_slots(answers: Answers, layer: str, slots: Slots, groups: int) -> dict[str, Quantizer]:
-    """The quantizers, with a slot of the graph's state for each group and request of delayed scaling."""
+Shared = dict[Any, int]
+"""The slots of tensors that several products may read, by the tensor."""
+
+
+def _with_slots(
+    answers: Answers, match: Match, product: Product, slots: Slots, groups: int, shared: Shared
+) -> dict[str, Quantizer]:
+    """The quantizers, with a slot of the graph's state for each group and request of delayed scaling.
+
+    Linears that read the same tensor, such as those of q, k and v, share its slot, and one quantization.
+    """
+    read = {"input": product.lhs, "weight": product.rhs} if match.form == "linear" else {}
 
     def add(request: DelayedScalingRequest, operand: str, dtype: torch.dtype) -> int:
-        first, *_ = (slots.add(request, (layer, operand, 0), dtype) for _ in range(groups))
+        tensor = (read.get(operand), operand, match.autocast)
+        if tensor in shared:
+            slots.check(request, (match.name, operand, 0))
+            return shared[tensor]
+        first, *_ = (slots.add(request, (match.name, operand, 0), dtype) for _ in range(groups))
+        if operand in read:
+            shared[tensor] = first
         return first
 
     quantizers: dict[str, Quantizer] = {}
@@ -130,8 +147,9 @@ def _ungroupable(answers: Answers) -> tuple[SkipReason, str] | None:
 
 
 def _resolve_product(
-    match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole], slots: Slots
-) -> Resolved:
+    match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole], slots: Slots,
+    shared: Shared,
+) -> Resolved:  # fmt: skip
     product, wanted = match.products[index], gemms(match.needs_grad[index])
     operands = ["input", "weight"] + ["grad_output"] * (len(wanted) > 1)
     role_of = {op: QuantizerRole(match.module_type, tensor_type(op, product), match.name) for op in operands}
@@ -149,7 +167,7 @@ def _resolve_product(
     if skip is None and product.weights is not None:
         skip = _ungroupable(answers)
     if skip is None:
-        quantizers = _with_slots(answers, match.name, slots, groups if isinstance(groups, int) else 1)
+        quantizers = _with_slots(answers, match, product, slots, groups if isinstance(groups, int) else 1, shared)
         _check_pairs(match, quantizers, wanted)
         for operand, quantizer in quantizers.items():
             if quantizer.operand_spec().is_stochastic:
@@ -194,11 +212,11 @@ def resolve(
     decisions: list[Decision] = []
     roles: list[QuantizerRole] = []
     slots = Slots() if slots is None else slots
-    site = first_site
+    site, shared = first_site, Shared()
     for match in matches:
         match.resolved = []
         for index in range(len(match.products)):
-            match.resolved.append(_resolve_product(match, index, site, recipe, allow_float64, roles, slots))
+            match.resolved.append(_resolve_product(match, index, site, recipe, allow_float64, roles, slots, shared))
             decisions += match.resolved[-1].decisions
             site += 1
     return decisions, roles

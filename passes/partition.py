@@ -1,0 +1,119 @@
+"""Partition: what the forward saves for the backward, and what the two share. Then torch's partitioner does the cut.
+
+    row = fxquant.quantize(w, "per_tensor_e4m3", "rowwise")          # in the forward
+    column = fxquant.quantize(w, "per_tensor_e4m3", "columnwise")    # in the backward
+    # becomes, on the joint graph
+    scale = fxquant.scale_from_amax(fxquant.amax(w), "per_tensor_e4m3")    # once, and saved
+    row = fxquant.quantize(w, "per_tensor_e4m3", "rowwise", scale)
+    column = fxquant.quantize(w, "per_tensor_e4m3", "columnwise", scale)
+
+Whatever a quantization takes besides its tensor, a scale or random numbers' seed and step, is saved and never computed
+again, so that a tensor which the backward quantizes again gets the bits that the forward gave it.
+
+``quantized`` saves activations as they are multiplied in the backward, 8 bits or fewer an element. ``least`` lets the
+backward quantize them again where that takes nothing but tensors that are saved anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.compat import (
+    CustomPartitionerFn,
+    get_hash_for_files,
+    min_cut_rematerialization_partition,
+    must_save,
+    recomputable,
+)
+from fxquant.formats import QuantSpec
+from fxquant.passes.base import is_fxquant, run_pass, val
+
+SAVE = ("quantized", "least")
+"""What may be asked to be saved."""
+
+_AMAX = {"quantize": "amax", "split_quantize": "split_amax"}
+"""The operators that quantize, and those that take the amaxes of the same operands."""
+
+
+class Partition(CustomPartitionerFn):
+    """The partitioner of a training graph; `inner` (torch's min-cut unless given) is asked last."""
+
+    def __init__(self, save: str = "quantized", inner: Any = None) -> None:
+        self.save = save
+        self.inner = inner
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        run_pass("partition", share_scales, gm.graph)
+        gm.recompile()
+        again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
+        with recomputable(again) if again else contextlib.nullcontext():
+            return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        inner = None if self.inner is None else self.inner.uuid()
+        if self.inner is not None and inner is None:
+            return None
+        return get_hash_for_files((__file__,), repr((self.save, inner)))
+
+
+def share_scales(graph: fx.Graph) -> int:
+    """Rewrites a joint graph in place; returns how many quantizations got their tensor's one scale."""
+    of_backward: set[fx.Node] = set()
+    scales: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or of_backward & set(node.all_input_nodes):
+            of_backward.add(node)
+        name = next((name for name in _AMAX if is_fxquant(node, name)), None)
+        if name is None:
+            continue
+        operands = 2 if name == "split_quantize" else 1
+        spec, _, *state = node.args[operands:]
+        if not state and node not in of_backward and QuantSpec.parse(str(spec)).row.family == "per_tensor":
+            key = (name, *node.args[:operands], spec)
+            if key not in scales:
+                scales[key] = _scale_of(node, _AMAX[name], operands, spec)
+            state = [scales[key]]
+            node.args = (*node.args, *state)
+            count += 1
+        for value in state:
+            source = _unviewed(value)
+            if source.op == "call_function" and node not in of_backward:
+                must_save(source)
+    graph.lint()
+    return count
+
+
+def _scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:
+    """Adds the amax of what a node quantizes, and the scale that it gives."""
+    graph = node.graph
+    tensors = node.args[:operands]
+    groups = val(node)[1].shape
+    value = val(tensors[0]).new_empty(groups, dtype=torch.float32)
+    with graph.inserting_before(node):
+        largest = graph.call_function(getattr(torch.ops.fxquant, amax).default, tensors)
+        scale = graph.call_function(torch.ops.fxquant.scale_from_amax.default, (largest, spec))
+    for made in (largest, scale):
+        made.meta = {key: item for key, item in node.meta.items() if key not in _OF_THE_NODE} | {"val": value}
+    return scale
+
+
+_OF_THE_NODE = ("val", "tensor_meta", "recompute", "ac_graph_id", "eager_input_vals")
+"""What of a node's meta does not hold for others of the same origin."""
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    """The tensor that a node is a view of: partitioners always make views again."""
+    while node.op == "call_function" and getattr(node.target, "is_view", False) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+__all__ = ["SAVE", "Partition", "share_scales"]
