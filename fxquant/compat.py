@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -157,6 +157,12 @@ def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A scope without autocast; of meta tensors, which nothing casts, any scope."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+
+
 def artificial_source(name: str) -> Any:
     """What Dynamo wants to know of an input that no Python frame holds."""
     from torch._dynamo.source import ConstantSource
@@ -205,7 +211,19 @@ def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether a CUDA device has compute capability 9.x."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+    return capability(device)[0] == 9
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device, (0, 0) for others; without a driver, the first that makes FP8."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 9)
+
+
+def card_name(device: torch.device) -> str:
+    """The name of a CUDA device, or the type of another; without a driver ``cuda``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
 
 
 def converts_to_fp8(device: torch.device) -> bool:
@@ -236,6 +254,8 @@ __all__ = [
     "ScalingType",
     "aot_autograd",
     "artificial_source",
+    "capability",
+    "card_name",
     "compile_package",
     "compile_to_look",
     "compile_with_inductor",
@@ -260,6 +280,7 @@ __all__ = [
     "make_boxed_func",
     "make_fx",
     "min_cut_rematerialization_partition",
+    "no_autocast",
     "operator_library",
     "own_errors",
     "size_hint",

@@ -28,7 +28,7 @@ from fxquant.compat import (
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
+from fxquant.kernels import choice, gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
@@ -65,16 +65,14 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
 
 
 def _transposes(name: str, node: fx.Node) -> bool:
-    """Whether a quantization writes a transposed payload that a Triton kernel can write.
-
-    Inductor fuses a rowwise cast into the producer of its tensor, but stores transposed ones a byte at a time.
-    """
+    """Whether a quantization writes a transposed payload that a Triton kernel can write."""
     x, *args = node.args
     specs, columnwise = (args[:1], args[1] == "columnwise") if name == "quantize" else (args[:2], True)
-    known = all(triton_cast.supports(QuantSpec.parse(str(spec))) for spec in specs)
     value = val(x)
-    matrix = value.ndim == 2 and value.dtype != torch.float64 and 0 not in value.shape
-    return columnwise and known and matrix and converts_to_fp8(value.device)
+    return choice.casts_by_triton(
+        tuple(QuantSpec.parse(str(spec)) for spec in specs), columnwise=columnwise, dtype=value.dtype,
+        matrix=value.ndim == 2 and 0 not in value.shape, fp8=converts_to_fp8(value.device),
+    )  # fmt: skip
 
 
 def triton_quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:
