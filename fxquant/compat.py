@@ -125,15 +125,20 @@ def is_inductor_option(name: str) -> bool:
 
 
 @contextmanager
-def compile_to_look() -> Iterator[None]:
-    """A scope in which compiling a function once more is never refused, and its backward is compiled at once."""
+def unlimited_recompiles() -> Iterator[None]:
+    """A scope in which compiling a function once more is never refused."""
     import torch._dynamo.config as dynamo_config
+
+    with dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+        yield
+
+
+@contextmanager
+def compile_to_look() -> Iterator[None]:
+    """The same, in which a backward is compiled at once."""
     import torch._functorch.config as functorch_config
 
-    with (
-        dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16),
-        functorch_config.patch(force_non_lazy_backward_lowering=True),
-    ):
+    with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):
         yield
 
 
@@ -294,4 +299,5 @@ __all__ = [
     "tree_unflatten",
     "triton_kernel_wrapper_functional",
     "triton_kernel_wrapper_mutation",
+    "unlimited_recompiles",
 ]

@@ -127,6 +127,11 @@ class Estimate:
         return _sum(work.quantized for work in self.work)
 
     @property
+    def longest(self) -> float:
+        """The larger of the two that are known."""
+        return max(self.unquantized or 0.0, self.quantized or 0.0)
+
+    @property
     def slower(self) -> bool:
         """Whether quantization is estimated to cost more than it saves."""
         return self.unquantized is not None and self.quantized is not None and self.quantized > self.unquantized
@@ -248,7 +253,8 @@ def _quantized_us(
         unquantized = _unquantized_us(matmul, gemm)
         m, k, n = _sizes(matmul, gemm)
         # each operand is dequantized: its payload read, bfloat16 written
-        return None if unquantized is None else unquantized + 3 * matmul.batch * (m * k + n * k) / (rates.rowwise * rates.copy) / 1e6
+        dequantized = 3 * matmul.batch * (m * k + n * k) / (rates.rowwise * rates.copy) / 1e6
+        return None if unquantized is None else unquantized + dequantized
     if kernel not in rates.gemm:
         return None
     tflops = rates.gemm[kernel] * (1 if gemm is Gemm.FPROP or kernel in _ONE_ACCUMULATION else rates.slow_accumulation)
@@ -320,9 +326,7 @@ def _pairs(
         yield None, column, readers
 
 
-def _cast(
-    matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec | None
-) -> tuple[str, float | None]:
+def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec | None) -> tuple[str, float | None]:
     """The kernel of a cast, and its microseconds."""
     specs = tuple(spec for spec in (row, column) if spec is not None)
     if any(spec.row.family == "custom" for spec in specs):
@@ -333,6 +337,8 @@ def _cast(
     )  # fmt: skip
     ways = "both directions" if len(specs) == 2 else "rowwise" if column is None else "columnwise"
     kernel = f"{'Triton cast' if by_triton else 'fused by Inductor'}, {ways}"
+    amaxes = any(spec.row.family in ("per_tensor", "per_row", "nvfp4") and not spec.is_delayed for spec in specs)
+    kernel += ", after its amaxes" if amaxes else ""
     rates = RATES.get(matmul.device)
     if rates is None or matmul.dtype not in _HALVES:
         return kernel, None
@@ -340,7 +346,7 @@ def _cast(
     elements = rows * columns * matmul.batch * (max(matmul.groups, 1) if operand == "weight" else 1)
     written = sum(spec.row.bytes_per_element for spec in specs)
     time = rates.launch + elements * (2 + written) / (rates.copy * _share(rates, specs, by_triton, column)) / 1e6
-    if any(spec.row.family in ("per_tensor", "per_row", "nvfp4") and not spec.is_delayed for spec in specs):
+    if amaxes:
         time += rates.launch + 2 * elements / (rates.copy * rates.amax) / 1e6
     return kernel, time
 

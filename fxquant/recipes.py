@@ -574,7 +574,9 @@ def _answer(answer: Answer, whose: str) -> Answer:
     if isinstance(answer, str):
         answer = resolve(answer)
     if isinstance(answer, AutoRecipe):
-        raise RecipeError(f"{whose} is {answer}, which weighs whole layers: wrap the whole recipe, auto(CustomRecipe(...))")
+        raise RecipeError(
+            f"{whose} is {answer}, which weighs whole layers: wrap the whole recipe, auto(CustomRecipe(...))"
+        )
     if not isinstance(answer, (Quantizer, DelayedScalingRequest, Recipe)) and not callable(answer):
         hint = ": IdentityQuantizer() keeps operands in high precision" if answer is None else ""
         raise RecipeError(f"{whose} must have a quantizer, a recipe or a factory, not a {type(answer).__name__}{hint}")

@@ -108,7 +108,7 @@ class Report:
         See `table` for the arguments; times are those of one layer.
         """
         rows = [
-            (name, work.what, work.kernel, *(_us_text(us) for us in (work.unquantized, work.quantized)))
+            (name, work.what, work.kernel, *(us_text(us) for us in (work.unquantized, work.quantized)))
             for name, _, work in self.work(layer, collapse=collapse)
         ]
         timed = any(row[-1] for row in rows)
@@ -209,8 +209,13 @@ class Report:
             "breaks": self.breaks,
             "estimate": self.time(),
             "work": [
-                {"layer": name, "what": work.what, "kernel": work.kernel,
-                 "unquantized_us": work.unquantized, "quantized_us": work.quantized}
+                {
+                    "layer": name,
+                    "what": work.what,
+                    "kernel": work.kernel,
+                    "unquantized_us": work.unquantized,
+                    "quantized_us": work.quantized,
+                }
                 for name, _, work in self.work()
             ],
             "decisions": [_plain(d) for d in self.decisions],
@@ -286,7 +291,8 @@ def time_text(us: float) -> str:
     return f"{us:.3g} us" if us < 999.5 else f"{us / 1e3:.3g} ms"
 
 
-def _us_text(us: float | None) -> str:
+def us_text(us: float | None) -> str:
+    """Microseconds in a column; a dash for none, empty where they are not known."""
     return "" if us is None else f"{us:.1f}" if us else "-"
 
 

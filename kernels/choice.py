@@ -94,16 +94,16 @@ def exact_in_bfloat16(spec: QuantSpec) -> bool:
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
 
 
-def grouped_gemm(
-    a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, capability: tuple[int, int]
-) -> Chosen:
+def grouped_gemm(a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Chosen:
     """The kernel on a CUDA device for a GEMM of groups of rows, whose result has `dtype`."""
     hopper = capability[0] == 9
     if a.row.family in ("per_tensor", "per_row"):
         both_e4m3 = all(spec.row.element is not None and spec.row.element.name == "e4m3" for spec in (a, b))
         if both_e4m3 and (dtype == torch.bfloat16 or not hopper):
             return Chosen(GemmKernel.GROUPED)
-        return Chosen(GemmKernel.GROUPED_TRITON) if hopper else Chosen(GemmKernel.EMULATED, "no FP8 GEMM of e5m2 groups")
+        return (
+            Chosen(GemmKernel.GROUPED_TRITON) if hopper else Chosen(GemmKernel.EMULATED, "no FP8 GEMM of e5m2 groups")
+        )
     one_by_128 = a.row.block[0] == 1 and (not wgrad or b.row.block[0] == 1)
     if a.row.family == "block" and one_by_128 and hopper:
         return Chosen(GemmKernel.GROUPED_TRITON)

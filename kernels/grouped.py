@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import operator_library
-from fxquant.compat import no_autocast
+from fxquant.compat import no_autocast, operator_library
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels.grouped_mm import grouped_mm
 from fxquant.kernels.grouped_ops import quantize_groups
