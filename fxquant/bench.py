@@ -388,16 +388,14 @@ def floor_contender(recipe: str, size: Linear, device: str) -> Contender:
         return Contender(f"{recipe} GEMMs", plain, {}, [])
     values = {"input": x, "weight": w, "grad_output": dy}
     pairs = []
-    quantizers: dict[str, Quantizer] = {}
-    for operand in values:
-        answer = recipes.get(recipe).quantizer(QuantizerRole("linear", operand))
-        assert isinstance(answer, Quantizer)
-        quantizers[operand] = answer
-    made = {operand: quantizers[operand].quantize(value) for operand, value in values.items()}
     for kind, sides in GEMM_OPERANDS.items():
-        halves = [getattr(made[operand], direction.value) for operand, direction in sides]
-        specs = [str(quantizers[operand].spec(direction)) for operand, direction in sides]
-        pairs.append((halves[0].tensors(), halves[1].tensors(), *specs, kind is Gemm.FPROP))
+        parts, specs = [], []
+        for operand, direction in sides:
+            answer = recipes.get(recipe).quantizer(QuantizerRole("linear", operand))
+            assert isinstance(answer, Quantizer)
+            specs.append(str(answer.spec(direction)))
+            parts.append(torch.ops.fxquant.quantize(values[operand], specs[-1], direction.value))
+        pairs.append((*parts, *specs, kind is Gemm.FPROP))
 
     def step() -> None:
         for a, b, a_spec, b_spec, fast in pairs:
@@ -431,14 +429,19 @@ def floors(
     """What to time besides for the floor of each provider, and the floors in milliseconds once that has been done."""
     names = dict.fromkeys(FLOORS.get(each.name, each.name) for each in contenders)
     copy = copy_contender(size, device)
-    gemms_alone = {name: floor_contender(name, size, device) for name in names}
+    gemms_alone: dict[str, Contender] = {}
+    for name in names:
+        try:
+            gemms_alone[name] = floor_contender(name, size, device)
+        except Exception as error:
+            print(f"no floor for {name}, {size}: {failure(error)}", file=sys.stderr)
 
     def floor(provider: str) -> float | None:
-        alone = gemms_alone[FLOORS.get(provider, provider)].times
-        if not alone or not copy.times:
+        alone = gemms_alone.get(FLOORS.get(provider, provider))
+        if alone is None or not alone.times or not copy.times:
             return None
         bytes_per_ms = 4 * size.m * max(size.k, size.n) / statistics.median(copy.times)
-        return statistics.median(alone) + least_cast_bytes(provider, size) / bytes_per_ms
+        return statistics.median(alone.times) + least_cast_bytes(provider, size) / bytes_per_ms
 
     return [copy, *gemms_alone.values()], floor
 
