@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxquant
-from fxquant import MXFP8Quantizer, OptionError, RecipeError, Rule, Rules, SkipReason, bench, recipes
+from fxquant import MXFP8Quantizer, OptionError, RecipeError, Rule, Rules, SkipReason, recipes
 from fxquant.cost import RATES, Estimate, estimate, find_card
 from fxquant.decisions import Decision, Matmul
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, IdentityQuantizer
@@ -41,9 +44,11 @@ BLOCKS = {"current_scaling": (160.5, 120.5), "rowwise": (160.5, 127.4), "float8_
 """Milliseconds of four Llama3-8B blocks, bf16 and quantized (docs/performance.md)."""
 
 
-def linear(recipe: str, m: int, k: int, n: int, *, training: bool = True, **facts: object) -> list[Decision]:
+def linear(
+    recipe: str, m: int, k: int, n: int, *, site: int = 0, training: bool = True, **facts: Any
+) -> list[Decision]:
     """The decisions of one linear layer on an H100."""
-    matmul = Matmul(m=m, k=k, n=n, input="x", weight="w", device=H100, capability=(9, 0), **facts)  # type: ignore[arg-type]
+    matmul = Matmul(m=m, k=k, n=n, device=H100, capability=(9, 0), **facts)
     decisions = []
     for gemm, operands in GEMM_OPERANDS.items():
         for operand, direction in operands:
@@ -55,14 +60,14 @@ def linear(recipe: str, m: int, k: int, n: int, *, training: bool = True, **fact
                 decisions.append(
                     Decision(
                         role=role, gemm=gemm, direction=direction, shape=(m, k), quantizer=answer.side(direction),
-                        flops=2 * m * k * n, matmul=matmul,
+                        site=site, flops=2 * m * k * n, matmul=matmul,
                     )
                 )  # fmt: skip
     return decisions
 
 
-def weighed(*args: object, **facts: object) -> Estimate:
-    return estimate(linear(*args, **facts))[0]  # type: ignore[arg-type]
+def weighed(*args: Any, **facts: Any) -> Estimate:
+    return estimate(linear(*args, **facts))[0]
 
 
 def speedup(found: Estimate) -> float:
@@ -86,19 +91,22 @@ def test_decoding_is_as_fast_as_measured(recipe: str, k: int) -> None:
         assert speedup(found) == pytest.approx(plain / quantized, rel=0.15), m
 
 
-def one_block() -> tuple[nn.Module, Tensor]:
-    size = bench.Stack(**{**vars(bench.LLAMA3_8B), "blocks": 1})
-    with torch.device("meta"):
-        return size.model(), size.input().requires_grad_()
+LLAMA3_8B = {
+    # K, N and the input of each linear layer of a block
+    "q": (4096, 4096, "h"), "k": (4096, 1024, "h"), "v": (4096, 1024, "h"), "o": (4096, 4096, "attention"),
+    "gate": (4096, 14336, "g"), "up": (4096, 14336, "g"), "down": (14336, 4096, "product"),
+}  # fmt: skip
 
 
-def test_blocks_are_as_fast_as_measured() -> None:
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_blocks_are_as_fast_as_measured(recipe: str) -> None:
     """Whatever is no linear layer takes its time on both sides."""
-    model, x = one_block()
-    for recipe, (plain, quantized) in BLOCKS.items():
-        time = fxquant.explain(model, recipe, x).on("H100").time()
-        predicted = plain - 4 * (time["unquantized_us"] - time["quantized_us"]) / 1000
-        assert plain / predicted == pytest.approx(plain / quantized, rel=0.05), recipe
+    decisions = []
+    for site, (name, (k, n, tensor)) in enumerate(LLAMA3_8B.items()):
+        decisions += linear(recipe, 16384, k, n, site=site, input=tensor, weight=name)
+    saved = sum(each.unquantized - each.quantized for each in estimate(decisions).values())
+    plain, quantized = BLOCKS[recipe]
+    assert plain / (plain - 4 * saved / 1000) == pytest.approx(plain / quantized, rel=0.05)
 
 
 def test_a_weight_cast_in_each_call_makes_decoding_slower() -> None:
@@ -131,12 +139,22 @@ def heads() -> Report:
         return fxquant.explain(model, "rowwise", x)
 
 
+def distinct(casts: Iterable[str]) -> float:
+    """How many casts there are, where several layers name one."""
+    shared = (re.search(r"once for (\d+)", kernel) for kernel in casts)
+    return sum(1 / int(found[1]) if found else 1 for found in shared)
+
+
 def test_casts_count_once_and_frozen_weights_have_no_wgrad(heads: Report) -> None:
     work: dict[str, list[tuple[str, str]]] = {}
     for name, _, each in heads.on("H100").work():
         work.setdefault(name, []).append((each.what, each.kernel))
     shared = ("cast input", "Triton cast, both directions, after its amaxes, once for 2 layers")
     assert shared in work["q"] and shared in work["k"]
+    graphs = heads.graphs["forward"] + heads.graphs["backward"]
+    casts = [kernel for rows in work.values() for what, kernel in rows if what.startswith("cast")]
+    assert len(re.findall(r"quantize\.default", graphs)) == distinct(casts)
+    assert len(re.findall(r"hybrid_quantize\.default", graphs)) == distinct(each for each in casts if "both" in each)
     alone = heads.on("H100").estimates()
     parts = [w.quantized for e in alone.values() for w in e.work if w.what == "cast input" and "once" in w.kernel]
     assert parts[0] == pytest.approx(2 * parts[1]), "by FLOPs"
