@@ -27,6 +27,13 @@ from fxquant.kernels.choice import GemmKernel
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm
 
 
+class GemmRate(NamedTuple):
+    """TFLOP/s with fast accumulation, which fprop has, and without."""
+
+    fast: float
+    slow: float
+
+
 class CastRate(NamedTuple):
     """The share of the copy rate that a cast reaches on its fewest bytes."""
 
@@ -51,8 +58,7 @@ class Rates:
     launch: float
     bf16: float
     bf16_grouped: float
-    gemm: Mapping[GemmKernel, float]
-    slow_accumulation: float
+    gemm: Mapping[GemmKernel, GemmRate]
     casts: Mapping[str, CastRate]
     rowwise: float
     transposed: float
@@ -69,14 +75,12 @@ RATES: dict[str, Rates] = {
         bf16=720,
         bf16_grouped=681,
         gemm={
-            GemmKernel.PER_TENSOR: 1310,
-            GemmKernel.PER_ROW: 1350,
-            GemmKernel.TILES: 1194,
-            GemmKernel.BLOCKS: 970,
-            GemmKernel.GROUPED: 1234,
-            GemmKernel.GROUPED_TRITON: 1000,
+            GemmKernel.PER_TENSOR: GemmRate(1311, 1286),
+            GemmKernel.PER_ROW: GemmRate(1353, 1252),
+            GemmKernel.TILES: GemmRate(1194, 1194),
+            GemmKernel.BLOCKS: GemmRate(970, 970),
+            GemmKernel.GROUPED: GemmRate(1234, 1050),
         },
-        slow_accumulation=0.95,
         casts={
             "per_tensor": CastRate(0.90, 0.95),
             "per_row": CastRate(0.83, 0.95),
@@ -183,10 +187,13 @@ _TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 """Tiles that cuBLAS chooses among, of those that keep the tensor cores busy."""
 
 
-def _sizes(matmul: Matmul, gemm: Gemm) -> tuple[int, int, int]:
-    """M, K and N as a GEMM has them: the rows of its left operand, the contracted axis, the rows of its right one."""
-    m, k, n = matmul.m, matmul.k, matmul.n
-    return {Gemm.FPROP: (m, k, n), Gemm.DGRAD: (m, n, k), Gemm.WGRAD: (n, m, k)}[gemm]
+_AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}
+"""Of each GEMM, the rows of its left operand, the contracted axis, and the rows of its right one."""
+
+
+def _sizes(matmul: Matmul, gemm: Gemm) -> list[int]:
+    """The sizes of a GEMM, in the order of `_AXES`."""
+    return [getattr(matmul, axis) for axis in _AXES[gemm]]
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -240,9 +247,9 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> ch
         return choice.grouped_gemm(
             left, right, wgrad=gemm is Gemm.WGRAD, dtype=matmul.dtype, capability=matmul.capability
         )
-    m, _, n = _sizes(matmul, gemm)
-    if matmul.dynamic and left.row.family == "block":
-        return choice.Chosen(GemmKernel.EMULATED if choice.exact_in_bfloat16(left) else GemmKernel.REFERENCE, "dynamic")
+    if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
+        return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")
+    m, _, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
     return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability)
 
 
@@ -257,12 +264,8 @@ def _quantized_us(
         return None if unquantized is None else unquantized + dequantized
     if kernel not in rates.gemm:
         return None
-    tflops = rates.gemm[kernel] * (1 if gemm is Gemm.FPROP or kernel in _ONE_ACCUMULATION else rates.slow_accumulation)
-    return _us(rates, tflops, matmul, gemm, 1)
-
-
-_ONE_ACCUMULATION = (GemmKernel.TILES, GemmKernel.BLOCKS)
-"""Kernels without fast accumulation, which fprop alone has."""
+    rate = rates.gemm[kernel]
+    return _us(rates, rate.fast if gemm is Gemm.FPROP else rate.slow, matmul, gemm, 1)
 
 
 def _spec(decision: Decision) -> QuantSpec | None:

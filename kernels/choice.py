@@ -14,7 +14,8 @@ from fxquant.compat import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_cast
 
-Dim = int | torch.SymInt
+Dim = int | torch.SymInt | None
+"""A size, or None for one that is not known."""
 
 
 class GemmKernel(str, Enum):
@@ -84,9 +85,9 @@ def _no_block_mm(
         return "no block scales on this device"
     multiple = 16 if b.row.block[0] == 1 else 128
     for size, by in zip(rows, (16, multiple), strict=True):
-        if not statically_known_true(size % by == 0):
+        if size is None or not statically_known_true(size % by == 0):
             return f"{size} rows are no multiple of {by}" if isinstance(size, int) else "dynamic sizes"
-    return None if statically_known_true(rows[0] > 0) else "no rows"
+    return None if rows[0] is not None and statically_known_true(rows[0] > 0) else "no rows"
 
 
 def exact_in_bfloat16(spec: QuantSpec) -> bool:

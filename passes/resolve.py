@@ -57,10 +57,11 @@ def _matmul(match: Match, product: Product, stored: bool, sources: dict[object, 
     batch = 1
     for dim in product.batch:
         batch *= size_hint(dim)
-    dims = (*product.batch, product.m, product.k, product.n, product.groups or 0)
+    dims = {"m": product.m, "k": product.k, "n": product.n}
     return Matmul(
         m=size_hint(product.m), k=size_hint(product.k), n=size_hint(product.n), batch=batch,
-        groups=size_hint(product.groups or 0), dynamic=not all(isinstance(dim, int) for dim in dims),
+        batch_weights=bool(product.batch) and product.rhs_is_weight, groups=size_hint(product.groups or 0),
+        dynamic="".join(name for name, dim in dims.items() if not isinstance(dim, int)),
         dtype=match.autocast or torch.promote_types(lhs.dtype, rhs.dtype),
         input=sources[product.lhs], weight=sources[product.rhs], stored=stored and product.rhs_is_weight,
         device=card_name(lhs.device), capability=capability(lhs.device),

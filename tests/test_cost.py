@@ -180,7 +180,10 @@ def test_blocks_that_are_no_whole_tiles_are_emulated_and_say_so() -> None:
     assert work[0].kernel == "bf16 GEMM of dequantized operands (192 rows are no multiple of 128)"
     assert work[1].kernel == "cuBLAS _scaled_mm, 1x128 by 128x128"
     assert work[2].kernel == "cuBLAS _scaled_mm, 1x128 by 1x128"
-    assert "dynamic" in weighed("float8_blockwise", 4096, 4096, 4096, dynamic=True).work[0].kernel
+    kernels = [work.kernel for work in weighed("float8_blockwise", 4096, 4096, 4096, dynamic="m").work[:3]]
+    assert ["dynamic sizes" in kernel for kernel in kernels] == [True, True, False], "M is the contracted axis of wgrad"
+    experts = weighed("rowwise", 4096, 1024, 1024, batch=8, batch_weights=True).work[0]
+    assert experts.kernel == "bf16 GEMM of dequantized operands (a batch of weights)"
 
 
 def test_unknown_dtypes_have_kernels_and_no_times() -> None:
