@@ -171,29 +171,44 @@ def _moved(decision: Decision, card: str) -> Decision:
     return replace(decision, matmul=replace(decision.matmul, device=card, capability=RATES[card].capability))
 
 
-def gemm_us(rates: Rates, tflops: float, m: int, k: int, n: int, bytes_in: float = 1, bytes_out: float = 2) -> float:
-    """Microseconds of a GEMM [M, K] x [N, K]^T at a rate that it has when large."""
-    best = math.inf
-    for tile_m, tile_n in _TILES:
-        tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
-        waves = math.ceil(tiles / rates.multiprocessors)
-        each = 2 * tile_m * tile_n * k * rates.multiprocessors / tflops / 1e6
-        best = min(best, waves * each)
-    moved = (bytes_in * (m * k + n * k) + bytes_out * m * n) / rates.copy / 1e6
-    return rates.launch + max(best, moved)
-
-
-_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
-"""Tiles that cuBLAS chooses among, of those that keep the tensor cores busy."""
-
-
 _AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}
 """Of each GEMM, the rows of its left operand, the contracted axis, and the rows of its right one."""
 
+_RESULTS = {Gemm.FPROP: "grad_output", Gemm.DGRAD: "input", Gemm.WGRAD: "weight"}
+"""The operand that has the size of each GEMM's result."""
 
-def _sizes(matmul: Matmul, gemm: Gemm) -> list[int]:
-    """The sizes of a GEMM, in the order of `_AXES`."""
-    return [getattr(matmul, axis) for axis in _AXES[gemm]]
+_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
+"""Those that cuBLAS has, of the ones that keep tensor cores busy."""
+
+
+def _elements(matmul: Matmul) -> dict[str, int]:
+    """How many elements each operand has."""
+    weights = matmul.groups or matmul.batch
+    return {
+        "input": matmul.batch * matmul.m * matmul.k,
+        "weight": weights * matmul.n * matmul.k,
+        "grad_output": matmul.batch * matmul.m * matmul.n,
+    }
+
+
+def _gemm_us(rates: Rates, tflops: float, matmul: Matmul, gemm: Gemm, itemsize: int) -> float:
+    """Microseconds of a GEMM at a rate that it has when large, of operands with so many bytes an element."""
+    m, k, n = (int(getattr(matmul, axis)) for axis in _AXES[gemm])
+    if matmul.groups:
+        busy = 2 * m * k * n / tflops / 1e6
+    else:
+        busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in _TILES)
+    elements = _elements(matmul)
+    read = sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
+    moved = (itemsize * read + 2 * elements[_RESULTS[gemm]]) / rates.copy / 1e6
+    return rates.launch + max(busy, moved)
+
+
+def _waves_us(rates: Rates, tflops: float, batch: int, m: int, k: int, n: int, tile: tuple[int, int]) -> float:
+    """Microseconds in whole waves of tiles over the multiprocessors."""
+    rows, columns = tile
+    waves = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / rates.multiprocessors)
+    return waves * 2 * rows * columns * k * rates.multiprocessors / tflops / 1e6
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -205,18 +220,7 @@ def _unquantized_us(matmul: Matmul, gemm: Gemm) -> float | None:
     rates = RATES.get(matmul.device)
     if rates is None or matmul.dtype not in _HALVES:
         return None
-    return _us(rates, rates.bf16_grouped if matmul.groups else rates.bf16, matmul, gemm, 2)
-
-
-def _us(rates: Rates, tflops: float, matmul: Matmul, gemm: Gemm, bytes_in: float) -> float:
-    m, k, n = _sizes(matmul, gemm)
-    if not matmul.groups:
-        one = gemm_us(rates, tflops, m, k, n, bytes_in)
-        return rates.launch + matmul.batch * (one - rates.launch)
-    weights = matmul.groups * matmul.n * matmul.k
-    rows = matmul.m * (matmul.k + matmul.n)
-    moved = bytes_in * (rows + weights) / rates.copy / 1e6
-    return rates.launch + max(2 * m * k * n / tflops / 1e6, moved)
+    return _gemm_us(rates, rates.bf16_grouped if matmul.groups else rates.bf16, matmul, gemm, 2)
 
 
 def _gemms(decisions: Sequence[Decision]) -> list[Work]:
@@ -235,7 +239,7 @@ def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
     rates = RATES.get(matmul.device)
     if unquantized is None or rates is None:
         return Work(str(gemm), str(chosen))
-    return Work(str(gemm), str(chosen), unquantized, _quantized_us(rates, matmul, gemm, chosen.kernel, left, right))
+    return Work(str(gemm), str(chosen), unquantized, _quantized_us(rates, matmul, gemm, chosen.kernel, unquantized))
 
 
 def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> choice.Chosen:
@@ -253,19 +257,15 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> ch
     return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability)
 
 
-def _quantized_us(
-    rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, left: QuantSpec, right: QuantSpec
-) -> float | None:
-    if kernel is GemmKernel.EMULATED:
-        unquantized = _unquantized_us(matmul, gemm)
-        m, k, n = _sizes(matmul, gemm)
-        # each operand is dequantized: its payload read, bfloat16 written
-        dequantized = 3 * matmul.batch * (m * k + n * k) / (rates.rowwise * rates.copy) / 1e6
-        return None if unquantized is None else unquantized + dequantized
+def _quantized_us(rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, unquantized: float) -> float | None:
+    if kernel is GemmKernel.EMULATED:  # each operand is dequantized: its payload read, bfloat16 written
+        elements = _elements(matmul)
+        moved = 3 * sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
+        return unquantized + 2 * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6
     if kernel not in rates.gemm:
         return None
     rate = rates.gemm[kernel]
-    return _us(rates, rate.fast if gemm is Gemm.FPROP else rate.slow, matmul, gemm, 1)
+    return _gemm_us(rates, rate.fast if gemm is Gemm.FPROP else rate.slow, matmul, gemm, 1)
 
 
 def _spec(decision: Decision) -> QuantSpec | None:
@@ -345,8 +345,7 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
     rates = RATES.get(matmul.device)
     if rates is None or matmul.dtype not in _HALVES:
         return kernel, None
-    rows, columns = {"input": (matmul.m, matmul.k), "weight": (matmul.n, matmul.k)}.get(operand, (matmul.m, matmul.n))
-    elements = rows * columns * matmul.batch * (max(matmul.groups, 1) if operand == "weight" else 1)
+    elements = _elements(matmul)[operand]
     written = sum(spec.row.bytes_per_element for spec in specs)
     time = rates.launch + elements * (2 + written) / (rates.copy * _share(rates, specs, by_triton, column)) / 1e6
     if amaxes:

@@ -114,6 +114,15 @@ def test_a_weight_cast_in_each_call_makes_decoding_slower() -> None:
     assert not weighed("current_scaling", 1, 4096, 14336, training=False, stored=True).slower
 
 
+def test_a_program_keeps_its_weights_quantized() -> None:
+    layer = nn.Linear(64, 32, dtype=torch.bfloat16)
+    exported = torch.export.export(layer, (torch.randn(16, 64, dtype=torch.bfloat16),))
+    for fold, casts in ((True, ["cast input"]), (False, ["cast input", "cast weight"])):
+        report = fxquant.report_of(fxquant.quantize_program(exported, "auto(rowwise)", fold_weights=fold))
+        found = [each.what for _, _, each in report.work() if each.what.startswith("cast")]
+        assert list(dict.fromkeys(found))[:2] == casts
+
+
 def test_emulated_formats_are_slower_at_every_size() -> None:
     for recipe in ("mxfp8", "nvfp4"):
         for size in SIZES:
