@@ -160,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
     explain.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
+    explain.add_argument(
+        "--card", metavar="NAME", default="", help="tell kernels and times of this card, such as H100, instead of here"
+    )
     explain.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
     explain.add_argument("--html", metavar="PATH", help="also write an HTML report")
     explain.set_defaults(run=_explain)
@@ -209,6 +212,8 @@ def _regex(text: str) -> str:
 
 
 def _recipe(name: str) -> recipes.Recipe:
+    if wrapped := re.fullmatch(r"auto\((.*)\)", name):
+        return recipes.auto(_recipe(wrapped[1]))
     kind, _, factory = name.rpartition(".")
     if kind == "factories" and factory in factories.FACTORIES:
         return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
@@ -221,6 +226,8 @@ def _explain(options: argparse.Namespace) -> str:
     recipe = _recipe(options.recipe)
     model, args, kwargs = load(options.target)
     report = explain(model, recipe, *args, **kwargs)
+    if options.card:
+        report = report.on(options.card)
     if options.html:
         report.to_html(options.html)
     if options.json:

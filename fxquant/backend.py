@@ -208,6 +208,8 @@ def compile_eager(
 def _ambient_autocast(example_inputs: Sequence[Any]) -> torch.dtype | None:
     """The dtype of an autocast region around the compiled call, which no node of the graph shows."""
     device = next((x.device.type for x in example_inputs if isinstance(x, Tensor)), "cpu")
+    if not torch.amp.is_autocast_available(device):  # of meta tensors there is nothing to run
+        return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 

@@ -6,7 +6,9 @@
     python -m fxquant bench cast    [--providers SPEC,SPEC] [--csv FILE]
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
-shapes. Times are medians after a second of warm-up, from CUDA events; compilations start with Inductor's caches off.
+shapes. Providers are timed in turn, round after round; times are medians after a second of warm-up, from CUDA events.
+Compilations start with Inductor's caches off. The floor of a linear layer is the time of its three GEMMs alone, on
+quantized operands, and of the fewest bytes of its casts at the rate of a copy, all in the same rounds.
 A cast is one quantization, compiled, beside a copy of its input.
 Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
 """
@@ -25,7 +27,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,22 +36,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxquant import recipes
 from fxquant.backend import Backend
-from fxquant.compat import inductor_config
+from fxquant.compat import inductor_config, unlimited_recompiles
 from fxquant.formats import QuantSpec
+from fxquant.kernels import gemm
+from fxquant.quantizers import Quantizer
 from fxquant.report import aligned
+from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
 COLUMNS = (
-    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "over_bf16", "of_copy", "saved_gib", "peak_gib",
-    "compile_s", "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
+    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "over_bf16", "over_torchao", "of_floor", "floor_ms",
+    "of_copy", "saved_gib", "peak_gib", "compile_s", "flops_quantized", "gemms",
+    "card", "torch", "triton", "torchao", "date", "command",
 )  # fmt: skip
 SHOWN = {
-    "size": "size", "provider": "what", "ms": "step ms", "over_bf16": "over bf16", "of_copy": "of copy rate",
-    "saved_gib": "saved GiB",
-    "peak_gib": "peak GiB", "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
+    "size": "size", "provider": "what", "ms": "step ms", "over_bf16": "over bf16", "over_torchao": "over torchao",
+    "of_floor": "of floor", "of_copy": "of copy rate", "saved_gib": "saved GiB", "peak_gib": "peak GiB",
+    "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
 }  # fmt: skip
 """The columns that tables show, and their titles."""
 Row = dict[str, str]
@@ -272,13 +279,23 @@ def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tens
     return module._to_fp8_rowwise_then_scaled_grouped_mm  # type: ignore[no-any-return]
 
 
-def measure(provider: str, size: Size, device: str, seconds: float, repeats: int) -> Row:
-    """Compiles and times forward and backward of one provider."""
-    torch.compiler.reset()
+@dataclass
+class Contender:
+    """Something to time in turn with others: what to run, what is known of it already, and its times."""
+
+    name: str
+    step: Callable[[], None]
+    row: Row
+    times: list[float]
+
+
+def contender(provider: str, size: Size, device: str) -> Contender:
+    """Compiles forward and backward of one provider, beside whatever is on the device already."""
     gc.collect()
     cuda = device == "cuda"
     if cuda:
         torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() if cuda else 0
     torch.manual_seed(0)
     with torch.device(device):
         model, x = size.model(), size.input().requires_grad_()
@@ -291,14 +308,10 @@ def measure(provider: str, size: Size, device: str, seconds: float, repeats: int
         x.grad = None
         run(x).backward(grad_output)  # type: ignore[no-untyped-call]
 
-    def wait() -> None:
-        if cuda:
-            torch.cuda.synchronize()
-
     started = time.perf_counter()
     with inductor_config.patch(force_disable_caches=True):
         step()
-    wait()
+    wait(device)
     compile_seconds = time.perf_counter() - started
     saved = SavedBytes(known)
     with saved:
@@ -307,23 +320,144 @@ def measure(provider: str, size: Size, device: str, seconds: float, repeats: int
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     step()
-    wait()
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        step()
-        wait()
-    times = timed(step, repeats, cuda)
-    low, median, high = (quantile(times, q) for q in (0.2, 0.5, 0.8))
-    return {
-        "ms": f"{median:.4g}",
-        "ms_20": f"{low:.4g}",
-        "ms_80": f"{high:.4g}",
+    wait(device)
+    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    row = {
         "saved_gib": f"{saved.total / 2**30:.2f}",
         "peak_gib": f"{peak / 2**30:.2f}",
         "compile_s": f"{compile_seconds:.1f}",
         "flops_quantized": f"{backend.report().coverage:.0%}" if backend else "",
     }
+    return Contender(provider, step, row, [])
+
+
+def wait(device: str) -> None:
+    """Until the device is idle."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+ROUNDS = 3
+
+
+def time_in_turn(contenders: Sequence[Contender], device: str, seconds: float, repeats: int) -> None:
+    """Fills in `times`: in each of `ROUNDS` everyone has its turn, so that a card that grows warm slows all alike.
+
+    `repeats` steps and `seconds` of warm-up in all for each. One that fails is left with no times and why.
+    """
+    for _ in range(ROUNDS):
+        for each in contenders:
+            if "gemms" in each.row:
+                continue
+            try:
+                until = time.perf_counter() + seconds / ROUNDS
+                while time.perf_counter() < until:
+                    each.step()
+                    wait(device)
+                each.times += timed(each.step, max(1, repeats // ROUNDS), device == "cuda")
+            except Exception as error:
+                each.times.clear()
+                each.row["gemms"] = failure(error)
+
+
+def failure(error: Exception) -> str:
+    """An error as a table shows it."""
+    return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+FLOORS = {
+    "delayed_scaling": "current_scaling", "torchao tensorwise": "current_scaling", "torchao rowwise": "rowwise",
+}  # fmt: skip
+"""Whose GEMMs a provider runs, where they are not its own recipe's."""
+
+
+def floor_contender(recipe: str, size: Linear, device: str) -> Contender:
+    """The three GEMMs of a linear alone, on operands that are quantized already; of bfloat16 for ``bf16``."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        x, w, dy = (
+            torch.randn(shape, dtype=torch.bfloat16) for shape in ((size.m, size.k), (size.n, size.k), (size.m, size.n))
+        )
+    if recipe == "bf16":
+
+        def plain() -> None:
+            F.linear(x, w), dy @ w, dy.t() @ x
+
+        return Contender(f"{recipe} GEMMs", plain, {}, [])
+    values = {"input": x, "weight": w, "grad_output": dy}
+    pairs = []
+    for kind, sides in GEMM_OPERANDS.items():
+        parts, specs = [], []
+        for operand, direction in sides:
+            answer = recipes.get(recipe).quantizer(QuantizerRole("linear", operand))
+            assert isinstance(answer, Quantizer)
+            specs.append(str(answer.spec(direction)))
+            parts.append(torch.ops.fxquant.quantize(values[operand], specs[-1], direction.value))
+        pairs.append((*parts, *specs, kind is Gemm.FPROP))
+
+    def step() -> None:
+        for a, b, a_spec, b_spec, fast in pairs:
+            gemm.scaled_mm(a, b, a_spec, b_spec, None, torch.bfloat16, fast)
+
+    return Contender(f"{recipe} GEMMs", step, {}, [])
+
+
+def copy_contender(size: Linear, device: str) -> Contender:
+    """A copy of the largest tensor of a linear."""
+    x = torch.randn(size.m, max(size.k, size.n), dtype=torch.bfloat16, device=device)
+    y = torch.empty_like(x)
+
+    def step() -> None:
+        y.copy_(x)
+
+    return Contender("copy", step, {}, [])
+
+
+def least_cast_bytes(provider: str, size: Linear) -> int:
+    """One read and two writes of input, weight and gradient, and another read where amaxes come first."""
+    if provider == "bf16":
+        return 0
+    takes_amaxes = provider in ("current_scaling", "rowwise", *TORCHAO)
+    return (size.m * size.k + size.n * size.k + size.m * size.n) * (6 if takes_amaxes else 4)
+
+
+def floors(
+    size: Linear, contenders: Sequence[Contender], device: str
+) -> tuple[list[Contender], Callable[[str], float | None]]:
+    """What to time besides for the floor of each provider, and the floors in milliseconds once that has been done."""
+    names = dict.fromkeys(FLOORS.get(each.name, each.name) for each in contenders)
+    copy = copy_contender(size, device)
+    gemms_alone: dict[str, Contender] = {}
+    for name in names:
+        try:
+            gemms_alone[name] = floor_contender(name, size, device)
+        except Exception as error:
+            print(f"no floor for {name}, {size}: {failure(error)}", file=sys.stderr)
+
+    def floor(provider: str) -> float | None:
+        alone = gemms_alone.get(FLOORS.get(provider, provider))
+        if alone is None or not alone.times or not copy.times:
+            return None
+        bytes_per_ms = 4 * size.m * max(size.k, size.n) / statistics.median(copy.times)
+        return statistics.median(alone.times) + least_cast_bytes(provider, size) / bytes_per_ms
+
+    return [copy, *gemms_alone.values()], floor
+
+
+def measure_casts(providers: Sequence[str], size: Cast, device: str, seconds: float, repeats: int) -> Iterator[Row]:
+    """Times the providers, one after another."""
+    rate = 0.0
+    for provider in providers:
+        row = {"provider": provider}
+        try:
+            row |= measure_cast(provider, size, device, seconds, repeats, rate)
+        except Exception as error:
+            row["gemms"] = failure(error)
+        else:
+            rate = 4 * size.m * size.k / float(row["ms"]) if provider == "copy" else rate
+        yield row
 
 
 def measure_cast(provider: str, size: Cast, device: str, seconds: float, repeats: int, copy_rate: float) -> Row:
@@ -346,11 +480,15 @@ def measure_cast(provider: str, size: Cast, device: str, seconds: float, repeats
         if device == "cuda":
             torch.cuda.synchronize()
     times = timed(step, repeats, device == "cuda")
-    low, median, high = (quantile(times, q) for q in (0.2, 0.5, 0.8))
-    row = {"ms": f"{median:.4g}", "ms_20": f"{low:.4g}", "ms_80": f"{high:.4g}"}
+    row = times_text(times)
     if provider != "copy" and copy_rate:
-        row["of_copy"] = f"{size.least_bytes(provider) / median / copy_rate:.0%}"
+        row["of_copy"] = f"{size.least_bytes(provider) / statistics.median(times) / copy_rate:.0%}"
     return row
+
+
+def times_text(times: Sequence[float]) -> Row:
+    """Median and spread."""
+    return {name: f"{quantile(times, q):.4g}" for name, q in (("ms", 0.5), ("ms_20", 0.2), ("ms_80", 0.8))}
 
 
 def timed(step: Callable[[], None], repeats: int, cuda: bool) -> list[float]:
@@ -397,7 +535,6 @@ def version(package: str) -> str:
 
 def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
-    from fxquant import recipes
     from fxquant.__main__ import runs_as
 
     if provider not in QUANTIZED:
@@ -413,30 +550,70 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     device, cuda = options.device, options.device == "cuda"
     sizes: Sequence[Size | Cast] = options.sizes(cuda, options)
     where = setting(device, command)
+    how = (device, options.seconds if cuda else 0.0, options.repeats if cuda else ROUNDS)
     rows = []
     for size in sizes:
-        baseline = 0.0
-        for provider in options.providers:
-            row: Row = dict.fromkeys(COLUMNS, "") | where
-            row |= {"benchmark": options.benchmark, "size": str(size), "provider": provider}
-            row["gemms"] = "" if isinstance(size, Cast) else gemms(provider, device)
-            try:
-                how = (device, options.seconds if cuda else 0.0, options.repeats if cuda else 3)
-                if isinstance(size, Cast):
-                    row |= measure_cast(provider, size, *how, baseline and 4 * size.m * size.k / baseline)
-                else:
-                    row |= measure(provider, size, *how)
-            except Exception as error:
-                row["gemms"] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            else:
-                baseline = float(row["ms"]) if provider in ("bf16", "copy") else baseline
-                if not isinstance(size, Cast):
-                    row["over_bf16"] = f"{baseline / float(row['ms']):.2f}x" if baseline else ""
+        providers = options.providers
+        measured: Iterable[Row] = (
+            measure_casts(providers, size, *how) if isinstance(size, Cast) else measure(providers, size, *how)
+        )
+        for row in measured:
+            row = dict.fromkeys(COLUMNS, "") | {"benchmark": options.benchmark, "size": str(size)} | row | where
             print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
             rows.append(row)
             if options.csv:
                 append(options.csv, row)
     return rows
+
+
+def measure(providers: Sequence[str], size: Size, device: str, seconds: float, repeats: int) -> list[Row]:
+    """Times forward and backward of all providers in turn, and for a linear layer the floors of their times."""
+    torch.compiler.reset()
+    contenders: list[Contender] = []
+    with unlimited_recompiles():
+        for provider in providers:
+            try:
+                contenders.append(contender(provider, size, device))
+            except Exception as error:
+                contenders.append(Contender(provider, lambda: None, {"gemms": failure(error)}, []))
+        alone, floor = floors(size, contenders, device) if isinstance(size, Linear) else ([], lambda _: None)
+        time_in_turn([*contenders, *alone], device, seconds, repeats)
+    medians = {each.name: statistics.median(each.times) for each in contenders if each.times}
+    rows = []
+    for each in contenders:
+        row = {"provider": each.name, "gemms": gemms(each.name, device), **each.row}
+        if each.times:
+            row |= times_text(each.times)
+            row |= ratios(each.name, medians, floor(each.name))
+        rows.append(row)
+    return rows
+
+
+def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> Row:
+    """What a provider's time is to those of bf16 and torchao and to its floor, where these were measured."""
+    own, row = medians[provider], {}
+    peer = "torchao rowwise" if provider == "rowwise" else "torchao tensorwise"
+    if "bf16" in medians:
+        row["over_bf16"] = f"{medians['bf16'] / own:.2f}x"
+    if provider in QUANTIZED and peer in medians:
+        row["over_torchao"] = f"{medians[peer] / own:.2f}x"
+    if floor is not None:
+        row |= {"of_floor": f"{own / floor:.2f}x", "floor_ms": f"{floor:.4g}"}
+    return row
+
+
+def means(rows: Iterable[Row]) -> list[list[str]]:
+    """The geometric means of the ratios of providers that were measured at several sizes, with a head."""
+    columns = ("over_bf16", "over_torchao", "of_floor")
+    by_provider: dict[str, list[Row]] = {}
+    for row in rows:
+        by_provider.setdefault(row["provider"], []).append(row)
+    found = []
+    for provider, own in by_provider.items():
+        values = {c: [float(row[c].rstrip("x")) for row in own if row[c]] for c in columns}
+        if all(len(each) in (0, len(own)) for each in values.values()) and len(own) > 1:
+            found.append([provider, *(f"{statistics.geometric_mean(v):.2f}x" if v else "" for v in values.values())])
+    return [["geometric mean", *(SHOWN[c] for c in columns)], *found] if found else []
 
 
 def append(path: Path, row: Row) -> None:
@@ -534,6 +711,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = run_benchmark(options, f"python -m fxquant bench {' '.join(argv)}".partition(" --csv ")[0])
     shown = table_rows(rows)
     print(aligned([list(shown[0]), *(list(row.values()) for row in shown)]))
+    if options.benchmark == "linear" and (table := means(rows)):
+        print(f"\n{aligned(table)}")
     return int(any(not row["ms"] for row in rows))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
@@ -128,15 +128,20 @@ def is_inductor_option(name: str) -> bool:
 
 
 @contextmanager
-def compile_to_look() -> Iterator[None]:
-    """A scope in which compiling a function once more is never refused, and its backward is compiled at once."""
+def unlimited_recompiles() -> Iterator[None]:
+    """A scope in which compiling a function once more is never refused."""
     import torch._dynamo.config as dynamo_config
+
+    with dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+        yield
+
+
+@contextmanager
+def compile_to_look() -> Iterator[None]:
+    """The same, in which a backward is compiled at once."""
     import torch._functorch.config as functorch_config
 
-    with (
-        dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16),
-        functorch_config.patch(force_non_lazy_backward_lowering=True),
-    ):
+    with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):
         yield
 
 
@@ -158,6 +163,12 @@ def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     from torch.distributed._functional_collectives import all_reduce
 
     return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A scope without autocast; of meta tensors, which nothing casts, any scope."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 def artificial_source(name: str) -> Any:
@@ -246,7 +257,19 @@ def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether a CUDA device has compute capability 9.x."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
+    return capability(device)[0] == 9
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device, (0, 0) for others; without a driver, the first that makes FP8."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 9)
+
+
+def card_name(device: torch.device) -> str:
+    """The name of a CUDA device, or the type of another; without a driver ``cuda``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
 
 
 def converts_to_fp8(device: torch.device) -> bool:
@@ -278,6 +301,8 @@ __all__ = [
     "ScalingType",
     "aot_autograd",
     "artificial_source",
+    "capability",
+    "card_name",
     "compile_package",
     "compile_to_look",
     "compile_with_inductor",
@@ -304,6 +329,7 @@ __all__ = [
     "make_fx",
     "min_cut_rematerialization_partition",
     "must_save",
+    "no_autocast",
     "operator_library",
     "own_errors",
     "recomputable",
@@ -318,5 +344,6 @@ __all__ = [
     "tree_unflatten",
     "triton_kernel_wrapper_functional",
     "triton_kernel_wrapper_mutation",
+    "unlimited_recompiles",
     "written_by",
 ]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import torch
+
 from fxquant.roles import Direction, Gemm, QuantizerRole
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class SkipReason(str, Enum):
     UNSUPPORTED_FORM = "UNSUPPORTED_FORM"
     OPAQUE = "OPAQUE"
     STATE = "STATE"
+    NOT_PROFITABLE = "NOT_PROFITABLE"
 
     @property
     def meaning(self) -> str:
@@ -53,6 +56,7 @@ _MEANINGS = {
     SkipReason.STATE: (
         "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach"
     ),
+    SkipReason.NOT_PROFITABLE: "the recipe is wrapped in auto, and the layer is estimated to be slower quantized",
 }
 
 
@@ -61,11 +65,37 @@ Size = int | str
 
 
 @dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """What the time of a product [M, K] x [N, K]^T depends on, besides its formats.
+
+    Sizes named in `dynamic` are those of the example. `batch` products have operands of their own, which can be
+    `batch_weights`; of grouped ones, `groups` weights share the rows M. `dtype` is that of the high-precision GEMM.
+    `input` and `weight` are equal for equal tensors of a model. `stored` says that the weight is kept quantized, and
+    not cast in each call. `device` is a card's name, ``cpu`` or another type of device, with the `capability` of a
+    CUDA one.
+    """
+
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+    batch_weights: bool = False
+    groups: int = 0
+    dynamic: str = ""
+    dtype: torch.dtype = torch.bfloat16
+    input: str = ""
+    weight: str = ""
+    stored: bool = False
+    device: str = "cpu"
+    capability: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """One operand of one GEMM: either a quantizer or a skip reason, never both, never neither.
 
     `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` are those of
-    the whole GEMM with dynamic sizes at their example values.
+    the whole GEMM with dynamic sizes at their example values. `matmul` is None where nothing is known of its time.
     """
 
     role: QuantizerRole
@@ -78,6 +108,7 @@ class Decision:
     form: str = ""
     site: int = 0
     flops: int = 0
+    matmul: Matmul | None = None
 
     def __post_init__(self) -> None:
         assert (self.quantizer is None) != (self.skip_reason is None), self

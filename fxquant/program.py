@@ -73,7 +73,7 @@ def quantize_program(
     asked = _Inference(recipe) if calibration is not None else recipe
     bodies = Bodies(gm)
     describe(bodies, signature.inputs_to_parameters, trained=not fold_weights)
-    rewriter = Rewriter(asked)
+    rewriter = Rewriter(asked, stored_weights=fold_weights)
     decisions, roles, slots = rewriter(gm, autocast=None)
     _check(decisions)
     if slots.request is not None:
@@ -175,7 +175,8 @@ def _check(decisions: Sequence[Decision]) -> None:
     if not decisions:
         raise ProgramError("the program has no matmul to quantize")
     reasons = Counter(d.skip_reason for d in decisions if d.skip_reason is not None)
-    if sum(reasons.values()) == len(decisions) and SkipReason.HIGH_PRECISION not in reasons:
+    wanted = {SkipReason.HIGH_PRECISION, SkipReason.NOT_PROFITABLE}
+    if sum(reasons.values()) == len(decisions) and not wanted & set(reasons):
         text = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}")
 
@@ -206,6 +207,7 @@ class _Inference(Recipe):
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.only_profitable = recipe.only_profitable
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         answer = self.recipe.quantizer(role)

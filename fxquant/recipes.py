@@ -48,6 +48,9 @@ def _is_linear(role: QuantizerRole) -> bool:
 class Recipe:
     """Base of all recipes. `quantizer(role)` answers; the boundary roles (output, grad_input) are never asked for."""
 
+    only_profitable: bool = False
+    """Whether layers that are estimated to be slower quantized stay in high precision; see `auto`."""
+
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         """The quantizer of a role. Raises RecipeError when a user's factory gives none."""
         raise NotImplementedError
@@ -569,7 +572,11 @@ _KEYS = ("name", "module_type", "tensor_type")
 def _answer(answer: Answer, whose: str) -> Answer:
     """An answer of Rules with its names resolved. Raises RecipeError for what cannot answer."""
     if isinstance(answer, str):
-        return resolve(answer)
+        answer = resolve(answer)
+    if isinstance(answer, AutoRecipe):
+        raise RecipeError(
+            f"{whose} is {answer}, which weighs whole layers: wrap the whole recipe, auto(CustomRecipe(...))"
+        )
     if not isinstance(answer, (Quantizer, DelayedScalingRequest, Recipe)) and not callable(answer):
         hint = ": IdentityQuantizer() keeps operands in high precision" if answer is None else ""
         raise RecipeError(f"{whose} must have a quantizer, a recipe or a factory, not a {type(answer).__name__}{hint}")
@@ -615,6 +622,38 @@ class Rules:
         return value_text(self)
 
 
+@dataclass(frozen=True, repr=False)
+class AutoRecipe(Recipe):
+    """Another recipe without the layers that `fxquant.cost` estimates to be slower quantized than in high precision.
+
+    They are reported as NOT_PROFITABLE, with the estimate. On a device without measured rates nothing is left out.
+    """
+
+    recipe: Recipe
+    only_profitable = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", resolve(self.recipe))
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        return self.recipe.quantizer(role)
+
+    def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
+        return self.recipe.unused(roles)
+
+    def __str__(self) -> str:
+        return f"auto({self.recipe})"
+
+
+def auto(recipe: Recipe | str) -> AutoRecipe:
+    """The recipe for the layers that it makes faster; others stay in high precision, see `AutoRecipe`.
+
+    Also by name, ``"auto(mxfp8)"``. Raises RecipeError for an unknown recipe.
+    """
+    inner = resolve(recipe)
+    return inner if isinstance(inner, AutoRecipe) else AutoRecipe(inner)
+
+
 RECIPES: dict[str, Recipe] = {
     "high_precision": HighPrecision(),
     "current_scaling": Float8CurrentScaling(),
@@ -627,7 +666,9 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get(name: str) -> Recipe:
-    """A named recipe. Raises RecipeError, with the known names, for another one."""
+    """A named recipe, ``mxfp8`` or ``auto(mxfp8)``. Raises RecipeError, with the known names, for another one."""
+    if wrapped := re.fullmatch(r"auto\((.*)\)", name):
+        return auto(wrapped[1])
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -6,14 +6,18 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxquant.decisions import Decision
 from fxquant.roles import Gemm
 
+if TYPE_CHECKING:
+    from fxquant.cost import Estimate, Work
+
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
+WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
 
 
 class Layer(NamedTuple):
@@ -29,7 +33,8 @@ class Report:
     """The decisions of one or several compiled graphs.
 
     `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
-    each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks.
+    each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks. `card`
+    is the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`.
     """
 
     recipe: str
@@ -37,6 +42,87 @@ class Report:
     graphs: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
+    card: str = ""
+
+    def on(self, card: str) -> Report:
+        """The same report with the kernels and estimated times of another card, named in part, such as ``H100``.
+
+        Raises OptionError for a card without measured rates.
+        """
+        from fxquant.cost import find_card
+
+        return replace(self, card=find_card(card))
+
+    def estimates(self) -> dict[int, Estimate]:
+        """Kernels and times of every matmul outside attention, by site; see `fxquant.cost`."""
+        from fxquant.cost import estimate
+
+        return estimate(self.decisions, self.card)
+
+    def slower(self) -> list[str]:
+        """The layers that are estimated to be slower than in high precision."""
+        slow = {site for site, each in self.estimates().items() if each.slower}
+        return list(dict.fromkeys(d.layer or "<model>" for d in self.decisions if d.site in slow))
+
+    def time(self) -> dict[str, Any]:
+        """The estimate by name: ``card``, microseconds of all matmuls and their casts, and the layers without one.
+
+        ``unquantized_us`` and ``quantized_us`` are None on a device without measured rates.
+        """
+        known = {site: each for site, each in self.estimates().items() if each.quantized is not None}
+        devices = {d.matmul.device for d in self.decisions if d.matmul is not None}
+        missing = (d.layer or "<model>" for d in self.decisions if d.matmul is not None and d.site not in known)
+        return {
+            "card": self.card or ", ".join(sorted(devices)),
+            "unquantized_us": sum(each.unquantized or 0 for each in known.values()) if known else None,
+            "quantized_us": sum(each.quantized or 0 for each in known.values()) if known else None,
+            "unknown": list(dict.fromkeys(missing)),
+            "slower": self.slower(),
+        }
+
+    def verdict(self) -> list[str]:
+        """What the estimate says, in a line, and in another a warning where layers become slower."""
+        from fxquant.cost import RATES
+
+        time = self.time()
+        if not time["card"]:
+            return []
+        if time["quantized_us"] is None:
+            what = "these dtypes or kernels on " if time["card"] in RATES else ""
+            return [f"estimate: none, no measured rates for {what}{time['card']} (known: {', '.join(RATES)})"]
+        before, after = time["unquantized_us"], time["quantized_us"]
+        line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
+        line += f"{time_text(after)} quantized ({before / after:.2f}x)"
+        if time["unknown"]:
+            line += f"; without {_some(time['unknown'])}, for which no rates were measured"
+        if not time["slower"]:
+            return [line]
+        estimates = self.estimates().values()
+        lost = sum((each.quantized or 0) - (each.unquantized or 0) for each in estimates if each.slower)
+        warning = f"warning: estimated to be slower than unquantized, by {time_text(lost)}: {_some(time['slower'])}; "
+        return [line, f"{warning}recipes.auto(recipe) leaves them as they are"]
+
+    def work_table(self, layer: str = "", *, collapse: bool = False) -> str:
+        """One row for each GEMM and cast with its kernel and, where rates are known, its estimated time.
+
+        See `table` for the arguments; times are those of one layer.
+        """
+        rows = [
+            (name, work.what, work.kernel, *(us_text(us) for us in (work.unquantized, work.quantized)))
+            for name, _, work in self.work(layer, collapse=collapse)
+        ]
+        timed = any(row[-1] for row in rows)
+        return aligned([row if timed else row[:3] for row in (WORK_COLUMNS, *rows)]) if rows else ""
+
+    def work(self, layer: str = "", *, collapse: bool = False) -> list[tuple[str, int, Work]]:
+        """Each GEMM and cast with its layer and how many equal layers there are; see `table` for the arguments."""
+        estimates = self.estimates()
+        return [
+            (name, repeats, work)
+            for name, repeats, decisions in self.layers(layer, collapse=collapse)
+            for site in dict.fromkeys(d.site for d in decisions)
+            for work in (estimates[site].work if site in estimates else ())
+        ]
 
     def gemms(self) -> dict[tuple[int, Gemm], list[Decision]]:
         """The decisions by (site, gemm): normally two, left operand then right."""
@@ -121,6 +207,17 @@ class Report:
             "summary": self.summary(),
             "unused": self.unused,
             "breaks": self.breaks,
+            "estimate": self.time(),
+            "work": [
+                {
+                    "layer": name,
+                    "what": work.what,
+                    "kernel": work.kernel,
+                    "unquantized_us": work.unquantized,
+                    "quantized_us": work.quantized,
+                }
+                for name, _, work in self.work()
+            ],
             "decisions": [_plain(d) for d in self.decisions],
             "graphs": self.graphs,
         }
@@ -139,10 +236,12 @@ class Report:
         return report_html.fragment(self)
 
     def text(self, layer: str = "", *, collapse: bool = False) -> str:
-        """Table, totals, unused parts of the recipe and graph breaks; see `table` for the arguments."""
+        """Tables, estimate, totals, unused parts of the recipe, graph breaks; see `table` for the arguments."""
         lines = [f"recipe: {self.recipe}"]
         if self.decisions:
             lines.append(self.table(layer, collapse=collapse))
+        lines += filter(None, [self.work_table(layer, collapse=collapse)])
+        lines += self.verdict()
         lines.append(self.totals())
         lines += [f"unused in the recipe: {part}" for part in self.unused]
         lines += [f"graph break: {reason}" for reason in self.breaks]
@@ -185,6 +284,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     )
+
+
+def time_text(us: float) -> str:
+    """Microseconds as text of three digits with a unit."""
+    return f"{us:.3g} us" if us < 999.5 else f"{us / 1e3:.3g} ms"
+
+
+def us_text(us: float | None) -> str:
+    """Microseconds in a column; a dash for none, empty where they are not known."""
+    return "" if us is None else f"{us:.1f}" if us else "-"
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    """The names, or the first of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _quantized(operands: Sequence[Decision]) -> bool:

@@ -8,15 +8,17 @@ from html import escape
 
 from fxquant.decisions import Decision
 from fxquant.formats import FORMATS
-from fxquant.report import COLUMNS, Layer, Report, result, role_text, shape_text
+from fxquant.report import COLUMNS, WORK_COLUMNS, Layer, Report, result, role_text, shape_text, us_text
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 STYLE = """
 .fxq { --ink:#1c2430; --soft:#5b6676; --line:#dde2ea; --card:#fff; --page:#f5f7fa; --hatch:#e6eaf0; --accent:#2563c9;
+  --warn:#fdeacb; --bad:#c2410c;
   --per_tensor:#cfe3fb; --per_row:#bfe9ec; --block:#d6ebc4; --mxfp8:#fbe3b5; --nvfp4:#f8cfc4; --own:#e3d3f5;
   color:var(--ink); font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif; }
 @media (prefers-color-scheme: dark) { .fxq { --ink:#e4e9f1; --soft:#98a4b5; --line:#323b49; --card:#1b222c;
   --page:#12171e; --hatch:#2a323e; --accent:#7fb0ff;
+  --warn:#54390b; --bad:#ff9566;
   --per_tensor:#1f4a7d; --per_row:#14595f; --block:#355d1d; --mxfp8:#6b4d0b; --nvfp4:#74321f; --own:#50327a; } }
 body.fxq { margin:0; background:var(--page); }
 .fxq main { max-width:1280px; margin:0 auto; padding:28px 20px 60px; }
@@ -50,6 +52,13 @@ body.fxq { margin:0; background:var(--page); }
 .fxq .per_tensor { background:var(--per_tensor); } .fxq .per_row { background:var(--per_row); }
 .fxq .block { background:var(--block); } .fxq .mxfp8 { background:var(--mxfp8); }
 .fxq .nvfp4 { background:var(--nvfp4); } .fxq .own { background:var(--own); }
+.fxq .warning { background:var(--warn); border-radius:8px; padding:9px 14px; margin:12px 0; }
+.fxq .work td.mono, .fxq .work td.what { white-space:nowrap; } .fxq .work .sum td { border-top:1px solid var(--line); }
+.fxq .work td { border-bottom:0; padding:3px 10px; } .fxq .work td.track { width:26%; min-width:120px; }
+.fxq .work i { display:block; height:6px; border-radius:3px; margin:2px 0; min-width:1px; }
+.fxq .work i.was { background:var(--soft); opacity:.45; } .fxq .work i.now { background:var(--accent); }
+.fxq .work .sum td { font-weight:600; } .fxq .work .worse i.now { background:var(--bad); }
+.fxq .work .worse td.now { color:var(--bad); }
 .fxq .times { color:var(--soft); margin-left:8px; }
 .fxq .legend { display:flex; flex-wrap:wrap; gap:8px; margin:10px 0 0; font-size:12px; }
 .fxq .tools { display:flex; flex-wrap:wrap; gap:8px; margin-bottom:8px; align-items:center; }
@@ -115,7 +124,7 @@ def section(report: Report) -> str:
     parts += [f"<p class='soft'>{escape(report.totals())}</p>", _cards(report)]
     parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
     if report.decisions:
-        parts += [_matrix(report.layers(collapse=True)), _rows(report)]
+        parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]
     if report.graphs:
         parts.append("<h2>Rewritten graphs</h2>")
         parts += [
@@ -135,6 +144,52 @@ def _cards(report: Report) -> str:
         _card(f"{100 * s['explained']:.1f}%", "quantized or explained", s["explained"]),
     ]
     return f"<div class='cards'>{''.join(cards)}</div>"
+
+
+def _work(report: Report) -> str:
+    """Kernels and estimated times, layer by layer."""
+    verdict = report.verdict()
+    if not verdict:
+        return ""
+    estimates = report.estimates()
+    layers = [
+        (layer, [estimates[site] for site in dict.fromkeys(d.site for d in layer.decisions) if site in estimates])
+        for layer in report.layers(collapse=True)
+    ]
+    longest = max((each.longest for _, found in layers for each in found), default=0.0)
+    body = []
+    for layer, found in layers:
+        times = f"<span class='times'>×{layer.repeats}</span>" if layer.repeats > 1 else ""
+        for each in found:
+            name = f"{escape(layer.name)}{times}"
+            worse = " worse" if each.slower else ""
+            body.append(_work_row(name, "all", "", (each.unquantized, each.quantized), longest, f"sum{worse}"))
+            for work in each.work:
+                times_of = (work.unquantized, work.quantized)
+                body.append(_work_row("", work.what, work.kernel, times_of, longest, ""))
+    head = "".join(f"<th class='{'num' if name.endswith(' us') else ''}'>{name}</th>" for name in WORK_COLUMNS)
+    notes = [f"<p class='soft'>{escape(verdict[0])}</p>"]
+    notes += [f"<p class='warning'>{escape(line)}</p>" for line in verdict[1:]]
+    return (
+        f"<h2>Kernels and times</h2>{''.join(notes)}<div class='scroll'><table class='work'><thead><tr>{head}<th></th>"
+        f"</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _work_row(
+    layer: str, what: str, kernel: str, times: tuple[float | None, float | None], scale: float, kind: str
+) -> str:
+    """A row of times without and with quantization, with a bar for each whose full width is `scale`."""
+    bars, columns = "", tuple(zip(("was", "now"), times, strict=True))
+    for name, us in columns:
+        bars += f"<i class='{name}' style='width:{100 * us / scale:.2f}%'></i>" if us is not None and scale else ""
+    numbers = "".join(
+        f"<td class='num {name}'>{us_text(us)}</td>" for name, us in zip(("was", "now"), times, strict=True)
+    )
+    return (
+        f"<tr class='{kind}'><td class='mono'>{layer}</td><td class='what'>{what}</td><td>{escape(kernel)}</td>"
+        f"{numbers}<td class='track'>{bars}</td></tr>"
+    )
 
 
 def _card(number: str, label: str, share: float | None = None) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxquant.compat import ScalingType, is_hopper, statically_known_true
+from fxquant.compat import ScalingType, capability
 from fxquant.formats import QuantSpec
-from fxquant.kernels import reference
-
-_NATIVE = ("per_tensor", "per_row")
+from fxquant.kernels import choice, reference
+from fxquant.kernels.choice import GemmKernel
 
 
 def scaled_mm(
@@ -25,11 +24,13 @@ def scaled_mm(
 ) -> Tensor:
     """a [*, M, K] x b [*, N, K]^T + bias in `out_dtype`; the meaning is `reference.scaled_mm`."""
     left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    if left.row.family in _NATIVE and a[0].ndim == 2:
+    rows, matrices = (a[0].shape[-2], b[0].shape[-2]), a[0].ndim == 2
+    kernel, _ = choice.gemm(left, right, rows, matrices=matrices, capability=capability(a[0].device))
+    if kernel in (GemmKernel.PER_TENSOR, GemmKernel.PER_ROW):
         return _fp8_mm(a, b, bias, out_dtype, fast_accum)
-    if _has_block_mm(a, left, b, right):
+    if kernel in (GemmKernel.BLOCKS, GemmKernel.TILES):
         return _block_mm(a, b, right, bias, out_dtype)
-    if _exact_in_bfloat16(left) and _exact_in_bfloat16(right):
+    if kernel is GemmKernel.EMULATED:
         return _bfloat16_mm(a, left, b, right, bias, out_dtype)
     return reference.scaled_mm(a, left, b, right, bias, out_dtype)
 
@@ -69,18 +70,6 @@ def _fp8_mm(
     return out.to(out_dtype) if bias is None or fused_bias is not None else (out + bias).to(out_dtype)
 
 
-def _has_block_mm(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec) -> bool:
-    """Whether cuBLAS has a GEMM for 1x128-scaled `a` and 1x128- or 128x128-scaled `b`: e4m3, whole 128x128 tiles of
-    `b`, sizes in multiples of 16, and on Hopper alone."""
-    if a_spec.row.family != "block" or a_spec.row.block != (1, 128) or a[0].ndim != 2:
-        return False
-    if not a[0].dtype == b[0].dtype == torch.float8_e4m3fn:
-        return False
-    multiple = 16 if b_spec.row.block[0] == 1 else 128
-    whole = statically_known_true(a[0].shape[0] % 16 == 0) and statically_known_true(b[0].shape[0] % multiple == 0)
-    return whole and statically_known_true(a[0].shape[0] > 0) and is_hopper(a[0].device)
-
-
 def _block_mm(
     a: Sequence[Tensor], b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -101,11 +90,6 @@ def _block_mm(
 def _by_columns(scale: Tensor) -> Tensor:
     """The same scales, stored by columns."""
     return scale.t().contiguous().t()
-
-
-def _exact_in_bfloat16(spec: QuantSpec) -> bool:
-    """Whether element x block scale fits bfloat16's 8 bits of significand: the GEMM then sees the exact values."""
-    return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
 
 
 def _bfloat16_mm(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import operator_library
+from fxquant.compat import no_autocast, operator_library
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels.grouped_mm import grouped_mm
 from fxquant.kernels.grouped_ops import quantize_groups
@@ -102,7 +102,7 @@ def _grouped_linear(
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
     input, weight = input.to(dtype), weight.to(dtype)
     batch = weight.shape[:-2]
-    with torch.autocast(input.device.type, enabled=False):
+    with no_autocast(input.device):
         if offs is not None:
             return _GroupedLinear.apply(input, weight, offs, spec, state, known)  # type: ignore[no-any-return,no-untyped-call]
         if len(batch) > 1:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxquant.compat import is_hopper
+from fxquant.compat import capability
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm, reference
+from fxquant.kernels import choice, gemm, reference
+from fxquant.kernels.choice import GemmKernel
 from fxquant.kernels.grouped_mm import grouped_mm
 from fxquant.kernels.grouped_reference import (
     Dense,
@@ -45,16 +46,15 @@ def grouped_scaled_mm(
     if offs is None:
         return _batched(a, b, left, right, out_dtype, fast_accum)
     offs = offs.to(torch.int32)
-    if left.row.family in ("per_tensor", "per_row"):
-        hopper = is_hopper(a[0].device)
-        if a[0].dtype == b[0].dtype == torch.float8_e4m3fn and (out_dtype == torch.bfloat16 or not hopper):
-            return _fp8(a, b, offs, left, right, fast_accum).to(out_dtype)
-        if hopper:
-            return _triton(a, b, offs, left, right, out_dtype, fast_accum)
-        return _scaled_after(a, b, offs, left, right).to(out_dtype)
-    one_by_128 = left.row.block[0] == 1 and (b[0].ndim == 3 or right.row.block[0] == 1)
-    if left.row.family == "block" and one_by_128 and is_hopper(a[0].device):
+    kernel, _ = choice.grouped_gemm(
+        left, right, wgrad=b[0].ndim == 2, dtype=out_dtype, capability=capability(a[0].device)
+    )
+    if kernel is GemmKernel.GROUPED:
+        return _fp8(a, b, offs, left, right, fast_accum).to(out_dtype)
+    if kernel is GemmKernel.GROUPED_TRITON:
         return _triton(a, b, offs, left, right, out_dtype, fast_accum)
+    if left.row.family in ("per_tensor", "per_row"):
+        return _scaled_after(a, b, offs, left, right).to(out_dtype)
     return _bfloat16(a, b, offs, left, right).to(out_dtype)
 
 

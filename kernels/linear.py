@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.compat import no_autocast
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels import custom
 from fxquant.kernels.ops import _library, quantize_operand, shared_spec
@@ -140,7 +141,7 @@ def _linear(
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
     input, weight = input.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(input.device.type, enabled=False):
+    with no_autocast(input.device):
         if weight.ndim > 2:
             return _Linear.apply(input, weight, bias, spec, state, known)  # type: ignore[no-any-return,no-untyped-call]
         rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)

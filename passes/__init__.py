@@ -30,6 +30,7 @@ from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
 from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
+from fxquant.passes.weigh import weigh
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
 from fxquant.roles import QuantizerRole
@@ -40,12 +41,23 @@ LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (("merge", merge), ("
 
 
 class Rewriter:
-    """find -> assign roles -> resolve -> insert, over one captured graph and the bodies inside it."""
+    """find -> assign roles -> resolve -> weigh -> insert, over one captured graph and the bodies inside it.
 
-    def __init__(self, recipe: Recipe, *, allow_float64: bool = False, names: Mapping[str, str] | None = None) -> None:
+    With `stored_weights` quantized weights are kept, and not cast in each call.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        allow_float64: bool = False,
+        names: Mapping[str, str] | None = None,
+        stored_weights: bool = False,
+    ) -> None:
         self.recipe = recipe
         self.allow_float64 = allow_float64
         self.names = names or {}
+        self.stored_weights = stored_weights
 
     def __call__(
         self, gm: fx.GraphModule, *, autocast: torch.dtype | None, first_site: int = 0
@@ -59,7 +71,14 @@ class Rewriter:
         reached, slots = stateful_graphs(gm), Slots()
         for match in matches:
             match.takes_state = match.node.graph in reached
-        decisions, roles = resolve(matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site)
+        decisions, roles = resolve(
+            matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site,
+            stored_weights=self.stored_weights,
+        )  # fmt: skip
+        if self.recipe.only_profitable:
+            decisions = weigh(matches)
+            if all(resolved.quantizers is None for match in matches for resolved in match.resolved):
+                slots = Slots()
         insert(matches)
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):

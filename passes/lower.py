@@ -29,7 +29,7 @@ from fxquant.compat import (
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_amax, triton_cast
+from fxquant.kernels import choice, gemm, grouped_gemm, grouped_ops, ops, reference, triton_amax, triton_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
@@ -85,19 +85,17 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
 
 
 def _by_triton(name: str, node: fx.Node) -> bool:
-    """Whether a quantization is better written by a Triton kernel, and can be.
-
-    Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor comes between,
-    and stores transposed payloads a byte at a time.
-    """
+    """Whether a Triton kernel writes a quantization: it is transposed, or comes after an amax of the whole tensor."""
     x, *args = node.args
-    specs = [QuantSpec.parse(str(spec)) for spec in (args[:1] if name == "quantize" else args[:2])]
+    specs = tuple(QuantSpec.parse(str(spec)) for spec in (args[:1] if name == "quantize" else args[:2]))
     columnwise = name != "quantize" or args[1] == "columnwise"
-    after_amax = specs[0].row.family == "per_tensor" and len(args) == 2
-    known = all(triton_cast.supports(spec) for spec in specs)
+    given = args[2] if len(args) > 2 else None
+    own_scale = not isinstance(given, fx.Node) or is_fxquant(given, "scale_from_amax")
     value = val(x)
-    matrix = value.ndim == 2 and value.dtype != torch.float64 and 0 not in value.shape
-    return (columnwise or after_amax) and known and matrix and converts_to_fp8(value.device)
+    return choice.casts_by_triton(
+        specs, apart=columnwise or (specs[0].row.family == "per_tensor" and own_scale), dtype=value.dtype,
+        matrix=value.ndim == 2 and 0 not in value.shape, fp8=converts_to_fp8(value.device),
+    )  # fmt: skip
 
 
 def _in_memory(x: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import size_hint
-from fxquant.decisions import Decision, Size, SkipReason
+from fxquant.compat import capability, card_name, size_hint
+from fxquant.decisions import Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
 from fxquant.passes.facts import Dim, Match, Product, Resolved, value_of
@@ -48,6 +48,37 @@ def _flops(product: Product) -> int:
     for dim in (*product.batch, product.m, product.k, product.n):
         flops *= size_hint(dim)
     return flops
+
+
+def _matmul(match: Match, product: Product, stored: bool, sources: dict[object, str]) -> Matmul | None:
+    """What the product's time depends on; None for attention, whose products are one kernel."""
+    lhs, rhs = value_of(product.lhs), value_of(product.rhs)
+    if match.module_type == "dpa" or not isinstance(lhs, Tensor) or not isinstance(rhs, Tensor):
+        return None
+    batch = 1
+    for dim in product.batch:
+        batch *= size_hint(dim)
+    dims = {"m": product.m, "k": product.k, "n": product.n}
+    return Matmul(
+        m=size_hint(product.m), k=size_hint(product.k), n=size_hint(product.n), batch=batch,
+        batch_weights=bool(product.batch) and product.rhs_is_weight, groups=size_hint(product.groups or 0),
+        dynamic="".join(name for name, dim in dims.items() if not isinstance(dim, int)),
+        dtype=match.autocast or torch.promote_types(lhs.dtype, rhs.dtype),
+        input=sources[product.lhs], weight=sources[product.rhs], stored=stored and product.rhs_is_weight,
+        device=card_name(lhs.device), capability=capability(lhs.device),
+    )  # fmt: skip
+
+
+class _Sources(dict[object, str]):
+    """A name for each node that is an operand, unlike those in other graphs."""
+
+    def __init__(self, graph: int) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __missing__(self, node: object) -> str:
+        self[node] = f"{self.graph}.{len(self)}"
+        return self[node]
 
 
 def gemms(needs_grad: tuple[bool, bool]) -> list[Gemm]:
@@ -148,7 +179,7 @@ def _ungroupable(answers: Answers) -> tuple[SkipReason, str] | None:
 
 def _resolve_product(
     match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole], slots: Slots,
-    shared: Shared,
+    shared: Shared, matmul: Matmul | None,
 ) -> Resolved:  # fmt: skip
     product, wanted = match.products[index], gemms(match.needs_grad[index])
     operands = ["input", "weight"] + ["grad_output"] * (len(wanted) > 1)
@@ -187,7 +218,7 @@ def _resolve_product(
                     role=role_of[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
                     quantizer=used, skip_reason=reason[0] if used is None and reason else None,
                     detail=reason[1] if used is None and reason and reason[1] else detail, form=match.form, site=site,
-                    flops=_flops(product),
+                    flops=_flops(product), matmul=matmul,
                 )
             )  # fmt: skip
     if quantizers is not None and all(quantizers[op].is_identity for op in quantizers):
@@ -202,21 +233,25 @@ def resolve(
     *,
     allow_float64: bool = False,
     first_site: int = 0,
+    stored_weights: bool = False,
 ) -> tuple[list[Decision], list[QuantizerRole]]:
     """Fills `match.resolved` and returns all decisions, and all roles that were found.
 
-    What asks for delayed scaling or rounds stochastically gets its place in `slots`.
+    What asks for delayed scaling or rounds stochastically gets its place in `slots`. With `stored_weights` weights are
+    kept quantized.
 
     Raises RecipeError for a pair that cannot multiply, naming layer, GEMM and both quantizers.
     """
     decisions: list[Decision] = []
     roles: list[QuantizerRole] = []
     slots = Slots() if slots is None else slots
-    site, shared = first_site, Shared()
+    site, shared, sources = first_site, Shared(), _Sources(first_site)
     for match in matches:
         match.resolved = []
         for index in range(len(match.products)):
-            match.resolved.append(_resolve_product(match, index, site, recipe, allow_float64, roles, slots, shared))
+            matmul = _matmul(match, match.products[index], stored_weights, sources)
+            resolved = _resolve_product(match, index, site, recipe, allow_float64, roles, slots, shared, matmul)
+            match.resolved.append(resolved)
             decisions += match.resolved[-1].decisions
             site += 1
     return decisions, roles

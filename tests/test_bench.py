@@ -48,6 +48,68 @@ def test_a_failure_is_a_row_and_an_exit_code(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("uncompiled")
+def test_linear_has_floors_and_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "_linears", lambda cuda, options: [bench.TINY_LINEAR, bench.Linear(32, 96, 64)])
+    path = tmp_path / "linear.csv"
+    chosen = ["bf16", "delayed_scaling"]
+    assert bench.main(["linear", "--device", "cpu", "--providers", ",".join(chosen), "--csv", str(path)]) == 0
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["provider"] for row in rows] == 2 * chosen
+    assert all(float(row["floor_ms"]) > 0 and row["of_floor"].endswith("x") for row in rows)
+    table, means = capsys.readouterr().out.split("\n\n")
+    assert "of floor" in table.splitlines()[0]
+    assert [line.split("  ")[0] for line in means.splitlines()] == ["geometric mean", *chosen]
+
+
+def test_means_are_geometric_and_of_what_all_sizes_have() -> None:
+    rows = [
+        {"provider": "rowwise", "over_bf16": "2.00x", "over_torchao": "", "of_floor": "1.10x"},
+        {"provider": "rowwise", "over_bf16": "0.50x", "over_torchao": "", "of_floor": "1.10x"},
+        {"provider": "once", "over_bf16": "2.00x", "over_torchao": "", "of_floor": ""},
+    ]
+    assert bench.means(rows)[1:] == [["rowwise", "1.00x", "", "1.10x"]]
+    medians = {"bf16": 2.0, "torchao tensorwise": 1.5, "torchao rowwise": 1.8, "rowwise": 1.0, "current_scaling": 1.0}
+    assert bench.ratios("rowwise", medians, 0.8) == {
+        "over_bf16": "2.00x", "over_torchao": "1.80x", "of_floor": "1.25x", "floor_ms": "0.8",
+    }  # fmt: skip
+    assert bench.ratios("current_scaling", medians, None) == {"over_bf16": "2.00x", "over_torchao": "1.50x"}
+
+
+def test_everyone_has_a_turn_in_each_round() -> None:
+    order: list[str] = []
+
+    def contender(name: str) -> bench.Contender:
+        def step() -> None:
+            order.append(name)
+            if name == "b" and len(order) > 2:
+                raise MemoryError("full")
+
+        return bench.Contender(name, step, {}, [])
+
+    everyone = [contender(name) for name in "abc"]
+    bench.time_in_turn(everyone, "cpu", 0.0, bench.ROUNDS)
+    assert order == ["a", "b", "c", "a", "b", "c", "a", "c"]
+    assert [len(each.times) for each in everyone] == [3, 0, 3]
+    assert everyone[1].row["gemms"] == "failed: MemoryError: full"
+
+
+def test_a_floor_has_the_fewest_bytes() -> None:
+    size = bench.Linear(32, 64, 128)
+    elements = 32 * 64 + 128 * 64 + 32 * 128
+    for provider, each in {
+        "bf16": 0,
+        "current_scaling": 6,
+        "delayed_scaling": 4,
+        "torchao rowwise": 6,
+        "mxfp8": 4,
+    }.items():
+        assert bench.least_cast_bytes(provider, size) == each * elements
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["grouped", "--device", "cpu", "--providers", "bf16,mxfp8,nvfp4"]) == 0
     shown = capsys.readouterr().out

@@ -27,6 +27,7 @@ LAYERS = (
     "fxquant.errors",
     "fxquant.formats",
     "fxquant.roles",
+    "fxquant.cost",
     "fxquant.quantizers",
     "fxquant.recipes",
     "fxquant.factories",

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import NAMES, Recorder, assert_same_bits, eager_backend, recomputable_mlp, train_step
+from saved import saved_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import Backend, DelayedScaling, OptionError
 from fxquant.bench import LLAMA3_8B, Stack
-from helpers import NAMES, Recorder, assert_same_bits, eager_backend, recomputable_mlp, train_step
-from saved import saved_tensors
 
 ONE_BLOCK = Stack(blocks=1, hidden=4096, ffn=14336, heads=32, kv_heads=8, batch=2, length=8192)
 HIDDEN = 2 * 8192 * 4096
