@@ -28,7 +28,7 @@ from fxquant.compat import (
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
+from fxquant.kernels import attention_ops, gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
@@ -39,6 +39,7 @@ _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
+    "quantize_heads", "attention_backward",
 )  # fmt: skip
 """Operators whose result depends on the last bit of what they read."""
 
@@ -60,7 +61,7 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
         return grouped_gemm.grouped_scaled_mm
-    meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS)[name]
+    meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
     return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
 
 
