@@ -203,6 +203,28 @@ def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
     return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
 
 
+def cudnn_attention_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv) of softmax(q k^T * scale) v by cuDNN; all [B, H, S, D] but lse [B, Hq, Sq], the natural logarithm.
+
+    k and v may have fewer heads than q.
+    """
+    absent: Any = None  # what an attention without bias, dropout and ragged lengths has none of
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    none = torch.zeros([], dtype=torch.int64, device=q.device)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), none, none, absent, absent, absent, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+    if groups > 1:
+        dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+    return dq, dk, dv
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a CUDA device has compute capability 9.x."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
@@ -240,6 +262,7 @@ __all__ = [
     "compile_to_look",
     "compile_with_inductor",
     "converts_to_fp8",
+    "cudnn_attention_backward",
     "declare_written",
     "detect_fake_mode",
     "enable_python_dispatcher",

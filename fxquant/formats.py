@@ -7,8 +7,9 @@ Nothing else in the project re-derives these facts from a dtype. What crosses an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -377,6 +378,11 @@ class AttentionSpec:
         """Whether the backward quantizes its gradients; else it runs in high precision on the stored q, k and v."""
         return not self.do.is_identity
 
+    def each(self, change: Callable[[QuantSpec], QuantSpec]) -> AttentionSpec:
+        """The same with every tensor's spec changed."""
+        specs: dict[str, Any] = {operand: change(getattr(self, operand)) for operand in ATTENTION_OPERANDS}
+        return replace(self, **specs)
+
     def __str__(self) -> str:
         parts = [f"{operand}={getattr(self, operand)}" for operand in ATTENTION_OPERANDS]
         parts += [f"steps={';'.join(map(str, self.steps))}", f"dropout={self.dropout!r}"]
@@ -390,7 +396,7 @@ class AttentionSpec:
         head, _, name = text.partition("name=")
         items = dict(item.split("=", 1) for item in head.split())
         steps = tuple(map(Step.parse, filter(None, items["steps"].split(";"))))
-        specs = {operand: QuantSpec.parse(items[operand]) for operand in ATTENTION_OPERANDS}
+        specs: dict[str, Any] = {operand: QuantSpec.parse(items[operand]) for operand in ATTENTION_OPERANDS}
         return cls(**specs, steps=steps, dropout=float(items["dropout"]), autocast=items.get("autocast", ""), name=name)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat import operator_library
-from fxquant.formats import ATTENTION_OPERANDS, AttentionSpec, QuantSpec
+from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels import attention_ops
 from fxquant.kernels.attention_reference import heads_of
 from fxquant.kernels.linear import StateTensors
@@ -64,8 +64,7 @@ class _Attention(torch.autograd.Function):
         groups = heads_of(q) // heads_of(k)
         parts = [_quantize(x, spec.qkv, g, t, state) for x, g, t in ((q, groups, False), (k, 1, False), (v, 1, True))]
         sizes = [q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]]
-        specs = {operand: _shared(getattr(spec, operand)) for operand in ATTENTION_OPERANDS}
-        core = str(replace(spec, **specs, autocast="", name=""))
+        core = str(replace(spec.each(_shared), autocast="", name=""))
         o, lse, s_amax = _ops.attention_forward(
             *parts, extras, seed, _scale(spec.s, state), core, sizes, q.dtype
         )  # fmt: skip
@@ -79,7 +78,7 @@ class _Attention(torch.autograd.Function):
         kept = [*parts, [lse], kept_o, extras, [] if seed is None else [seed]]
         ctx.save_for_backward(*(tensor for each in kept for tensor in each))
         ctx.spec, ctx.core, ctx.state, ctx.sizes, ctx.lengths = spec, core, state, sizes, list(map(len, kept))
-        return o
+        return o  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -101,9 +100,7 @@ class _Attention(torch.autograd.Function):
         for grad in (dq, dk, dv):
             _record(state, "backward", grad, spec.dqkv)
             if not spec.dqkv.is_identity:
-                grad = _dequantize(
-                    _quantize(grad, spec.dqkv, 1, False, state), spec.dqkv, grad.shape[-2:], grad.dtype
-                )
+                grad = _dequantize(_quantize(grad, spec.dqkv, 1, False, state), spec.dqkv, grad.shape[-2:], grad.dtype)
             results.append(grad)
         by_extra = dict(zip(wanted, of_extras, strict=True))
         return (*results, None, None, None, *(by_extra.get(i) for i in range(len(extras))))
@@ -115,9 +112,7 @@ def _record(state: StateTensors, phase: str, x: Tensor, spec: QuantSpec) -> None
         (state.take_forward if phase == "forward" else state.take_backward)(_ops.amax(x), spec.slot)
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str, state: StateTensors = StateTensors()
-) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str, state: StateTensors) -> Tensor:
     parsed = AttentionSpec.parse(spec)
     if parsed.autocast:
         q, k, v = (x.to(getattr(torch, parsed.autocast)) for x in (q, k, v))
@@ -132,7 +127,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: s
     `extras` are the tensors that the steps of `spec`, the text of an `AttentionSpec`, speak of; each broadcasts
     against the scores [*batch, Hq, Sq, Sk]. The autocast dtype of the spec is applied here.
     """
-    return _attention(q, k, v, extras, spec)
+    return _attention(q, k, v, extras, spec, StateTensors())
 
 
 def attention_stateful(

@@ -28,8 +28,8 @@ def quantize_heads(
 ) -> list[Tensor]:
     """Quantizes x [*batch, H, S, D]; returns [payload, scale], the scale what dequantization multiplies by.
 
-    The payload is [*batch, H, S, Dp], `transposed` [*batch, H, D, Sp], the last axis padded with zeros to the format's
-    alignment. `groups` consecutive heads share their scale:
+    The payload is [*batch, H, S, Dp], `transposed` [*batch, H, D, Sp] with keys in `key_order`, the last axis padded
+    with zeros to the format's alignment. `groups` consecutive heads share their scale:
 
     =============  ==========================================
     per_tensor     float32 [1], by `multiplier` [1] if given
@@ -38,28 +38,40 @@ def quantize_heads(
     mxfp8          uint8 E8M0 codes, along the payload's last axis
     =============  ==========================================
 
-    Per-head scales follow the rule of per-tensor ones (numerics: current scaling).
+    A per-head scale is 448 / amax, and 1 where the amax is not above 1e-12. (torchao's FP8 attention.)
     """
     x = x.float() if x.dtype == torch.float64 else x
     if spec.row.family != "per_head":
-        return reference.quantize(x.mT if transposed else x, spec, multiplier)
+        data, scale = reference.quantize(x.mT if transposed else x, spec, multiplier)
+        return [key_order(data) if transposed else data, scale]
     assert spec.row.element is not None
     amax = reference.amax(x, -1)
     block = spec.row.block[0]
     if block:
         spare = -amax.shape[-1] % block
-        amax = torch.nn.functional.pad(amax, (0, spare)).unflatten(-1, (-1, block))
+        amax = torch.unflatten(torch.nn.functional.pad(amax, (0, spare)), -1, (-1, block))
     amax = amax.amax(-1)
     heads = amax.ndim - 2 if block else amax.ndim - 1
     if groups > 1:
-        amax = amax.unflatten(heads, (-1, groups)).amax(heads + 1)
-    multiplier = reference.multiplier_from_amax(amax, spec)
+        amax = torch.unflatten(amax, heads, (-1, groups)).amax(heads + 1)
+    multiplier = reference.multiplier_from_amax(torch.where(amax > 1e-12, amax, 0.0), spec)
     y = x.float() * _spread(multiplier, spec, groups, x.shape[-2])
     y = y.mT if transposed else y
     spare = -y.shape[-1] % spec.row.alignment
     if not statically_known_true(spare == 0):
         y = torch.nn.functional.pad(y, (0, spare))
-    return [reference.cast_fp8(y, spec.row.element), reference.reciprocal(multiplier)]
+    data = reference.cast_fp8(y, spec.row.element)
+    return [key_order(data) if transposed else data, reference.reciprocal(multiplier)]
+
+
+def key_order(x: Tensor, *, back: bool = False) -> Tensor:
+    """x [..., Sp], Sp a multiple of 16, in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15 of every 16; or `back`.
+
+    Hopper's FP8 multiplication wants four neighbouring columns of its left operand in a thread, where the product that
+    computes them leaves two pairs 8 apart: with the keys of v in this order they are neighbours. (FlashAttention-3,
+    section 3.3.)
+    """
+    return torch.unflatten(x, -1, (-1, 4, 2, 2) if back else (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
 
 
 def dequantize_heads(
@@ -68,14 +80,13 @@ def dequantize_heads(
     """The float32 values [*batch, H, S, D] (`size` is [S, D]) of what `quantize_heads` gave."""
     if spec.is_identity:
         return parts[0].float()
-    if spec.row.family == "per_head":
-        data, scale = parts
-        values = data.float()
-    else:
-        values, scale = reference.dequantize(parts, spec), None
+    data, scale = parts
+    data = key_order(data, back=True) if transposed else data
+    per_head = spec.row.family == "per_head"
+    values = data.float() if per_head else reference.dequantize([data, scale], spec)
     values = values[..., : size[0 if transposed else 1]]
     values = values.mT if transposed else values
-    return values if scale is None else values * _spread(scale, spec, groups, size[0])
+    return values * _spread(scale, spec, groups, size[0]) if per_head else values
 
 
 def _spread(scale: Tensor, spec: QuantSpec, groups: int, length: int | torch.SymInt) -> Tensor:
@@ -264,7 +275,7 @@ def backward(
         g = through(g, spec.dp, dp_scale)
     dq, dk = g @ operands.k, g.mT @ operands.q
     if operands.groups > 1:
-        dk, dv = (t.unflatten(-3, (-1, operands.groups)).sum(-3) for t in (dk, dv))
+        dk, dv = (torch.unflatten(t, -3, (-1, operands.groups)).sum(-3) for t in (dk, dv))
     results = [t.to(do.dtype) for t in (dq, dk, dv)]
     return [*results, amax, *(_sum_to(grads[i], extras[i]) for i in wanted)]
 

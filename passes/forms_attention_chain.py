@@ -110,7 +110,8 @@ def _read(first: Match, second: Match) -> Attention:
     if chain.dropped_column != (chain.sink is not None):
         raise _Unknown("a column is added before the softmax or dropped after it, but not both")
 
-    steps, extras = [], []
+    steps: list[Step] = []
+    extras: list[_Extra] = []
     for kind, value, extra in [*reversed(chain.steps), *([("sink", 0.0, chain.sink)] if chain.sink else [])]:
         steps.append(Step(kind, value, -1 if extra is None else len(extras)))
         extras += [] if extra is None else [extra]
@@ -189,7 +190,9 @@ class _Context:
 
     def operand(self, builder: Builder, right: fx.Node) -> fx.Node:
         plan = self.plan
-        return arrange(builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.inner, plan.columns])
+        return arrange(
+            builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.inner, plan.columns]
+        )
 
     def result(self, builder: Builder, node: fx.Node) -> fx.Node:
         have: tuple[Label, ...] = (*self.labels, self.row, *self.plan.columns)
@@ -250,7 +253,10 @@ def _scores_of_weights(chain: _Chain, node: fx.Node) -> fx.Node:
                 raise _Unknown(f"its softmax is over axis {axis}")
             return inner[0]
         if name == "dropout":
-            rate, training = _argument(node, 1, "p", 0.5), _argument(node, 2, "training", node.kwargs.get("train", True))
+            rate, training = (
+                _argument(node, 1, "p", 0.5),
+                _argument(node, 2, "training", node.kwargs.get("train", True)),
+            )
             if not isinstance(rate, (int, float)) or not isinstance(training, bool) or chain.dropout:
                 raise _Unknown("its dropout is computed")
             chain.dropout = float(rate) if training else 0.0
@@ -300,15 +306,13 @@ def _before(chain: _Chain, node: fx.Node) -> fx.Node:
         return source
 
     if name in ("cat", "concat", "concatenate"):
-        parts, axis = node.args[0], _argument(node, 1, "dim", 0)
-        last = axis in (-1, value_of(node).ndim - 1)
-        if chain.steps or not last or len(parts) != 2 or parts[0] not in inner:  # type: ignore[arg-type, index]
+        parts: Any = node.args[0]
+        last = _argument(node, 1, "dim", 0) in (-1, value_of(node).ndim - 1)
+        column = last and not chain.steps and len(parts) == 2 and parts[0] in inner and value_of(parts[1]).shape[-1]
+        if not statically_known_true(column == 1):
             raise _Unknown(f"{node.name} adds more than a column before the softmax")
-        column = parts[1]  # type: ignore[index]
-        if value_of(column).shape[-1] != 1:
-            raise _Unknown(f"{node.name} adds more than a column before the softmax")
-        chain.sink = _Extra.of(node, column, lead)
-        return parts[0]  # type: ignore[index, return-value]
+        chain.sink = _Extra.of(node, parts[1], lead)
+        return parts[0]  # type: ignore[no-any-return]
     if name in ("mul", "multiply", "add", "sub", *_DIVISIONS):
         if node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
             raise _Unknown(f"{node.name} is not read")

@@ -55,7 +55,11 @@ def insert(matches: Sequence[Match]) -> int:
     """Rewrites the graphs of the matches in place; returns how many nodes were replaced."""
     count = insert_attention(matches)
     for match in matches:
-        if match.module_type == "dpa" or match.emit is None or all(resolved.quantizers is None for resolved in match.resolved):
+        if (
+            match.module_type == "dpa"
+            or match.emit is None
+            or all(resolved.quantizers is None for resolved in match.resolved)
+        ):
             continue
 
         def gemm(

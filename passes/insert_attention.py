@@ -10,13 +10,12 @@ Attention that stays in high precision keeps its nodes, and with them the kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
 
 import fxquant.kernels.attention  # noqa: F401  registers fxquant::attention
-from fxquant.formats import ATTENTION_OPERANDS, IDENTITY
+from fxquant.formats import IDENTITY
 from fxquant.passes.facts import Attention, Builder, Match
 
 SITE = "fxquant_site"
@@ -37,7 +36,7 @@ def _insert(match: Match, attention: Attention) -> None:
     spec, node, builder = attention.spec, match.node, Builder(match.node)
     assert spec is not None
     # a spec that gives the same shape and dtype: the delayed scales of the real one are bound later
-    plain = str(replace(spec, **dict.fromkeys(ATTENTION_OPERANDS, IDENTITY)))
+    plain = str(spec.each(lambda _: IDENTITY))
 
     def attend(q: fx.Node, k: fx.Node, v: fx.Node, extras: Sequence[fx.Node]) -> fx.Node:
         call = builder.call(torch.ops.fxquant.attention.default, q, k, v, list(extras), plain)

@@ -28,7 +28,7 @@ from fxquant.compat import (
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import attention_ops, gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
+from fxquant.kernels import attention_cuda, attention_ops, gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
@@ -57,12 +57,21 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
         return gemm.scaled_mm
     if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and not portable and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
+    if name in attention_cuda.IMPLEMENTATIONS and device.type == "cuda" and not portable:
+        return attention_cuda.IMPLEMENTATIONS[name]
+    if name == "quantize_heads" and device.type == "cuda" and not portable and attention_cuda.casts(*_values(node)):
+        return attention_cuda.quantize_heads
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
         return grouped_gemm.grouped_scaled_mm
     meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
     return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
+
+
+def _values(node: fx.Node) -> tuple[Any, str]:
+    """What a quantization is of, and its spec."""
+    return val(node.args[0]), str(node.args[1])
 
 
 def _transposes(name: str, node: fx.Node) -> bool:
@@ -150,7 +159,7 @@ def _make_functional(graph: fx.Graph) -> None:
         if node.target is not triton_kernel_wrapper_mutation:
             continue
         given = node.kwargs["kwargs"]
-        written = triton_cast.written(given)
+        written = triton_cast.written(given) or attention_cuda.written(given)
         with graph.inserting_before(node):
             call = graph.call_function(
                 triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}

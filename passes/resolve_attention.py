@@ -58,8 +58,10 @@ def resolve_attention(
         return {}, (SkipReason.HIGH_PRECISION, "")
     for slot, kind in kinds.items():
         if kind == "other" and ("fp8" in kinds.values() or getattr(recipe, "fp8_dpa", None)):
-            raise _error(match, slot, f"{_text(answers[slot])} is not for attention, which takes FP8 with a scale for "
-                         f"the tensor or for heads, and MXFP8. Return one of these, or {_REMEDY}")  # fmt: skip
+            problem = (
+                f"{_text(answers[slot])} is not for attention, which takes FP8 with a scale for the tensor or heads"
+            )
+            raise _error(match, slot, f"{problem}, and MXFP8. Return one of these, or {_REMEDY}")
     if "fp8" not in kinds.values():
         slot = next(slot for slot, kind in kinds.items() if kind == "other")
         return {}, (SkipReason.ATTENTION, f"{_text(answers[slot])} for {slot} is not for attention")
@@ -98,20 +100,20 @@ def _check(match: Match, answers: dict[str, Answer], kinds: dict[str, str]) -> N
     for slot in ("qkv", "s"):
         if kinds[slot] == "identity" and not (slot == "s" and "qkv" in mxfp8):
             others = ", ".join(each for each in SLOTS if kinds[each] == "fp8")
-            raise _error(match, slot, f"{_text(answers[slot])} stands beside FP8 in {others}. Return an FP8 quantizer, "
-                         f"or {_REMEDY}")  # fmt: skip
+            problem = f"{_text(answers[slot])} stands beside FP8 in {others}"
+            raise _error(match, slot, f"{problem}. Return an FP8 quantizer, or {_REMEDY}")
     if "qkv" in mxfp8:
         if kinds["do"] == "fp8" and "do" not in mxfp8:
-            raise _error(match, "do", f"{_text(answers['do'])} stands beside MXFP8 in qkv. Return an MXFP8Quantizer, or "
-                         "IdentityQuantizer() for a backward in high precision")  # fmt: skip
+            problem = f"{_text(answers['do'])} stands beside MXFP8 in qkv. Return an MXFP8Quantizer"
+            raise _error(match, "do", f"{problem}, or IdentityQuantizer() for a backward in high precision")
         return
     for slot in sorted(mxfp8):
-        raise _error(match, slot, f"{_text(answers[slot])} stands beside {_text(answers['qkv'])} in qkv. Return FP8 with "
-                     "a scale for the tensor or for heads")  # fmt: skip
+        problem = f"{_text(answers[slot])} stands beside {_text(answers['qkv'])} in qkv"
+        raise _error(match, slot, f"{problem}. Return FP8 with a scale for the tensor or for heads")
     if kinds["do"] != kinds["dp"]:
         slot, other = ("do", "dp") if kinds["do"] == "identity" else ("dp", "do")
-        raise _error(match, slot, f"{_text(answers[slot])} stands beside {_text(answers[other])} in {other}. Return FP8 "
-                     "for both, or IdentityQuantizer() for both to run the backward in high precision")  # fmt: skip
+        problem = f"{_text(answers[slot])} stands beside {_text(answers[other])} in {other}. Return FP8 for both"
+        raise _error(match, slot, f"{problem}, or IdentityQuantizer() for both for a backward in high precision")
 
 
 def _is_mxfp8(answer: Answer) -> bool:
@@ -138,7 +140,7 @@ def attention_decision(
     skip: Skip | None, base: Decision,
 ) -> Decision:  # fmt: skip
     """The decision for operand `index` of a GEMM; `base` has what does not depend on the slot."""
-    operand, direction = GEMM_OPERANDS[gemm][index]
+    operand, _ = GEMM_OPERANDS[gemm][index]
     slot = (SCORES if first else CONTEXT)[operand]
     role = QuantizerRole("dpa", slot, match.name)
     spec = match.attention.spec if match.attention is not None else None
