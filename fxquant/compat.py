@@ -212,17 +212,11 @@ def cudnn_attention_backward(
     k and v may have fewer heads than q.
     """
     absent: Any = None  # what an attention without bias, dropout and ragged lengths has none of
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
     none = torch.zeros([], dtype=torch.int64, device=q.device)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
         do, q, k, v, o, lse.unsqueeze(-1), none, none, absent, absent, absent, q.shape[2], k.shape[2], 0.0, causal,
         scale=scale,
     )  # fmt: skip
-    if groups > 1:
-        dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
-    return dq, dk, dv
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -460,11 +460,16 @@ class NVFP4BlockScaling(_LinearRecipe):
         )
 
 
+def _hint(role: QuantizerRole) -> str:
+    return ". With CustomRecipe(fp8_dpa=False) it is not asked about attention" if _is_attention(role) else ""
+
+
 def _checked(answer: object, asked: str, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
     """An answer for a role, or an error that names the role and who was asked."""
     if answer is None:
         raise RecipeError(
             f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
+            f"{_hint(role)}"
         )
     if not isinstance(answer, (Quantizer, DelayedScalingRequest)):
         raise RecipeError(f"{asked} returned a {type(answer).__name__} for role {role}: a Quantizer is expected")
@@ -475,7 +480,8 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
     """What a quantizer, request, recipe or factory answers for a role.
 
     Raises RecipeError, naming the role and what was `asked`, for None and whatever else is no quantizer, and when the
-    factory itself raises TypeError or ValueError, as a HybridQuantizer with a part missing does.
+    factory itself raises TypeError, ValueError or LookupError, as a HybridQuantizer with a part missing does, or a
+    dictionary of answers.
     """
     if isinstance(answer, (Quantizer, DelayedScalingRequest)):
         return answer
@@ -483,10 +489,11 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
         return resolve(answer).quantizer(role)
     try:
         made = answer(role)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, RecipeError) and str(role) in str(error):
             raise
-        raise RecipeError(f"{asked} failed for role {role}: {error}") from error
+        what = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
+        raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}") from error
     return _checked(made, asked, role)
 
 
