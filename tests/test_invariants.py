@@ -610,7 +610,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["mxfp8", CustomRecipe(qfactory=factories.current_scaling, fp8_dpa=False)], ids=str)
 def test_attention_stays_as_it_was_and_is_reported(recipe: Recipe | str) -> None:
-    """Invariant 65."""
+    """Invariant 65: attention that is not asked for."""
     q, k, v = torch.randn(3, 2, 4, 16, 32)
     backend = eager_backend(recipe)
     got = torch.compile(Attention(), backend=backend, fullgraph=True)(q, k, v)
