@@ -255,6 +255,22 @@ def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
     return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
 
 
+def cudnn_attention_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv) of softmax(q k^T * scale) v by cuDNN; all [B, H, S, D] but lse [B, Hq, Sq], the natural logarithm.
+
+    k and v may have fewer heads than q.
+    """
+    absent: Any = None  # what an attention without bias, dropout and ragged lengths has none of
+    none = torch.zeros([], dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        do, q, k, v, o, lse.unsqueeze(-1), none, none, absent, absent, absent, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a CUDA device has compute capability 9.x."""
     return capability(device)[0] == 9
@@ -308,6 +324,7 @@ __all__ = [
     "compile_with_inductor",
     "converts_to_fp8",
     "copy_sources",
+    "cudnn_attention_backward",
     "declare_written",
     "detect_fake_mode",
     "enable_python_dispatcher",

@@ -47,7 +47,7 @@ _MEANINGS = {
     SkipReason.LAYOUT: "a sparse, quantized or otherwise not strided tensor",
     SkipReason.GROUPED: "a grouped product (experts) that is no linear layer, or a quantizer that cannot take groups",
     SkipReason.GATHERED_WEIGHT: "the weight is gathered by an index for each row: a batch of matrix-vector products",
-    SkipReason.ATTENTION: "attention: found and reported, kept in high precision by this version",
+    SkipReason.ATTENTION: "attention that cannot be quantized as one; by hand, its products are then `matmul` roles",
     SkipReason.CONVOLUTION: "a convolution that is not a matmul of its channels or patches",
     SkipReason.BILINEAR: "a product of three tensors at once",
     SkipReason.MULTI_PRODUCT: "several products in one node whose order is not a chain from the activation",

@@ -7,14 +7,15 @@ Nothing else in the project re-derives these facts from a dtype. What crosses an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from fxquant.errors import RecipeError
 
-Family = Literal["identity", "custom", "per_tensor", "per_row", "block", "mxfp8", "nvfp4"]
+Family = Literal["identity", "custom", "per_tensor", "per_row", "per_head", "block", "mxfp8", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,23 @@ def _rows() -> dict[str, Format]:
 
 FORMATS: dict[str, Format] = _rows()
 
+HEAD_FORMATS: dict[str, Format] = {
+    row.name: row
+    for name in ("e4m3", "e5m2")
+    for row in (
+        Format(
+            name=f"per_head_{name}", family="per_head", element=ELEMENTS[name], block=(0, 0),
+            scale_dtype=torch.float32, alignment=16, hopper="native for e4m3: a Triton kernel",
+        ),
+        Format(
+            name=f"per_head_128_{name}", family="per_head", element=ELEMENTS[name], block=(128, 0),
+            scale_dtype=torch.float32, alignment=16, hopper="emulated: dequantized, then float32 matmul",
+        ),
+    )
+}  # fmt: skip
+"""Scalings that only attention has: one scale for each entry of the batch and key head, or for each 128 positions of
+its sequence."""
+
 CUSTOM = Format(
     name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1,
     hopper="the quantizer's own code", cpu="the quantizer's own code",
@@ -192,14 +210,14 @@ class QuantSpec:
 
     @property
     def row(self) -> Format:
-        return CUSTOM if self.key else FORMATS[self.format]
+        return CUSTOM if self.key else FORMATS.get(self.format) or HEAD_FORMATS[self.format]
 
     @property
     def is_identity(self) -> bool:
         return self.format == "identity"
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS and not self.key:
+        if self.format not in FORMATS and self.format not in HEAD_FORMATS and not self.key:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")
         if self.mode not in MX_MODES:
             raise RecipeError(f"unknown MX scale mode {self.mode!r}; known modes: {', '.join(MX_MODES)}")
@@ -305,6 +323,83 @@ class LinearSpec:
         return cls(input, weight, grad_output, items.get("autocast", ""), name)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One operation on the scores of an attention, between its first product and its softmax.
+
+    ``mul`` by tensor `extra`, or by the number `value` where there is none; ``add`` likewise; ``tanh``; ``keep`` where
+    tensor `extra` is true, and -inf elsewhere; ``fill`` with `value` where tensor `extra` is true; ``causal`` keeps
+    keys up to the query's own position; ``sink`` has the softmax count tensor `extra` [..., 1] as one more column.
+    """
+
+    kind: str
+    value: float = 0.0
+    extra: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.value!r}:{self.extra}"
+
+    @classmethod
+    def parse(cls, text: str) -> Step:
+        """The inverse of `str(step)`."""
+        kind, value, extra = text.split(":")
+        return cls(kind, float(value), int(extra))
+
+
+ATTENTION_OPERANDS = ("qkv", "s", "do", "dp", "o", "dqkv")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What `fxquant::attention` needs to know: how its tensors are quantized, and what makes weights of its scores.
+
+    `qkv`: the operands; `s`: the softmax; `do`: the gradient of the output; `dp`: that of the scores; `o` and `dqkv`:
+    the results. Of `dropout` the weights are dropped with this probability.
+    """
+
+    qkv: QuantSpec = IDENTITY
+    s: QuantSpec = IDENTITY
+    do: QuantSpec = IDENTITY
+    dp: QuantSpec = IDENTITY
+    o: QuantSpec = IDENTITY
+    dqkv: QuantSpec = IDENTITY
+    steps: tuple[Step, ...] = ()
+    dropout: float = 0.0
+    autocast: str = ""
+    name: str = ""
+
+    @property
+    def uses_state(self) -> bool:
+        """Whether a scale stands in the graph's state."""
+        return any(getattr(self, operand).is_delayed for operand in ATTENTION_OPERANDS)
+
+    @property
+    def has_fp8_backward(self) -> bool:
+        """Whether the backward quantizes its gradients; else it runs in high precision on the stored q, k and v."""
+        return not self.do.is_identity
+
+    def each(self, change: Callable[[QuantSpec], QuantSpec]) -> AttentionSpec:
+        """The same with every tensor's spec changed."""
+        specs: dict[str, Any] = {operand: change(getattr(self, operand)) for operand in ATTENTION_OPERANDS}
+        return replace(self, **specs)
+
+    def __str__(self) -> str:
+        parts = [f"{operand}={getattr(self, operand)}" for operand in ATTENTION_OPERANDS]
+        parts += [f"steps={';'.join(map(str, self.steps))}", f"dropout={self.dropout!r}"]
+        parts += [f"autocast={self.autocast}"] if self.autocast else []
+        return " ".join([*parts, f"name={self.name}"])
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def parse(cls, text: str) -> AttentionSpec:
+        """The inverse of `str(spec)`."""
+        head, _, name = text.partition("name=")
+        items = dict(item.split("=", 1) for item in head.split())
+        steps = tuple(map(Step.parse, filter(None, items["steps"].split(";"))))
+        specs: dict[str, Any] = {operand: QuantSpec.parse(items[operand]) for operand in ATTENTION_OPERANDS}
+        return cls(**specs, steps=steps, dropout=float(items["dropout"]), autocast=items.get("autocast", ""), name=name)
+
+
 def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:
     """Why operands quantized as `a` and `b` cannot be multiplied, or None when they can.
 
@@ -318,6 +413,8 @@ def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:
     if a.is_identity or b.is_identity:
         return "one operand is quantized and the other is in high precision"
     families = {a.row.family, b.row.family}
+    if "per_head" in families:
+        return "a scaling by heads is for attention alone"
     if len(families) > 1 and families != {"per_tensor", "per_row"}:
         return "the two scalings belong to different GEMMs"
     if a.row.family == "block" and a.row.block[0] > 1 and b.row.block[0] > 1:

@@ -301,6 +301,34 @@ class Float8RowwiseQuantizer(Quantizer):
 
 
 @dataclass(frozen=True)
+class Float8HeadQuantizer(Quantizer):
+    """FP8 with one float32 scale for each head of each entry of the batch, for attention alone.
+
+    Queries share the scale of the key head that they attend to. `block_len` 128 gives every 128 positions of the
+    sequence a scale of their own. Made inside graphs only.
+    """
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    block_len: int | None = None
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _fp8_name(self.fp8_dtype)
+        if self.block_len not in (None, 128):
+            raise RecipeError(f"block_len must be None or 128, not {self.block_len}")
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        block = "" if self.block_len is None else f"{self.block_len}_"
+        return QuantSpec(
+            format=f"per_head_{block}{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+        )
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        raise RecipeError("Float8HeadQuantizer is for the attention of a compiled model: it quantizes no single tensor")
+
+
+@dataclass(frozen=True)
 class Float8BlockQuantizer(_TensorQuantizer):
     """FP8 with one float32 scale for 128 elements (`block_scaling_dim=1`) or a 128x128 tile (2)."""
 
@@ -555,6 +583,7 @@ __all__ = [
     "DelayedScalingRequest",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
+    "Float8HeadQuantizer",
     "Float8Quantizer",
     "Float8RowwiseQuantizer",
     "Format",

@@ -22,6 +22,7 @@ from fxquant.quantizers import (
     DelayedScalingRequest,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8HeadQuantizer,
     Float8RowwiseQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
@@ -143,25 +144,39 @@ def _reject_e5m2(fp8_format: Format, name: str) -> None:
         raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
 
 
+_NO_FP8_MHA = "fp8_mha=True is not supported: no FP8 tensor leaves a layer. fp8_dpa=True is for attention"
+
+
 @dataclass(frozen=True, repr=False)
-class _WithoutAttention(Recipe):
-    """TransformerEngine's keywords for FP8 attention, which named recipes keep in high precision."""
+class _WithAttention(Recipe):
+    """TransformerEngine's keywords for FP8 attention, which named recipes keep in high precision without `fp8_dpa`."""
 
     _: KW_ONLY
-    fp8_dpa: bool = field(default=False, compare=False, repr=False)
+    fp8_dpa: bool = False
     fp8_mha: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("fp8_dpa", "fp8_mha"):
-            if getattr(self, name):
-                raise RecipeError(
-                    f"{type(self).__name__} keeps attention in high precision: {name}=True is not supported"
-                )
+        if self.fp8_mha:
+            raise RecipeError(_NO_FP8_MHA)
+        if self.fp8_dpa and type(self)._attention is _WithAttention._attention:
+            raise RecipeError(
+                f"{type(self).__name__} keeps attention in high precision: its format is not for attention, so "
+                "fp8_dpa=True is not supported. CustomRecipe can have another one for module_type 'dpa'"
+            )
+
+    def _attention(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        """The quantizer of a slot of an attention, or of a hint for its results."""
+        raise NotImplementedError
+
+
+def _is_attention(role: QuantizerRole) -> bool:
+    hint = not role.module_type and role.name.endswith(("dpa_output", "dpa_grad_input"))
+    return role.module_type == "dpa" or hint
 
 
 @dataclass(frozen=True, repr=False)
-class _LinearRecipe(_WithoutAttention):
-    """Quantizes linear layers and nothing else.
+class _LinearRecipe(_WithAttention):
+    """Quantizes linear layers, and attention with `fp8_dpa`.
 
     `backward_override` runs the backward in high precision: ``high_precision`` from the original operands,
     ``dequantized`` from the dequantized rowwise halves that the forward used.
@@ -176,7 +191,9 @@ class _LinearRecipe(_WithoutAttention):
         override: str | None = getattr(self, "backward_override", None)
         return override
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        if self.fp8_dpa and _is_attention(role):
+            return self._attention(role)
         if not _is_linear(role):
             return IdentityQuantizer()
         return _override_backward(self._linear(role), role, self._override)
@@ -270,9 +287,11 @@ class Float8CurrentScaling(_Float32Scales):
             self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps
         )
 
+    _attention = _linear
+
 
 @dataclass(frozen=True, repr=False)
-class DelayedScaling(_WithoutAttention):
+class DelayedScaling(_WithAttention):
     """Per-tensor FP8 with scales from the amaxes of earlier steps: no pass over the tensor before its cast.
 
     The state (scales and amax histories) belongs to the compiled model; see `fxquant.Backend.state_dict`. As in
@@ -300,7 +319,12 @@ class DelayedScaling(_WithoutAttention):
         return DelayedScalingRequest(**{f.name: getattr(self, f.name) for f in fields(DelayedScalingRequest)})
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        if self.fp8_dpa and _is_attention(role):
+            return self._attention(role)
         return self.request() if _is_linear(role) else IdentityQuantizer()
+
+    def _attention(self, role: QuantizerRole) -> DelayedScalingRequest:
+        return self.request()
 
 
 @dataclass(frozen=True, repr=False)
@@ -319,6 +343,10 @@ class Float8RowwiseScaling(_LinearRecipe):
         return Float8RowwiseQuantizer(
             self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
         )
+
+    def _attention(self, role: QuantizerRole) -> Quantizer:
+        """One scale for each head, as in torchao's attention, and a backward in high precision."""
+        return Float8HeadQuantizer() if role.tensor_type in ("qkv", "s") else IdentityQuantizer()
 
 
 @dataclass(frozen=True, repr=False)
@@ -371,6 +399,8 @@ class MXFP8BlockScaling(_LinearRecipe):
     def _linear(self, role: QuantizerRole) -> Quantizer:
         tiles = self.enable_2d_quantization and role.tensor_type == "weight"
         return MXFP8Quantizer(self.fp8_format.dtype(role.tensor_type), with_2d_quantization=tiles)
+
+    _attention = _linear
 
 
 _SCOPES = ("none", "weights", "activations", "all")
@@ -433,11 +463,16 @@ class NVFP4BlockScaling(_LinearRecipe):
         )
 
 
+def _hint(role: QuantizerRole) -> str:
+    return ". With CustomRecipe(fp8_dpa=False) it is not asked about attention" if _is_attention(role) else ""
+
+
 def _checked(answer: object, asked: str, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
     """An answer for a role, or an error that names the role and who was asked."""
     if answer is None:
         raise RecipeError(
             f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
+            f"{_hint(role)}"
         )
     if not isinstance(answer, (Quantizer, DelayedScalingRequest)):
         raise RecipeError(f"{asked} returned a {type(answer).__name__} for role {role}: a Quantizer is expected")
@@ -448,7 +483,8 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
     """What a quantizer, request, recipe or factory answers for a role.
 
     Raises RecipeError, naming the role and what was `asked`, for None and whatever else is no quantizer, and when the
-    factory itself raises TypeError or ValueError, as a HybridQuantizer with a part missing does.
+    factory itself raises TypeError, ValueError or LookupError, as a HybridQuantizer with a part missing does, or a
+    dictionary of answers.
     """
     if isinstance(answer, (Quantizer, DelayedScalingRequest)):
         return answer
@@ -456,10 +492,11 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
         return resolve(answer).quantizer(role)
     try:
         made = answer(role)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, RecipeError) and str(role) in str(error):
             raise
-        raise RecipeError(f"{asked} failed for role {role}: {error}") from error
+        what = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
+        raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}") from error
     return _checked(made, asked, role)
 
 
@@ -471,14 +508,15 @@ class CustomRecipe(Recipe):
     precision; None is refused. It must give equal answers to equal roles. Two custom recipes are equal when their
     factories are; partials of one function with equal arguments are equal too.
 
-    `fp8_dpa`: whether it is asked about attention, which is otherwise in high precision. `backward_override`: as on
-    the named recipes, on top of what the factory answers. `fp8_format` tells readers what the factory makes, and
+    `fp8_dpa`: None quantizes the attention for which the factory returns FP8 (`module_type` ``dpa``), False asks for
+    none, and True refuses what is not for attention. `backward_override`: as on the named recipes, on top of what the
+    factory answers for linears. `fp8_format` tells readers what the factory makes, and
     `quantization_alignment` modules that pad the rows of experts how far; fxquant needs no padding and uses neither.
     """
 
     qfactory: QuantizerFactory
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
+    fp8_dpa: bool | None = None
     fp8_mha: bool = False
     backward_override: str | None = None
     quantization_alignment: int = 128
@@ -487,18 +525,16 @@ class CustomRecipe(Recipe):
         if not callable(self.qfactory):
             raise RecipeError(f"qfactory must be callable with a QuantizerRole, not {type(self.qfactory).__name__}")
         if self.fp8_mha:
-            raise RecipeError(
-                "fp8_mha=True is not supported: no FP8 tensor leaves a layer. fp8_dpa=True is for attention"
-            )
+            raise RecipeError(_NO_FP8_MHA)
         _check_override(self.backward_override, "CustomRecipe")
         if self.quantization_alignment <= 0:
             raise RecipeError(f"quantization_alignment must be positive, not {self.quantization_alignment}")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        if role.module_type == "dpa" and not self.fp8_dpa:
+        if role.module_type == "dpa" and self.fp8_dpa is False:
             return IdentityQuantizer()
         made = ask(self.qfactory, role)
-        if self.backward_override is None or role.module_type == "dpa":
+        if self.backward_override is None or _is_attention(role):
             return made
         if isinstance(made, DelayedScalingRequest):
             raise RecipeError(

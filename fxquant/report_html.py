@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from fxquant.decisions import Decision
-from fxquant.formats import FORMATS
+from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report import COLUMNS, WORK_COLUMNS, Layer, Report, result, role_text, shape_text, us_text
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
@@ -95,6 +95,7 @@ for (const box of document.querySelectorAll('.fxq .rows')) {
 FAMILIES = {
     "per_tensor": "FP8, one scale per tensor",
     "per_row": "FP8, one scale per row",
+    "per_head": "FP8, one scale per attention head",
     "block": "FP8, one scale per 128 or 128x128",
     "mxfp8": "MXFP8, one scale per 32",
     "nvfp4": "NVFP4, one scale per 16",
@@ -259,7 +260,8 @@ def _family(decision: Decision) -> str:
     if decision.skip_reason is not None:
         return "skipped"
     name = _short(decision)
-    return FORMATS[name].family if name in FORMATS else "own"
+    row = FORMATS.get(name) or HEAD_FORMATS.get(name)
+    return "own" if row is None else row.family
 
 
 def _rows(report: Report) -> str:

@@ -30,6 +30,7 @@ from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
 from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
+from fxquant.passes.resolve_attention import SLOTS
 from fxquant.passes.weigh import weigh
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
@@ -86,14 +87,15 @@ class Rewriter:
         return decisions, roles, slots
 
     def quantizes_inside(self, matches: Sequence[Match]) -> bool:
-        """Whether the recipe would quantize a linear inside a node that can be opened."""
+        """Whether the recipe would quantize a linear, or the attention, inside a node that can be opened."""
+        closed = [match.name for match in matches if match.form == "multi_head_attention_forward"]
         roles = [
-            QuantizerRole("linear", kind, f"{match.name}.{part}".strip("."))
-            for match in matches
-            if match.form == "multi_head_attention_forward"
+            QuantizerRole("linear", kind, f"{name}.{part}".strip("."))
+            for name in closed
             for part in ("in_proj", "out_proj")
             for kind in ("input", "weight", "grad_output")
         ]
+        roles += [QuantizerRole("dpa", slot, name) for name in closed for slot in SLOTS]
         return any(self.recipe.quantizer(role) != IdentityQuantizer() for role in roles)
 
 

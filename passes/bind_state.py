@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat import artificial_source, copy_sources, tag_activation_checkpoint
-from fxquant.formats import LinearSpec
+from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.passes.base import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.state import Slots, State, update
@@ -55,6 +55,8 @@ def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
 
 
 def _uses_state(node: fx.Node) -> bool:
+    if is_fxquant(node, "attention"):
+        return AttentionSpec.parse(str(node.args[-1])).uses_state
     if not (is_fxquant(node, "linear") or is_fxquant(node, "grouped_linear")):
         return False
     spec = LinearSpec.parse(str(node.args[3]))
@@ -136,9 +138,8 @@ def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
     for node in list(gm.graph.nodes):
         if _uses_state(node):
             *operands, spec = node.args
-            grouped = is_fxquant(node, "grouped_linear")
-            target = torch.ops.fxquant.grouped_linear_stateful if grouped else torch.ops.fxquant.linear_stateful
-            node.target = target.default
+            name = next(name for name in ("linear", "grouped_linear", "attention") if is_fxquant(node, name))
+            node.target = getattr(torch.ops.fxquant, f"{name}_stateful").default
             node.args = (*operands, *(getattr(bound, field.name) for field in fields(bound)), spec)
             used = True
     for body, call in _checkpoints(gm):

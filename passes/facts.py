@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
@@ -13,6 +13,7 @@ from torch import fx
 
 from fxquant.compat import enable_python_dispatcher
 from fxquant.decisions import Decision, SkipReason
+from fxquant.formats import AttentionSpec, Step
 from fxquant.quantizers import Quantizer
 
 Dim = int | torch.SymInt
@@ -87,6 +88,26 @@ Emit = Callable[[Builder, Gemm2d], fx.Node]
 """Writes the products of a match and the views around them in front of its node; returns the node's replacement."""
 
 
+class Attend(Protocol):
+    """Adds an attention to the graph: q [*batch, Hq, Sq, D], k and v [*batch, Hkv, Sk, D], the tensors of its steps."""
+
+    def __call__(self, q: fx.Node, k: fx.Node, v: fx.Node, extras: Sequence[fx.Node]) -> fx.Node: ...
+
+
+@dataclass(kw_only=True)
+class Attention:
+    """One attention: what makes weights of its scores, and how it is written in front of the last of its nodes.
+
+    `inside` are nodes that nothing else reads. `spec` is None until it is resolved, and where it stays as it is.
+    """
+
+    steps: tuple[Step, ...]
+    dropout: float = 0.0
+    emit: Callable[[Builder, Attend], fx.Node]
+    inside: frozenset[fx.Node] = frozenset()
+    spec: AttentionSpec | None = None
+
+
 @dataclass(kw_only=True)
 class Match:
     """A matmul-like node. Without `emit` it cannot be rewritten, and `skip` says why."""
@@ -101,6 +122,12 @@ class Match:
     autocast: torch.dtype | None = None
     takes_autocast: bool = True
     """Whether autocast changes the dtypes of this op."""
+    attention: Attention | None = None
+    """Of an attention that can be quantized as one; its scores and its context share it where they are two matches."""
+    remark: str = ""
+    """Of the product of two activations: why it is not quantized as part of an attention."""
+    plan: Any = None
+    """Of a product of two tensors: its `Contraction`."""
     needs_grad: tuple[tuple[bool, bool], ...] = ()
     """For each product, whether (lhs, rhs) get a gradient."""
     takes_state: bool = True

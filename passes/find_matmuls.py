@@ -121,7 +121,7 @@ def _described(site: Site, form: Form) -> Match | None:
 def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:
     """The same matches, none of which is rewritten."""
     for match in matches:
-        match.emit = None
+        match.emit = match.attention = None
         match.skip = match.skip or (SkipReason.UNSUPPORTED_FORM, why)
         yield match
 

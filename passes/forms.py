@@ -58,7 +58,7 @@ FORMS: dict[str, Form] = {
     "_grouped_mm": products.grouped_mm,
     "transformers::grouped_mm_fallback": products.grouped_mm,
     "scaled_dot_product_attention": attention.fused,
-    "flex_attention": attention.fused,
+    "flex_attention": attention.flex,
     "multi_head_attention_forward": attention.multi_head,
 }
 """By name: what methods and ATen ops are called (custom ops with their namespace)."""

@@ -5,29 +5,83 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxquant.decisions import SkipReason
-from fxquant.passes.facts import Dim, Match, Product, value_of
-from fxquant.passes.forms_contraction import Site, product_of
+from fxquant.formats import Step
+from fxquant.passes.facts import Attend, Attention, Builder, Dim, Match, Product, value_of
+from fxquant.passes.forms_attention_chain import read_chain, without_repeats
+from fxquant.passes.forms_contraction import Site, product_of, requires_grad, settle
 from fxquant.passes.forms_weights import VIEWS, op_name
 
 _BETWEEN = VIEWS | frozenset(
     """mul div truediv true_divide add sub neg masked_fill where tanh cat concat concatenate dropout amax max clamp
-    maximum minimum nan_to_num imul iadd isub itruediv sum""".split()
+    maximum minimum nan_to_num imul iadd isub itruediv sum _unsafe_view native_dropout""".split()
 )
 """What may stand between the products of an attention, besides the softmax: scale, mask, bias, cap, sink, dropout."""
 
 _SOFTMAX = frozenset(("softmax", "_softmax", "exp", "_safe_softmax"))
 
 
-def fused(site: Site, query: fx.Node, key: fx.Node, value: fx.Node, *_: Any, **__: Any) -> Match:
-    """`scaled_dot_product_attention` and `flex_attention`: scores and context, no window or causality discounted."""
+def fused(
+    site: Site,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Match:
+    """`scaled_dot_product_attention`."""
+    match = site.match("dpa", *_products(query, key, value))
+    q, k, v = map(value_of, (query, key, value))
+    *batch, _, width = q.shape
+    trained = requires_grad(site.node)
+    weights = trained and any(requires_grad(x) for x in (query, key, attn_mask) if x is not None)
+    match.needs_grad = (match.needs_grad[0], (weights, trained and requires_grad(value)))
+    same = batch == list(k.shape[:-2]) == list(v.shape[:-2])
+    grouped = enable_gqa and k.ndim > 2 and k.shape[:-2] == v.shape[:-2] and batch[:-1] == list(k.shape[:-3])
+    problem = ""
+    if not (same or grouped):
+        problem = "query, key and value differ in their batch"
+    elif not isinstance(dropout_p, (int, float)) or not isinstance(scale, (int, float, type(None))):
+        problem = "dropout or scale is computed"
+    elif scale is None and not isinstance(width, int):
+        problem = "the head dimension is dynamic"
+    if problem:
+        match.skip = (SkipReason.ATTENTION, problem)
+        return match
+    steps = [Step("mul", width**-0.5 if scale is None else float(scale))]
+    if attn_mask is not None:
+        steps.append(Step("keep" if value_of(attn_mask).dtype == torch.bool else "add", extra=0))
+    if is_causal:
+        steps.append(Step("causal"))
+    nodes = [each for each in (query, key, value, attn_mask) if each is not None]
+    slots = [site.node.all_input_nodes.index(each) for each in nodes]
+
+    def emit(builder: Builder, attend: Attend) -> fx.Node:
+        query, key, value, *extras = (builder.anchor.all_input_nodes[slot] for slot in slots)
+        return settle(builder, attend(query, *without_repeats(key, value), extras))
+
+    match.attention = Attention(steps=tuple(steps), dropout=float(dropout_p), emit=emit)
+    return match
+
+
+def flex(site: Site, query: fx.Node, key: fx.Node, value: fx.Node, *_: Any, **__: Any) -> Match:
+    """`flex_attention`: scores and context, no window or causality discounted."""
+    detail = "the score and mask functions of flex_attention are programs of their own"
+    return site.match("dpa", *_products(query, key, value), skip=(SkipReason.ATTENTION, detail))
+
+
+def _products(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[Product, Product]:
     *batch, length, width = value_of(query).shape
     keys, features = value_of(key).shape[-2], value_of(value).shape[-1]
     scores = Product(m=length, k=width, n=keys, batch=tuple(batch), lhs=query, rhs=key, rhs_is_weight=False)
     context = Product(m=length, k=keys, n=features, batch=tuple(batch), lhs=query, rhs=value, rhs_is_weight=False)
-    return site.match("dpa", scores, context, skip=(SkipReason.ATTENTION, "fused attention"))
+    return scores, context
 
 
 def multi_head(
@@ -69,13 +123,21 @@ def multi_head(
 
 
 def mark_chains(matches: Sequence[Match]) -> None:
-    """Makes attention of every pair of activation products with a softmax, and nothing but its trimmings, between."""
+    """Makes attention of every pair of activation products with a softmax, and nothing but its trimmings, between.
+
+    What cannot be one attention stays two products, with a remark that says why.
+    """
     products = {match.node: match for match in matches if match.module_type == "matmul"}
-    for first in products:
-        for second in _reached(first, products):
-            for match in (products[first], products[second]):
-                match.module_type, match.emit = "dpa", None
-                match.skip = (SkipReason.ATTENTION, f"a softmax between {first.name} and {second.name}")
+    pairs = [(first, second) for first in products for second in _reached(first, products)]
+    for first, second in pairs:
+        both = (products[first], products[second])
+        alone = all(sum(node in pair for pair in pairs) == 1 for node in (first, second))
+        found = read_chain(*both) if alone else "its products belong to several attentions"
+        for match in both:
+            if isinstance(found, Attention):
+                match.module_type, match.attention = "dpa", found
+            else:
+                match.remark = f"attention of {first.name} and {second.name}: {found}"
 
 
 def _reached(first: fx.Node, products: dict[fx.Node, Match]) -> list[fx.Node]:

@@ -195,7 +195,9 @@ def contract(
         result = multiply(builder, gemm, 0, planned, lhs, rhs, None if bias_slot is None else inputs[bias_slot])
         return settle(builder, result if finish is None else finish(builder, result))
 
-    return site.match(kind, product, emit=emit)
+    match = site.match(kind, product, emit=emit)
+    match.plan = planned
+    return match
 
 
 def by_flops(site: Site, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
@@ -218,8 +220,8 @@ def multiply(
     lhs, rhs = _viewed(builder, planned.left, lhs), _viewed(builder, planned.right, rhs)
     result = gemm(
         index,
-        _arrange(builder, lhs, planned.left, [*singles, *rows, planned.inner]),
-        _arrange(builder, rhs, planned.right, [*singles, planned.columns, planned.inner]),
+        arrange(builder, lhs, planned.left, [*singles, *rows, planned.inner]),
+        arrange(builder, rhs, planned.right, [*singles, planned.columns, planned.inner]),
         bias,
     )
 
@@ -233,7 +235,7 @@ def multiply(
         result = builder.call(torch.unflatten, result, len(planned.batch), split)
     if not planned.rows:
         result = builder.call(torch.squeeze, result, 0)
-    return _permute(builder, result, (*planned.batch, *planned.rows, *planned.columns), planned.out)
+    return permute(builder, result, (*planned.batch, *planned.rows, *planned.columns), planned.out)
 
 
 def settle(builder: Builder, result: fx.Node) -> fx.Node:
@@ -289,11 +291,11 @@ def _viewed(builder: Builder, operand: Operand, node: fx.Node) -> fx.Node:
     return node if operand.view is None else operand.view(builder, node)
 
 
-def _arrange(builder: Builder, node: fx.Node, operand: Operand, groups: list[tuple[Label, ...]]) -> fx.Node:
+def arrange(builder: Builder, node: fx.Node, operand: Operand, groups: list[tuple[Label, ...]]) -> fx.Node:
     """Puts the axes in the order of `groups` and makes each group one axis."""
     for axis in reversed([axis for axis, label in enumerate(operand.labels) if label is None]):
         node = builder.call(torch.select, node, axis, 0)
-    node = _permute(builder, node, operand.kept, tuple(chain.from_iterable(groups)))
+    node = permute(builder, node, operand.kept, tuple(chain.from_iterable(groups)))
     for axis, group in enumerate(groups):
         if not group:
             node = builder.call(torch.unsqueeze, node, axis)
@@ -302,7 +304,8 @@ def _arrange(builder: Builder, node: fx.Node, operand: Operand, groups: list[tup
     return node
 
 
-def _permute(builder: Builder, node: fx.Node, have: tuple[Label, ...], wanted: tuple[Label, ...]) -> fx.Node:
+def permute(builder: Builder, node: fx.Node, have: tuple[Label, ...], wanted: tuple[Label, ...]) -> fx.Node:
+    """A tensor with its axes in another order."""
     if have == wanted:
         return node
     order = tuple(have.index(label) for label in wanted)

@@ -74,8 +74,18 @@ def _expand(match: Match) -> bool:
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]])
         node.graph.erase_node(user)
+    for result in results:  # averages of weights that nobody reads
+        _erase_unused(result)
     node.graph.erase_node(node)
     return True
+
+
+def _erase_unused(node: Any) -> None:
+    if isinstance(node, fx.Node) and not node.users and node.op == "call_function":
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        for each in inputs:
+            _erase_unused(each)
 
 
 def _inline(builder: Builder, graph: fx.Graph, inputs: Sequence[fx.Node]) -> Any:

@@ -20,10 +20,8 @@ import fxquant.kernels.linear  # noqa: F401  registers fxquant::linear
 from fxquant.formats import IDENTITY, LinearSpec, OperandSpec
 from fxquant.passes.facts import Builder, Match, value_of
 from fxquant.passes.forms import apply_match
+from fxquant.passes.insert_attention import SITE, insert_attention
 from fxquant.quantizers import Quantizer
-
-SITE = "fxquant_site"
-"""The key in `node.meta` for the site, as decisions count them, of an inserted product."""
 
 _NONE = OperandSpec(IDENTITY, IDENTITY)
 
@@ -55,9 +53,13 @@ def _plain(builder: Builder, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None) -
 
 def insert(matches: Sequence[Match]) -> int:
     """Rewrites the graphs of the matches in place; returns how many nodes were replaced."""
-    count = 0
+    count = insert_attention(matches)
     for match in matches:
-        if match.emit is None or all(resolved.quantizers is None for resolved in match.resolved):
+        if (
+            match.module_type == "dpa"
+            or match.emit is None
+            or all(resolved.quantizers is None for resolved in match.resolved)
+        ):
             continue
 
         def gemm(
@@ -79,3 +81,6 @@ def insert(matches: Sequence[Match]) -> int:
         apply_match(match, gemm)
         count += 1
     return count
+
+
+__all__ = ["SITE", "insert"]

@@ -29,7 +29,18 @@ from fxquant.compat import (
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import choice, gemm, grouped_gemm, grouped_ops, ops, reference, triton_amax, triton_cast
+from fxquant.kernels import (
+    attention_cuda,
+    attention_ops,
+    choice,
+    gemm,
+    grouped_gemm,
+    grouped_ops,
+    ops,
+    reference,
+    triton_amax,
+    triton_cast,
+)
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
@@ -40,6 +51,7 @@ _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
+    "quantize_heads", "attention_backward",
 )  # fmt: skip
 """Operators whose result depends on the last bit of what they read."""
 
@@ -76,12 +88,21 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
         if name in ("quantize", "hybrid_quantize") and _by_triton(name, node):
             run = triton_quantize if name == "quantize" else triton_hybrid_quantize
             return functools.partial(run, triton_amax.tensor_amax if in_memory else _amax_of_rounded)
+        if name in attention_cuda.IMPLEMENTATIONS:
+            return attention_cuda.IMPLEMENTATIONS[name]
+        if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
+            return attention_cuda.quantize_heads
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
         return grouped_gemm.grouped_scaled_mm
-    meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS)[name]
+    meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
     return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
+
+
+def _values(node: fx.Node) -> tuple[Any, str]:
+    """What a quantization is of, and its spec."""
+    return val(node.args[0]), str(node.args[1])
 
 
 def _by_triton(name: str, node: fx.Node) -> bool:

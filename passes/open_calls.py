@@ -52,7 +52,7 @@ def open_calls(graph: fx.Graph, *, linears: bool) -> int:
 
 
 def _is_linear(node: fx.Node) -> bool:
-    return is_fxquant(node, "linear") or is_fxquant(node, "grouped_linear")
+    return any(is_fxquant(node, name) for name in ("linear", "grouped_linear", "attention"))
 
 
 def _is_function(node: fx.Node) -> bool:

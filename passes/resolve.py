@@ -16,6 +16,7 @@ from fxquant.decisions import Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
 from fxquant.passes.facts import Dim, Match, Product, Resolved, value_of
+from fxquant.passes.resolve_attention import Skip, attention_decision, attention_roles, resolve_attention
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
@@ -211,8 +212,10 @@ def _resolve_product(
                 used = quantizers[operand].side(direction)
                 if direction is Direction.COLUMNWISE and quantizers[operand].operand_spec().from_rowwise:
                     detail = "from the dequantized rowwise half"
+                detail = detail or match.remark
                 if quantizers[operand].spec(direction).is_identity:
-                    used, reason = None, (SkipReason.HIGH_PRECISION, "")
+                    why = SkipReason.ATTENTION if match.remark else SkipReason.HIGH_PRECISION
+                    used, reason = None, (why, match.remark)
             decisions.append(
                 Decision(
                     role=role_of[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
@@ -224,6 +227,41 @@ def _resolve_product(
     if quantizers is not None and all(quantizers[op].is_identity for op in quantizers):
         quantizers = None
     return Resolved(quantizers=quantizers, decisions=decisions, numbers=numbers)
+
+
+def _resolve_attention(
+    match: Match, matches: Sequence[Match], site: int, recipe: Recipe, allow_float64: bool,
+    roles: list[QuantizerRole], slots: Slots, known: dict[int, tuple[dict[str, Quantizer], Skip | None]],
+) -> list[Resolved]:  # fmt: skip
+    """The products of a match that is an attention, or one half of one; `known` are attentions resolved already."""
+    whole = [match] if match.attention is None else [m for m in matches if m.attention is match.attention]
+    quantizers: dict[str, Quantizer] = {}
+    skip = match.skip
+    if match.attention is not None:
+        if id(match.attention) not in known:
+            roles += attention_roles(match.name).values()
+            cannot = [_cannot(m, product, allow_float64) for m in whole for product in m.products]
+            skip = next(filter(None, cannot), None)
+            known[id(match.attention)] = (
+                resolve_attention(match.attention, whole[-1], recipe, slots) if skip is None else ({}, skip)
+            )
+        quantizers, skip = known[id(match.attention)]
+    resolved = []
+    for index, product in enumerate(match.products):
+        first = index == 0 and match is whole[0]
+        decisions = [
+            attention_decision(
+                match, product, first, gemm, i, quantizers, skip,
+                Decision(
+                    role=QuantizerRole("dpa"), gemm=gemm, direction=direction, shape=_shape(operand, product),
+                    skip_reason=SkipReason.ATTENTION, form=match.form, site=site + index, flops=_flops(product),
+                ),
+            )
+            for gemm in gemms(match.needs_grad[index])
+            for i, (operand, direction) in enumerate(GEMM_OPERANDS[gemm])
+        ]  # fmt: skip
+        resolved.append(Resolved(quantizers=None, decisions=decisions))
+    return resolved
 
 
 def resolve(
@@ -246,7 +284,15 @@ def resolve(
     roles: list[QuantizerRole] = []
     slots = Slots() if slots is None else slots
     site, shared, sources = first_site, Shared(), _Sources(first_site)
+    attentions: dict[int, tuple[dict[str, Quantizer], Skip | None]] = {}
     for match in matches:
+        if match.module_type == "dpa" and match.form != "multi_head_attention_forward":
+            match.resolved = _resolve_attention(
+                match, matches, site, recipe, allow_float64, roles, slots, attentions
+            )  # fmt: skip
+            decisions += [decision for resolved in match.resolved for decision in resolved.decisions]
+            site += len(match.products)
+            continue
         match.resolved = []
         for index in range(len(match.products)):
             matmul = _matmul(match, match.products[index], stored_weights, sources)

@@ -27,7 +27,6 @@ class Invariant:
     untested: str = ""
 
 
-ATTENTION = "Waits for quantized attention"
 NO_QUANTIZED_PARAMETERS = "No meaning: parameters stay as the model has them, and are quantized where they are used"
 NO_TENSOR_CLASS = "No meaning: a quantized operand is plain tensors in a graph, which nobody slices, views or updates"
 
@@ -38,8 +37,11 @@ INVARIANTS: dict[int, Invariant] = {
     4: Invariant("A linear asks its factory once each for input, weight and grad_output, not for results"),
     5: Invariant("Each operand has a quantizer and state of its own"),
     6: Invariant("Names of modules reach the roles; grouped linears are `grouped_linear`"),
-    7: Invariant("Attention has 9 forward and 6 backward slots, each with its tensor type", ATTENTION),
-    8: Invariant("MXFP8 attention makes no delayed state", ATTENTION),
+    7: Invariant(
+        "Attention has 9 forward and 6 backward slots, each with its tensor type",
+        "Partly: each type is asked for once, since there are no positions to fill",
+    ),
+    8: Invariant("MXFP8 attention makes no delayed state"),
     9: Invariant(
         "Roles that are missing, unknown or None are answered by their position",
         "Partly: factories answer them, but every operand has a role, so there are no positions",
@@ -94,12 +96,12 @@ INVARIANTS: dict[int, Invariant] = {
     45: Invariant("Recomputed activations give the bits of saved ones"),
     46: Invariant("Saved tensors that were moved away and back are the same"),
     47: Invariant("A gathered parameter under FSDP2 dequantizes to the gathered shards", NO_QUANTIZED_PARAMETERS),
-    48: Invariant("Attention by a factory equals attention by its recipe", ATTENTION),
+    48: Invariant("Attention by a factory equals attention by its recipe"),
     49: Invariant("Identities everywhere give the bits of the model without a recipe, for each kind of layer"),
     50: Invariant("Identities on gradients give both overrides of the backward"),
     51: Invariant(
         "An identity casts if asked; it is refused in FP8 attention and beside quantized experts",
-        f"Partly: the cast. {ATTENTION}",
+        "Partly: experts have one quantizer for all of them",
     ),
     52: Invariant("An amax of 448 times 2^k has the scale code 127 + k; code 0 is 2^-127 and 255 NaN"),
     53: Invariant("One direction alone is half of both"),

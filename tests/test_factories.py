@@ -338,8 +338,9 @@ def test_transformer_engines_factories_work_after_a_change_of_imports(name: str)
 def test_attention_roles_are_for_factories_that_ask_for_them() -> None:
     s = role("s", module_type="dpa")
     qfactory = te_style_factories.delayed_attention_output
-    assert CustomRecipe(qfactory=qfactory).quantizer(s) == IdentityQuantizer()
-    assert isinstance(CustomRecipe(qfactory=qfactory, fp8_dpa=True).quantizer(s), DelayedScalingRequest)
+    assert CustomRecipe(qfactory=qfactory, fp8_dpa=False).quantizer(s) == IdentityQuantizer()
+    for asked in (None, True):
+        assert isinstance(CustomRecipe(qfactory=qfactory, fp8_dpa=asked).quantizer(s), DelayedScalingRequest)
 
 
 def test_every_keyword_of_nvfp4_is_taken() -> None:

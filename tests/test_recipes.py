@@ -294,12 +294,20 @@ def test_what_cannot_be_pickled_says_so() -> None:
 @pytest.mark.parametrize(
     "name", ["current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4"]
 )
-def test_fp8_attention_is_refused_by_the_named_recipes(name: str) -> None:
-    kind = type(recipes.get(name))
+def test_named_recipes_quantize_attention_when_asked(name: str) -> None:
+    kind, role = type(recipes.get(name)), QuantizerRole("dpa", "qkv", "attn")
     assert kind(fp8_dpa=False, fp8_mha=False) == recipes.get(name)
-    for keyword in ("fp8_dpa", "fp8_mha"):
-        with pytest.raises(RecipeError, match=f"keeps attention in high precision: {keyword}=True is not supported"):
-            kind(**{keyword: True})
+    assert recipes.get(name).quantizer(role) == IdentityQuantizer()
+    with pytest.raises(RecipeError, match="fp8_mha=True is not supported"):
+        kind(fp8_mha=True)
+    if name in ("float8_blockwise", "nvfp4"):
+        with pytest.raises(RecipeError, match="keeps attention in high precision: its format is not for attention"):
+            kind(fp8_dpa=True)
+        return
+    recipe = kind(fp8_dpa=True)
+    assert recipe != recipes.get(name) and "fp8_dpa=True" in recipe.fingerprint()
+    assert recipe.quantizer(role) != IdentityQuantizer()
+    assert recipe.quantizer(QuantizerRole("matmul", "input")) == IdentityQuantizer()
 
 
 def test_keywords_without_a_meaning_here_are_refused() -> None:

@@ -1,0 +1,129 @@
+"""The operators of quantized attention: schemas, fake kernels, and their meaning on any device.
+
+A quantized operand is [payload, scale] as `fxquant.kernels.attention_reference.quantize_heads` lays it out; v is
+`transposed`. `sizes` is [Sq, Sk, D, Dv]. Specs cross as the text of a `QuantSpec` or an `AttentionSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.compat import fake_kernel, operator_library
+from fxquant.formats import AttentionSpec, QuantSpec
+from fxquant.kernels import attention_reference as reference
+
+_library = operator_library("fxquant", more=True)
+
+_SCHEMAS = {
+    "quantize_heads": "(Tensor x, str spec, SymInt groups, bool transposed, Tensor? scale=None) -> Tensor[]",
+    "dequantize_heads": (
+        "(Tensor[] parts, str spec, SymInt groups, bool transposed, SymInt[] size, ScalarType dtype) -> Tensor"
+    ),
+    "attention_forward": (
+        "(Tensor[] q, Tensor[] k, Tensor[] v, Tensor[] extras, Tensor? seed, Tensor? s_scale, str spec,"
+        " SymInt[] sizes, ScalarType dtype) -> Tensor[]"
+    ),
+    "attention_backward": (
+        "(Tensor do, Tensor[] q, Tensor[] k, Tensor[] v, Tensor o, Tensor lse, Tensor[] extras, Tensor? seed,"
+        " Tensor? s_scale, Tensor? do_scale, Tensor? dp_scale, int[] wanted, str spec, SymInt[] sizes) -> Tensor[]"
+    ),
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+
+
+def _quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
+    parts = reference.quantize_heads(x, QuantSpec.parse(spec), groups, transposed, scale)
+    return [part.contiguous() for part in parts]
+
+
+def _dequantize_heads(
+    parts: Sequence[Tensor], spec: str, groups: int, transposed: bool, size: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return reference.dequantize_heads(parts, QuantSpec.parse(spec), groups, transposed, size).to(dtype).contiguous()
+
+
+def _forward(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
+    s_scale: Tensor | None, spec: str, sizes: Sequence[int], dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    parsed = AttentionSpec.parse(spec)
+    return [t.contiguous() for t in reference.forward(q, k, v, extras, seed, s_scale, parsed, sizes, dtype)]
+
+
+def _backward(
+    do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
+    extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
+    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, sizes: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    scales, parsed = (s_scale, do_scale, dp_scale), AttentionSpec.parse(spec)
+    results = reference.backward(do, q, k, v, o, lse, extras, seed, scales, wanted, parsed, sizes)
+    return [t.contiguous() for t in results]
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "quantize_heads": _quantize_heads,
+    "dequantize_heads": _dequantize_heads,
+    "attention_forward": _forward,
+    "attention_backward": _backward,
+}
+"""The meaning of each operator in plain torch, by name."""
+
+for _name, _kernel in IMPLEMENTATIONS.items():
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+
+
+@fake_kernel(_library, "quantize_heads")
+def _quantize_heads_fake(
+    x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None
+) -> list[Tensor]:
+    parsed = QuantSpec.parse(spec)
+    row, batch = parsed.row, x.shape[:-2]
+    assert row.element is not None and row.scale_dtype is not None
+    rows, columns = (x.shape[-1], x.shape[-2]) if transposed else (x.shape[-2], x.shape[-1])
+    padded = (columns + row.alignment - 1) // row.alignment * row.alignment
+    if row.family == "per_tensor":
+        shape = [1]
+    elif row.family == "per_head":
+        heads = [*batch[:-1], batch[-1] // groups] if batch else []
+        shape = [*heads, (x.shape[-2] + row.block[0] - 1) // row.block[0]] if row.block[0] else heads
+    else:
+        shape = [*batch, rows, padded // row.block[1]]
+    dtype = torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype
+    payload = x.new_empty([*batch, rows, padded], dtype=row.element.dtype)
+    return [payload, x.new_empty(shape, dtype=dtype)]
+
+
+@fake_kernel(_library, "dequantize_heads")
+def _dequantize_heads_fake(
+    parts: Sequence[Tensor], spec: str, groups: int, transposed: bool, size: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return parts[0].new_empty([*parts[0].shape[:-2], *size], dtype=dtype)
+
+
+@fake_kernel(_library, "attention_forward")
+def _forward_fake(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
+    s_scale: Tensor | None, spec: str, sizes: Sequence[int], dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    batch = q[0].shape[:-2]
+    o = q[0].new_empty([*batch, sizes[0], sizes[3]], dtype=dtype)
+    lse = q[0].new_empty([*batch, sizes[0]], dtype=torch.float32)
+    return [o, lse, q[0].new_empty([1], dtype=torch.float32)]
+
+
+@fake_kernel(_library, "attention_backward")
+def _backward_fake(
+    do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
+    extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
+    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, sizes: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    queries, keys, width, features = sizes
+    of_q, of_k = q[0].shape[:-2], k[0].shape[:-2]
+    shapes = ([*of_q, queries, width], [*of_k, keys, width], [*of_k, keys, features])
+    grads = [do.new_empty(shape) for shape in shapes]
+    return [*grads, do.new_empty([1], dtype=torch.float32), *(extras[i].new_empty(extras[i].shape) for i in wanted)]

@@ -1,0 +1,456 @@
+"""Attention written by hand: read backwards from its second product, through dropout, softmax, mask and scale.
+
+    scores = torch.matmul(q, k.transpose(-1, -2)); weights = softmax(scores / 8 + mask, -1); out = weights @ v
+    # is read as
+    steps mul 0.125, add mask, of q, k and v
+
+Every operation must be known and nothing outside may read what lies between the products; else a reason is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.compat import statically_known_true
+from fxquant.formats import Step
+from fxquant.passes.facts import Attend, Attention, Builder, Dim, Match, value_of
+from fxquant.passes.forms_contraction import Contraction, Label, arrange, permute, product_of, settle
+from fxquant.passes.forms_weights import op_name
+
+_CASTS = frozenset("to _to_copy type type_as float half bfloat16 double contiguous clone alias".split())
+_RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten expand view_as reshape_as unsqueeze squeeze".split())
+_DIVISIONS = frozenset(("div", "truediv", "true_divide"))
+
+
+class _Unknown(Exception):
+    """Why a chain cannot be read."""
+
+
+Change = Callable[[Builder, fx.Node], fx.Node]
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """Input `slot` of `user`, taken when the chain is rewritten, in a place where the scores have these batch sizes."""
+
+    user: fx.Node
+    slot: int
+    lead: tuple[Dim, ...]
+    change: Change | None = None
+
+    @classmethod
+    def of(cls, user: fx.Node, node: fx.Node, lead: tuple[Dim, ...], change: Change | None = None) -> _Extra:
+        return cls(user, user.all_input_nodes.index(node), lead, change)
+
+    def build(self, builder: Builder, lead: tuple[Dim, ...]) -> fx.Node:
+        """The tensor for scores whose batch sizes are `lead`."""
+        node = self.user.all_input_nodes[self.slot]
+        node = node if self.change is None else self.change(builder, node)
+        value = value_of(node)
+        outer = tuple(value.shape[:-2])
+        if _same(self.lead, lead) or not outer:
+            return node
+        ends = [builder.size(node, axis) for axis in (-2, -1)]
+        if all(isinstance(size, int) and size == 1 for size in outer):
+            return builder.call(torch.reshape, node, ends)
+        return builder.call(torch.reshape, builder.call(torch.Tensor.expand, node, [*self.lead, *ends]), [*lead, *ends])
+
+
+@dataclass
+class _Chain:
+    """What has been read so far; steps and extras from the softmax backwards."""
+
+    first: fx.Node
+    path: frozenset[fx.Node]
+    steps: list[tuple[str, float, _Extra | None]] = field(default_factory=list)
+    sink: _Extra | None = None
+    dropped_column: bool = False
+    dropout: float = 0.0
+    read: list[fx.Node] = field(default_factory=list)
+
+    def step(self, kind: str, value: float = 0.0, extra: _Extra | None = None) -> None:
+        self.steps.append((kind, value, extra))
+
+    def along(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs of a node that come from the first product."""
+        return [each for each in node.all_input_nodes if each in self.path]
+
+
+def read_chain(first: Match, second: Match) -> Attention | str:
+    """The attention of two products of activations with a softmax between them, or why they are none."""
+    try:
+        return _read(first, second)
+    except _Unknown as unknown:
+        return str(unknown)
+
+
+def _read(first: Match, second: Match) -> Attention:
+    if first.plan is None or second.plan is None:
+        raise _Unknown("one of its products is not a plain matmul")
+    into, out_of = _Scores(first.plan), _Context(second.plan)
+    start = second.plan.left.node
+    reached = _reached([first.node])
+    path = reached & _backward(start)
+    if start not in path or second.plan.right.node in reached:
+        raise _Unknown("the softmax is not the left operand of the second product")
+    chain = _Chain(first.node, path)
+    scores = _scores_of_weights(chain, start)
+    while scores is not first.node:
+        scores = _before(chain, scores)
+    _of_product(chain, first.node)
+    inside = _closed(chain, second.node)
+    for _, _, extra in chain.steps:
+        if extra is not None and extra.user.all_input_nodes[extra.slot] in inside:
+            raise _Unknown("a mask or scale is computed from the scores")
+    if chain.dropped_column != (chain.sink is not None):
+        raise _Unknown("a column is added before the softmax or dropped after it, but not both")
+
+    steps: list[Step] = []
+    extras: list[_Extra] = []
+    for kind, value, extra in [*reversed(chain.steps), *([("sink", 0.0, chain.sink)] if chain.sink else [])]:
+        steps.append(Step(kind, value, -1 if extra is None else len(extras)))
+        extras += [] if extra is None else [extra]
+    lead = into.canonical()
+    leads = [into.lead, out_of.lead, *(extra.lead for extra in extras)]
+    changes = not all(_same(each, lead) for each in leads)
+    if changes and not all(isinstance(size, int) for each in (*leads, lead) for size in each):
+        raise _Unknown("batch axes are reshaped and dynamic")
+    slots = [_slots(first.node, first.plan), _slots(second.node, second.plan)]
+
+    def emit(builder: Builder, attend: Attend) -> fx.Node:
+        q, k = into.operands(builder, *(first.node.all_input_nodes[slot] for slot in slots[0]))
+        v = out_of.operand(builder, second.node.all_input_nodes[slots[1][1]])
+        q, k, v = _with_lead(builder, q, lead), _with_lead(builder, k, into.shared), _with_lead(builder, v, into.shared)
+        k, v = without_repeats(k, v)
+        result = attend(q, k, v, [extra.build(builder, lead) for extra in extras])
+        return settle(builder, out_of.result(builder, _with_lead(builder, result, out_of.lead)))
+
+    return Attention(steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first.node})
+
+
+def _slots(node: fx.Node, plan: Contraction) -> tuple[int, int]:
+    left, right = (node.all_input_nodes.index(operand.node) for operand in (plan.left, plan.right))
+    return left, right
+
+
+class _Scores:
+    """The first product: the scores are [*lead, queries, keys]."""
+
+    def __init__(self, plan: Contraction) -> None:
+        *self.labels, self.row, column = plan.out
+        outer = [label for label in self.labels if label in plan.rows]
+        shared = [label for label in self.labels if label in plan.batch]
+        if (
+            plan.columns != (column,) or self.row not in plan.rows or len(plan.inner) != 1
+            or self.labels != [*shared, *outer]
+        ):  # fmt: skip
+            raise _Unknown("its scores are not [*batch, queries, keys]")
+        self.plan, self.shared_labels, self.outer = plan, shared, outer
+        self.lead = tuple(map(plan.left.size, self.labels))
+
+    @property
+    def shared(self) -> tuple[Dim, ...]:
+        """The batch sizes of k and v: of one head, where queries alone have heads."""
+        return tuple(map(self.plan.left.size, self.shared_labels)) or ((1,) if self.outer else ())
+
+    def canonical(self) -> tuple[Dim, ...]:
+        """The batch sizes of q: those of k, the last one times the heads that only queries have."""
+        if not self.outer:
+            return self.lead
+        *batch, heads = self.shared
+        return (*batch, heads * product_of(map(self.plan.left.size, self.outer)))
+
+    def operands(self, builder: Builder, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
+        plan = self.plan
+        q = arrange(builder, left, plan.left, [*((label,) for label in self.labels), (self.row,), plan.inner])
+        k = arrange(builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.columns, plan.inner])
+        return q, k
+
+
+class _Context:
+    """The second product: of weights [*lead, queries, keys]."""
+
+    def __init__(self, plan: Contraction) -> None:
+        labels = plan.left.labels
+        *self.labels, self.row, inner = labels if len(labels) > 1 else (None, None)
+        outer = [label for label in self.labels if label in plan.rows]
+        shared = [label for label in self.labels if label in plan.batch]
+        if (
+            plan.inner != (inner,) or self.row not in plan.rows or len(plan.columns) != 1
+            or self.labels != [*shared, *outer]
+        ):  # fmt: skip
+            raise _Unknown("its second product does not contract the keys")
+        self.plan, self.shared_labels = plan, shared
+        self.lead = tuple(map(plan.left.size, self.labels))
+
+    def operand(self, builder: Builder, right: fx.Node) -> fx.Node:
+        plan = self.plan
+        return arrange(
+            builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.inner, plan.columns]
+        )
+
+    def result(self, builder: Builder, node: fx.Node) -> fx.Node:
+        have: tuple[Label, ...] = (*self.labels, self.row, *self.plan.columns)
+        return permute(builder, node, have, self.plan.out)
+
+
+def _with_lead(builder: Builder, node: fx.Node, lead: tuple[Dim, ...]) -> fx.Node:
+    """A tensor [*batch, S, D] with its batch axes in other sizes."""
+    if _same(value_of(node).shape[:-2], lead):
+        return node
+    return builder.call(torch.reshape, node, [*lead, builder.size(node, -2), builder.size(node, -1)])
+
+
+def without_repeats(key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Keys and values [B, H, S, D] before each of their heads was repeated for several queries, if both were."""
+    before = [_unrepeated(node) for node in (key, value)]
+    if before[0] is None or before[1] is None:
+        return key, value
+    alike = _same(value_of(before[0]).shape[:2], value_of(before[1]).shape[:2])
+    return (before[0], before[1]) if alike else (key, value)
+
+
+def _unrepeated(node: fx.Node) -> fx.Node | None:
+    shape = value_of(node).shape
+    if len(shape) != 4:
+        return None
+    name, args = op_name(node), node.args
+    if name == "repeat_interleave" and args[0] is not node:
+        times, axis = (*args[1:], node.kwargs.get("dim"))[:2] if len(args) > 1 else (None, None)
+        source = args[0]
+        return source if isinstance(times, int) and axis in (1, -3) and isinstance(source, fx.Node) else None
+    chain: list[fx.Node] = []
+    for names in (("reshape", "view"), ("clone", "contiguous", ""), ("expand",), ("getitem", "unsqueeze")):
+        if op_name(node) in names:
+            chain.append(node)
+            source = node.args[0]
+            if not isinstance(source, fx.Node):
+                return None
+            node = source
+        elif "" not in names:
+            return None
+    *_, expanded, one = chain
+    wide, narrow = value_of(expanded).shape, value_of(node).shape
+    if len(wide) != 5 or len(narrow) != 4 or value_of(one).shape[2] != 1:
+        return None
+    whole = _same(narrow, (*wide[:2], *wide[3:])) and _same(shape, (wide[0], wide[1] * wide[2], *wide[3:]))
+    return node if whole else None
+
+
+def _scores_of_weights(chain: _Chain, node: fx.Node) -> fx.Node:
+    """Reads from the weights back to what the softmax is of."""
+    while True:
+        chain.read.append(node)
+        name, inner = op_name(node), chain.along(node)
+        if name in ("softmax", "_softmax", "_safe_softmax"):
+            axis = _argument(node, 1, "dim")
+            if axis not in (-1, value_of(node).ndim - 1):
+                raise _Unknown(f"its softmax is over axis {axis}")
+            return inner[0]
+        if name == "dropout":
+            rate, training = (
+                _argument(node, 1, "p", 0.5),
+                _argument(node, 2, "training", node.kwargs.get("train", True)),
+            )
+            if not isinstance(rate, (int, float)) or not isinstance(training, bool) or chain.dropout:
+                raise _Unknown("its dropout is computed")
+            chain.dropout = float(rate) if training else 0.0
+            node = inner[0]
+        elif name == "getitem" and _drops_last(node):
+            chain.dropped_column = True
+            node = inner[0]
+        elif name == "where" and isinstance(node.args[2], fx.Node) and _constant(node.args[1]) == 0:
+            node = node.args[2]  # the safe softmax: rows with nothing to attend to are zero
+        elif name in _DIVISIONS and (scores := _by_hand(node)) is not None:
+            chain.read.append(inner[0])
+            return scores
+        elif name == "slice" and node.args[1:] in ((value_of(node).ndim - 1, 0, -1), (-1, 0, -1)):
+            chain.dropped_column = True
+            node = inner[0]
+        else:
+            node = _through_views(node, inner)
+
+
+def _by_hand(node: fx.Node) -> fx.Node | None:
+    """The scores of exp(scores) / sum of exp(scores)."""
+    weights, total = node.args[:2]
+    if not isinstance(weights, fx.Node) or not isinstance(total, fx.Node) or op_name(weights) != "exp":
+        return None
+    axis, kept = _argument(total, 1, "dim"), _argument(total, 2, "keepdim")
+    last = axis in (-1, [-1], (-1,), value_of(weights).ndim - 1)
+    return weights.args[0] if op_name(total) == "sum" and total.args[0] is weights and last and kept else None  # type: ignore[return-value]
+
+
+def _before(chain: _Chain, node: fx.Node) -> fx.Node:
+    """Reads one operation on the scores; returns what it is of."""
+    chain.read.append(node)
+    name, inner = op_name(node).strip("_"), chain.along(node)
+    if name.startswith("i") and name[1:] in ("add", "sub", "mul", "truediv"):
+        name = name[1:]
+    lead = tuple(value_of(node).shape[:-2])
+
+    def other(source: fx.Node, value: Any, kind: str, change: Change | None = None, number: float = 0.0) -> fx.Node:
+        if isinstance(value, fx.Node):
+            if value in chain.path:
+                raise _Unknown(f"{node.name} combines the scores with themselves")
+            chain.step(kind, extra=_Extra.of(node, value, lead, change))
+        elif isinstance(value, (int, float)):
+            chain.step(kind, number)
+        else:
+            raise _Unknown(f"{node.name} is not read")
+        return source
+
+    if name in ("cat", "concat", "concatenate"):
+        parts: Any = node.args[0]
+        last = _argument(node, 1, "dim", 0) in (-1, value_of(node).ndim - 1)
+        column = last and not chain.steps and len(parts) == 2 and parts[0] in inner and value_of(parts[1]).shape[-1]
+        if not statically_known_true(column == 1):
+            raise _Unknown(f"{node.name} adds more than a column before the softmax")
+        chain.sink = _Extra.of(node, parts[1], lead)
+        return parts[0]  # type: ignore[no-any-return]
+    if name in ("mul", "multiply", "add", "sub", *_DIVISIONS):
+        if node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
+            raise _Unknown(f"{node.name} is not read")
+        left, right = node.args[:2]
+        if left not in inner and name in ("mul", "multiply", "add"):
+            left, right = right, left
+        if not isinstance(left, fx.Node) or left not in inner:
+            raise _Unknown(f"{node.name} divides or subtracts by the scores")
+        if name == "sub" and isinstance(right, fx.Node) and _same(value_of(right).shape[-1:], (1,)):
+            return left  # one number for a row, such as its largest score, is nothing to a softmax
+        if name in ("mul", "multiply"):
+            return other(left, right, "mul", None, _float(right))
+        if name == "add":
+            return other(left, right, "add", None, _float(right))
+        if name == "sub":
+            return other(left, right, "add", _calls(torch.neg), -_float(right))
+        return other(left, right, "mul", _calls(torch.reciprocal), 1 / (_float(right) or 1.0))
+    if name == "tanh":
+        chain.step("tanh")
+        return inner[0]
+    if name == "masked_fill" and isinstance(_argument(node, 1, "mask"), fx.Node):
+        value = _constant(_argument(node, 2, "value"))
+        chain.step("fill", _number(node, value), _Extra.of(node, _argument(node, 1, "mask"), lead))
+        return inner[0]
+    if name == "where" and len(node.args) == 3:
+        condition, kept, filled = node.args
+        swapped = kept not in inner
+        if swapped:
+            kept, filled = filled, kept
+        value = _number(node, _constant(filled))
+        change = None if swapped else _calls(torch.logical_not)
+        chain.step("fill", value, _Extra.of(node, condition, lead, change))  # type: ignore[arg-type]
+        return kept  # type: ignore[return-value]
+    return _through_views(node, inner)
+
+
+def _of_product(chain: _Chain, node: fx.Node) -> None:
+    """What the first product itself does to its scores."""
+    name = op_name(node)
+    if name == "baddbmm":
+        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        alpha, beta = _number(node, alpha), _number(node, beta)
+        if beta:
+            input: Any = node.args[0]
+            change = None if beta == 1 else _calls(torch.mul, beta)
+            chain.step("add", extra=_Extra.of(node, input, tuple(value_of(node).shape[:-2]), change))
+        if alpha != 1:
+            chain.step("mul", alpha)
+    elif name.startswith(("add", "baddbmm")):
+        raise _Unknown(f"its scores come from {name}")
+
+
+def _through_views(node: fx.Node, inner: Sequence[fx.Node]) -> fx.Node:
+    """Goes through a cast, or a view that leaves queries and keys where they are."""
+    name = op_name(node)
+    if len(inner) != 1:
+        raise _Unknown(f"{node.name} is not read")
+    if name == "getitem" and op_name(inner[0]) == "native_dropout":
+        raise _Unknown("its dropout is computed")
+    before, after = value_of(inner[0]).shape, value_of(node).shape
+    same = len(before) > 1 and len(after) > 1 and _same(before[-2:], after[-2:])
+    if name in _RESHAPES and same and statically_known_true(product_of(before) == product_of(after)):
+        return inner[0]
+    if name in _CASTS and _same(before, after):
+        return inner[0]
+    raise _Unknown(f"{name} is not read")
+
+
+def _closed(chain: _Chain, last: fx.Node) -> frozenset[fx.Node]:
+    """All nodes between the products. What they compute must be read by none but each other and the last product."""
+    inside = _reached((*chain.read, chain.first), stop=last)
+    for node in inside:
+        if node.op == "output" or not node.users:
+            reader = "what the graph returns" if node.op == "output" else node.name
+            raise _Unknown(f"{reader} reads its scores or weights too")
+    return inside
+
+
+def _reached(nodes: Iterable[fx.Node], stop: fx.Node | None = None) -> frozenset[fx.Node]:
+    """The nodes and everything computed from them, but for `stop` and what is computed from that alone."""
+    queue = list(nodes)
+    seen = set(queue)
+    while queue:
+        for user in queue.pop().users:
+            if user not in seen and user is not stop:
+                seen.add(user)
+                queue.append(user)
+    return frozenset(seen)
+
+
+def _backward(node: fx.Node) -> frozenset[fx.Node]:
+    """Everything a node is computed from, itself included."""
+    seen, queue = {node}, [node]
+    while queue:
+        for each in queue.pop().all_input_nodes:
+            if each not in seen:
+                seen.add(each)
+                queue.append(each)
+    return frozenset(seen)
+
+
+def _same(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+    """Whether sizes are equal, as far as is known without deciding on dynamic ones."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def _drops_last(node: fx.Node) -> bool:
+    index = node.args[1]
+    last = index[-1] if isinstance(index, tuple) else None
+    rest = index[:-1] if isinstance(index, tuple) else ()
+    whole = all(each is Ellipsis or each == slice(None) for each in rest)
+    return whole and last == slice(None, -1)
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _constant(value: Any) -> Any:
+    """The number that a value or a node is, if it is one."""
+    if isinstance(value, fx.Node):
+        place = {"full": 1, "full_like": 1, "tensor": 0, "scalar_tensor": 0}.get(op_name(value))
+        return None if place is None else _constant(_argument(value, place, "fill_value"))
+    return value
+
+
+def _number(node: fx.Node, value: Any) -> float:
+    if not isinstance(value, (int, float)):
+        raise _Unknown(f"{node.name} fills in or scales by what is computed")
+    return float(value)
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _calls(target: Callable[..., Any], *args: Any) -> Change:
+    return lambda builder, node: builder.call(target, node, *args)
+
+
+__all__ = ["read_chain", "without_repeats"]

@@ -1,0 +1,241 @@
+"""Every spelling of attention: read as steps on its scores, and rewritten to the same function and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_find_matmuls import Calls, Rewrite, check, randn
+from torch import Tensor, fx, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+import fxquant.kernels.attention  # noqa: F401  registers fxquant::attention
+from fxquant.decisions import SkipReason
+from fxquant.formats import AttentionSpec
+from fxquant.passes.facts import Builder, Match
+from fxquant.passes.find_matmuls import find_matmuls
+from fxquant.passes.forms_mha import expand_opaque
+
+
+@dataclass
+class Attends(Rewrite):
+    """Writes every attention as one operator that quantizes nothing."""
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        matches = find_matmuls(gm)
+        if self.open_attention and expand_opaque(matches):
+            matches = find_matmuls(gm)
+        self.found += matches
+        for match in {id(m.attention): m for m in matches if m.attention is not None}.values():
+            write(match)
+        gm.graph.lint()
+        gm.recompile()
+        self.graphs.append(gm)
+        return gm.forward
+
+    def steps(self) -> str:
+        (attention,) = {id(m.attention): m.attention for m in self.found if m.attention is not None}.values()
+        return " ".join(f"{s.kind}{'' if s.extra < 0 else s.extra}" for s in attention.steps)
+
+
+def write(match: Match) -> None:
+    builder, attention = Builder(match.node), match.attention
+    assert attention is not None
+    spec = AttentionSpec(steps=attention.steps, dropout=attention.dropout)
+    result = attention.emit(
+        builder,
+        lambda q, k, v, extras: builder.call(torch.ops.fxquant.attention.default, q, k, v, list(extras), str(spec)),
+    )
+    match.node.replace_all_uses_with(result)
+    match.node.graph.erase_node(match.node)
+    for node in reversed(list(result.graph.nodes)):
+        if node in attention.inside:
+            result.graph.erase_node(node)
+
+
+Q, K, V = (2, 3, 5, 16), (2, 3, 7, 16), (2, 3, 7, 8)
+FEW = [(2, 6, 5, 16), (2, 3, 7, 16), (2, 3, 7, 8)]
+BOOL = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) > 0.4
+LOWER = torch.ones(5, 7, dtype=torch.bool).tril()
+
+
+def repeat_kv(x: Tensor, times: int) -> Tensor:
+    batch, heads, length, width = x.shape
+    return x[:, :, None, :, :].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+
+
+def llama(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    k, v = repeat_kv(k, 2), repeat_kv(v, 2)
+    weights = torch.matmul(q, k.transpose(2, 3)) * 0.25 + mask[:, :, :, : k.shape[-2]]
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(F.dropout(weights, p=0.3, training=False), v).transpose(1, 2).contiguous()
+
+
+def gpt_oss(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    weights = torch.matmul(q, k.transpose(2, 3)) * 0.25 + mask
+    column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    combined = torch.cat([weights, column], dim=-1)
+    combined = combined - combined.max(dim=-1, keepdim=True).values
+    return torch.matmul(F.softmax(combined, dim=-1, dtype=combined.dtype)[..., :-1], v)
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    scores = torch.baddbmm(slopes, q.flatten(0, 1), k.flatten(0, 1).mT, beta=0.5, alpha=0.25)
+    weights = (scores.view(2, 3, 5, 7) + BOOL * -3.0).softmax(-1).view(6, 5, 7)
+    return weights.bmm(v.flatten(0, 1)).view(2, 3, 5, 8)
+
+
+def gemma(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.tanh(q @ k.mT * 0.25 / 5.0) * 5.0
+    return (scores + torch.zeros(5, 7).masked_fill(~LOWER, -1e30)).softmax(-1) @ v
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT)
+    scores += torch.where(LOWER, 0.0, -3.0)
+    scores *= 0.5
+    return scores.softmax(-1) @ v
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def grouped_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bqgrd,bkgd->bgrqk", q, k) + BOOL[:, :, None]
+    return torch.einsum("bgrqk,bkgd->bqgrd", scores.softmax(-1), v)
+
+
+def sdpa(**settings: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **settings)
+
+
+SPELLINGS: dict[str, tuple[Callable[..., Tensor], list[Any], str]] = {
+    "plain": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [Q, K, V], ""),
+    "llama": (llama, [*FEW, (2, 1, 5, 7)], "mul add0"),
+    "t5": (lambda q, k, v, b: ((q @ k.transpose(3, 2)) + b).float().softmax(-1).type_as(q) @ v, [Q, K, V, (1, 3, 5, 7)],
+           "add0"),
+    "gpt2": (lambda q, k, v: torch.where(LOWER, q @ k.mT / math.sqrt(16), torch.full([], -1e30)).softmax(-1) @ v,
+             [Q, K, V], "mul fill0"),
+    "where": (lambda q, k, v: torch.where(~LOWER, -math.inf, q @ k.mT / torch.tensor(4.0)).softmax(-1) @ v, [Q, K, V],
+              "mul0 fill1"),
+    "bert": (lambda q, k, v: (q @ k.mT / 4).masked_fill(~BOOL, -1e9).softmax(-1) @ v, [Q, K, V], "mul fill0"),
+    "alibi": (alibi, [Q, K, V, (6, 1, 7)], "mul add0 add1"),
+    "gemma": (gemma, [Q, K, V], "mul mul tanh mul add0"),
+    "gpt_oss": (gpt_oss, [Q, K, V, (2, 1, 5, 7), (3,)], "mul add0 sink1"),
+    "learned scale": (lambda q, k, v, t: (q @ k.mT * t.exp()).softmax(-1) @ v, [Q, K, V, (3, 1, 1)], "mul0"),
+    "by hand": (by_hand, [Q, K, V], ""),
+    "in place": (in_place, [Q, K, V], "add0 mul"),
+    "einsum": (lambda q, k, v: torch.einsum("hbqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->hbqk", q, k).softmax(-1), v),
+               [(2, 5, 3, 16), (2, 7, 3, 16), (2, 7, 3, 8)], ""),
+    "grouped einsum": (grouped_einsum, [(2, 5, 3, 2, 16), (2, 7, 3, 16), (2, 7, 3, 8)], "add0"),
+    "one key head": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [Q, (2, 1, 7, 16), (2, 1, 7, 8)], ""),
+    "unbatched": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [(5, 16), (7, 16), (7, 8)], ""),
+    "fused": (sdpa(scale=0.3), [Q, K, V], "mul"),
+    "fused, bool": (sdpa(), [Q, K, V, BOOL], "mul keep0"),
+    "fused, bias": (sdpa(), [Q, K, V, (1, 1, 5, 7)], "mul add0"),
+    "fused, causal, grouped": (sdpa(is_causal=True, enable_gqa=True), FEW, "mul causal"),
+    "fused, 3 axes": (sdpa(), [(6, 5, 16), (6, 7, 16), (6, 7, 8)], "mul"),
+    "fused, repeated": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, dim=1)),
+        FEW, "mul",
+    ),
+}  # fmt: skip
+
+
+def made(shapes: Sequence[Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [shape if isinstance(shape, Tensor) else randn(*shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling(name: str) -> None:
+    function, shapes, steps = SPELLINGS[name]
+    backend = check(Calls(function), made(shapes), Attends(), tolerance=1e-4)
+    assert backend.steps() == steps
+    assert {match.module_type for match in backend.found} == {"dpa"} and set(backend.reasons()) == {None}
+    (attention,) = (n for n in backend.graphs[0].graph.nodes if "fxquant.attention" in str(n.target))
+    if shapes[:3] == FEW:
+        assert attention.args[1].meta["example_value"].shape == FEW[1], "keys as they were before they were repeated"
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "gpt_oss", "fused, bias"])
+def test_spelling_with_dynamic_sizes(name: str) -> None:
+    function, shapes, steps = SPELLINGS[name]
+    inputs = made(shapes)
+    for x in inputs[:3]:
+        torch._dynamo.mark_dynamic(x, 0)
+    backend = check(Calls(function), inputs, Attends(), tolerance=1e-4)
+    assert backend.steps() == steps
+
+
+REASONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "weights returned": (lambda q, k, v: (lambda w: (w @ v, w))((q @ k.mT).softmax(-1)), "reads its scores or weights"),
+    "other axis": (lambda q, k, v: (q @ k.mT).softmax(-2) @ v, "softmax is over axis -2"),
+    "two contexts": (lambda q, k, v: (lambda w: (w @ v, w @ v.sin()))((q @ k.mT).softmax(-1)), "several attentions"),
+    "mask of scores": (lambda q, k, v: (lambda s: s.masked_fill(s > 9, -9.0).softmax(-1) @ v)(q @ k.mT),
+                       "computed from the scores"),
+    "clamped": (lambda q, k, v: (q @ k.mT).clamp(-9, 9).softmax(-1) @ v, "clamp is not read"),
+    "rounded weights": (lambda q, k, v: (q @ k.mT).softmax(-1).nan_to_num() @ v, "nan_to_num is not read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_cannot_be_one_attention_stays_products_and_says_why(name: str) -> None:
+    function, reason = REASONS[name]
+    backend = check(Calls(function), made([Q, K, V]), Attends(), tolerance=1e-4)
+    assert {match.module_type for match in backend.found} == {"matmul"}
+    assert all(reason in match.remark and match.emit is not None for match in backend.found)
+
+
+def test_exported_attention_is_found_before_and_after_decomposition() -> None:
+    class Model(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return fused + F.scaled_dot_product_attention(q, k, v, attn_mask=BOOL)
+
+    inputs = [x.detach() for x in made([Q, K, V])]
+    program = torch.export.export(Model(), tuple(inputs))
+    for form in (program, program.run_decompositions()):
+        gm = form.graph_module
+        matches = find_matmuls(gm)
+        attentions = {id(m.attention): m for m in matches if m.attention is not None}
+        assert len(attentions) == 2 and {m.module_type for m in matches} == {"dpa"}
+        for match in attentions.values():
+            write(match)
+        gm.recompile()
+        torch.testing.assert_close(gm(*gm_inputs(form, inputs))[0], Model()(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def gm_inputs(program: torch.export.ExportedProgram, inputs: Sequence[Tensor]) -> list[Any]:
+    """What the graph of a program takes: its constants, then the inputs."""
+    constants = {**program.constants, **program.state_dict}
+    given = iter(inputs)
+    specs = program.graph_signature.input_specs
+    return [next(given) if spec.target is None else constants[spec.target] for spec in specs]
+
+
+def test_flex_attention_is_found_with_its_reason() -> None:
+    backend = Rewrite()
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 128, 16)
+    torch.compile(lambda q: flex_attention(q, q, q), backend=backend, fullgraph=True)(x)
+    assert [match.module_type for match in backend.found] == ["dpa"]
+    assert backend.reasons() == [SkipReason.ATTENTION] and "flex_attention" in backend.found[0].skip[1]
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multi_head_attention_is_one_attention_unless_its_weights_are_read(need_weights: bool) -> None:
+    layer, x = nn.MultiheadAttention(32, 2), randn(7, 3, 32)
+    model = Calls(lambda x: layer(x, x, x, need_weights=need_weights)[0])
+    backend = check(model, [x], Attends(open_attention=True), tolerance=1e-4)
+    kinds = [match.module_type for match in backend.found]
+    assert kinds == ["linear", "dpa", "linear"] if not need_weights else kinds[0] == kinds[-1] == "linear"
+    assert sum(match.attention is not None for match in backend.found) > 0
