@@ -193,6 +193,18 @@ def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str
 _WRITTEN: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
 
 
+@contextmanager
+def triton_workspace(device: torch.device) -> Iterator[None]:
+    """A scope in which kernels that make TMA descriptors can be launched eagerly: they need memory for them."""
+    from triton.runtime._allocation import _allocator
+
+    token = _allocator.set(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        _allocator.reset(token)
+
+
 def operator_library(namespace: str, *, more: bool = False) -> Any:
     """The library that defines the operators of a namespace, or with `more` one that adds to them."""
     return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
@@ -267,6 +279,7 @@ __all__ = [
     "statically_known_true",
     "tag_activation_checkpoint",
     "torch_version",
+    "triton_workspace",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",
