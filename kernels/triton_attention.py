@@ -114,10 +114,16 @@ def _masked(
 
 
 @triton.jit
+def _ordered(p, BM: tl.constexpr, BN: tl.constexpr):
+    """Columns of p in `key_order`."""
+    return tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
+
+
+@triton.jit
 def _fprop_step(
     acc, total, most, q, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step, mask_column_step,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, ORDERED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. `most` is the running maximum of scores in units of log2."""
     s = tl.dot(q, keys.load([j, 0]).T)
@@ -137,12 +143,41 @@ def _fprop_step(
     else:
         alpha = tl.exp2(most - new)
     p = tl.exp2(s * factor - subtracted[:, None])
-    total = total * alpha + tl.sum(p, 1)
+    if PARTIAL:  # sums of the columns that a thread holds
+        total = total * alpha[:, None] + tl.sum(tl.reshape(p, (BM, BN // 8, 8)), 1)
+    else:
+        total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     if ORDERED:
-        p = tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
+        p = _ordered(p, BM, BN)
     acc = tl.dot(p.to(tl.float8e4nv), values.load([0, j]).T, acc)
     return acc, total, new
+
+
+@triton.jit
+def _lagged_step(
+    acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
+    while the scores of the tile at j are computed.
+
+    Triton waits for the first product at once, and by that for the scores that came from the step before; the second
+    it lets run on, since nothing in this step reads it. Everything that reads s stands before the second product, or
+    ptxas would let each instruction of it wait for the one before (warning C7514).
+    """
+    acc = tl.dot(_ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, tl.maximum(j - 2 * BN, 0)]).T, acc)
+    if MASKED:
+        columns = j - BN + tl.arange(0, BN)
+        s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, _NO_MASK)
+    new = tl.maximum(most, tl.max(s, 1) * factor)
+    alpha = tl.exp2(most - new)
+    exponent = s * factor - (new - _P_LOG)[:, None]
+    s = tl.dot(query, keys.load([j, 0]).T)
+    p = tl.exp2(exponent)
+    total = total * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    return acc, total, new, s, p
 
 
 @triton.jit
@@ -150,7 +185,7 @@ def fprop_kernel(
     q, k, v, out, lse, q_scale, k_scale, v_scale, mask, scale, heads, kv_heads, batch_heads, q_len, kv_len, v_len,
     mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
     PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, ORDERED: tl.constexpr,
-    SPECIALIZED: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SPECIALIZED: tl.constexpr, LAGGED: tl.constexpr, PARTIAL: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
@@ -177,7 +212,10 @@ def fprop_kernel(
     if MASK != _NO_MASK:
         mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
     most = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
+    if PARTIAL and not LAGGED:
+        total = tl.zeros((BM, 8), tl.float32)
+    else:
+        total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
     query = queries.load([first, 0])
     end = kv_len
@@ -187,8 +225,37 @@ def fprop_kernel(
         for j in tl.range(0, end, BN, num_stages=STAGES, warp_specialize=True):
             acc, total, most = _fprop_step(
                 acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step,
-                mask_column_step, CAUSAL, MASK, CAUSAL or not EVEN, ORDERED, BM, BN,
+                mask_column_step, CAUSAL, MASK, CAUSAL or not EVEN, ORDERED, PARTIAL, BM, BN,
             )  # fmt: skip
+    elif LAGGED:
+        s = tl.dot(query, keys.load([0, 0]).T)
+        p = tl.zeros((BM, BN), tl.float32)
+        edge = end
+        if CAUSAL and BN < BM:
+            edge = tl.minimum(end, first + BN)
+        for j in tl.range(BN, edge, BN, num_stages=STAGES):
+            acc, total, most, s, p = _lagged_step(
+                acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL, False, BM, BN
+            )
+        if CAUSAL and BN < BM:
+            for j in tl.range(tl.maximum(edge, BN), end, BN, num_stages=STAGES):
+                acc, total, most, s, p = _lagged_step(
+                    acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL, True, BM, BN
+                )
+        last = (end - 1) // BN * BN
+        acc = tl.dot(
+            _ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, tl.maximum(last - BN, 0)]).T, acc
+        )
+        if CAUSAL or not EVEN:
+            columns = last + tl.arange(0, BN)
+            s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, MASK)
+        new = tl.maximum(most, tl.max(s, 1) * factor)
+        alpha = tl.exp2(most - new)
+        p = tl.exp2(s * factor - (new - _P_LOG)[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(_ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, last]).T, acc)
+        most = new
     else:
         if MASK != _NO_MASK:
             whole = 0
@@ -200,14 +267,16 @@ def fprop_kernel(
             for j in tl.range(0, whole, BN, num_stages=STAGES):
                 acc, total, most = _fprop_step(
                     acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step,
-                    mask_column_step, CAUSAL, MASK, False, ORDERED, BM, BN,
+                    mask_column_step, CAUSAL, MASK, False, ORDERED, PARTIAL, BM, BN,
                 )  # fmt: skip
         if CAUSAL or not EVEN or MASK != _NO_MASK:
             for j in tl.range(whole, end, BN, num_stages=STAGES):
                 acc, total, most = _fprop_step(
                     acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step,
-                    mask_column_step, CAUSAL, MASK, True, ORDERED, BM, BN,
+                    mask_column_step, CAUSAL, MASK, True, ORDERED, PARTIAL, BM, BN,
                 )  # fmt: skip
+    if PARTIAL and not LAGGED:
+        total = tl.sum(total, 1)
     last = tl.load(v_scale + at_scale) / total
     if MASK != _NO_MASK:
         last = tl.where(total > 0, last, 0.0)
@@ -215,6 +284,124 @@ def fprop_kernel(
     at = out + (head.to(tl.int64) * q_len + first) * D + (tl.arange(0, BM)[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
     tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
+
+
+@triton.jit
+def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
+    return tl.reshape(source.load([head, first, 0]), (ROWS, D))
+
+
+@triton.jit
+def dkdv_kernel(
+    q, k, v, do, q_wide, do_wide, lse, delta, dk, dv, q_scale, k_scale, v_scale, do_scale, mask, scale, heads,
+    kv_heads, batches, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
+
+    q_wide holds the codes of q, do_wide the unquantized do, both in bfloat16. Keys are rows here, queries columns.
+    """
+    blocks = tl.cdiv(kv_len, BN)
+    kv_head = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * BN
+    batch = kv_head // kv_heads
+    group = heads // kv_heads
+    at_scale = kv_head if PER_HEAD else 0
+    q_factor = tl.load(q_scale + at_scale) * scale
+    factor = q_factor * tl.load(k_scale + at_scale) * _LOG2_E
+    v_factor = tl.load(v_scale + at_scale)
+    queries = tl.make_tensor_descriptor(q, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
+    wide_queries = tl.make_tensor_descriptor(q_wide, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
+    grads = tl.make_tensor_descriptor(do, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
+    wide_grads = tl.make_tensor_descriptor(do_wide, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
+    keys = tl.make_tensor_descriptor(k, [batches * kv_heads, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
+    values = tl.make_tensor_descriptor(v, [batches * kv_heads, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
+    key = _tile(keys, kv_head, first, BN, D)
+    value = _tile(values, kv_head, first, BN, D)
+    columns = first + tl.arange(0, BN)
+    acc_k = tl.zeros((BN, D), tl.float32)
+    acc_v = tl.zeros((BN, D), tl.float32)
+    start = 0
+    if CAUSAL:
+        start = first // BM
+    steps = tl.maximum(tl.cdiv(q_len, BM) - start, 0)
+    for i in tl.range(0, group * steps, num_stages=STAGES):
+        within = (kv_head % kv_heads) * group + i // steps
+        head = batch * heads + within
+        j = (start + i % steps) * BM
+        rows = j + tl.arange(0, BM)
+        s = tl.dot(key, _tile(queries, head, j, BM, D).T) * factor
+        if CAUSAL or MASK != _NO_MASK or not EVEN:
+            s = _masked(
+                s, rows[None, :], columns[:, None], q_len, kv_len,
+                mask + (batch.to(tl.int64) * mask_batch_step + within.to(tl.int64) * mask_head_step), mask_row_step,
+                mask_column_step, CAUSAL, MASK,
+            )  # fmt: skip
+        at = head.to(tl.int64) * q_len + rows
+        p = tl.exp2(s - tl.load(lse + at, mask=rows < q_len, other=float("inf"))[None, :] * _LOG2_E)
+        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
+        dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
+        ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
+        acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, head, j, BM, D), acc_k)
+    at = (kv_head.to(tl.int64) * kv_len + first) * D + (tl.arange(0, BN)[:, None] * D + tl.arange(0, D)[None, :])
+    tl.store(dk + at, (acc_k * q_factor).to(dk.dtype.element_ty), mask=columns[:, None] < kv_len)
+    tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=columns[:, None] < kv_len)
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, do, k_wide, lse, delta, dq, q_scale, k_scale, v_scale, do_scale, mask, scale, heads, kv_heads, q_len,
+    kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the codes of k in bfloat16."""
+    blocks = tl.cdiv(q_len, BM)
+    head = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block
+    first = block * BM
+    batch = head // heads
+    kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
+    at_scale = kv_head if PER_HEAD else 0
+    k_factor = tl.load(k_scale + at_scale) * scale
+    factor = k_factor * tl.load(q_scale + at_scale) * _LOG2_E
+    v_factor = tl.load(v_scale + at_scale) * tl.load(do_scale + head)
+    wide_head = head.to(tl.int64)
+    wide_kv = kv_head.to(tl.int64) * kv_len * D
+    queries = tl.make_tensor_descriptor(q + wide_head * q_len * D, [q_len, D], [D, 1], [BM, D])
+    grads = tl.make_tensor_descriptor(do + wide_head * q_len * D, [q_len, D], [D, 1], [BM, D])
+    keys = tl.make_tensor_descriptor(k + wide_kv, [kv_len, D], [D, 1], [BN, D])
+    wide_keys = tl.make_tensor_descriptor(k_wide + wide_kv, [kv_len, D], [D, 1], [BN, D])
+    values = tl.make_tensor_descriptor(v + wide_kv, [kv_len, D], [D, 1], [BN, D])
+    query = queries.load([first, 0])
+    grad = grads.load([first, 0])
+    rows = first + tl.arange(0, BM)
+    at = wide_head * q_len + rows
+    minus = tl.load(lse + at, mask=rows < q_len, other=float("inf")) * _LOG2_E
+    mean = tl.load(delta + at, mask=rows < q_len, other=0.0)
+    if MASK != _NO_MASK:
+        mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+    acc = tl.zeros((BM, D), tl.float32)
+    end = kv_len
+    if CAUSAL:
+        end = tl.minimum(kv_len, first + BM)
+    for j in tl.range(0, end, BN, num_stages=STAGES):
+        s = tl.dot(query, keys.load([j, 0]).T) * factor
+        if CAUSAL or MASK != _NO_MASK or not EVEN:
+            columns = j + tl.arange(0, BN)
+            s = _masked(
+                s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK
+            )
+        p = tl.exp2(s - minus[:, None])
+        dp = tl.dot(grad, values.load([j, 0]).T) * v_factor
+        ds = p * (dp - mean[:, None])
+        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([j, 0]), acc)
+    at = dq + wide_head * q_len * D + (rows[:, None] * D + tl.arange(0, D)[None, :])
+    tl.store(at, (acc * k_factor).to(dq.dtype.element_ty), mask=rows[:, None] < q_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +413,9 @@ class _Config:
     warps: int = 8
     stages: int = 2
     specialized: bool = False
+    lagged: bool = False
     ordered: bool = True
+    partial: bool = True
     together: int = 1
 
 
@@ -311,10 +500,53 @@ def forward(
         wrap_triton(fprop_kernel)[grid](
             q, k, v, out, lse, q_scale_inv, k_scale_inv, v_scale_inv, mask, scale * _LOG2_E.value, heads, kv_heads,
             batches * heads, q_len, kv_len, v_len, *mask_steps, q_scale_inv.ndim > 1, causal, even, kind,
-            config.ordered, config.specialized, config.stages, config.together, config.block_m, config.block_n,
+            config.ordered, config.specialized, config.lagged, config.partial, config.stages, config.together, config.block_m, config.block_n,
             head_dim, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor,
+    v_scale_inv: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None,
+    keys: tuple[int, int, int, int] | None = None, queries: tuple[int, int, int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 q, k and v [B, Hkv, Sk, D].
+
+    do [B, H, Sq, D] is quantized with a scale per query head. What is rounded: S = q k^T and dP = do v^T multiply
+    e4m3 operands, and are float32. For dv, P is rounded to bfloat16, and multiplied with do as it came, in
+    bfloat16; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to bfloat16, and multiplied with the dequantized
+    k and q. Sums are float32. `backward_reference` is the same in plain torch.
+    """
+    batches, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    do = do.contiguous()
+    do8, do_scale_inv = quantize_heads(do, 1, False)
+    delta = (do.float() * o.float()).sum(-1)
+    lse = torch.where(lse == -math.inf, math.inf, lse)  # a row that saw nothing has no P
+    dq, dk, dv = (torch.empty(x.shape, dtype=do.dtype, device=do.device) for x in (q, k, k))
+    kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
+    per_head = q_scale_inv.ndim > 1
+    queries = queries or (128, 64, 8, 2)
+    keys = keys or (64, 128, 8, 2)
+    with triton_workspace(q.device):
+        block_m, block_n, warps, stages = keys
+        even = statically_known_true(kv_len % block_n == 0)
+        grid = (triton.cdiv(kv_len, block_n) * (batches * kv_heads),)
+        wrap_triton(dkdv_kernel)[grid](
+            q, k, v, do8, q.to(torch.bfloat16), do.to(torch.bfloat16), lse, delta, dk, dv, q_scale_inv, k_scale_inv,
+            v_scale_inv, do_scale_inv, mask, scale, heads, kv_heads, batches, q_len, kv_len, *mask_steps, per_head,
+            causal, even, kind, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        block_m, block_n, warps, stages = queries
+        even = statically_known_true(kv_len % block_n == 0)
+        grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
+        wrap_triton(dq_kernel)[grid](
+            q, k, v, do8, k.to(torch.bfloat16), lse, delta, dq, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv,
+            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, stages, block_m,
+            block_n, head_dim, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return dq, dk, dv
 
 
 def _mask_arguments(mask: Tensor | None, q: Tensor, kv_len: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
@@ -330,12 +562,14 @@ _WRITTEN = {
     head_amax_kernel: ["amax"],
     head_cast_kernel: ["data", "scale_inv"],
     fprop_kernel: ["out", "lse"],
+    dkdv_kernel: ["dk", "dv"],
+    dq_kernel: ["dq"],
 }
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch of a kernel of this file writes."""
-    return next(names for names in _WRITTEN.values() if all(name in arguments for name in names))
+    return next(names for names in _WRITTEN.values() if arguments.keys() >= set(names))
 
 
 for _kernel in _WRITTEN:
