@@ -34,51 +34,32 @@ _LEAST_AMAX = 1e-12
 
 
 @triton.jit
-def head_amax_kernel(
-    x, amax, heads, groups, length, batch_step, head_step, row_step,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+def _head_amax(
+    x, first, length, row_step, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The amaxes, NaN ignored, of each `groups` heads of x [B, H, S, D], into zeroed float32 [B, H / groups]."""
-    blocks = tl.cdiv(length, ROWS * STEPS)
-    head = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * (ROWS * STEPS)
-    source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+    """The bits of the amax, NaN ignored, of STEPS times ROWS rows of a head: magnitudes are ordered as they are."""
     largest = tl.zeros((ROWS, D), tl.float32)
     for step in range(STEPS):
         row = first + step * ROWS + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * row_step + tl.arange(0, D)[None, :]
-        tile = tl.load(source + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
+        tile = tl.load(x + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, _magnitude(tile))
-    bits = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)  # magnitudes are ordered as their bits
-    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True) + head // groups, bits, sem="relaxed")
+    return tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def head_cast_kernel(
-    x, data, scale_inv, given, heads, groups, length, padded, batch_step, head_step, row_step,
-    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+def _head_cast(
+    x, out, first, scale, length, padded, row_step, TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """x [B, H, S, D] times FMAX / amax, given for each `groups` heads, as e4m3 [B, H, S, D] or [B, H, D, padded].
-
-    Bytes are put together as words of four; see `triton_cast._words`.
-    """
-    blocks = tl.cdiv(padded, ROWS)
-    head = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * ROWS
-    largest = tl.load(given + head // groups)
-    scale = tl.div_rn(FMAX, largest)
-    scale = tl.where((largest > LEAST) & (largest < float("inf")), scale, 1.0)
-    if (first == 0) & (head % groups == 0):
-        tl.store(scale_inv + head // groups, tl.div_rn(1.0, scale))
-    source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+    """Casts ROWS rows of a head. Bytes are put together as words of four; see `triton_cast._words`."""
     row = first + tl.arange(0, ROWS)
     at = row[:, None].to(tl.int64) * row_step + tl.arange(0, D)[None, :]
-    tile = tl.load(source + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
+    tile = tl.load(x + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
     words = _words(tile * scale, False, ROWS, D)
-    out = data.to(tl.pointer_type(tl.uint32), bitcast=True)
+    out = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     if TRANSPOSED:
-        out += (head.to(tl.int64) * D * padded + first) // 4
+        out += first // 4
         words = tl.trans(words)
         if ORDERED:
             words = tl.reshape(words, (D // 4, ROWS // 16, 2, 4, 2))
@@ -90,9 +71,88 @@ def head_cast_kernel(
             channel = 4 * tl.arange(0, D // 4) + i
             tl.store(out + (channel[:, None] * (padded // 4) + quads[None, :]), _word(a, b, c, d, 8 * i), mask=mask)
     else:
-        out += (head.to(tl.int64) * length + first) * (D // 4)
+        out += first.to(tl.int64) * (D // 4)
         at = tl.arange(0, ROWS)[:, None] * (D // 4) + tl.arange(0, D // 4)[None, :]
         tl.store(out + at, words, mask=row[:, None] < length)
+
+
+@triton.jit
+def _head_scale(bits, FMAX: tl.constexpr, LEAST: tl.constexpr):
+    """What a head is multiplied by, from the bits of its amax."""
+    amax = bits.to(tl.float32, bitcast=True)
+    return tl.where((amax > LEAST) & (amax < float("inf")), tl.div_rn(FMAX, amax), 1.0)
+
+
+@triton.jit
+def head_amax_kernel(
+    x, amax, heads, groups, length, batch_step, head_step, row_step,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The bits of the amaxes of each `groups` heads of x [B, H, S, D], into zeroed int32 [B, H / groups]."""
+    blocks = tl.cdiv(length, ROWS * STEPS)
+    head = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * (ROWS * STEPS)
+    source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+    tl.atomic_max(amax + head // groups, _head_amax(source, first, length, row_step, STEPS, ROWS, D), sem="relaxed")
+
+
+@triton.jit
+def head_cast_kernel(
+    x, data, scale_inv, given, heads, groups, length, padded, batch_step, head_step, row_step,
+    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """x [B, H, S, D] times FMAX / amax, given as bits, as e4m3 [B, H, S, D] or [B, H, D, padded]."""
+    blocks = tl.cdiv(padded, ROWS)
+    head = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * ROWS
+    scale = _head_scale(tl.load(given + head // groups), FMAX, LEAST)
+    if (first == 0) & (head % groups == 0):
+        tl.store(scale_inv + head // groups, tl.div_rn(1.0, scale))
+    source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+    out = data + head.to(tl.int64) * padded * D
+    _head_cast(source, out, first, scale, length, padded, row_step, TRANSPOSED, ORDERED, ROWS, D)
+
+
+@triton.jit
+def head_quantize_kernel(
+    x, data, scale_inv, state, heads, groups, units, length, padded, batch_step, head_step, row_step,
+    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, LEAD: tl.constexpr,
+    STEPS: tl.constexpr, AMAX_ROWS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Both in one launch: the amax of a unit of `groups` heads is taken LEAD units before it is cast, so that the
+    second read finds it in the L2 cache.
+
+    `state` is zeroed int32 [2, units]: bits of amaxes, and how many programs have added to each. A program that casts
+    waits for programs with lower numbers, which have started before it.
+    """
+    looks = groups * tl.cdiv(length, AMAX_ROWS * STEPS)
+    casts = groups * tl.cdiv(padded, ROWS)
+    part = tl.program_id(0) % (looks + casts)
+    unit = tl.program_id(0) // (looks + casts)
+    if part < looks:
+        if unit < units:
+            blocks = tl.cdiv(length, AMAX_ROWS * STEPS)
+            head = unit * groups + part // blocks
+            first = part % blocks * (AMAX_ROWS * STEPS)
+            source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+            tl.atomic_max(state + unit, _head_amax(source, first, length, row_step, STEPS, AMAX_ROWS, D))
+            tl.atomic_add(state + units + unit, 1)
+    else:
+        unit -= LEAD
+        if unit >= 0:
+            part -= looks
+            blocks = tl.cdiv(padded, ROWS)
+            head = unit * groups + part // blocks
+            first = part % blocks * ROWS
+            source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+            while tl.atomic_add(state + units + unit, 0) < looks:
+                pass
+            scale = _head_scale(tl.atomic_max(state + unit, 0), FMAX, LEAST)
+            if part == 0:
+                tl.store(scale_inv + unit, tl.div_rn(1.0, scale))
+            out = data + head.to(tl.int64) * padded * D
+            _head_cast(source, out, first, scale, length, padded, row_step, TRANSPOSED, ORDERED, ROWS, D)
 
 
 @triton.jit
@@ -446,7 +506,7 @@ def key_order(keys: int, device: torch.device | None = None) -> Tensor:
     return order.transpose(1, 2).flatten()
 
 
-def quantize_heads(x: Tensor, groups: int, transposed: bool, *, ordered: bool = True) -> tuple[Tensor, Tensor]:
+def quantize_heads(x: Tensor, groups: int, transposed: bool, *, ordered: bool = True, fused: bool = False, lead: int = 2) -> tuple[Tensor, Tensor]:
     """x [B, H, S, D] in e4m3 with one scale for each `groups` heads: the payload, and the scales' inverse [B, H / groups].
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
@@ -458,16 +518,24 @@ def quantize_heads(x: Tensor, groups: int, transposed: bool, *, ordered: bool = 
     shape = (batches, heads, head_dim, padded) if transposed else (batches, heads, length, head_dim)
     data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale_inv = torch.empty((batches, heads // groups), dtype=torch.float32, device=x.device)
-    amax = torch.zeros((batches, heads // groups), dtype=torch.float32, device=x.device)
-    steps, rows = 8, 4096 // head_dim
-    grid = (triton.cdiv(length, rows * steps) * (batches * heads),)
-    wrap_triton(head_amax_kernel)[grid](
-        x, amax, heads, groups, length, *x.stride()[:3], steps, rows, head_dim, num_warps=4
-    )
+    state = torch.zeros((2, batches, heads // groups), dtype=torch.int32, device=x.device)
+    steps, amax_rows = 8, 4096 // head_dim
     rows = 64 if transposed else 8192 // head_dim
+    if fused:
+        blocks = triton.cdiv(length, amax_rows * steps) + triton.cdiv(padded, rows)
+        units = batches * heads // groups
+        wrap_triton(head_quantize_kernel)[((units + lead) * groups * blocks,)](
+            x, data, scale_inv, state, heads, groups, units, length, padded, *x.stride()[:3], transposed, ordered,
+            _E4M3_MAX, _LEAST_AMAX, lead, steps, amax_rows, rows, head_dim, num_warps=4,
+        )  # fmt: skip
+        return data, scale_inv
+    grid = (triton.cdiv(length, amax_rows * steps) * (batches * heads),)
+    wrap_triton(head_amax_kernel)[grid](
+        x, state, heads, groups, length, *x.stride()[:3], steps, amax_rows, head_dim, num_warps=4
+    )
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
-        x, data, scale_inv, amax, heads, groups, length, padded, *x.stride()[:3], transposed, ordered,
+        x, data, scale_inv, state, heads, groups, length, padded, *x.stride()[:3], transposed, ordered,
         _E4M3_MAX, _LEAST_AMAX, rows, head_dim, num_warps=4,
     )  # fmt: skip
     return data, scale_inv
@@ -560,6 +628,7 @@ def _mask_arguments(mask: Tensor | None, q: Tensor, kv_len: Any) -> tuple[int, T
 
 _WRITTEN = {
     head_amax_kernel: ["amax"],
+    head_quantize_kernel: ["data", "scale_inv", "state"],
     head_cast_kernel: ["data", "scale_inv"],
     fprop_kernel: ["out", "lse"],
     dkdv_kernel: ["dk", "dv"],
