@@ -279,11 +279,11 @@ __all__ = [
     "statically_known_true",
     "tag_activation_checkpoint",
     "torch_version",
-    "triton_workspace",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
     "triton_kernel_wrapper_functional",
     "triton_kernel_wrapper_mutation",
+    "triton_workspace",
 ]

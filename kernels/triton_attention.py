@@ -638,7 +638,7 @@ _WRITTEN = {
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch of a kernel of this file writes."""
-    return next(names for names in _WRITTEN.values() if arguments.keys() >= set(names))
+    return next((names for names in _WRITTEN.values() if arguments.keys() >= set(names)), [])
 
 
 for _kernel in _WRITTEN:
