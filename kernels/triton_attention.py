@@ -215,9 +215,34 @@ def _fprop_step(
 
 
 @triton.jit
+def _exp2_by_polynomial(x):
+    """2^x to 0.2% for x below 127, and nearly nothing for x below -126, without the special function unit."""
+    x = tl.maximum(x, -126.0)
+    shifted = x + 12582912.0  # 1.5 * 2^23: the nearest integer in the low bits
+    f = x - (shifted - 12582912.0)
+    y = 1.00044315 + f * (0.703448 + f * 0.23842891)
+    return (y.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp2(x, POLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """2^x, of which one in POLY columns (2 or 4) by polynomial; 0 for none."""
+    if POLY == 0:
+        return tl.exp2(x)
+    a, b = tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+    if POLY == 4:
+        c, d = tl.split(tl.permute(tl.reshape(b, (BM, 2, BN // 4)), (0, 2, 1)))
+        b = tl.join(tl.exp2(c), _exp2_by_polynomial(d))
+        b = tl.reshape(tl.permute(b, (0, 2, 1)), (BM, BN // 2))
+    else:
+        b = _exp2_by_polynomial(b)
+    return tl.reshape(tl.permute(tl.join(tl.exp2(a), b), (0, 2, 1)), (BM, BN))
+
+
+@triton.jit
 def _lagged_step(
     acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, POLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
     while the scores of the tile at j are computed.
@@ -234,7 +259,7 @@ def _lagged_step(
     alpha = tl.exp2(most - new)
     exponent = s * factor - (new - _P_LOG)[:, None]
     s = tl.dot(query, keys.load([j, 0]).T)
-    p = tl.exp2(exponent)
+    p = _exp2(exponent, POLY, BM, BN)
     total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     return acc, total, new, s, p
@@ -245,7 +270,7 @@ def fprop_kernel(
     q, k, v, out, lse, q_scale, k_scale, v_scale, mask, scale, heads, kv_heads, batch_heads, q_len, kv_len, v_len,
     mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
     PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, ORDERED: tl.constexpr,
-    SPECIALIZED: tl.constexpr, LAGGED: tl.constexpr, PARTIAL: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SPECIALIZED: tl.constexpr, LAGGED: tl.constexpr, POLY: tl.constexpr, PARTIAL: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
@@ -295,17 +320,32 @@ def fprop_kernel(
             edge = tl.minimum(end, first + BN)
         for j in tl.range(BN, edge, BN, num_stages=STAGES):
             acc, total, most, s, p = _lagged_step(
-                acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL, False, BM, BN
+                acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL, False, POLY, BM, BN
             )
         if CAUSAL and BN < BM:
             for j in tl.range(tl.maximum(edge, BN), end, BN, num_stages=STAGES):
                 acc, total, most, s, p = _lagged_step(
-                    acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL, True, BM, BN
+                    acc,
+                    total,
+                    most,
+                    s,
+                    p,
+                    query,
+                    keys,
+                    values,
+                    j,
+                    factor,
+                    rows,
+                    q_len,
+                    kv_len,
+                    CAUSAL,
+                    True,
+                    POLY,
+                    BM,
+                    BN,
                 )
         last = (end - 1) // BN * BN
-        acc = tl.dot(
-            _ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, tl.maximum(last - BN, 0)]).T, acc
-        )
+        acc = tl.dot(_ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, tl.maximum(last - BN, 0)]).T, acc)
         if CAUSAL or not EVEN:
             columns = last + tl.arange(0, BN)
             s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, MASK)
@@ -474,6 +514,7 @@ class _Config:
     stages: int = 2
     specialized: bool = False
     lagged: bool = False
+    poly: int = 0
     ordered: bool = True
     partial: bool = True
     together: int = 1
@@ -506,7 +547,9 @@ def key_order(keys: int, device: torch.device | None = None) -> Tensor:
     return order.transpose(1, 2).flatten()
 
 
-def quantize_heads(x: Tensor, groups: int, transposed: bool, *, ordered: bool = True, fused: bool = False, lead: int = 2) -> tuple[Tensor, Tensor]:
+def quantize_heads(
+    x: Tensor, groups: int, transposed: bool, *, ordered: bool = True, fused: bool = False, lead: int = 2
+) -> tuple[Tensor, Tensor]:
     """x [B, H, S, D] in e4m3 with one scale for each `groups` heads: the payload, and the scales' inverse [B, H / groups].
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
@@ -568,7 +611,7 @@ def forward(
         wrap_triton(fprop_kernel)[grid](
             q, k, v, out, lse, q_scale_inv, k_scale_inv, v_scale_inv, mask, scale * _LOG2_E.value, heads, kv_heads,
             batches * heads, q_len, kv_len, v_len, *mask_steps, q_scale_inv.ndim > 1, causal, even, kind,
-            config.ordered, config.specialized, config.lagged, config.partial, config.stages, config.together, config.block_m, config.block_n,
+            config.ordered, config.specialized, config.lagged, config.poly, config.partial, config.stages, config.together, config.block_m, config.block_n,
             head_dim, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse

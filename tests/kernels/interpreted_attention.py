@@ -103,7 +103,9 @@ def check_forward() -> None:
             *(data for data, _ in parts), *(scale for _, scale in parts), **options, out_dtype=torch.float32,
             config=None if chosen is None else attention._Config(**chosen),
         )  # fmt: skip
-        wide = [rounding.dequantize(*rounding.quantize(x, g, False)) for x, g in ((q, heads // kv_heads), (k, 1), (v, 1))]
+        wide = [
+            rounding.dequantize(*rounding.quantize(x, g, False)) for x, g in ((q, heads // kv_heads), (k, 1), (v, 1))
+        ]
         exact, exact_lse = rounding.forward(*wide, **options)
         rounded, _ = rounding.forward(*wide, **options, rounded=True)
         case = (batches, heads, kv_heads, queries, keys, width, causal, kind, chosen)

@@ -31,9 +31,7 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         (q8, qs), (k8, ks), (v8, vs) = (attention.quantize_heads(x, g, False) for x, g in ((q, 2), (k, 1), (v, 1)))
         transposed, _ = attention.quantize_heads(v, 1, True)
-        o, lse = attention.forward(
-            q8, k8, transposed, qs, ks, vs, causal=True, scale=0.125, out_dtype=torch.bfloat16
-        )
+        o, lse = attention.forward(q8, k8, transposed, qs, ks, vs, causal=True, scale=0.125, out_dtype=torch.bfloat16)
         grads = attention.backward(do, q8, k8, v8, o, lse, qs, ks, vs, causal=True, scale=0.125)
         return o, lse, *grads
 
