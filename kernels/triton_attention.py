@@ -394,14 +394,15 @@ def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, do, q_wide, do_wide, lse, delta, dk, dv, q_scale, k_scale, v_scale, do_scale, mask, scale, heads,
+    q, k, v, do, q_wide, do_wide, log_sum, delta, dk, dv, q_scale, k_scale, v_scale, do_scale, mask, scale, heads,
     kv_heads, batches, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
     PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
 
-    q_wide holds the codes of q, do_wide the unquantized do, both in bfloat16. Keys are rows here, queries columns.
+    q_wide holds the codes of q, do_wide the unquantized do, both in bfloat16; log_sum is the log-sum-exp in units of
+    log2, infinite where there is nothing. Keys are rows here, queries columns.
     """
     blocks = tl.cdiv(kv_len, BN)
     kv_head = tl.program_id(0) // blocks
@@ -440,7 +441,7 @@ def dkdv_kernel(
                 mask_column_step, CAUSAL, MASK,
             )  # fmt: skip
         at = head.to(tl.int64) * q_len + rows
-        p = tl.exp2(s - tl.load(lse + at, mask=rows < q_len, other=float("inf"))[None, :] * _LOG2_E)
+        p = tl.exp2(s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :])
         acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
         dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
         ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
@@ -452,7 +453,7 @@ def dkdv_kernel(
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, k_wide, lse, delta, dq, q_scale, k_scale, v_scale, do_scale, mask, scale, heads, kv_heads, q_len,
+    q, k, v, do, k_wide, log_sum, delta, dq, q_scale, k_scale, v_scale, do_scale, mask, scale, heads, kv_heads, q_len,
     kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
     PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
@@ -481,7 +482,7 @@ def dq_kernel(
     grad = grads.load([first, 0])
     rows = first + tl.arange(0, BM)
     at = wide_head * q_len + rows
-    minus = tl.load(lse + at, mask=rows < q_len, other=float("inf")) * _LOG2_E
+    minus = tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))
     mean = tl.load(delta + at, mask=rows < q_len, other=0.0)
     if MASK != _NO_MASK:
         mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
@@ -522,9 +523,9 @@ class _Config:
 
 def _config(head_dim: int, causal: bool, even: bool, has_mask: bool) -> _Config:
     """The quickest of those tried on an H100 (docs/performance.md)."""
-    if has_mask or head_dim == 256:
+    if has_mask:
         return _Config(block_n=64)
-    return _Config()
+    return _Config(block_n=64 if head_dim == 256 else 128, lagged=True)
 
 
 def supports(
@@ -634,7 +635,7 @@ def backward(
     do = do.contiguous()
     do8, do_scale_inv = quantize_heads(do, 1, False)
     delta = (do.float() * o.float()).sum(-1)
-    lse = torch.where(lse == -math.inf, math.inf, lse)  # a row that saw nothing has no P
+    log_sum = torch.where(lse == -math.inf, math.inf, lse) * _LOG2_E.value  # a row that saw nothing has no P
     dq, dk, dv = (torch.empty(x.shape, dtype=do.dtype, device=do.device) for x in (q, k, k))
     kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
     per_head = q_scale_inv.ndim > 1
@@ -645,7 +646,7 @@ def backward(
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(kv_len, block_n) * (batches * kv_heads),)
         wrap_triton(dkdv_kernel)[grid](
-            q, k, v, do8, q.to(torch.bfloat16), do.to(torch.bfloat16), lse, delta, dk, dv, q_scale_inv, k_scale_inv,
+            q, k, v, do8, q.to(torch.bfloat16), do.to(torch.bfloat16), log_sum, delta, dk, dv, q_scale_inv, k_scale_inv,
             v_scale_inv, do_scale_inv, mask, scale, heads, kv_heads, batches, q_len, kv_len, *mask_steps, per_head,
             causal, even, kind, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -653,7 +654,7 @@ def backward(
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
-            q, k, v, do8, k.to(torch.bfloat16), lse, delta, dq, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv,
+            q, k, v, do8, k.to(torch.bfloat16), log_sum, delta, dq, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv,
             mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, stages, block_m,
             block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
