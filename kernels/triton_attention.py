@@ -49,8 +49,7 @@ def _head_amax(
 
 @triton.jit
 def _head_cast(
-    x, out, first, scale, length, padded, row_step, TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr,
+    x, out, first, scale, length, padded, row_step, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Casts ROWS rows of a head. Bytes are put together as words of four; see `triton_cast._words`."""
     row = first + tl.arange(0, ROWS)
@@ -60,10 +59,8 @@ def _head_cast(
     out = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     if TRANSPOSED:
         out += first // 4
-        words = tl.trans(words)
-        if ORDERED:
-            words = tl.reshape(words, (D // 4, ROWS // 16, 2, 4, 2))
-            words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (D // 4, ROWS))
+        words = tl.reshape(tl.trans(words), (D // 4, ROWS // 16, 2, 4, 2))  # keys in `key_order`
+        words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (D // 4, ROWS))
         a, b, c, d = _four(words, D // 4, ROWS // 4)
         quads = tl.arange(0, ROWS // 4)
         mask = (first + 4 * quads)[None, :] < padded
@@ -99,60 +96,23 @@ def head_amax_kernel(
 @triton.jit
 def head_cast_kernel(
     x, data, scale_inv, given, heads, groups, length, padded, batch_step, head_step, row_step,
-    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BACK: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """x [B, H, S, D] times FMAX / amax, given as bits, as e4m3 [B, H, S, D] or [B, H, D, padded]."""
+    """x [B, H, S, D] times FMAX / amax, given as bits, as e4m3 [B, H, S, D] or [B, H, D, padded].
+
+    From the end, which the L2 cache still holds from when the amaxes were taken.
+    """
     blocks = tl.cdiv(padded, ROWS)
-    head = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * ROWS
+    index = tl.num_programs(0) - 1 - tl.program_id(0) if BACK else tl.program_id(0)
+    head = index // blocks
+    first = (index % blocks) * ROWS
     scale = _head_scale(tl.load(given + head // groups), FMAX, LEAST)
     if (first == 0) & (head % groups == 0):
         tl.store(scale_inv + head // groups, tl.div_rn(1.0, scale))
     source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
     out = data + head.to(tl.int64) * padded * D
-    _head_cast(source, out, first, scale, length, padded, row_step, TRANSPOSED, ORDERED, ROWS, D)
-
-
-@triton.jit
-def head_quantize_kernel(
-    x, data, scale_inv, state, heads, groups, units, length, padded, batch_step, head_step, row_step,
-    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, LEAD: tl.constexpr,
-    STEPS: tl.constexpr, AMAX_ROWS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Both in one launch: the amax of a unit of `groups` heads is taken LEAD units before it is cast, so that the
-    second read finds it in the L2 cache.
-
-    `state` is zeroed int32 [2, units]: bits of amaxes, and how many programs have added to each. A program that casts
-    waits for programs with lower numbers, which have started before it.
-    """
-    looks = groups * tl.cdiv(length, AMAX_ROWS * STEPS)
-    casts = groups * tl.cdiv(padded, ROWS)
-    part = tl.program_id(0) % (looks + casts)
-    unit = tl.program_id(0) // (looks + casts)
-    if part < looks:
-        if unit < units:
-            blocks = tl.cdiv(length, AMAX_ROWS * STEPS)
-            head = unit * groups + part // blocks
-            first = part % blocks * (AMAX_ROWS * STEPS)
-            source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
-            tl.atomic_max(state + unit, _head_amax(source, first, length, row_step, STEPS, AMAX_ROWS, D))
-            tl.atomic_add(state + units + unit, 1)
-    else:
-        unit -= LEAD
-        if unit >= 0:
-            part -= looks
-            blocks = tl.cdiv(padded, ROWS)
-            head = unit * groups + part // blocks
-            first = part % blocks * ROWS
-            source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
-            while tl.atomic_add(state + units + unit, 0) < looks:
-                pass
-            scale = _head_scale(tl.atomic_max(state + unit, 0), FMAX, LEAST)
-            if part == 0:
-                tl.store(scale_inv + unit, tl.div_rn(1.0, scale))
-            out = data + head.to(tl.int64) * padded * D
-            _head_cast(source, out, first, scale, length, padded, row_step, TRANSPOSED, ORDERED, ROWS, D)
+    _head_cast(source, out, first, scale, length, padded, row_step, TRANSPOSED, ROWS, D)
 
 
 @triton.jit
@@ -174,19 +134,27 @@ def _masked(
 
 
 @triton.jit
-def _ordered(p, BM: tl.constexpr, BN: tl.constexpr):
-    """Columns of p in `key_order`."""
-    return tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
+def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
+    return tl.reshape(source.load([head, first, 0]), (ROWS, D))
+
+
+@triton.jit
+def _times_values(acc, p, values, head, j, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
+    """acc + p v of the tile of keys at j, p [BM, BN] with its columns put in `key_order` and rounded to e4m3."""
+    p = tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
+    value = tl.reshape(values.load([head, 0, j]), (D, BN))
+    return tl.dot(p.to(tl.float8e4nv), value.T, acc)
 
 
 @triton.jit
 def _fprop_step(
-    acc, total, most, q, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step, mask_column_step,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    acc, total, most, q, keys, values, head, j, factor, rows, q_len, kv_len, mask, mask_row_step, mask_column_step,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. `most` is the running maximum of scores in units of log2."""
-    s = tl.dot(q, keys.load([j, 0]).T)
+    s = tl.dot(q, _tile(keys, head, j, BN, D).T)
     if MASK != _NO_MASK:
         s = s * factor
         factor = 1.0
@@ -203,15 +171,9 @@ def _fprop_step(
     else:
         alpha = tl.exp2(most - new)
     p = tl.exp2(s * factor - subtracted[:, None])
-    if PARTIAL:  # sums of the columns that a thread holds
-        total = total * alpha[:, None] + tl.sum(tl.reshape(p, (BM, BN // 8, 8)), 1)
-    else:
-        total = total * alpha + tl.sum(p, 1)
+    total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
-    if ORDERED:
-        p = _ordered(p, BM, BN)
-    acc = tl.dot(p.to(tl.float8e4nv), values.load([0, j]).T, acc)
-    return acc, total, new
+    return _times_values(acc, p, values, head, j, BM, BN, D), total, new
 
 
 @triton.jit
@@ -241,8 +203,8 @@ def _exp2(x, POLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _lagged_step(
-    acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, POLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    acc, total, most, s, p, q, keys, values, head, j, factor, rows, q_len, kv_len, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, POLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
     while the scores of the tile at j are computed.
@@ -251,14 +213,14 @@ def _lagged_step(
     it lets run on, since nothing in this step reads it. Everything that reads s stands before the second product, or
     ptxas would let each instruction of it wait for the one before (warning C7514).
     """
-    acc = tl.dot(_ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, tl.maximum(j - 2 * BN, 0)]).T, acc)
+    acc = _times_values(acc, p, values, head, tl.maximum(j - 2 * BN, 0), BM, BN, D)
     if MASKED:
         columns = j - BN + tl.arange(0, BN)
         s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, _NO_MASK)
     new = tl.maximum(most, tl.max(s, 1) * factor)
     alpha = tl.exp2(most - new)
     exponent = s * factor - (new - _P_LOG)[:, None]
-    s = tl.dot(query, keys.load([j, 0]).T)
+    s = tl.dot(q, _tile(keys, head, j, BN, D).T)
     p = _exp2(exponent, POLY, BM, BN)
     total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
@@ -268,128 +230,99 @@ def _lagged_step(
 @triton.jit
 def fprop_kernel(
     q, k, v, out, lse, q_scale, k_scale, v_scale, mask, scale, heads, kv_heads, batch_heads, q_len, kv_len, v_len,
-    mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, ORDERED: tl.constexpr,
-    SPECIALIZED: tl.constexpr, LAGGED: tl.constexpr, POLY: tl.constexpr, PARTIAL: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr,
+    most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
+    POLY: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
+    """Tiles of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
-    The programs of TOGETHER heads, whose keys and values fit the L2 cache, run at a time, those with most keys first.
+    Tiles are numbered so that those of `most_heads` heads come first, and of these the ones that see most keys; a
+    program takes one of each round, forth and back.
     """
     blocks = tl.cdiv(q_len, BM)
-    first_head = tl.program_id(0) // (blocks * TOGETHER) * TOGETHER
-    together = tl.minimum(batch_heads - first_head, TOGETHER)
-    within = tl.program_id(0) - first_head * blocks
-    head = first_head + within % together
-    block = within // together
-    if CAUSAL:
-        block = blocks - 1 - block
-    batch = head // heads
-    kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
-    at_scale = kv_head if PER_HEAD else 0
-    factor = tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale) * scale
-    queries = tl.make_tensor_descriptor(q + head.to(tl.int64) * q_len * D, [q_len, D], [D, 1], [BM, D])
-    keys = tl.make_tensor_descriptor(k + kv_head.to(tl.int64) * kv_len * D, [kv_len, D], [D, 1], [BN, D])
-    values = tl.make_tensor_descriptor(v + kv_head.to(tl.int64) * v_len * D, [D, v_len], [v_len, 1], [D, BN])
-    first = block * BM
-    rows = first + tl.arange(0, BM)
-    if MASK != _NO_MASK:
-        mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
-    most = tl.full((BM,), float("-inf"), tl.float32)
-    if PARTIAL and not LAGGED:
-        total = tl.zeros((BM, 8), tl.float32)
-    else:
+    tiles = blocks * batch_heads
+    programs = tl.num_programs(0)
+    together = tl.maximum(most_heads, 1)
+    queries = tl.make_tensor_descriptor(q, [batch_heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
+    kv_all = batch_heads // heads * kv_heads
+    keys = tl.make_tensor_descriptor(k, [kv_all, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
+    values = tl.make_tensor_descriptor(v, [kv_all, D, v_len], [v_len * D, v_len, 1], [1, D, BN])
+    for step in range(0, tl.cdiv(tiles, programs)):
+        index = step * programs + (tl.program_id(0) if step % 2 == 0 else programs - 1 - tl.program_id(0))
+        index = tl.minimum(index, tiles - 1)
+        first_head = index // (blocks * together) * together
+        within = index - first_head * blocks
+        width = tl.minimum(batch_heads - first_head, together)
+        head = first_head + within % width
+        block = within // width
+        if CAUSAL:
+            block = blocks - 1 - block
+        batch = head // heads
+        kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
+        at_scale = kv_head if PER_HEAD else 0
+        factor = tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale) * scale
+        first = block * BM
+        rows = first + tl.arange(0, BM)
+        most = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, D), tl.float32)
-    query = queries.load([first, 0])
-    end = kv_len
-    if CAUSAL:
-        end = tl.minimum(kv_len, first + BM)
-    if SPECIALIZED:
-        for j in tl.range(0, end, BN, num_stages=STAGES, warp_specialize=True):
-            acc, total, most = _fprop_step(
-                acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step,
-                mask_column_step, CAUSAL, MASK, CAUSAL or not EVEN, ORDERED, PARTIAL, BM, BN,
-            )  # fmt: skip
-    elif LAGGED:
-        s = tl.dot(query, keys.load([0, 0]).T)
-        p = tl.zeros((BM, BN), tl.float32)
-        edge = end
-        if CAUSAL and BN < BM:
-            edge = tl.minimum(end, first + BN)
-        for j in tl.range(BN, edge, BN, num_stages=STAGES):
-            acc, total, most, s, p = _lagged_step(
-                acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL, False, POLY, BM, BN
-            )
-        if CAUSAL and BN < BM:
-            for j in tl.range(tl.maximum(edge, BN), end, BN, num_stages=STAGES):
+        acc = tl.zeros((BM, D), tl.float32)
+        query = _tile(queries, head, first, BM, D)
+        end = kv_len
+        if CAUSAL:
+            end = tl.minimum(kv_len, first + BM)
+        if LAGGED:
+            s = tl.dot(query, _tile(keys, kv_head, 0, BN, D).T)
+            p = tl.zeros((BM, BN), tl.float32)
+            edge = end
+            if CAUSAL and BN < BM:
+                edge = tl.minimum(end, first + BN)
+            for j in tl.range(BN, edge, BN, num_stages=STAGES):
                 acc, total, most, s, p = _lagged_step(
-                    acc,
-                    total,
-                    most,
-                    s,
-                    p,
-                    query,
-                    keys,
-                    values,
-                    j,
-                    factor,
-                    rows,
-                    q_len,
-                    kv_len,
-                    CAUSAL,
-                    True,
-                    POLY,
-                    BM,
-                    BN,
-                )
-        last = (end - 1) // BN * BN
-        acc = tl.dot(_ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, tl.maximum(last - BN, 0)]).T, acc)
-        if CAUSAL or not EVEN:
-            columns = last + tl.arange(0, BN)
-            s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, MASK)
-        new = tl.maximum(most, tl.max(s, 1) * factor)
-        alpha = tl.exp2(most - new)
-        p = tl.exp2(s * factor - (new - _P_LOG)[:, None])
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        acc = tl.dot(_ordered(p, BM, BN).to(tl.float8e4nv), values.load([0, last]).T, acc)
-        most = new
-    else:
-        if MASK != _NO_MASK:
-            whole = 0
-        elif CAUSAL:
-            whole = tl.minimum(kv_len, first) // BN * BN
+                    acc, total, most, s, p, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, CAUSAL,
+                    False, POLY, BM, BN, D,
+                )  # fmt: skip
+            if CAUSAL and BN < BM:
+                for j in tl.range(tl.maximum(edge, BN), end, BN, num_stages=STAGES):
+                    acc, total, most, s, p = _lagged_step(
+                        acc, total, most, s, p, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, CAUSAL,
+                        True, POLY, BM, BN, D,
+                    )  # fmt: skip
+            last = (end - 1) // BN * BN
+            acc = _times_values(acc, p, values, kv_head, tl.maximum(last - BN, 0), BM, BN, D)
+            if CAUSAL or not EVEN:
+                columns = last + tl.arange(0, BN)
+                s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, MASK)
+            new = tl.maximum(most, tl.max(s, 1) * factor)
+            alpha = tl.exp2(most - new)
+            p = tl.exp2(s * factor - (new - _P_LOG)[:, None])
+            total = total * alpha + tl.sum(p, 1)
+            acc = _times_values(acc * alpha[:, None], p, values, kv_head, last, BM, BN, D)
+            most = new
         else:
-            whole = kv_len // BN * BN
-        if MASK == _NO_MASK:
-            for j in tl.range(0, whole, BN, num_stages=STAGES):
-                acc, total, most = _fprop_step(
-                    acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step,
-                    mask_column_step, CAUSAL, MASK, False, ORDERED, PARTIAL, BM, BN,
-                )  # fmt: skip
-        if CAUSAL or not EVEN or MASK != _NO_MASK:
-            for j in tl.range(whole, end, BN, num_stages=STAGES):
-                acc, total, most = _fprop_step(
-                    acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step,
-                    mask_column_step, CAUSAL, MASK, True, ORDERED, PARTIAL, BM, BN,
-                )  # fmt: skip
-    if PARTIAL and not LAGGED:
-        total = tl.sum(total, 1)
-    last = tl.load(v_scale + at_scale) / total
-    if MASK != _NO_MASK:
-        last = tl.where(total > 0, last, 0.0)
-    acc = acc * last[:, None]
-    at = out + (head.to(tl.int64) * q_len + first) * D + (tl.arange(0, BM)[:, None] * D + tl.arange(0, D)[None, :])
-    tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
-    tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
-
-
-@triton.jit
-def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
-    return tl.reshape(source.load([head, first, 0]), (ROWS, D))
+            whole = 0
+            if MASK == _NO_MASK:
+                whole = (tl.minimum(kv_len, first) if CAUSAL else kv_len) // BN * BN
+                for j in tl.range(0, whole, BN, num_stages=STAGES):
+                    acc, total, most = _fprop_step(
+                        acc, total, most, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, mask,
+                        mask_row_step, mask_column_step, CAUSAL, MASK, False, BM, BN, D,
+                    )  # fmt: skip
+            if CAUSAL or not EVEN or MASK != _NO_MASK:
+                of_head = mask
+                if MASK != _NO_MASK:
+                    of_head += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+                for j in tl.range(whole, end, BN, num_stages=STAGES):
+                    acc, total, most = _fprop_step(
+                        acc, total, most, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, of_head,
+                        mask_row_step, mask_column_step, CAUSAL, MASK, True, BM, BN, D,
+                    )  # fmt: skip
+        inverse = tl.load(v_scale + at_scale) / total
+        if MASK != _NO_MASK:
+            inverse = tl.where(total > 0, inverse, 0.0)
+        acc = acc * inverse[:, None]
+        at = out + (head.to(tl.int64) * q_len + first) * D + (tl.arange(0, BM)[:, None] * D + tl.arange(0, D)[None, :])
+        tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
+        tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
 
 
 @triton.jit
@@ -509,23 +442,23 @@ def dq_kernel(
 class _Config:
     """How a forward is tiled and launched."""
 
-    block_m: int = 128
+    block_m: int = 64
     block_n: int = 128
-    warps: int = 8
+    warps: int = 4
     stages: int = 2
-    specialized: bool = False
-    lagged: bool = False
+    lagged: bool = True
     poly: int = 0
-    ordered: bool = True
-    partial: bool = True
-    together: int = 1
+    rounds: int = 1
+    """Tiles that a program computes."""
+    cached: int = 8 << 20
+    """Bytes of keys and values that are worked on at a time."""
 
 
-def _config(head_dim: int, causal: bool, even: bool, has_mask: bool) -> _Config:
+def _config(head_dim: int, has_mask: bool) -> _Config:
     """The quickest of those tried on an H100 (docs/performance.md)."""
     if has_mask:
-        return _Config(block_n=64)
-    return _Config(block_n=64 if head_dim == 256 else 128, lagged=True)
+        return _Config(block_n=64 if head_dim == 256 else 32, lagged=False)
+    return _Config(block_n=64 if head_dim == 256 else 128)
 
 
 def supports(
@@ -549,7 +482,7 @@ def key_order(keys: int, device: torch.device | None = None) -> Tensor:
 
 
 def quantize_heads(
-    x: Tensor, groups: int, transposed: bool, *, ordered: bool = True, fused: bool = False, lead: int = 2
+    x: Tensor, groups: int, transposed: bool, *, tile: tuple[int, int] | None = None, back: bool = True
 ) -> tuple[Tensor, Tensor]:
     """x [B, H, S, D] in e4m3 with one scale for each `groups` heads: the payload, and the scales' inverse [B, H / groups].
 
@@ -564,23 +497,15 @@ def quantize_heads(
     scale_inv = torch.empty((batches, heads // groups), dtype=torch.float32, device=x.device)
     state = torch.zeros((2, batches, heads // groups), dtype=torch.int32, device=x.device)
     steps, amax_rows = 8, 4096 // head_dim
-    rows = 64 if transposed else 8192 // head_dim
-    if fused:
-        blocks = triton.cdiv(length, amax_rows * steps) + triton.cdiv(padded, rows)
-        units = batches * heads // groups
-        wrap_triton(head_quantize_kernel)[((units + lead) * groups * blocks,)](
-            x, data, scale_inv, state, heads, groups, units, length, padded, *x.stride()[:3], transposed, ordered,
-            _E4M3_MAX, _LEAST_AMAX, lead, steps, amax_rows, rows, head_dim, num_warps=4,
-        )  # fmt: skip
-        return data, scale_inv
+    rows, warps = tile or ((64, 4) if transposed else (8192 // head_dim, 4))
     grid = (triton.cdiv(length, amax_rows * steps) * (batches * heads),)
     wrap_triton(head_amax_kernel)[grid](
         x, state, heads, groups, length, *x.stride()[:3], steps, amax_rows, head_dim, num_warps=4
     )
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
-        x, data, scale_inv, state, heads, groups, length, padded, *x.stride()[:3], transposed, ordered,
-        _E4M3_MAX, _LEAST_AMAX, rows, head_dim, num_warps=4,
+        x, data, scale_inv, state, heads, groups, length, padded, *x.stride()[:3], transposed, back,
+        _E4M3_MAX, _LEAST_AMAX, rows, head_dim, num_warps=warps,
     )  # fmt: skip
     return data, scale_inv
 
@@ -600,20 +525,19 @@ def forward(
         raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
     batches, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, v_len = k.shape[1], k.shape[2], v.shape[3]
-    if config is None:
-        even = statically_known_true(kv_len % 128 == 0)
-        config = _config(head_dim, causal, even, mask is not None)
+    config = config or _config(head_dim, mask is not None)
     even = statically_known_true(kv_len % config.block_n == 0)
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
     kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
-    grid = (triton.cdiv(q_len, config.block_m) * (batches * heads),)
+    grid = (triton.cdiv(triton.cdiv(q_len, config.block_m) * (batches * heads), config.rounds),)
+    together = config.cached // (2 * head_dim * kv_len) * (heads // kv_heads)
     with triton_workspace(q.device):
         wrap_triton(fprop_kernel)[grid](
             q, k, v, out, lse, q_scale_inv, k_scale_inv, v_scale_inv, mask, scale * _LOG2_E.value, heads, kv_heads,
-            batches * heads, q_len, kv_len, v_len, *mask_steps, q_scale_inv.ndim > 1, causal, even, kind,
-            config.ordered, config.specialized, config.lagged, config.poly, config.partial, config.stages, config.together, config.block_m, config.block_n,
-            head_dim, num_warps=config.warps, num_stages=config.stages,
+            batches * heads, q_len, kv_len, v_len, together, *mask_steps, q_scale_inv.ndim > 1, causal, even, kind,
+            config.lagged, config.poly, config.stages, config.block_m, config.block_n, head_dim,
+            num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
 
@@ -640,7 +564,7 @@ def backward(
     kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
     per_head = q_scale_inv.ndim > 1
     queries = queries or (128, 64, 8, 2)
-    keys = keys or (64, 128, 8, 2)
+    keys = keys or ((32, 64, 8, 2) if head_dim == 256 else (64, 64, 4, 2))
     with triton_workspace(q.device):
         block_m, block_n, warps, stages = keys
         even = statically_known_true(kv_len % block_n == 0)
@@ -672,7 +596,6 @@ def _mask_arguments(mask: Tensor | None, q: Tensor, kv_len: Any) -> tuple[int, T
 
 _WRITTEN = {
     head_amax_kernel: ["amax"],
-    head_quantize_kernel: ["data", "scale_inv", "state"],
     head_cast_kernel: ["data", "scale_inv"],
     fprop_kernel: ["out", "lse"],
     dkdv_kernel: ["dk", "dv"],

@@ -45,12 +45,12 @@ Builder.create_dot = create_dot
 interpreter._patch_lang_tensor = patched
 attention.wrap_triton = Launcher  # type: ignore[assignment]
 
-SMALL = {"block_m": 64, "block_n": 64}
-NARROW = {"block_m": 64, "block_n": 32}
+SMALL = {"block_n": 64, "rounds": 2}
+NARROW = {"block_n": 32, "cached": 0}
 FORWARD = (
     # B, H, Hkv, Sq, Sk, D, causal, mask, configuration
     (1, 2, 1, 100, 77, 64, False, None, {**SMALL, "lagged": True}),
-    (2, 2, 1, 70, 150, 128, True, None, {**NARROW, "lagged": True, "together": 3}),
+    (2, 2, 1, 70, 150, 128, True, None, {**NARROW, "lagged": True}),
     (1, 2, 2, 150, 70, 64, True, None, {**NARROW, "lagged": True}),
     (1, 1, 1, 33, 128, 256, False, None, {**SMALL, "lagged": True}),
     (1, 2, 1, 100, 77, 64, True, None, {**SMALL, "lagged": False}),
