@@ -236,7 +236,7 @@ def fprop_kernel(
 ):  # fmt: skip
     """Tiles of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
-    Tiles are numbered so that those of `most_heads` heads come first, and of these the ones that see most keys; a
+    scale is float64 in Inductor's hands. Tiles are numbered so that those of `most_heads` heads come first, and of these the ones that see most keys; a
     program takes one of each round, forth and back.
     """
     blocks = tl.cdiv(q_len, BM)
@@ -260,7 +260,7 @@ def fprop_kernel(
         batch = head // heads
         kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
         at_scale = kv_head if PER_HEAD else 0
-        factor = tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale) * scale
+        factor = scale.to(tl.float32) * tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale)
         first = block * BM
         rows = first + tl.arange(0, BM)
         most = tl.full((BM,), float("-inf"), tl.float32)
@@ -343,7 +343,7 @@ def dkdv_kernel(
     batch = kv_head // kv_heads
     group = heads // kv_heads
     at_scale = kv_head if PER_HEAD else 0
-    q_factor = tl.load(q_scale + at_scale) * scale
+    q_factor = tl.load(q_scale + at_scale) * scale.to(tl.float32)
     factor = q_factor * tl.load(k_scale + at_scale) * _LOG2_E
     v_factor = tl.load(v_scale + at_scale)
     queries = tl.make_tensor_descriptor(q, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
@@ -401,7 +401,7 @@ def dq_kernel(
     batch = head // heads
     kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
     at_scale = kv_head if PER_HEAD else 0
-    k_factor = tl.load(k_scale + at_scale) * scale
+    k_factor = tl.load(k_scale + at_scale) * scale.to(tl.float32)
     factor = k_factor * tl.load(q_scale + at_scale) * _LOG2_E
     v_factor = tl.load(v_scale + at_scale) * tl.load(do_scale + head)
     wide_head = head.to(tl.int64)
@@ -484,7 +484,7 @@ def key_order(keys: int, device: torch.device | None = None) -> Tensor:
 def quantize_heads(
     x: Tensor, groups: int, transposed: bool, *, tile: tuple[int, int] | None = None, back: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """x [B, H, S, D] in e4m3 with one scale for each `groups` heads: the payload, and the scales' inverse [B, H / groups].
+    """Quantizes x [B, H, S, D] with one scale for each `groups` heads: e4m3, and the scales' inverse [B, H / groups].
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
     its keys in `key_order`. A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12 or infinite.
@@ -516,10 +516,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(q k^T * scale + mask) v of e4m3 operands: o [B, H, Sq, D] and the log-sum-exp [B, H, Sq] in float32.
 
-    q [B, H, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, D, Sp] (see `quantize_heads`) are contiguous. `causal` lets query i
-    see keys up to i; `mask` broadcasts to [B, H, Sq, Sk] and is boolean, True where a key is seen, or added. A row that
-    sees nothing gives zeros, and -inf. P is rounded to e4m3 times 256; what it is divided by is the sum of what
-    it was before. Raises ValueError for a scale that is not positive.
+    q [B, H, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, D, Sp] (see `quantize_heads`) are contiguous. `causal` lets query
+    i see keys up to i; `mask` broadcasts to [B, H, Sq, Sk] and is boolean, True where a key is seen, or added. A row
+    that sees nothing gives zeros, and -inf. P is rounded to e4m3 times 256, and divided by the sum of what it was
+    before. Raises ValueError for a scale that is not positive.
     """
     if not scale > 0:
         raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")

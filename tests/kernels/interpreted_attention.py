@@ -14,10 +14,10 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-import attention_rounding as rounding
-from interpreted_cast import Launcher
+import attention_rounding as rounding  # noqa: E402
+from interpreted_cast import Launcher  # noqa: E402
 
-from fxquant.kernels import triton_attention as attention
+from fxquant.kernels import triton_attention as attention  # noqa: E402
 
 Builder: Any = interpreter.InterpreterBuilder
 dot = Builder.create_dot
