@@ -236,8 +236,8 @@ def fprop_kernel(
 ):  # fmt: skip
     """Tiles of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
-    scale is float64 in Inductor's hands. Tiles are numbered so that those of `most_heads` heads come first, and of these the ones that see most keys; a
-    program takes one of each round, forth and back.
+    Tiles are numbered so that those of `most_heads` heads come first, and of these the ones that see most keys; a
+    program takes one of each round, forth and back. `scale`, in units of log2, is float64 where Inductor launches.
     """
     blocks = tl.cdiv(q_len, BM)
     tiles = blocks * batch_heads
@@ -260,7 +260,7 @@ def fprop_kernel(
         batch = head // heads
         kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
         at_scale = kv_head if PER_HEAD else 0
-        factor = scale.to(tl.float32) * tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale)
+        factor = (tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale) * scale).to(tl.float32)
         first = block * BM
         rows = first + tl.arange(0, BM)
         most = tl.full((BM,), float("-inf"), tl.float32)
@@ -343,7 +343,7 @@ def dkdv_kernel(
     batch = kv_head // kv_heads
     group = heads // kv_heads
     at_scale = kv_head if PER_HEAD else 0
-    q_factor = tl.load(q_scale + at_scale) * scale.to(tl.float32)
+    q_factor = (tl.load(q_scale + at_scale) * scale).to(tl.float32)
     factor = q_factor * tl.load(k_scale + at_scale) * _LOG2_E
     v_factor = tl.load(v_scale + at_scale)
     queries = tl.make_tensor_descriptor(q, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
@@ -401,7 +401,7 @@ def dq_kernel(
     batch = head // heads
     kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
     at_scale = kv_head if PER_HEAD else 0
-    k_factor = tl.load(k_scale + at_scale) * scale.to(tl.float32)
+    k_factor = (tl.load(k_scale + at_scale) * scale).to(tl.float32)
     factor = k_factor * tl.load(q_scale + at_scale) * _LOG2_E
     v_factor = tl.load(v_scale + at_scale) * tl.load(do_scale + head)
     wide_head = head.to(tl.int64)
