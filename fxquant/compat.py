@@ -245,6 +245,18 @@ def written_by(launch: Mapping[str, Any]) -> list[str]:
     return _WRITTEN[kernel](launch["kwargs"])
 
 
+@contextmanager
+def triton_workspace(device: torch.device) -> Iterator[None]:
+    """A scope in which kernels that make TMA descriptors can be launched eagerly: they need memory for them."""
+    from triton.runtime._allocation import _allocator
+
+    token = _allocator.set(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        _allocator.reset(token)
+
+
 def operator_library(namespace: str, *, more: bool = False) -> Any:
     """The library that defines the operators of a namespace, or with `more` one that adds to them."""
     return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
@@ -361,6 +373,7 @@ __all__ = [
     "tree_unflatten",
     "triton_kernel_wrapper_functional",
     "triton_kernel_wrapper_mutation",
+    "triton_workspace",
     "unlimited_recompiles",
     "written_by",
 ]

@@ -1,0 +1,71 @@
+"""The attention kernels without a GPU: values in the interpreter, and how their launches are traced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attention_rounding as rounding
+import pytest
+import torch
+from torch import Tensor
+
+from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
+from fxquant.kernels import triton_attention as attention
+
+
+def test_values_in_the_interpreter() -> None:
+    """Another process, since Triton decides at import whether it interprets."""
+    script = Path(__file__).with_name("interpreted_attention.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_launches_are_traced_and_say_what_they_write() -> None:
+    """With sizes that are symbols, and k and v as a transposed projection leaves them."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        (q8, qs), (k8, ks), (v8, vs) = (attention.quantize_heads(x, g, False) for x, g in ((q, 2), (k, 1), (v, 1)))
+        transposed, _ = attention.quantize_heads(v, 1, True)
+        o, lse = attention.forward(q8, k8, transposed, qs, ks, vs, causal=True, scale=0.125, out_dtype=torch.bfloat16)
+        grads = attention.backward(do, q8, k8, v8, o, lse, qs, ks, vs, causal=True, scale=0.125)
+        return o, lse, *grads
+
+    q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16)
+    k = torch.empty(2, 75, 2, 64, dtype=torch.bfloat16)
+    graph = make_fx(run, tracing_mode="symbolic")(q, k, torch.empty_like(k), torch.empty_like(q)).graph
+    launches = [n.kwargs["kwargs"] for n in graph.nodes if n.target is triton_kernel_wrapper_mutation]
+    names = [",".join(attention.written(given)) for given in launches]
+    assert set(names) == {"amax", "data,scale_inv", "out,lse", "dk,dv", "dq"}
+    output = next(n for n in graph.nodes if n.op == "output").args[0]
+    sizes = [tuple(map(int, n.meta["val"].shape)) for n in output]
+    assert sizes == [(2, 4, 100, 64), (2, 4, 100), (2, 4, 100, 64), (2, 2, 75, 64), (2, 2, 75, 64)]
+
+
+def test_key_order() -> None:
+    assert torch.equal(attention.key_order(48), rounding.key_order(48))
+
+
+def test_what_is_taken() -> None:
+    cuda = torch.device("cuda")
+
+    def taken(head_dim: int = 128, dropout: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return attention.supports(
+            head_dim=head_dim, kv_len=100, causal=True, has_mask=False, dropout=dropout, dtype=dtype, device=cuda
+        )
+
+    assert all(taken(head_dim) for head_dim in (64, 128, 256))
+    assert not taken(96)
+    assert not taken(dropout=0.1)
+    assert not taken(dtype=torch.float32)
+
+
+def test_a_negative_scale_is_refused() -> None:
+    x = torch.empty(1, 1, 16, 64, dtype=torch.float8_e4m3fn)
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="positive"):
+        attention.forward(x, x, x.mT, one, one, one, causal=False, scale=-1.0, out_dtype=torch.bfloat16)
