@@ -1,13 +1,14 @@
 """Benchmarks: training steps of Llama blocks, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench step    [--providers NAME,NAME] [--length 8192] [--csv FILE]
+    python -m fxquant bench block   [--providers NAME,NAME] [--length 8192] [--csv FILE]
     python -m fxquant bench linear  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench grouped [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench decode  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench cast    [--providers SPEC,SPEC] [--csv FILE]
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
 shapes. Times are medians after a second of warm-up, from CUDA events; compilations start with Inductor's caches off.
-A cast is one quantization, compiled, beside a copy of its input.
+A cast is one quantization, compiled, beside a copy of its input. Decoding is inference; see `fxquant.bench_decode`.
 Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
 """
 
@@ -34,7 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxquant import bench_decode
 from fxquant.backend import Backend
+from fxquant.bench_decode import Decode
 from fxquant.compat import inductor_config
 from fxquant.formats import QuantSpec
 from fxquant.report import aligned
@@ -43,13 +46,13 @@ QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise"
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
 COLUMNS = (
-    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "over_bf16", "of_copy", "saved_gib", "peak_gib",
-    "compile_s", "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
+    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_read", "of_copy", "saved_gib",
+    "peak_gib", "compile_s", "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
 )  # fmt: skip
 SHOWN = {
-    "size": "size", "provider": "what", "ms": "step ms", "over_bf16": "over bf16", "of_copy": "of copy rate",
-    "saved_gib": "saved GiB",
-    "peak_gib": "peak GiB", "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
+    "size": "size", "provider": "what", "ms": "step ms", "us": "us", "over_bf16": "over bf16",
+    "over_read": "over reading the weight", "of_copy": "of copy rate", "saved_gib": "saved GiB", "peak_gib": "peak GiB",
+    "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
 }  # fmt: skip
 """The columns that tables show, and their titles."""
 Row = dict[str, str]
@@ -400,6 +403,7 @@ def gemms(provider: str, device: str) -> str:
     from fxquant import recipes
     from fxquant.__main__ import runs_as
 
+    provider = provider.removesuffix(" calibrated")
     if provider not in QUANTIZED:
         return "native"
     return runs_as(
@@ -411,7 +415,7 @@ def gemms(provider: str, device: str) -> str:
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
     device, cuda = options.device, options.device == "cuda"
-    sizes: Sequence[Size | Cast] = options.sizes(cuda, options)
+    sizes: Sequence[Size | Cast | Decode] = options.sizes(cuda, options)
     where = setting(device, command)
     rows = []
     for size in sizes:
@@ -424,14 +428,17 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
                 how = (device, options.seconds if cuda else 0.0, options.repeats if cuda else 3)
                 if isinstance(size, Cast):
                     row |= measure_cast(provider, size, *how, baseline and 4 * size.m * size.k / baseline)
+                elif isinstance(size, Decode):
+                    row |= bench_decode.measure(provider, size, *how)
                 else:
                     row |= measure(provider, size, *how)
             except Exception as error:
                 row["gemms"] = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
-                baseline = float(row["ms"]) if provider in ("bf16", "copy") else baseline
+                taken = float(row["ms"] or row["us"])
+                baseline = taken if provider in ("bf16", "copy") else baseline
                 if not isinstance(size, Cast):
-                    row["over_bf16"] = f"{baseline / float(row['ms']):.2f}x" if baseline else ""
+                    row["over_bf16"] = f"{baseline / taken:.2f}x" if baseline else ""
             print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
             rows.append(row)
             if options.csv:
@@ -492,9 +499,13 @@ def _casts(cuda: bool, _options: argparse.Namespace) -> Sequence[Cast]:
     return CASTS if cuda else TINY_CASTS
 
 
+def _decodes(cuda: bool, _options: argparse.Namespace) -> Sequence[Decode]:
+    return bench_decode.SIZES if cuda else bench_decode.TINY
+
+
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
-    known = (*PROVIDERS, "copy", *SPECS)
+    known = dict.fromkeys((*PROVIDERS, *bench_decode.PROVIDERS, "copy", *SPECS))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(known)}")
@@ -505,20 +516,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fxquant bench", description="Times fxquant, bf16 and torchao.")
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     known = [p for p in PROVIDERS if p not in TORCHAO or importlib.util.find_spec("torchao")]
-    step = kinds.add_parser("step", help="training steps of Llama3-8B blocks")
-    step.add_argument(
+    block = kinds.add_parser("block", help="training steps of Llama3-8B blocks")
+    block.add_argument(
         "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
     )
-    step.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
-    step.set_defaults(sizes=_stack, providers=known)
+    block.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
+    block.set_defaults(sizes=_stack, providers=known)
     linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
     linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4")])
     grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")
     grouped.set_defaults(sizes=_groups, providers=[p for p in known if p != "torchao tensorwise"])
+    decode = kinds.add_parser("decode", help="inference of one linear layer with few tokens")
+    decode.set_defaults(sizes=_decodes, providers=[p for p in bench_decode.PROVIDERS if p not in TORCHAO or p in known])
     cast = kinds.add_parser("cast", help="quantizations, beside a copy")
     cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
-    for kind in (step, linear, grouped, cast):
-        names = ["copy", *SPECS] if kind is cast else known
+    for kind in (block, linear, grouped, decode, cast):
+        names = {cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS}.get(kind, known)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
         kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -534,7 +547,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = run_benchmark(options, f"python -m fxquant bench {' '.join(argv)}".partition(" --csv ")[0])
     shown = table_rows(rows)
     print(aligned([list(shown[0]), *(list(row.values()) for row in shown)]))
-    return int(any(not row["ms"] for row in rows))
+    return int(any(not row["ms"] and not row["us"] for row in rows))
 
 
 if __name__ == "__main__":

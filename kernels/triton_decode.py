@@ -1,0 +1,262 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Triton kernels for few tokens: y [M, N] = x [M, K] w [N, K]^T with FP8 weights, M up to 64.
+
+The weight is read once and takes all the time, so it is the operand whose rows fill the tensor core's 64, and the
+tokens, padded to 16, 32 or 64, are the other. x comes as bfloat16 and is quantized on the way, to the bytes of
+`fxquant.kernels.reference.quantize`, or as payload and scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fxquant.kernels.triton_cast import _magnitude, _multiplier
+
+_TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
+"""What shares a scale."""
+_PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
+"""x is FP8 already; is multiplied by a given number; takes its own amax."""
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _prefetch(pointers, SIZE: tl.constexpr):
+    """Asks for SIZE bytes from each pointer to be brought into the L2 cache."""
+    if not _INTERPRETED:
+        size = tl.full(pointers.shape, SIZE, tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointers, size], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def gemm_kernel(
+    x, x_arg, w, w_scale, bias, y, M, N, K, x_length, x_step, x_scale_step, x_scale_column_step,
+    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
+    EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SWEEP: tl.constexpr, SWEEPS: tl.constexpr, STEPS: tl.constexpr, ONE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A tile y [BM, BN], or with SPLIT its part from `steps` blocks of K, unscaled by nothing, in float32.
+
+    x is [M, x_length] in steps of `x_step`; w [N, K] is contiguous with K a multiple of 16.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    first = tl.program_id(1) * (STEPS * BK)
+    down = tl.minimum(n, N - 1)
+    k = tl.arange(0, BK)
+    w_tile = w + (tl.program_id(0) * BN).to(tl.int64) * K + first
+    down = (down - tl.program_id(0) * BN) * K
+    if PREFETCH > 0:
+        _prefetch(w_tile + down, PREFETCH)
+    if PDL and not _INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if X_SOURCE == _GIVEN:
+        factor = tl.load(x_arg)
+    elif X_SOURCE == _OWN and X_KIND != _BLOCK:
+        if ONE:
+            largest = tl.zeros((SWEEP,), tl.float32)
+            for i in tl.range(0, SWEEPS):
+                column = i * SWEEP + tl.arange(0, SWEEP)
+                largest = tl.maximum(
+                    largest, _magnitude(tl.load(x + column, mask=column < x_length, other=0.0).to(tl.float32))
+                )
+            amax = tl.max(largest, axis=0)
+        else:
+            wide = tl.zeros((BM, SWEEP), tl.float32)
+            for i in tl.range(0, SWEEPS):
+                column = i * SWEEP + tl.arange(0, SWEEP)
+                inside = (m[:, None] < M) & (column[None, :] < x_length)
+                tile = tl.load(x + m[:, None] * x_step + column[None, :], mask=inside, other=0.0)
+                wide = tl.maximum(wide, _magnitude(tile.to(tl.float32)))
+            amax = tl.max(wide, axis=1)
+            if X_KIND == _TENSOR:
+                amax = tl.max(amax, axis=0)
+        factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in tl.range(0, STEPS):
+        at = first + step * BK
+        if EVEN:
+            weights = tl.load(w_tile + step * BK + (down[:, None] + k[None, :]), eviction_policy="evict_first")
+            tokens = tl.load(x + m[:, None] * x_step + (at + k)[None, :], mask=m[:, None] < M, other=0.0)
+        else:
+            weights = tl.load(
+                w_tile + step * BK + (down[:, None] + k[None, :]), mask=(at + k)[None, :] < K, other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            inside = (m[:, None] < M) & ((at + k)[None, :] < x_length)
+            tokens = tl.load(x + m[:, None] * x_step + (at + k)[None, :], mask=inside, other=0.0)
+        if X_KIND == _BLOCK:
+            block = at // 128
+            if X_SOURCE == _PAYLOAD:
+                payload = tokens
+                scale = tl.load(x_arg + m * x_scale_step + block * x_scale_column_step, mask=m < M, other=0.0)
+            else:
+                values = tokens.to(tl.float32)
+                own = _multiplier(
+                    tl.max(_magnitude(values), axis=1), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST
+                )
+                payload = (values * own[:, None]).to(w.dtype.element_ty)
+                scale = tl.div_rn(1.0, own)
+            part = tl.dot(weights, tl.trans(payload))
+            if W_KIND == _BLOCK:
+                scale = scale * tl.load(w_scale + (tl.program_id(0) * BN) // 128 * (K // 128) + block)
+            acc += part * scale[None, :]
+        else:
+            if X_SOURCE == _PAYLOAD:
+                payload = tokens
+            elif X_KIND == _TENSOR or ONE:
+                payload = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
+            else:
+                payload = (tokens.to(tl.float32) * factor[:, None]).to(w.dtype.element_ty)
+            acc = tl.dot(weights, tl.trans(payload), acc)
+    if X_KIND != _BLOCK:
+        if X_SOURCE != _PAYLOAD:
+            scale = tl.div_rn(1.0, factor)
+        elif X_KIND == _TENSOR:
+            scale = tl.load(x_arg)
+        else:
+            scale = tl.load(x_arg + m * x_scale_step, mask=m < M, other=0.0)
+        if X_KIND == _TENSOR or (X_SOURCE == _OWN and ONE):
+            acc = acc * scale
+        else:
+            acc = acc * scale[None, :]
+    if W_KIND == _TENSOR:
+        acc = acc * tl.load(w_scale)
+    elif W_KIND == _ROW:
+        acc = acc * tl.load(w_scale + n, mask=n < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc = acc + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    out = tl.trans(acc)
+    place = m[:, None] * N + n[None, :]
+    if SPLIT:
+        place += tl.program_id(1) * M * N
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+@triton.jit
+def rows_kernel(
+    x, data, scale, M, K, x_step, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
+    TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PDL: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Quantizes a row of x [M, K], with its own amax."""
+    if PDL and not _INTERPRETED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0)
+    k = tl.arange(0, BK)
+    values = tl.load(x + m * x_step + k, mask=k < K, other=0.0).to(tl.float32)
+    factor = _multiplier(tl.max(_magnitude(values), axis=0), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+    tl.store(data + m * K + k, (values * factor).to(data.dtype.element_ty), mask=k < K)
+    tl.store(scale + m, tl.div_rn(1.0, factor))
+
+
+@triton.jit
+def amax_kernel(x, part, size, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """The amax of a part of x, of BLOCK elements."""
+    if PDL and not _INTERPRETED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(part + tl.program_id(0), tl.max(_magnitude(values), axis=0))
+
+
+@triton.jit
+def tensor_kernel(
+    x, part, data, scale, size, parts, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
+    POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantizes BLOCK elements of x by the amax of all, which is that of `part`."""
+    if PDL and not _INTERPRETED:
+        tl.extra.cuda.gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    if PDL and not _INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+    i = tl.arange(0, PARTS)
+    amax = tl.max(tl.load(part + i, mask=i < parts, other=0.0), axis=0)
+    factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+    tl.store(data + at, (values * factor).to(data.dtype.element_ty), mask=at < size)
+    if tl.program_id(0) == 0:
+        tl.store(scale, tl.div_rn(1.0, factor))
+
+
+@triton.jit
+def gemv_kernel(
+    x, x_arg, w, w_scale, bias, y, N, K, x_length, x_step, x_scale_step, x_scale_column_step,
+    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
+    EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """BN columns of y [M, N] from whole rows of the weight, without tensor cores; BK is a power of two from K on."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    w_tile = w + (tl.program_id(0) * BN).to(tl.int64) * K
+    down = (tl.minimum(n, N - 1) - tl.program_id(0) * BN) * K
+    weights = tl.load(
+        w_tile + (down[:, None] + k[None, :]), mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
+    )
+    if W_KIND == _TENSOR:
+        w_factor = tl.load(w_scale)
+    elif W_KIND == _ROW:
+        w_factor = tl.load(w_scale + n, mask=n < N, other=0.0)
+    else:
+        block = tl.arange(0, BK // 128)
+        w_factor = tl.load(
+            w_scale + (tl.program_id(0) * BN) // 128 * (K // 128) + block, mask=block < K // 128, other=0.0
+        )
+    if PDL and not _INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if X_SOURCE == _OWN and X_KIND == _TENSOR:
+        amax = 0.0
+        for m in tl.static_range(M):
+            tokens = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.max(_magnitude(tokens), axis=0))
+    for m in tl.static_range(M):
+        tokens = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
+        if X_KIND == _BLOCK:
+            if X_SOURCE == _PAYLOAD:
+                factor = tl.load(
+                    x_arg + m * x_scale_step + tl.arange(0, BK // 128) * x_scale_column_step,
+                    mask=tl.arange(0, BK // 128) < K // 128, other=0.0,
+                )  # fmt: skip
+                groups = tl.reshape(tokens, (BK // 128, 128))
+            else:
+                groups = tl.reshape(tokens, (BK // 128, 128))
+                own = _multiplier(
+                    tl.max(_magnitude(groups), axis=1), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST
+                )
+                groups = (groups * own[:, None]).to(w.dtype.element_ty).to(tl.float32)
+                factor = tl.div_rn(1.0, own)
+            if W_KIND == _BLOCK:
+                factor = factor * w_factor
+            values = tl.reshape(groups * factor[:, None], (BK,))
+            scale = 1.0
+        else:
+            if X_SOURCE == _PAYLOAD:
+                values = tokens
+                scale = tl.load(x_arg + m * x_scale_step)
+            else:
+                if X_SOURCE == _GIVEN:
+                    factor = tl.load(x_arg)
+                elif X_KIND == _TENSOR:
+                    factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+                else:
+                    own_amax = tl.max(_magnitude(tokens), axis=0)
+                    factor = _multiplier(own_amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+                values = (tokens * factor).to(w.dtype.element_ty).to(tl.float32)
+                scale = tl.div_rn(1.0, factor)
+        out = tl.sum(weights.to(tl.float32) * values[None, :], axis=1) * scale
+        if W_KIND != _BLOCK:
+            out = out * w_factor
+        if HAS_BIAS:
+            out = out + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(y + m * N + n, out.to(y.dtype.element_ty), mask=n < N)
