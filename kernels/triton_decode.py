@@ -8,13 +8,24 @@ tokens, padded to 16, 32 or 64, are the other. x comes as bfloat16 and is quanti
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
 
-from fxquant.kernels.triton_cast import _magnitude, _multiplier
+from fxquant.compat import declare_written, statically_known_true
+from fxquant.formats import QuantSpec
+from fxquant.kernels.triton_cast import _TORCHAO_BELOW, _TORCHAO_FLOOR, _magnitude, _multiplier
 
+MOST_TOKENS = 64
+"""Rows of x up to which reading the weight takes longer than anything else."""
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 """What shares a scale."""
+_KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -260,3 +271,88 @@ def gemv_kernel(
         if HAS_BIAS:
             out = out + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(y + m * N + n, out.to(y.dtype.element_ty), mask=n < N)
+
+
+def supports(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec) -> bool:
+    """Whether `scaled_mm` takes these operands: a matrix of 1 to 64 rows, static sizes, e4m3, scales per tensor, per
+    row, or 1x128 x 128x128."""
+    left, right = a_spec.row, b_spec.row
+    if left.family not in _KINDS or right.family not in _KINDS or a[0].ndim != 2 or b[0].dtype != torch.float8_e4m3fn:
+        return False
+    if left.element is None or left.element.dtype != torch.float8_e4m3fn:
+        return False
+    if "block" in (left.family, right.family) and (left.block, right.block) != ((1, 128), (128, 128)):
+        return False
+    sizes = (*a[0].shape, *b[0].shape)
+    return all(isinstance(size, int) for size in sizes) and 0 < sizes[0] <= MOST_TOKENS and 0 not in sizes
+
+
+def quantizes(x: Tensor, spec: QuantSpec) -> bool:
+    """Whether `scaled_mm` had better take x [M, K] unquantized: where its amax costs no pass, or M is one."""
+    return x.shape[0] == 1 or spec.row.family == "block"
+
+
+def scaled_mm(
+    a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`reference.scaled_mm` of a [M, K] and b [N, K], where `supports` says so, accumulated as `_scaled_mm` does fast.
+
+    `a` is payload and scale; or a tensor not yet quantized, alone or with its multiplier [1] (per-tensor formats).
+    """
+    x, (w, w_scale) = a[0], b
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    (size_m, length), (size_n, size_k) = x.shape, w.shape
+    w_scale = w_scale.contiguous()
+    x_kind, w_kind = (_KINDS[spec.row.family] for spec in (a_spec, b_spec))
+    if x.dtype == w.dtype:
+        source, argument = _PAYLOAD, a[1]
+    elif len(a) > 1:
+        source, argument = _GIVEN, a[1]
+    else:
+        source, argument = _OWN, x
+    assert a_spec.row.element is not None
+    fmax = a_spec.row.element.max
+    largest = torch.finfo(x.dtype if x_kind is _BLOCK and source is _OWN else torch.float32).max
+    below, most = (_TORCHAO_BELOW, fmax / _TORCHAO_FLOOR) if a_spec.torchao else (0.0, 0.0)
+    rule = (fmax, largest, a_spec.eps, a_spec.pow2, below, most)
+    steps = (argument.stride(0), argument.stride(-1)) if source is _PAYLOAD and argument.ndim == 2 else (0, 0)
+    if size_m == 1:
+        y = torch.empty((1, size_n), dtype=out_dtype, device=x.device)
+        block_k = triton.next_power_of_2(size_k)
+        block_n, warps = 8, 4 if block_k <= 4096 else 8
+        wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
+            x, argument, w, w_scale, w_scale if bias is None else bias, y, size_n, size_k, length, x.stride(0), *steps,
+            x_kind.value, source.value, w_kind.value, *rule, bias is not None, False, 1, block_n, block_k,
+            num_warps=warps,
+        )  # fmt: skip
+        return y
+    block_m = max(16, triton.next_power_of_2(size_m))
+    block_n = block_k = 128
+    tiles, k_steps = triton.cdiv(size_n, block_n), triton.cdiv(size_k, block_k)
+    split = 1
+    shape = (size_m, size_n) if split == 1 else (split, size_m, size_n)
+    y = torch.empty(shape, dtype=out_dtype if split == 1 else torch.float32, device=x.device)
+    has_bias = bias is not None and split == 1
+    even = size_k % (block_k * split) == 0 and length == size_k
+    sweep = 512
+    wrap_triton(gemm_kernel)[(tiles, split)](
+        x, argument, w, w_scale, bias if has_bias else w_scale, y, size_m, size_n, size_k, length, x.stride(0), *steps,
+        x_kind.value, source.value, w_kind.value, *rule, has_bias, even, split > 1, 0, False, sweep,
+        triton.cdiv(length, sweep), triton.cdiv(k_steps, split), False, block_m, block_n, block_k, num_warps=4,
+        num_stages=4,
+    )  # fmt: skip
+    if split == 1:
+        return y
+    y = y.sum(0)
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments that a launch of a kernel of this file writes."""
+    return ["y"]
+
+
+declare_written(gemm_kernel, written)
+declare_written(gemv_kernel, written)

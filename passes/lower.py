@@ -1,7 +1,8 @@
 """Lower: replaces every fxquant operator by what runs on its device. After it the graph speaks of kernels only.
 
 On the CPU that is the reference itself, spelled in ATen operators for Inductor to fuse. On CUDA, per-tensor and
-rowwise GEMMs become `_scaled_mm`; formats that the device has no GEMM for are dequantized, exactly, to bfloat16.
+rowwise GEMMs become `_scaled_mm`, those of few rows on Hopper a Triton kernel that may quantize as it reads; formats
+that the device has no GEMM for are dequantized, exactly, to bfloat16.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fxquant.compat import (
     detect_fake_mode,
     enable_python_dispatcher,
     inductor_decompositions,
+    is_hopper,
     make_fx,
     tree_flatten,
     tree_map_only,
@@ -28,7 +30,7 @@ from fxquant.compat import (
 )
 from fxquant.errors import GraphVerificationError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast
+from fxquant.kernels import gemm, grouped_gemm, grouped_ops, ops, reference, triton_cast, triton_decode
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes.base import is_fxquant, val
 
@@ -53,7 +55,7 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
-        return gemm.scaled_mm
+        return decode_scaled_mm if not portable and _decodes(node) else gemm.scaled_mm
     if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and not portable and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
     if name == "grouped_scaled_mm" and portable:
@@ -62,6 +64,51 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
         return grouped_gemm.grouped_scaled_mm
     meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS)[name]
     return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
+
+
+def _decodes(node: fx.Node) -> bool:
+    """Whether a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
+    a, b, a_spec, b_spec = fx.node.map_arg(node.args[:4], val)
+    fast = bool(node.args[6])
+    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    return fast and is_hopper(b[0].device) and triton_decode.supports(a, specs[0], b, specs[1])
+
+
+def decode_scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """`fxquant::scaled_mm` of few rows by a Triton kernel; `a` may be what `_leave_unquantized` makes of it."""
+    return triton_decode.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
+
+
+def _leave_unquantized(graph: fx.Graph) -> None:
+    """Gives GEMMs of few rows the tensor itself, with its multiplier where it has one, to quantize as they read it.
+
+    Only where no one else reads the quantized one.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.fxquant.quantize.default or node.args[2] != "rowwise":
+            continue
+        gemms = {user for item in node.users for user in item.users}
+        if not all(
+            user.target is torch.ops.fxquant.scaled_mm.default and _decodes(user) and user.args[0] == [*node.users]
+            for user in gemms
+        ):
+            continue
+        x, _, _, *multiplier = node.args
+        if not triton_decode.quantizes(val(x), QuantSpec.parse(str(node.args[1]))):
+            continue
+        for user in gemms:
+            user.args = ([x, *multiplier], *user.args[1:])
+        for item in list(node.users):
+            graph.erase_node(item)
+        graph.erase_node(node)
 
 
 def _transposes(name: str, node: fx.Node) -> bool:
@@ -149,7 +196,7 @@ def _make_functional(graph: fx.Graph) -> None:
         if node.target is not triton_kernel_wrapper_mutation:
             continue
         given = node.kwargs["kwargs"]
-        written = triton_cast.written(given)
+        written = triton_cast.written(given) or triton_decode.written(given)
         with graph.inserting_before(node):
             call = graph.call_function(
                 triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}
@@ -197,6 +244,8 @@ def lower(graph: fx.Graph, *, portable: bool = False) -> int:
     A `portable` graph has none of fxquant's own kernels either, so that it runs where fxquant is not.
     """
     count = 0
+    if not portable:
+        _leave_unquantized(graph)
     traced: dict[Any, fx.GraphModule] = {}
     for node in list(graph.nodes):
         if not is_fxquant(node) and not (portable and node.target is _GROUPED_MM):
