@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written, statically_known_true
+from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels.triton_cast import _TORCHAO_BELOW, _TORCHAO_FLOOR, _magnitude, _multiplier
 

@@ -68,10 +68,10 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
 
 def _decodes(node: fx.Node) -> bool:
     """Whether a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
-    a, b, a_spec, b_spec = fx.node.map_arg(node.args[:4], val)
-    fast = bool(node.args[6])
+    given: Any = fx.node.map_arg(node.args, val)
+    a, b, a_spec, b_spec, _, _, fast_accum = given
     specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    return fast and is_hopper(b[0].device) and triton_decode.supports(a, specs[0], b, specs[1])
+    return fast_accum and is_hopper(b[0].device) and triton_decode.supports(a, specs[0], b, specs[1])
 
 
 def decode_scaled_mm(
@@ -92,17 +92,15 @@ def _leave_unquantized(graph: fx.Graph) -> None:
 
     Only where no one else reads the quantized one.
     """
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.fxquant.quantize.default or node.args[2] != "rowwise":
-            continue
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
         gemms = {user for item in node.users for user in item.users}
         if not all(
             user.target is torch.ops.fxquant.scaled_mm.default and _decodes(user) and user.args[0] == [*node.users]
             for user in gemms
         ):
             continue
-        x, _, _, *multiplier = node.args
-        if not triton_decode.quantizes(val(x), QuantSpec.parse(str(node.args[1]))):
+        x, spec, direction, *multiplier = node.args
+        if direction != "rowwise" or not triton_decode.quantizes(val(x), QuantSpec.parse(spec)):
             continue
         for user in gemms:
             user.args = ([x, *multiplier], *user.args[1:])
