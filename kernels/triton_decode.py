@@ -19,7 +19,6 @@ from torch.library import wrap_triton
 
 from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
-from fxquant.kernels.triton_cast import _TORCHAO_BELOW, _TORCHAO_FLOOR, _magnitude, _multiplier
 
 MOST_TOKENS = 64
 """Rows of x up to which reading the weight takes longer than anything else."""
@@ -29,6 +28,33 @@ _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+_TORCHAO_FLOOR = 1e-12
+_TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
+"""The least float32 that is not below torchao's least amax."""
+
+
+@triton.jit
+def _magnitude(x):
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def _multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
+                TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr):  # fmt: skip
+    """`reference.multiplier_from_amax`."""
+    if EPS > 0:
+        amax = tl.where(amax < EPS, EPS, amax)
+    scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
+    if TORCHAO_BELOW > 0:
+        scale = tl.where(amax < TORCHAO_BELOW, TORCHAO_MOST, scale)
+    else:
+        scale = tl.where(scale == float("inf"), LARGEST, scale)
+        scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
