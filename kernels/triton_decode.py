@@ -74,12 +74,12 @@ def gemm_kernel(
     X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
     EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-    SWEEP: tl.constexpr, SWEEPS: tl.constexpr, STEPS: tl.constexpr, ONE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A tile y [BM, BN], or with SPLIT its part from `steps` blocks of K, unscaled by nothing, in float32.
+    """A tile y [BM, BN] of y [M, N]; with SPLIT what STEPS blocks of K add to it, y being [splits, M, N].
 
-    x is [M, x_length] in steps of `x_step`; w [N, K] is contiguous with K a multiple of 16.
+    x is [M, x_length], its rows `x_step` apart: a payload, or to be quantized by a multiplier given or in blocks. w
+    [N, K] is contiguous, with K a multiple of 16 and, for blocks, of 128.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
@@ -95,26 +95,6 @@ def gemm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if X_SOURCE == _GIVEN:
         factor = tl.load(x_arg)
-    elif X_SOURCE == _OWN and X_KIND != _BLOCK:
-        if ONE:
-            largest = tl.zeros((SWEEP,), tl.float32)
-            for i in tl.range(0, SWEEPS):
-                column = i * SWEEP + tl.arange(0, SWEEP)
-                largest = tl.maximum(
-                    largest, _magnitude(tl.load(x + column, mask=column < x_length, other=0.0).to(tl.float32))
-                )
-            amax = tl.max(largest, axis=0)
-        else:
-            wide = tl.zeros((BM, SWEEP), tl.float32)
-            for i in tl.range(0, SWEEPS):
-                column = i * SWEEP + tl.arange(0, SWEEP)
-                inside = (m[:, None] < M) & (column[None, :] < x_length)
-                tile = tl.load(x + m[:, None] * x_step + column[None, :], mask=inside, other=0.0)
-                wide = tl.maximum(wide, _magnitude(tile.to(tl.float32)))
-            amax = tl.max(wide, axis=1)
-            if X_KIND == _TENSOR:
-                amax = tl.max(amax, axis=0)
-        factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in tl.range(0, STEPS):
         at = first + step * BK
@@ -147,10 +127,8 @@ def gemm_kernel(
         else:
             if X_SOURCE == _PAYLOAD:
                 payload = tokens
-            elif X_KIND == _TENSOR or ONE:
-                payload = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
             else:
-                payload = (tokens.to(tl.float32) * factor[:, None]).to(w.dtype.element_ty)
+                payload = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
             acc = tl.dot(weights, tl.trans(payload), acc)
     if X_KIND != _BLOCK:
         if X_SOURCE != _PAYLOAD:
@@ -159,7 +137,7 @@ def gemm_kernel(
             scale = tl.load(x_arg)
         else:
             scale = tl.load(x_arg + m * x_scale_step, mask=m < M, other=0.0)
-        if X_KIND == _TENSOR or (X_SOURCE == _OWN and ONE):
+        if X_KIND == _TENSOR:
             acc = acc * scale
         else:
             acc = acc * scale[None, :]
@@ -178,50 +156,50 @@ def gemm_kernel(
 
 @triton.jit
 def rows_kernel(
-    x, data, scale, M, K, x_step, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
-    TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PDL: tl.constexpr, BK: tl.constexpr,
+    x, data, scale, x_length, K, x_step, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
+    POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PDL: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a row of x [M, K], with its own amax."""
+    """Quantizes a row of x [M, x_length] by its own amax into data [M, K], padded with zeros."""
     if PDL and not _INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0)
     k = tl.arange(0, BK)
-    values = tl.load(x + m * x_step + k, mask=k < K, other=0.0).to(tl.float32)
-    factor = _multiplier(tl.max(_magnitude(values), axis=0), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+    values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
+    amax = tl.max(_magnitude(values), axis=0)
+    factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
     tl.store(data + m * K + k, (values * factor).to(data.dtype.element_ty), mask=k < K)
     tl.store(scale + m, tl.div_rn(1.0, factor))
 
 
 @triton.jit
-def amax_kernel(x, part, size, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """The amax of a part of x, of BLOCK elements."""
+def part_amax_kernel(x, part, x_length, x_step, PDL: tl.constexpr, BK: tl.constexpr):
+    """The amax of BK elements of a row of x [M, x_length]: part [M, x_length / BK]."""
     if PDL and not _INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-    tl.store(part + tl.program_id(0), tl.max(_magnitude(values), axis=0))
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    values = tl.load(x + tl.program_id(0) * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
+    tl.store(part + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(_magnitude(values), axis=0))
 
 
 @triton.jit
 def tensor_kernel(
-    x, part, data, scale, size, parts, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
+    x, part, data, scale, x_length, K, x_step, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
     POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PDL: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes BLOCK elements of x by the amax of all, which is that of `part`."""
+    """Quantizes BK elements of a row of x [M, x_length] by the amax of all into data [M, K], padded with zeros."""
     if PDL and not _INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
-    if PDL and not _INTERPRETED:
         tl.extra.cuda.gdc_wait()
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    values = tl.load(x + tl.program_id(0) * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
     i = tl.arange(0, PARTS)
-    amax = tl.max(tl.load(part + i, mask=i < parts, other=0.0), axis=0)
-    factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
-    tl.store(data + at, (values * factor).to(data.dtype.element_ty), mask=at < size)
-    if tl.program_id(0) == 0:
+    parts = tl.load(part + i, mask=i < tl.num_programs(0) * tl.num_programs(1), other=0.0)
+    factor = _multiplier(tl.max(parts, axis=0), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+    tl.store(data + tl.program_id(0) * K + k, (values * factor).to(data.dtype.element_ty), mask=k < K)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, tl.div_rn(1.0, factor))
 
 
@@ -329,29 +307,28 @@ def scaled_mm(
     x, (w, w_scale) = a[0], b
     if x.stride(1) != 1:
         x = x.contiguous()
-    (size_m, length), (size_n, size_k) = x.shape, w.shape
-    w_scale = w_scale.contiguous()
-    x_kind, w_kind = (_KINDS[spec.row.family] for spec in (a_spec, b_spec))
+    rule = _rule(a_spec, x.dtype)
+    dependent = False
     if x.dtype == w.dtype:
         source, argument = _PAYLOAD, a[1]
     elif len(a) > 1:
         source, argument = _GIVEN, a[1]
-    else:
+    elif a_spec.row.family == "block" or x.shape[0] == 1:
         source, argument = _OWN, x
-    assert a_spec.row.element is not None
-    fmax = a_spec.row.element.max
-    largest = torch.finfo(x.dtype if x_kind is _BLOCK and source is _OWN else torch.float32).max
-    below, most = (_TORCHAO_BELOW, fmax / _TORCHAO_FLOOR) if a_spec.torchao else (0.0, 0.0)
-    rule = (fmax, largest, a_spec.eps, a_spec.pow2, below, most)
+    else:
+        x, argument = _quantize(x, w.shape[1], a_spec, rule)
+        source, dependent = _PAYLOAD, True
     steps = (argument.stride(0), argument.stride(-1)) if source is _PAYLOAD and argument.ndim == 2 else (0, 0)
+    (size_m, length), (size_n, size_k) = x.shape, w.shape
+    kinds = (_KINDS[a_spec.row.family].value, source.value, _KINDS[b_spec.row.family].value)
+    given = (x, argument, w, w_scale.contiguous(), w_scale if bias is None else bias)
     if size_m == 1:
         y = torch.empty((1, size_n), dtype=out_dtype, device=x.device)
         block_k = triton.next_power_of_2(size_k)
         block_n, warps = 8, 4 if block_k <= 4096 else 8
         wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
-            x, argument, w, w_scale, w_scale if bias is None else bias, y, size_n, size_k, length, x.stride(0), *steps,
-            x_kind.value, source.value, w_kind.value, *rule, bias is not None, False, 1, block_n, block_k,
-            num_warps=warps,
+            *given, y, size_n, size_k, length, x.stride(0), *steps, *kinds, *rule, bias is not None, dependent, 1,
+            block_n, block_k, num_warps=warps,
         )  # fmt: skip
         return y
     block_m = max(16, triton.next_power_of_2(size_m))
@@ -360,13 +337,11 @@ def scaled_mm(
     split = 1
     shape = (size_m, size_n) if split == 1 else (split, size_m, size_n)
     y = torch.empty(shape, dtype=out_dtype if split == 1 else torch.float32, device=x.device)
-    has_bias = bias is not None and split == 1
     even = size_k % (block_k * split) == 0 and length == size_k
-    sweep = 512
+    prefetch = min(512, size_k // split // 16 * 16) if dependent else 0
     wrap_triton(gemm_kernel)[(tiles, split)](
-        x, argument, w, w_scale, bias if has_bias else w_scale, y, size_m, size_n, size_k, length, x.stride(0), *steps,
-        x_kind.value, source.value, w_kind.value, *rule, has_bias, even, split > 1, 0, False, sweep,
-        triton.cdiv(length, sweep), triton.cdiv(k_steps, split), False, block_m, block_n, block_k, num_warps=4,
+        *given, y, size_m, size_n, size_k, length, x.stride(0), *steps, *kinds, *rule, bias is not None and split == 1,
+        even, split > 1, prefetch, dependent, triton.cdiv(k_steps, split), block_m, block_n, block_k, num_warps=4,
         num_stages=4,
     )  # fmt: skip
     if split == 1:
@@ -375,10 +350,46 @@ def scaled_mm(
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
+def _rule(spec: QuantSpec, dtype: torch.dtype) -> tuple[float, float, float, bool, float, float]:
+    """What `_multiplier` wants to know of a format, for tensors of a dtype."""
+    assert spec.row.element is not None
+    fmax = spec.row.element.max
+    largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max
+    below, most = (_TORCHAO_BELOW, fmax / _TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    return fmax, largest, spec.eps, spec.pow2, below, most
+
+
+def _quantize(
+    x: Tensor, size_k: int, spec: QuantSpec, rule: tuple[float, float, float, bool, float, float]
+) -> tuple[Tensor, Tensor]:
+    """Payload and scale of x [M, K], per tensor or per row, by kernels that let the next one start early."""
+    size_m, length = x.shape
+    data = torch.empty((size_m, size_k), dtype=torch.float8_e4m3fn, device=x.device)
+    if spec.row.family == "per_row":
+        scale = torch.empty((size_m, 1), dtype=torch.float32, device=x.device)
+        wrap_triton(rows_kernel)[(size_m,)](
+            x, data, scale, length, size_k, x.stride(0), *rule, True, triton.next_power_of_2(size_k), num_warps=8
+        )
+        return data, scale
+    block = 2048
+    chunks = triton.cdiv(size_k, block)
+    part = torch.empty(size_m * chunks, dtype=torch.float32, device=x.device)
+    scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    grid = (size_m, chunks)
+    wrap_triton(part_amax_kernel)[grid](x, part, length, x.stride(0), True, block, num_warps=4)
+    wrap_triton(tensor_kernel)[grid](
+        x, part, data, scale, length, size_k, x.stride(0), *rule, True, triton.next_power_of_2(size_m * chunks), block,
+        num_warps=4,
+    )  # fmt: skip
+    return data, scale
+
+
 def written(arguments: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch of a kernel of this file writes."""
-    return ["y"]
+    if "y" in arguments:
+        return ["y"]
+    return ["data", "scale"] if "data" in arguments else ["part"]
 
 
-declare_written(gemm_kernel, written)
-declare_written(gemv_kernel, written)
+for _kernel in (gemm_kernel, gemv_kernel, rows_kernel, part_amax_kernel, tensor_kernel):
+    declare_written(_kernel, written)
