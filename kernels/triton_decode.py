@@ -20,8 +20,12 @@ from torch.library import wrap_triton
 from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 
+_MULTIPROCESSORS = 132
+"""Of an H100: no fewer programs than that should read the weight."""
 MOST_TOKENS = 64
 """Rows of x up to which reading the weight takes longer than anything else."""
+_LONGEST_ROW = 32768
+"""What a program holds in registers."""
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 """What shares a scale."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
@@ -313,7 +317,7 @@ def scaled_mm(
         source, argument = _PAYLOAD, a[1]
     elif len(a) > 1:
         source, argument = _GIVEN, a[1]
-    elif a_spec.row.family == "block" or x.shape[0] == 1:
+    elif a_spec.row.family == "block" or (x.shape[0] == 1 and w.shape[1] <= _LONGEST_ROW):
         source, argument = _OWN, x
     else:
         x, argument = _quantize(x, w.shape[1], a_spec, rule)
@@ -322,10 +326,10 @@ def scaled_mm(
     (size_m, length), (size_n, size_k) = x.shape, w.shape
     kinds = (_KINDS[a_spec.row.family].value, source.value, _KINDS[b_spec.row.family].value)
     given = (x, argument, w, w_scale.contiguous(), w_scale if bias is None else bias)
-    if size_m == 1:
+    if size_m == 1 and size_k <= _LONGEST_ROW:
         y = torch.empty((1, size_n), dtype=out_dtype, device=x.device)
         block_k = triton.next_power_of_2(size_k)
-        block_n, warps = 8, 4 if block_k <= 4096 else 8
+        block_n, warps = 8 if block_k <= 16384 else 2, min(max(block_k // 1024, 4), 16)
         wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
             *given, y, size_n, size_k, length, x.stride(0), *steps, *kinds, *rule, bias is not None, dependent, 1,
             block_n, block_k, num_warps=warps,
@@ -334,7 +338,7 @@ def scaled_mm(
     block_m = max(16, triton.next_power_of_2(size_m))
     block_n = block_k = 128
     tiles, k_steps = triton.cdiv(size_n, block_n), triton.cdiv(size_k, block_k)
-    split = 1
+    split = max(1, min(_MULTIPROCESSORS // tiles, k_steps // 4))
     shape = (size_m, size_n) if split == 1 else (split, size_m, size_n)
     y = torch.empty(shape, dtype=out_dtype if split == 1 else torch.float32, device=x.device)
     even = size_k % (block_k * split) == 0 and length == size_k
