@@ -45,17 +45,18 @@ _READS_VALUES = (
 """Operators whose result depends on the last bit of what they read."""
 
 
-def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
+def implementation(node: fx.Node, portable: bool = False, launches: bool = True) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better.
 
-    `portable` keeps to operators that torch itself has, for graphs that are saved.
+    `portable` keeps to operators that torch itself has, for programs that run where fxquant is not; of Triton kernels
+    `launches` are meant, which a compiled program holds, but not a saved graph.
     """
     if node.target is _GROUPED_MM:
         return portable_grouped_mm
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
-        return decode_scaled_mm if not portable and _decodes(node) else gemm.scaled_mm
+        return decode_scaled_mm if launches and _decodes(node) else gemm.scaled_mm
     if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and not portable and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
     if name == "grouped_scaled_mm" and portable:
@@ -236,20 +237,21 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     raise AssertionError("a traced graph has an output")
 
 
-def lower(graph: fx.Graph, *, portable: bool = False) -> int:
+def lower(graph: fx.Graph, *, portable: bool = False, launches: bool = True) -> int:
     """Rewrites `graph` in place; returns how many operators were lowered.
 
-    A `portable` graph has none of fxquant's own kernels either, so that it runs where fxquant is not.
+    A `portable` graph has none of fxquant's own operators either, so that it runs where fxquant is not. Without
+    `launches` it has no launch of a Triton kernel, so that it can be saved.
     """
     count = 0
-    if not portable:
+    if launches:
         _leave_unquantized(graph)
     traced: dict[Any, fx.GraphModule] = {}
     for node in list(graph.nodes):
         if not is_fxquant(node) and not (portable and node.target is _GROUPED_MM):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
-        run = implementation(node, portable)
+        run = implementation(node, portable, launches)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             body = _trace(run, args, kwargs, portable)
