@@ -4,11 +4,13 @@
     python -m fxquant bench linear  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench grouped [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench decode  [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench export  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench cast    [--providers SPEC,SPEC] [--csv FILE]
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
 shapes. Times are medians after a second of warm-up, from CUDA events; compilations start with Inductor's caches off.
-A cast is one quantization, compiled, beside a copy of its input. Decoding is inference; see `fxquant.bench_decode`.
+A cast is one quantization, compiled, beside a copy of its input. Decoding and exported blocks are inference; see
+`fxquant.bench_decode` and `fxquant.bench_export`.
 Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
 """
 
@@ -35,9 +37,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxquant import bench_decode
+from fxquant import bench_decode, bench_export
 from fxquant.backend import Backend
 from fxquant.bench_decode import Decode
+from fxquant.bench_export import Served
 from fxquant.compat import inductor_config
 from fxquant.formats import QuantSpec
 from fxquant.report import aligned
@@ -47,12 +50,13 @@ TORCHAO = ("torchao tensorwise", "torchao rowwise")
 PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_read", "of_copy", "saved_gib",
-    "peak_gib", "compile_s", "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
+    "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date",
+    "command",
 )  # fmt: skip
 SHOWN = {
     "size": "size", "provider": "what", "ms": "step ms", "us": "us", "over_bf16": "over bf16",
     "over_read": "over reading the weight", "of_copy": "of copy rate", "saved_gib": "saved GiB", "peak_gib": "peak GiB",
-    "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
+    "weights_gib": "weights GiB", "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
 }  # fmt: skip
 """The columns that tables show, and their titles."""
 Row = dict[str, str]
@@ -415,7 +419,7 @@ def gemms(provider: str, device: str) -> str:
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
     device, cuda = options.device, options.device == "cuda"
-    sizes: Sequence[Size | Cast | Decode] = options.sizes(cuda, options)
+    sizes: Sequence[Size | Cast | Decode | Served] = options.sizes(cuda, options)
     where = setting(device, command)
     rows = []
     for size in sizes:
@@ -430,6 +434,8 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
                     row |= measure_cast(provider, size, *how, baseline and 4 * size.m * size.k / baseline)
                 elif isinstance(size, Decode):
                     row |= bench_decode.measure(provider, size, *how)
+                elif isinstance(size, Served):
+                    row |= bench_export.measure(provider, size, *how)
                 else:
                     row |= measure(provider, size, *how)
             except Exception as error:
@@ -503,6 +509,10 @@ def _decodes(cuda: bool, _options: argparse.Namespace) -> Sequence[Decode]:
     return bench_decode.SIZES if cuda else bench_decode.TINY
 
 
+def _served(cuda: bool, _options: argparse.Namespace) -> Sequence[Served]:
+    return bench_export.SIZES if cuda else bench_export.TINY
+
+
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
     known = dict.fromkeys((*PROVIDERS, *bench_decode.PROVIDERS, "copy", *SPECS))
@@ -528,10 +538,13 @@ def _parser() -> argparse.ArgumentParser:
     grouped.set_defaults(sizes=_groups, providers=[p for p in known if p != "torchao tensorwise"])
     decode = kinds.add_parser("decode", help="inference of one linear layer with few tokens")
     decode.set_defaults(sizes=_decodes, providers=[p for p in bench_decode.PROVIDERS if p not in TORCHAO or p in known])
+    export = kinds.add_parser("export", help="inference of a decoder block compiled ahead of time")
+    export.set_defaults(sizes=_served, providers=bench_export.PROVIDERS)
     cast = kinds.add_parser("cast", help="quantizations, beside a copy")
     cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
-    for kind in (block, linear, grouped, decode, cast):
-        names = {cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS}.get(kind, known)
+    for kind in (block, linear, grouped, decode, export, cast):
+        own = {cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS, export: bench_export.PROVIDERS}
+        names = own.get(kind, known)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
         kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")

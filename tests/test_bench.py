@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxquant import Backend, bench, bench_decode
+from fxquant import Backend, bench, bench_decode, bench_export
 
 
 @pytest.fixture
@@ -73,6 +73,21 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert len(compiled) == 2 * len(providers)
     names = [[node.name for node in graph.nodes if "quantize" in node.name] for graph in compiled]
     assert [len(each) for each in names] == [0, 1, 1, 1] * 2
+
+
+def test_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Folded weights are counted, and attention is given the keys and values of the tokens before."""
+    monkeypatch.setattr(bench_export, "package", lambda provider, program: program.module())
+    assert bench.main(["export", "--device", "cpu", "--providers", "bf16,rowwise"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "weights GiB" in shown[0] and [line.split(",")[0] for line in shown[1::2]] == [
+        "prefill 16",
+        "decode 2 after 8",
+    ]
+    size = bench_export.SIZES[-1]
+    with torch.device("meta"):
+        y, keys, _ = bench_export.Block(size)(*bench_export.arguments(size))
+    assert y.shape == (16, 1, 4096) and keys.shape == (16, 8, 1, 128)
 
 
 def test_cast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
