@@ -115,4 +115,4 @@ def package(provider: str, program: torch.export.ExportedProgram) -> Callable[..
             torch._inductor.aoti_compile_and_package(program, package_path=path)
         else:
             aoti_compile_and_package(program, package_path=path)
-        return torch._inductor.aoti_load_package(path)  # type: ignore[no-any-return]
+        return torch._inductor.aoti_load_package(path)
