@@ -81,7 +81,7 @@ def _launch_early() -> None:
 
     @functools.wraps(define)
     def define_kernel(self: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any) -> Any:
-        if "gdc_wait()" in kernel_body and "'PDL': True" in kernel_body:
+        if "gdc_wait()" in kernel_body:
             kernel_body = kernel_body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
         return define(self, kernel_name, kernel_body, *args, **kwargs)
 

@@ -39,6 +39,9 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "s
 
 _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 
+_VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "reshape", "_unsafe_view", "unsqueeze"))
+_CONVERT = torch.ops.prims.convert_element_type.default
+
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
 )  # fmt: skip
@@ -57,6 +60,8 @@ def implementation(node: fx.Node, portable: bool = False, launches: bool = True)
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
         return decode_scaled_mm if launches and _decodes(node) else gemm.scaled_mm
+    if name == "quantize" and device.type == "cuda" and launches and _quantizes_few_rows(node):
+        return decode_quantize
     if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and not portable and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
     if name == "grouped_scaled_mm" and portable:
@@ -84,30 +89,54 @@ def decode_scaled_mm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """`fxquant::scaled_mm` of few rows by a Triton kernel; `a` may be what `_leave_unquantized` makes of it."""
+    """`fxquant::scaled_mm` of few rows by a Triton kernel; `a` may be what `_leave_unquantized` gives."""
     return triton_decode.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
 
 
 def _leave_unquantized(graph: fx.Graph) -> None:
-    """Gives GEMMs of few rows the tensor itself, with its multiplier where it has one, to quantize as they read it.
+    """Gives GEMMs of one row the tensor itself, with its multiplier where it has one, to quantize as they read it.
 
     Only where no one else reads the quantized one.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
-        gemms = {user for item in node.users for user in item.users}
-        if not all(
-            user.target is torch.ops.fxquant.scaled_mm.default and _decodes(user) and user.args[0] == [*node.users]
-            for user in gemms
-        ):
-            continue
-        x, spec, direction, *multiplier = node.args
-        if direction != "rowwise" or not triton_decode.quantizes(val(x), QuantSpec.parse(spec)):
-            continue
-        for user in gemms:
-            user.args = ([x, *multiplier], *user.args[1:])
-        for item in list(node.users):
-            graph.erase_node(item)
-        graph.erase_node(node)
+        x, _, direction, *multiplier = node.args
+        gemms = _few_row_gemms(node)
+        if direction == "rowwise" and gemms and triton_decode.quantizes_itself(val(x)):
+            for user in gemms:
+                user.args = ([x, *multiplier], *user.args[1:])
+            for item in [*node.users, node]:
+                graph.erase_node(item)
+
+
+def _few_row_gemms(node: fx.Node) -> set[fx.Node]:
+    """The GEMMs that read a quantization, where nothing else does and `_decodes` them all."""
+    users = {user for item in node.users for user in item.users}
+    alone = all(
+        user.target is torch.ops.fxquant.scaled_mm.default and user.args[0] == [*node.users] and _decodes(user)
+        for user in users
+    )
+    return users if alone else set()
+
+
+def _quantizes_few_rows(node: fx.Node) -> bool:
+    """Whether a quantization is quicker by a kernel that lets its GEMMs start early than fused by Inductor.
+
+    Fused with what makes its tensor it costs no launch; but an amax of the whole tensor does.
+    """
+    x, text, direction, *multiplier = node.args
+    spec = QuantSpec.parse(str(text))
+    if direction != "rowwise" or not is_hopper(val(x).device) or not triton_decode.quantizes(val(x), spec):
+        return False
+    own_pass = spec.row.family == "per_tensor" and not multiplier
+    return bool(_few_row_gemms(node)) and (own_pass or not _is_fused(x))
+
+
+def _is_fused(x: Any) -> bool:
+    """Whether Inductor makes a tensor in a kernel of its own, into which it can fuse more."""
+    while x.op == "call_function" and x.target in _VIEWS:
+        x = x.args[0]
+    tags = getattr(x.target, "tags", ())
+    return x.op == "call_function" and (torch.Tag.pointwise in tags or x.target is _CONVERT)
 
 
 def _transposes(name: str, node: fx.Node) -> bool:
@@ -121,6 +150,11 @@ def _transposes(name: str, node: fx.Node) -> bool:
     value = val(x)
     matrix = value.ndim == 2 and value.dtype != torch.float64 and 0 not in value.shape
     return columnwise and known and matrix and converts_to_fp8(value.device)
+
+
+def decode_quantize(x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None) -> list[Tensor]:
+    """`fxquant::quantize` of few rows by Triton kernels, rowwise."""
+    return triton_decode.quantize(x, QuantSpec.parse(spec), multiplier)
 
 
 def triton_quantize(x: Tensor, spec: str, direction: str, scale: Tensor | None = None) -> list[Tensor]:

@@ -37,9 +37,15 @@ def test_bytes_of_the_activation(rows: int, specs: tuple[str, str]) -> None:
     identity = [torch.eye(size, device=DEVICE).to(data.dtype), torch.ones_like(scale)]
     parts = reference.quantize(x, a_spec)
     want = reference.dequantize(parts, a_spec)
-    sources: list[list[Tensor]] = [parts, [x]]
-    if a_spec.row.family == "per_tensor":
-        sources.append([x, reference.multiplier_from_amax(reference.amax(x), a_spec)])
+    sources: list[list[Tensor]] = [parts]
+    multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
+    for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
+        if triton_decode.quantizes_itself(x):
+            sources.append([x, *given])
+        else:
+            quantized = triton_decode.quantize(x, a_spec, *given)
+            assert torch.equal(quantized[0].view(torch.uint8), parts[0].view(torch.uint8))
+            assert torch.equal(quantized[1], parts[1])
     for source in sources:
         got = triton_decode.scaled_mm(source, a_spec, identity, b_spec, None, torch.float32)
         assert torch.equal(got, want), (specs, len(source))

@@ -20,7 +20,7 @@ PAIRS = (
     ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_row_e4m3(pow2,torchao)", "per_row_e4m3(pow2,torchao)"),
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"), ("per_tensor_e4m3(eps=0.015625)", "per_row_e4m3"),
 )  # fmt: skip
-SIZES = ((1, 272, 136), (3, 128, 8), (20, 200, 264), (64, 384, 128), (2, 1024, 24))
+SIZES = ((1, 272, 136), (3, 128, 8), (20, 200, 264), (64, 384, 128), (2, 1100, 24))
 """M, K, N: K that is no multiple of 128 or of 16, N down to 8 and beyond whole tiles."""
 
 convert = interpreter._convert_float
@@ -65,16 +65,20 @@ for texts in PAIRS:
         bias = torch.randn(n).to(torch.bfloat16) if i % 2 else None
         dtype = torch.float32 if i == 2 else torch.bfloat16
         want = reference.scaled_mm(a, a_spec, b, b_spec, bias, dtype)
-        sources = [a, [x]]
-        if a_spec.row.family == "per_tensor":
-            sources.append([x, reference.multiplier_from_amax(reference.amax(x), a_spec)])
+        sources = [a]
+        multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
+        for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
+            if triton_decode.quantizes_itself(x):
+                sources.append([x, *given])
+            if triton_decode.quantizes(x, a_spec):
+                for got, part in zip(triton_decode.quantize(x, a_spec, *given), a, strict=True):
+                    assert got.shape == part.shape and torch.equal(got.float(), part.float()), (texts, m, k)
         for source in sources:
             assert triton_decode.supports(source, a_spec, b, b_spec)
             check(triton_decode.scaled_mm(source, a_spec, b, b_spec, bias, dtype), want, (texts, m, k, n, len(source)))
             count += 1
 x = torch.randn(48, 8).to(torch.bfloat16).t()
 a_spec = QuantSpec.parse("per_row_e4m3")
-b = reference.quantize(torch.randn(24, 48), a_spec)
-want = reference.scaled_mm(reference.quantize(x, a_spec), a_spec, b, a_spec, None, torch.bfloat16)
-check(triton_decode.scaled_mm([x], a_spec, b, a_spec, None, torch.bfloat16), want, "columns")
-print(count + 1)
+for got, part in zip(triton_decode.quantize(x, a_spec), reference.quantize(x, a_spec), strict=True):
+    assert torch.equal(got.float(), part.float()), "stored by columns"
+print(count)
