@@ -1,15 +1,18 @@
 """Benchmarks: training steps of Llama blocks, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench step    [--providers NAME,NAME] [--length 8192] [--csv FILE]
+    python -m fxquant bench block   [--providers NAME,NAME] [--length 8192] [--csv FILE]
     python -m fxquant bench linear  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench grouped [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench decode  [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench export  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench cast    [--providers SPEC,SPEC] [--csv FILE]
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
 shapes. Providers are timed in turn, round after round; times are medians after a second of warm-up, from CUDA events.
 Compilations start with Inductor's caches off. The floor of a linear layer is the time of its three GEMMs alone, on
 quantized operands, and of the fewest bytes of its casts at the rate of a copy, all in the same rounds.
-A cast is one quantization, compiled, beside a copy of its input.
+A cast is one quantization, compiled, beside a copy of its input. Decoding and exported blocks are inference; see
+`fxquant.bench_decode` and `fxquant.bench_export`.
 Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
 """
 
@@ -36,8 +39,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxquant import recipes
+from fxquant import bench_decode, bench_export, recipes
 from fxquant.backend import Backend
+from fxquant.bench_decode import Decode
+from fxquant.bench_export import Served
 from fxquant.compat import inductor_config, unlimited_recompiles
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm
@@ -49,13 +54,14 @@ QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise"
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
 COLUMNS = (
-    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "over_bf16", "over_torchao", "of_floor", "floor_ms",
-    "of_copy", "saved_gib", "peak_gib", "compile_s", "flops_quantized", "gemms",
+    "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
+    "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms",
     "card", "torch", "triton", "torchao", "date", "command",
 )  # fmt: skip
 SHOWN = {
-    "size": "size", "provider": "what", "ms": "step ms", "over_bf16": "over bf16", "over_torchao": "over torchao",
-    "of_floor": "of floor", "of_copy": "of copy rate", "saved_gib": "saved GiB", "peak_gib": "peak GiB",
+    "size": "size", "provider": "what", "ms": "step ms", "us": "us", "over_bf16": "over bf16",
+    "over_torchao": "over torchao", "of_floor": "of floor", "over_read": "over reading the weight",
+    "of_copy": "of copy rate", "saved_gib": "saved GiB", "peak_gib": "peak GiB", "weights_gib": "weights GiB",
     "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
 }  # fmt: skip
 """The columns that tables show, and their titles."""
@@ -537,6 +543,7 @@ def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
     from fxquant.__main__ import runs_as
 
+    provider = provider.removesuffix(" calibrated")
     if provider not in QUANTIZED:
         return "native"
     return runs_as(
@@ -548,15 +555,18 @@ def gemms(provider: str, device: str) -> str:
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
     device, cuda = options.device, options.device == "cuda"
-    sizes: Sequence[Size | Cast] = options.sizes(cuda, options)
+    sizes: Sequence[Size | Cast | Decode | Served] = options.sizes(cuda, options)
     where = setting(device, command)
     how = (device, options.seconds if cuda else 0.0, options.repeats if cuda else ROUNDS)
     rows = []
     for size in sizes:
         providers = options.providers
-        measured: Iterable[Row] = (
-            measure_casts(providers, size, *how) if isinstance(size, Cast) else measure(providers, size, *how)
-        )
+        if isinstance(size, Cast):
+            measured: Iterable[Row] = measure_casts(providers, size, *how)
+        elif isinstance(size, (Decode, Served)):
+            measured = measure_inference(providers, size, *how)
+        else:
+            measured = measure(providers, size, *how)
         for row in measured:
             row = dict.fromkeys(COLUMNS, "") | {"benchmark": options.benchmark, "size": str(size)} | row | where
             print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
@@ -587,6 +597,25 @@ def measure(providers: Sequence[str], size: Size, device: str, seconds: float, r
             row |= ratios(each.name, medians, floor(each.name))
         rows.append(row)
     return rows
+
+
+def measure_inference(
+    providers: Sequence[str], size: Decode | Served, device: str, seconds: float, repeats: int
+) -> Iterator[Row]:
+    """Times inference under one provider after another."""
+    run = bench_decode.measure if isinstance(size, Decode) else bench_export.measure
+    baseline = 0.0
+    for provider in providers:
+        row = {"provider": provider, "gemms": gemms(provider, device)}
+        try:
+            row |= run(provider, size, device, seconds, repeats)  # type: ignore[operator]
+        except Exception as error:
+            row["gemms"] = failure(error)
+        else:
+            taken = float(row.get("ms") or row["us"])
+            baseline = taken if provider == "bf16" else baseline
+            row["over_bf16"] = f"{baseline / taken:.2f}x" if baseline else ""
+        yield row
 
 
 def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> Row:
@@ -669,9 +698,17 @@ def _casts(cuda: bool, _options: argparse.Namespace) -> Sequence[Cast]:
     return CASTS if cuda else TINY_CASTS
 
 
+def _decodes(cuda: bool, _options: argparse.Namespace) -> Sequence[Decode]:
+    return bench_decode.SIZES if cuda else bench_decode.TINY
+
+
+def _served(cuda: bool, _options: argparse.Namespace) -> Sequence[Served]:
+    return bench_export.SIZES if cuda else bench_export.TINY
+
+
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
-    known = (*PROVIDERS, "copy", *SPECS)
+    known = dict.fromkeys((*PROVIDERS, *bench_decode.PROVIDERS, "copy", *SPECS))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(known)}")
@@ -682,20 +719,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fxquant bench", description="Times fxquant, bf16 and torchao.")
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     known = [p for p in PROVIDERS if p not in TORCHAO or importlib.util.find_spec("torchao")]
-    step = kinds.add_parser("step", help="training steps of Llama3-8B blocks")
-    step.add_argument(
+    block = kinds.add_parser("block", help="training steps of Llama3-8B blocks")
+    block.add_argument(
         "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
     )
-    step.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
-    step.set_defaults(sizes=_stack, providers=known)
+    block.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
+    block.set_defaults(sizes=_stack, providers=known)
     linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
     linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4")])
     grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")
     grouped.set_defaults(sizes=_groups, providers=[p for p in known if p != "torchao tensorwise"])
+    decode = kinds.add_parser("decode", help="inference of one linear layer with few tokens")
+    decode.set_defaults(sizes=_decodes, providers=[p for p in bench_decode.PROVIDERS if p not in TORCHAO or p in known])
+    export = kinds.add_parser("export", help="inference of a decoder block compiled ahead of time")
+    export.set_defaults(sizes=_served, providers=bench_export.PROVIDERS)
     cast = kinds.add_parser("cast", help="quantizations, beside a copy")
     cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
-    for kind in (step, linear, grouped, cast):
-        names = ["copy", *SPECS] if kind is cast else known
+    for kind in (block, linear, grouped, decode, export, cast):
+        own = {cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS, export: bench_export.PROVIDERS}
+        names = own.get(kind, known)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
         kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -713,7 +755,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(aligned([list(shown[0]), *(list(row.values()) for row in shown)]))
     if options.benchmark == "linear" and (table := means(rows)):
         print(f"\n{aligned(table)}")
-    return int(any(not row["ms"] for row in rows))
+    return int(any(not row["ms"] and not row["us"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxquant.compat import lazy_format_graph_code
@@ -14,6 +15,13 @@ from fxquant.compat import lazy_format_graph_code
 log = logging.getLogger(__name__)
 
 FXQUANT_OPS = "fxquant"
+
+_aten = torch.ops.aten
+VIEWS = (
+    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default,
+    _aten.transpose.int, _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.slice.Tensor,
+)  # fmt: skip
+"""Operators that leave elements where they are."""
 
 
 def is_fxquant(node: fx.Node, name: str | None = None) -> bool:

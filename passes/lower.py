@@ -1,7 +1,8 @@
 """Lower: replaces every fxquant operator by what runs on its device. After it the graph speaks of kernels only.
 
 On the CPU that is the reference itself, spelled in ATen operators for Inductor to fuse. On CUDA, per-tensor and
-rowwise GEMMs become `_scaled_mm`; formats that the device has no GEMM for are dequantized, exactly, to bfloat16.
+rowwise GEMMs become `_scaled_mm`, those of few rows on Hopper a Triton kernel that may quantize as it reads; formats
+that the device has no GEMM for are dequantized, exactly, to bfloat16.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from fxquant.kernels import (
     triton_cast,
 )
 from fxquant.kernels.grouped_mm import portable_grouped_mm
-from fxquant.passes.base import is_fxquant, val
+from fxquant.passes import few_rows
+from fxquant.passes.base import VIEWS, is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
@@ -56,10 +58,6 @@ _READS_VALUES = (
 """Operators whose result depends on the last bit of what they read."""
 
 _aten = torch.ops.aten
-_VIEWS = (
-    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default,
-    _aten.transpose.int, _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.slice.Tensor,
-)  # fmt: skip
 _EXTERNAL = (
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_backward.default,
@@ -70,17 +68,20 @@ _EXTERNAL = (
 """What no kernel of Inductor's own computes."""
 
 
-def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
+def implementation(node: fx.Node, portable: bool = False, launches: bool = True) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better.
 
-    `portable` keeps to operators that torch itself has, for graphs that are saved.
+    `portable` keeps to operators that torch itself has, for programs that run where fxquant is not; of Triton kernels
+    `launches` are meant, which a compiled program holds, but not a saved graph.
     """
     if node.target is _GROUPED_MM:
         return portable_grouped_mm
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
-        return gemm.scaled_mm
+        return few_rows.scaled_mm if launches and few_rows.decodes(node) else gemm.scaled_mm
+    if name == "quantize" and device.type == "cuda" and launches and few_rows.quantizes_few_rows(node):
+        return few_rows.quantize
     if device.type == "cuda" and not portable:
         in_memory = name in _READS_VALUES and _in_memory(node.args[0])
         if name == "amax" and in_memory:
@@ -121,7 +122,7 @@ def _by_triton(name: str, node: fx.Node) -> bool:
 
 def _in_memory(x: Any) -> bool:
     """Whether a tensor is a graph's input or the result of a GEMM or an attention, seen through views."""
-    while isinstance(x, fx.Node) and x.target in _VIEWS:
+    while isinstance(x, fx.Node) and x.target in VIEWS:
         x = x.args[0]
     if isinstance(x, fx.Node) and x.target is operator.getitem:
         x = x.args[0]
@@ -249,18 +250,21 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     raise AssertionError("a traced graph has an output")
 
 
-def lower(graph: fx.Graph, *, portable: bool = False) -> int:
+def lower(graph: fx.Graph, *, portable: bool = False, launches: bool = True) -> int:
     """Rewrites `graph` in place; returns how many operators were lowered.
 
-    A `portable` graph has none of fxquant's own kernels either, so that it runs where fxquant is not.
+    A `portable` graph has none of fxquant's own operators either, so that it runs where fxquant is not. Without
+    `launches` it has no launch of a Triton kernel, so that it can be saved.
     """
     count = 0
+    if launches:
+        few_rows.leave_unquantized(graph)
     traced: dict[Any, fx.GraphModule] = {}
     for node in list(graph.nodes):
         if not is_fxquant(node) and not (portable and node.target is _GROUPED_MM):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
-        run = implementation(node, portable)
+        run = implementation(node, portable, launches)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             body = _trace(run, args, kwargs, portable)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxquant import Backend, bench
+from fxquant import Backend, bench, bench_decode, bench_export
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "step.csv"
-    arguments = ["step", "--device", "cpu", "--providers", "bf16,mxfp8", "--csv", str(path)]
+def test_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "block.csv"
+    arguments = ["block", "--device", "cpu", "--providers", "bf16,mxfp8", "--csv", str(path)]
     assert bench.main(arguments) == 0
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -38,7 +38,7 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     titles = capsys.readouterr().out.splitlines()[0].split("  ")
     assert "step ms" in [title.strip() for title in titles]
     assert [row["what"] for row in bench.read_table(path)] == ["bf16", "mxfp8"]
-    assert bench.caption(path).count("python -m fxquant bench step") == 1
+    assert bench.caption(path).count("python -m fxquant bench block") == 1
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -116,6 +116,42 @@ def test_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 experts 64x32x48" in shown and shown.count("100%") == 2, "all FLOPs of the experts are quantized"
 
 
+def test_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies of a layer share one compilation, and what is timed quantizes the activation but no weight."""
+    compiled: list[torch.fx.Graph] = []
+
+    def compiler(provider: str) -> Any:
+        def compile_(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            compiled.append(gm.graph)
+            return Backend("high_precision", inner="aot_eager")(gm, inputs)
+
+        return compile_
+
+    monkeypatch.setattr(bench_decode, "compiler", compiler)
+    providers = ["bf16", "rowwise", "current_scaling calibrated", "float8_blockwise"]
+    assert bench.main(["decode", "--device", "cpu", "--providers", ",".join(providers)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "us" in shown[0].split() and "step ms" not in shown[0] and len(shown) == 1 + 2 * len(providers)
+    assert len(compiled) == 2 * len(providers)
+    names = [[node.name for node in graph.nodes if "quantize" in node.name] for graph in compiled]
+    assert [len(each) for each in names] == [0, 1, 1, 1] * 2
+
+
+def test_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Folded weights are counted, and attention is given the keys and values of the tokens before."""
+    monkeypatch.setattr(bench_export, "package", lambda provider, program: program.module())
+    assert bench.main(["export", "--device", "cpu", "--providers", "bf16,rowwise"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "weights GiB" in shown[0] and [line.split(",")[0] for line in shown[1::2]] == [
+        "prefill 16",
+        "decode 2 after 8",
+    ]
+    size = bench_export.SIZES[-1]
+    with torch.device("meta"):
+        y, keys, _ = bench_export.Block(size)(*bench_export.arguments(size))
+    assert y.shape == (16, 1, 4096) and keys.shape == (16, 8, 1, 128)
+
+
 def test_cast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench, "Backend", lambda recipe: Backend(recipe, inner="aot_eager"))
     chosen = ["copy", "per_row_e4m3(pow2,torchao)", "mxfp8_e4m3"]
@@ -141,7 +177,7 @@ def test_groups_share_all_rows_unevenly() -> None:
 
 def test_unknown_provider_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.main(["step", "--providers", "fp3"])
+        bench.main(["block", "--providers", "fp3"])
     assert "torchao rowwise" in capsys.readouterr().err
 
 

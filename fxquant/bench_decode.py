@@ -1,0 +1,154 @@
+"""Times a linear layer with few tokens, as in decoding, beside reading its FP8 weight at the rate of a copy.
+
+The activation's quantization is part of what is timed; weights are quantized before. On CUDA calls run in a graph, and
+copies of the weight take turns, so that none is in the L2 cache when its turn comes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.backend import Backend
+from fxquant.compat import inductor_config
+from fxquant.program import quantize_program
+
+CALIBRATED = "current_scaling calibrated"
+"""The recipe whose activation scales are constants."""
+PROVIDERS = (
+    "bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise", "torchao tensorwise", "torchao rowwise",
+)  # fmt: skip
+_ROTATED = 200_000_000
+"""Bytes of weights that take turns, at least: four times the L2 cache of an H100."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Sizes of one linear layer: input [m, k], weight [n, k]."""
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.m} tokens {self.k}x{self.n}"
+
+
+SIZES = tuple(Decode(m, k, n) for k, n in ((4096, 14336), (8192, 28672)) for m in (1, 4, 16, 64))
+"""The up-projections of Llama3 8B and 70B."""
+TINY = (Decode(1, 64, 96), Decode(16, 64, 96))
+
+
+def prepare(provider: str, model: nn.Linear, x: Tensor, copies: int) -> list[Callable[[Tensor], Tensor]]:
+    """Copies of the layer, each with a weight of its own in the provider's format, which share one compilation."""
+    backend = compiler(provider)
+    if provider == "bf16" or provider.startswith("torchao "):
+        if provider != "bf16":
+            from torchao.quantization import (  # type: ignore[import-not-found]
+                Float8DynamicActivationFloat8WeightConfig,
+                PerRow,
+                PerTensor,
+                quantize_,
+            )
+
+            granularity = PerTensor() if provider == "torchao tensorwise" else PerRow()
+            quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
+        call = torch.compile(lambda layer, x: layer(x), backend=backend, fullgraph=True, dynamic=False)
+        return [functools.partial(call, copy.deepcopy(model)) for _ in range(copies)]
+    calibration = [x] if provider == CALIBRATED else None
+    program = quantize_program(
+        torch.export.export(model, (x,)), provider.removesuffix(" calibrated"), calibration=calibration
+    )
+    module: nn.Module = program.module()
+
+    def call_with(state: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, state, (x,))  # type: ignore[no-any-return]
+
+    run = torch.compile(call_with, backend=backend, fullgraph=True, dynamic=False)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return [
+        functools.partial(run, {name: tensor.detach().clone() for name, tensor in state.items()}) for _ in range(copies)
+    ]
+
+
+def compiler(provider: str) -> Any:
+    """What compiles a provider's layer: the backend lowers what a quantized program holds, and adds nothing."""
+    return "inductor" if provider == "bf16" or provider.startswith("torchao ") else Backend("high_precision")
+
+
+def measure(provider: str, size: Decode, device: str, seconds: float, repeats: int) -> dict[str, str]:
+    """The columns of one provider: microseconds of a call, and those over reading the weight in FP8."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+    with torch.device(device):
+        model = nn.Linear(size.k, size.n, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        x = torch.randn(size.m, size.k, dtype=torch.bfloat16)
+    weight_bytes = size.n * size.k * (2 if provider == "bf16" else 1)
+    copies = 2 + _ROTATED // weight_bytes if cuda else 2
+    started = time.perf_counter()
+    with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        layers = prepare(provider, model, x, copies)
+        layers[0](x)
+    compile_seconds = time.perf_counter() - started
+    with torch.no_grad():
+        times = microseconds([functools.partial(layer, x) for layer in layers], cuda, seconds, repeats)
+    row = {"us": f"{statistics.median(times):.1f}", "compile_s": f"{compile_seconds:.1f}"}
+    if cuda:
+        row["over_read"] = f"{statistics.median(times) / (size.n * size.k / copy_rate()):.2f}x"
+    return row
+
+
+@functools.cache
+def copy_rate() -> float:
+    """Bytes read and written a microsecond by copying 1 GiB on the current card."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = microseconds([lambda: target.copy_(source)], True, 0.1, 10)
+    return 2 * source.numel() / statistics.median(times)
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], cuda: bool, seconds: float, repeats: int) -> list[float]:
+    """The time of a call, the mean over calls that take turns, in each of `repeats` rounds; on CUDA in a graph."""
+    rounds = max(1, 24 // len(calls))
+
+    def run() -> None:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+
+    if not cuda:
+        run()
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            run()
+            times.append(1e6 * (time.perf_counter() - started) / (rounds * len(calls)))
+        return times
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e3 * a.elapsed_time(b) / (rounds * len(calls)) for a, b in itertools.pairwise(events)]

@@ -1,0 +1,118 @@
+"""Times a decoder block compiled ahead of time: the prefill of a prompt, and decode steps with keys and values kept.
+
+Beside it, the block in bfloat16, compiled likewise. On CUDA calls run in a graph; weights of a block are larger than
+the L2 cache. What a package holds in constants is counted as its weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxquant.bench_decode import CALIBRATED, microseconds
+from fxquant.program import aoti_compile_and_package, quantize_program
+
+PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise")
+
+
+@dataclass(frozen=True)
+class Served:
+    """Sizes of one decoder block and of a call of it: `tokens` of one prompt, or one each of sequences with `context`
+    tokens before it."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    context: int = 0
+
+    def __str__(self) -> str:
+        what = f"decode {self.tokens} after {self.context}" if self.context else f"prefill {self.tokens}"
+        return f"{what}, block {self.hidden}/{self.ffn}"
+
+
+_LLAMA = {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}
+SIZES = (Served(**_LLAMA, tokens=4096), *(Served(**_LLAMA, tokens=m, context=1024) for m in (1, 4, 16)))
+TINY = (Served(64, 128, 4, 2, tokens=16), Served(64, 128, 4, 2, tokens=2, context=8))
+
+
+class Block(nn.Module):
+    """A Llama decoder block whose keys and values so far are inputs; it gives its output and the new ones."""
+
+    def __init__(self, size: Served) -> None:
+        super().__init__()
+        self.head_dim = size.hidden // size.heads
+        kv = size.kv_heads * self.head_dim
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(size.hidden), nn.RMSNorm(size.hidden)
+        self.q, self.o = (nn.Linear(size.hidden, size.hidden, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(size.hidden, kv, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(size.hidden, size.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.ffn, size.hidden, bias=False)
+        self.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: Tensor, keys: Tensor | None = None, values: Tensor | None = None) -> tuple[Tensor, ...]:
+        """x [batch, length, hidden]; keys and values [batch, kv_heads, context, head_dim] are attended to alone."""
+        h = self.attention_norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        if keys is None or values is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            y = F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h)), k, v
+
+
+def arguments(size: Served) -> tuple[Tensor, ...]:
+    """Normal values for one call, on the default device."""
+    if not size.context:
+        return (torch.randn(1, size.tokens, size.hidden, dtype=torch.bfloat16),)
+    cached = (size.tokens, size.kv_heads, size.context, size.hidden // size.heads)
+    x = torch.randn(size.tokens, 1, size.hidden, dtype=torch.bfloat16)
+    return (x, *(torch.randn(cached, dtype=torch.bfloat16) for _ in range(2)))
+
+
+def measure(provider: str, size: Served, device: str, seconds: float, repeats: int) -> dict[str, str]:
+    """The columns of one provider: microseconds of a call, seconds of compilation, GiB of weights."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    cuda = device == "cuda"
+    with torch.device(device):
+        model, args = Block(size), arguments(size)
+    program = torch.export.export(model, args)
+    if provider != "bf16":
+        calibration = [args] if provider == CALIBRATED else None
+        program = quantize_program(program, provider.removesuffix(" calibrated"), calibration=calibration)
+    weights = sum(tensor.nbytes for tensor in program.state_dict.values())
+    started = time.perf_counter()
+    run = package(provider, program)
+    compile_seconds = time.perf_counter() - started
+    del model, program
+    with torch.no_grad():
+        times = microseconds([lambda: run(*args)], cuda, seconds, repeats)
+    return {
+        "us": f"{statistics.median(times):.1f}",
+        "compile_s": f"{compile_seconds:.1f}",
+        "weights_gib": f"{weights / 2**30:.3f}",
+    }
+
+
+def package(provider: str, program: torch.export.ExportedProgram) -> Callable[..., Any]:
+    """The program compiled ahead of time, and loaded again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "block.pt2")
+        if provider == "bf16":
+            torch._inductor.aoti_compile_and_package(program, package_path=path)
+        else:
+            aoti_compile_and_package(program, package_path=path)
+        return torch._inductor.aoti_load_package(path)

@@ -1,0 +1,71 @@
+"""Linears of few tokens on Hopper: the bytes that the kernels quantize to, and folded programs against the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant
+from fxquant import Backend
+from fxquant.compat import is_hopper
+from fxquant.formats import QuantSpec
+from fxquant.kernels import reference, triton_decode
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not is_hopper(torch.device(DEVICE)), reason="Hopper's kernels"),
+]
+
+PAIRS = (
+    ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_row_e4m3(pow2,torchao)", "per_row_e4m3"),
+    ("per_row_e4m3", "per_row_e4m3"), ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("specs", PAIRS)
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+def test_bytes_of_the_activation(rows: int, specs: tuple[str, str]) -> None:
+    """Multiplied by the identity, what is quantized inside a kernel comes out as it was stored, exactly."""
+    size = 384
+    a_spec, b_spec = map(QuantSpec.parse, specs)
+    x = torch.randn(rows, size, device=DEVICE) * torch.logspace(-3, 3, rows, device=DEVICE)[:, None]
+    x = x.to(torch.bfloat16)
+    x[0, 3] = 0
+    data, scale = reference.quantize(torch.eye(size, device=DEVICE), b_spec)
+    identity = [torch.eye(size, device=DEVICE).to(data.dtype), torch.ones_like(scale)]
+    parts = reference.quantize(x, a_spec)
+    want = reference.dequantize(parts, a_spec)
+    sources: list[list[Tensor]] = [parts]
+    multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
+    for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
+        if triton_decode.quantizes_itself(x):
+            sources.append([x, *given])
+        else:
+            quantized = triton_decode.quantize(x, a_spec, *given)
+            assert torch.equal(quantized[0].view(torch.uint8), parts[0].view(torch.uint8))
+            assert torch.equal(quantized[1], parts[1])
+    for source in sources:
+        got = triton_decode.scaled_mm(source, a_spec, identity, b_spec, None, torch.float32)
+        assert torch.equal(got, want), (specs, len(source))
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", "calibrated", "rowwise", "float8_blockwise"])
+@pytest.mark.parametrize("shape", [(1, 272, 136), (3, 128, 8), (16, 4096, 520), (20, 200, 264), (64, 1024, 2048)])
+def test_folded_program(shape: tuple[int, int, int], recipe: str) -> None:
+    m, k, n = shape
+    torch.manual_seed(0)
+    layer = nn.Linear(k, n, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(m, k).to(torch.bfloat16)
+    program = fxquant.quantize_program(
+        torch.export.export(layer, (x,)),
+        "current_scaling" if recipe == "calibrated" else recipe,
+        calibration=[x] if recipe == "calibrated" else None,
+    )
+    module: nn.Module = program.module()
+    want = module(x).double()
+    run = torch.compile(module.to(DEVICE), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        got = run(x.to(DEVICE)).cpu().double()
+    assert (got - want).norm() < 2**-8 * want.norm()

@@ -1,0 +1,84 @@
+"""The kernels for few tokens in Triton's interpreter against the reference; run by test_triton_decode.py.
+
+The interpreter's own float32 to FP8 conversion does not round to nearest even, so torch's stands in for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+
+from fxquant.formats import ELEMENTS, QuantSpec
+from fxquant.kernels import reference, triton_decode
+
+PAIRS = (
+    ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_row_e4m3(pow2,torchao)", "per_row_e4m3(pow2,torchao)"),
+    ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"), ("per_tensor_e4m3(eps=0.015625)", "per_row_e4m3"),
+)  # fmt: skip
+SIZES = ((1, 272, 136), (3, 128, 8), (20, 200, 264), (64, 384, 128), (2, 1100, 24))
+"""M, K, N: K that is no multiple of 128 or of 16, N down to 8 and beyond whole tiles."""
+
+convert = interpreter._convert_float
+
+
+def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    if target is not tl.float8e4nv:
+        return convert(values, source, target, rounding)
+    floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+    return reference.cast_fp8(floats, ELEMENTS["e4m3"]).view(torch.uint8).numpy().reshape(values.shape)
+
+
+class Launcher:
+    """What `wrap_triton` gives, without its check that tensors are on a GPU."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.kernel[grid]
+
+
+def operands(m: int, k: int, n: int, a_spec: QuantSpec, b_spec: QuantSpec) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    x, w = torch.randn(m, k).to(torch.bfloat16), torch.randn(n, k).to(torch.bfloat16)
+    x[0, :4] *= 100
+    return x, reference.quantize(x, a_spec), reference.quantize(w, b_spec)
+
+
+def check(y: Tensor, want: Tensor, what: Any) -> None:
+    assert y.shape == want.shape and y.dtype == want.dtype, what
+    torch.testing.assert_close(y.float(), want.float(), rtol=2**-7, atol=1e-3, msg=lambda text: f"{what}: {text}")
+
+
+interpreter._convert_float = convert_float
+triton_decode.wrap_triton = Launcher  # type: ignore[assignment]
+torch.manual_seed(0)
+count = 0
+for texts in PAIRS:
+    a_spec, b_spec = map(QuantSpec.parse, texts)
+    for i, (m, k, n) in enumerate(SIZES):
+        x, a, b = operands(m, k, n, a_spec, b_spec)
+        bias = torch.randn(n).to(torch.bfloat16) if i % 2 else None
+        dtype = torch.float32 if i == 2 else torch.bfloat16
+        want = reference.scaled_mm(a, a_spec, b, b_spec, bias, dtype)
+        sources = [a]
+        multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
+        for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
+            if triton_decode.quantizes_itself(x):
+                sources.append([x, *given])
+            if triton_decode.quantizes(x, a_spec):
+                for got, part in zip(triton_decode.quantize(x, a_spec, *given), a, strict=True):
+                    assert got.shape == part.shape and torch.equal(got.float(), part.float()), (texts, m, k)
+        for source in sources:
+            assert triton_decode.supports(source, a_spec, b, b_spec)
+            check(triton_decode.scaled_mm(source, a_spec, b, b_spec, bias, dtype), want, (texts, m, k, n, len(source)))
+            count += 1
+x = torch.randn(48, 8).to(torch.bfloat16).t()
+a_spec = QuantSpec.parse("per_row_e4m3")
+for got, part in zip(triton_decode.quantize(x, a_spec), reference.quantize(x, a_spec), strict=True):
+    assert torch.equal(got.float(), part.float()), "stored by columns"
+print(count)
