@@ -31,11 +31,28 @@ _KINDS = {"per_tensor": _PER_TENSOR, "per_row": _PER_ROW, "block": _BLOCK, "mxfp
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_AMAX_LAYOUT = 8, 2, 8
+_AMAX_LAYOUT = 16, 2, 8
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
 _TORCHAO_FLOOR = 1e-12
 _TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
 """The least float32 that is not below torchao's least amax."""
+
+
+@triton.jit
+def _quotient(m):
+    """1.75 / m rounded to nearest, for m in [1, 2), without the branches of a division that takes every operand.
+
+    A reciprocal refined once, and a quotient once with the remainder, are those of the rounded division (Markstein,
+    1990); they give its bits for all 2^23 values of m.
+    """
+    if _INTERPRETED:
+        return tl.div_rn(tl.full(m.shape, 1.75, tl.float32), m)
+    y = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], dtype=tl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+    y = tl.fma(tl.fma(-m, y, 1.0), y, y)
+    q = 1.75 * y
+    return tl.fma(tl.fma(-q, m, 1.75), y, q)
 
 
 @triton.jit
@@ -44,39 +61,51 @@ def _multiplier(amax, SIDE: tl.constexpr):
 
     (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
     """
-    FMAX: tl.constexpr = SIDE[3]
+    LOG: tl.constexpr = SIDE[4]
     LARGEST: tl.constexpr = SIDE[7]
     EPS: tl.constexpr = SIDE[8]
     POW2: tl.constexpr = SIDE[9]
     TORCHAO_BELOW: tl.constexpr = SIDE[10]
     TORCHAO_MOST: tl.constexpr = SIDE[11]
+    tl.static_assert(SIDE[3] == 1.75 * 2**LOG)
     if EPS > 0:
         amax = tl.where(amax < EPS, EPS, amax)
-    scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
-    if TORCHAO_BELOW > 0:
-        scale = tl.where(amax < TORCHAO_BELOW, TORCHAO_MOST, scale)
+    bits = amax.to(tl.int32, bitcast=True)
+    if POW2:  # the exponent of 1.75 / m, which rounding does not change
+        quotient = (127 - (((bits & 0x7FFFFF) + 0x1FFFFF) >> 23)) << 23
     else:
-        scale = tl.where(scale == float("inf"), LARGEST, scale)
+        quotient = _quotient(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+        quotient = quotient.to(tl.int32, bitcast=True)
+    exponent = (LOG + 127) - (bits >> 23)
+    scale = (quotient + (exponent << 23)).to(tl.float32, bitcast=True)
+    if TORCHAO_BELOW > 0:
+        most = tl.full(amax.shape, TORCHAO_MOST, tl.float32)
+        if POW2:
+            most = (most.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        scale = tl.where(amax < TORCHAO_BELOW, most, scale)
+        scale = tl.where(amax < float("inf"), scale, 0.0)
+    else:
+        largest = tl.full(amax.shape, LARGEST, tl.float32)
+        if POW2:
+            largest = (largest.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        # an exponent of 128 is infinity; of subnormal amaxes, whose quotient is infinite, it is no less
+        scale = tl.where((quotient >> 23) + exponent > 254, largest, scale)
         scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-    if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     return scale
 
 
 @triton.jit
-def _power_of_two(amax, SIDE: tl.constexpr):
-    """The exponent field, as int32, of `_multiplier` for a power of two, without torchao's formula, by no division.
+def _power(exponent):
+    """2^(exponent - 127) in float32, for exponents from 0 to 254."""
+    return tl.maximum(exponent << 23, 0x00400000).to(tl.float32, bitcast=True)
 
-    The quotient of 1.75 * 2^LOG and amax, rounded, has the exponent that the exact one has. One that is too large
-    becomes the largest power of two of float32, as of bfloat16; those of float16 values are not.
-    """
-    EPS: tl.constexpr = SIDE[8]
-    tl.static_assert(SIDE[3] == 1.75 * 2 ** SIDE[4])
-    if EPS > 0:
-        amax = tl.where(amax < EPS, EPS, amax)
-    bits = amax.to(tl.int32, bitcast=True)
-    exponent = tl.minimum((254 + SIDE[4]) - ((bits + 0x1FFFFF) >> 23), 254)
-    return tl.where((bits > 0) & (bits < 0x7F800000), exponent, 127)
+
+@triton.jit
+def _inverse(factor, SIDE: tl.constexpr):
+    """What dequantization multiplies by: 1 / factor."""
+    if SIDE[9] and SIDE[10] == 0:
+        return _power(254 - (factor.to(tl.int32, bitcast=True) >> 23))
+    return tl.div_rn(1.0, factor)
 
 
 @triton.jit
@@ -94,12 +123,6 @@ def _e8m0(amax, SIDE: tl.constexpr):
             bits = bits + (1 << (22 - SIDE[5]))
         code = tl.maximum((bits >> 23) - SIDE[4], 0)
     return code
-
-
-@triton.jit
-def _power(exponent):
-    """2^(exponent - 127) in float32, for exponents from 0 to 254."""
-    return tl.maximum(exponent << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -135,10 +158,7 @@ def _four(x, N: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
-    """The amaxes, NaN ignored, of blocks of P rows and Q columns of a tile.
-
-    An axis is left with its size where a block is a part of it, and with 1 where a block has all of it.
-    """
+    """The amaxes, NaN ignored, of blocks of P rows and Q columns; an axis keeps what it has in blocks."""
     LK: tl.constexpr = LAYOUT[0]
     LM: tl.constexpr = LAYOUT[1]
     WK: tl.constexpr = LAYOUT[2]
@@ -152,17 +172,11 @@ def _amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
     if Q >= 4 * LK:
         amax = tl.max(amax, axis=0, keep_dims=True)
     elif Q > 4:
-        across: tl.constexpr = Q // 4
-        amax = tl.reshape(amax, (LK // across, across, LM, WK, WM, amax.shape[4]))
-        amax = tl.broadcast_to(tl.max(amax, axis=1, keep_dims=True), amax.shape)
-        amax = tl.reshape(amax, (LK, LM, WK, WM, amax.shape[5]))
+        amax = tl.max(tl.reshape(amax, (4 * LK // Q, Q // 4, LM, WK, WM, amax.shape[4])), axis=1)
     if P >= R * LM:
         amax = tl.max(amax, axis=1, keep_dims=True)
     elif P > R:
-        down: tl.constexpr = P // R
-        amax = tl.reshape(amax, (amax.shape[0], LM // down, down, WK, WM, 1))
-        amax = tl.broadcast_to(tl.max(amax, axis=2, keep_dims=True), amax.shape)
-        amax = tl.reshape(amax, (amax.shape[0], LM, WK, WM, 1))
+        amax = tl.max(tl.reshape(amax, (amax.shape[0], LM * R // P, P // R, WK, WM, 1)), axis=2)
     if P > R * LM:
         amax = tl.max(amax, axis=3, keep_dims=True)
     if Q > 4 * LK:
@@ -171,20 +185,51 @@ def _amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _block_factor(amax, scale, row, column, rows, columns, row_step, column_step, SIDE: tl.constexpr):
-    """What elements of blocks with these amaxes are multiplied by; stores the scales at `row` and `column`."""
+def _spread(v, LAYOUT: tl.constexpr):
+    """What blocks have, for the threads of a warp that share them, where these are not all beside each other."""
+    LK: tl.constexpr = LAYOUT[0]
+    LM: tl.constexpr = LAYOUT[1]
+    A: tl.constexpr = v.shape[0]
+    B: tl.constexpr = v.shape[1]
+    C: tl.constexpr = v.shape[2]
+    D: tl.constexpr = v.shape[3]
+    E: tl.constexpr = v.shape[4]
+    if A > 1 and A < LK:
+        v = tl.reshape(tl.broadcast_to(tl.expand_dims(v, 1), (A, LK // A, B, C, D, E)), (LK, B, C, D, E))
+    if B > 1 and B < LM:
+        F: tl.constexpr = v.shape[0]
+        v = tl.reshape(tl.broadcast_to(tl.expand_dims(v, 2), (F, B, LM // B, C, D, E)), (F, LM, C, D, E))
+    return v
+
+
+@triton.jit
+def _block_scale(amax, SIDE: tl.constexpr):
+    """What elements of blocks with these amaxes are multiplied by, and the scales to store."""
     if SIDE[0] == _MX:
         code = _e8m0(amax, SIDE)
         factor, stored = _power(254 - code), code.to(tl.uint8)
-    elif SIDE[9]:
-        exponent = _power_of_two(amax, SIDE)
-        factor, stored = _power(exponent), _power(254 - exponent)
     else:
         factor = _multiplier(amax, SIDE)
-        stored = tl.div_rn(1.0, factor)
+        stored = _inverse(factor, SIDE)
+    return factor, stored
+
+
+@triton.jit
+def _store_scales(
+    v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
+):  # fmt: skip
+    """Stores scales v [LK, LM, WK, WM, R, 2, 2], the last axes for four columns, from a row and a column on.
+
+    Each stands in DOWN rows and ACROSS columns.
+    """
+    A: tl.constexpr = v.shape[3] * v.shape[1] * v.shape[4]
+    B: tl.constexpr = v.shape[2] * v.shape[0] * v.shape[5] * v.shape[6]
+    v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
+    v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
+    row = first_row + tl.arange(0, A * DOWN)[:, None]
+    column = first_column + tl.arange(0, B * ACROSS)[None, :]
     place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
-    tl.store(scale + place, stored, mask=(row < rows) & (column < columns))
-    return factor
+    tl.store(scale + place, v, mask=(row < rows) & (column < columns))
 
 
 @triton.jit
@@ -193,7 +238,7 @@ def _line_factor(amax, scale, at, length, first, SIDE: tl.constexpr):
     inside = at < length
     factor = _multiplier(tl.load(amax + at, mask=inside, other=1.0), SIDE)
     if first:
-        tl.store(scale + at, tl.div_rn(1.0, factor), mask=inside)
+        tl.store(scale + at, _inverse(factor, SIDE), mask=inside)
     return factor
 
 
@@ -209,11 +254,6 @@ def _factors(
     KIND: tl.constexpr = SIDE[0]
     P: tl.constexpr = SIDE[1]
     Q: tl.constexpr = SIDE[2]
-    LK: tl.constexpr = LAYOUT[0]
-    LM: tl.constexpr = LAYOUT[1]
-    WK: tl.constexpr = LAYOUT[2]
-    WM: tl.constexpr = LAYOUT[3]
-    R: tl.constexpr = LAYOUT[4]
     if KIND == _GIVEN or KIND == _PER_TENSOR:
         f = tl.load(arg)
         if KIND == _PER_TENSOR:
@@ -229,32 +269,26 @@ def _factors(
         f = _line_factor(arg, scale, first_row + down, M, first_column == 0, SIDE)
         factors = (f, f, f, f)
     else:
-        # the blocks of the tile, or its elements along an axis where a block has but one
-        row, column = first_row + down, first_column + across
-        if P > 1:
-            warps, lanes = _axis(WM if P <= R * LM else 1, 3), _axis(LM if P < R * LM else 1, 1)
-            row = first_row // P + (warps * LM + lanes) * R // P
         if Q > 1:
-            warps, lanes = _axis(WK if Q <= 4 * LK else 1, 2), _axis(LK if Q < 4 * LK else 1, 0)
-            column = first_column // Q + (warps * LK + lanes) * 4 // Q
             a, b, c, d = parts
-            largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-            amax = _amax(largest, P, Q, LAYOUT)
-            if KIND == _MX and P > 1:  # a tile's code stands in each of its rows, of the side's own orientation
-                if COLUMN:
-                    column = first_column + across
-                    for j in tl.static_range(1, 4):
-                        _block_factor(amax, scale, row, column + j, rows, columns, row_step, column_step, SIDE)
-                else:
-                    row = first_row + down
-            f = _block_factor(amax, scale, row, column, rows, columns, row_step, column_step, SIDE)
+            amax = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+            factor, stored = _block_scale(_amax(amax, P, Q, LAYOUT), SIDE)
+            f = _spread(factor, LAYOUT)
             factors = (f, f, f, f)
+            stored = tl.expand_dims(tl.expand_dims(stored, 5), 6)
         else:
             factors = ()
+            scales = ()
             for j in tl.static_range(4):
-                amax = _amax(parts[j], P, Q, LAYOUT)
-                f = _block_factor(amax, scale, row, column + j, rows, columns, row_step, column_step, SIDE)
-                factors += (f,)
+                factor, stored = _block_scale(_amax(parts[j], P, Q, LAYOUT), SIDE)
+                factors += (_spread(factor, LAYOUT),)
+                scales += (stored,)
+            stored = tl.join(tl.join(scales[0], scales[2]), tl.join(scales[1], scales[3]))
+        # a 32x32 tile's code stands in each of its rows, of the side's own orientation
+        DOWN: tl.constexpr = P if KIND == _MX and Q > 1 and not COLUMN else 1
+        ACROSS: tl.constexpr = Q if KIND == _MX and P > 1 and COLUMN else 1
+        row, column = first_row // P * DOWN, first_column // Q * ACROSS
+        _store_scales(stored, scale, row, column, rows, columns, row_step, column_step, DOWN, ACROSS)
     return factors
 
 
@@ -468,7 +502,10 @@ def _cdiv(size: Any, by: int) -> Any:
 
 def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int, int]:
     """Threads across and down, warps across and down, and rows of a thread: LK, LM, WK, WM, R of the kernel."""
-    return 8, 4, 4, 1, 32
+    families = {spec.row.family for spec in (row, column) if spec is not None}
+    if "block" in families:
+        return 16, 2, 2, 4, 16
+    return (8, 4, 4, 1, 16) if "mxfp8" in families else (16, 2, 2, 2, 16)
 
 
 def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> tuple[Tensor, Tensor]:
