@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,misc"
 """Triton kernels that quantize a matrix x [M, K] in one or both directions from one read.
 
 FP8 with scales per tensor, per row, in blocks of 128, and MX blocks of 32; the bytes are those of
