@@ -30,6 +30,8 @@ _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in ra
 _KINDS = {"per_tensor": _PER_TENSOR, "per_row": _PER_ROW, "block": _BLOCK, "mxfp8": _MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
+_ROWS = tl.constexpr(16)
+"""Rows of a thread: as many bytes of a column as one instruction stores, and as sizes are padded to."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _AMAX_LAYOUT = 16, 2, 8
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
@@ -163,7 +165,7 @@ def _amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
     LM: tl.constexpr = LAYOUT[1]
     WK: tl.constexpr = LAYOUT[2]
     WM: tl.constexpr = LAYOUT[3]
-    R: tl.constexpr = LAYOUT[4]
+    R: tl.constexpr = _ROWS
     tl.static_assert((P <= R * LM) | (P == R * LM * WM))
     tl.static_assert((Q <= 4 * LK) | (Q == 4 * LK * WK))
     amax = tl.abs(x)
@@ -218,7 +220,7 @@ def _block_scale(amax, SIDE: tl.constexpr):
 def _store_scales(
     v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
 ):  # fmt: skip
-    """Stores scales v [LK, LM, WK, WM, R, 2, 2], the last axes for four columns, from a row and a column on.
+    """Stores scales v [LK, LM, WK, WM, 16, 2, 2], the last axes for four columns, from a row and a column on.
 
     Each stands in DOWN rows and ACROSS columns.
     """
@@ -334,19 +336,20 @@ def cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr, R: tl.constexpr,
+    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [M, K], of R * LM * WM rows and 4 * LK * WK columns.
+    """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
 
-    A thread has R rows of four columns. In a warp LK threads stand side by side and LM one below the other; WK and WM
-    warps likewise. A tile is a tensor [LK, LM, WK, WM, R] for each of the four columns: in that order the layouts
+    A thread has 16 rows of four columns. In a warp LK threads stand side by side and LM one below the other; WK and WM
+    warps likewise. A tile is a tensor [LK, LM, WK, WM, 16] for each of the four columns: in that order the layouts
     that Triton gives to loads and stores are all the same one, so that a payload is transposed in registers, and an
-    amax of R rows is taken in them.
+    amax of 16 rows is taken in them.
 
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
     of 16 bytes, a factor that the compiler sees in the alignment of stores.
     """
-    LAYOUT: tl.constexpr = (LK, LM, WK, WM, R)
+    R: tl.constexpr = _ROWS
+    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
     ROW: tl.constexpr = (
         ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
         ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
@@ -387,17 +390,9 @@ def cast_kernel(
         for j in tl.static_range(4):
             a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
             words = _words(a, b, c, d, COLUMN_MANTISSA == 2)
-            # 16 bytes at a time, which is the most that one instruction stores, and what sizes are padded to
-            tl.static_assert((R == 16) | (R == 32))
-            if R == 16:
-                chunks = (words,)
-            else:
-                words = tl.reshape(words, (LK, LM, WK, WM, 2, 4))
-                chunks = tl.split(tl.permute(words, (0, 1, 2, 3, 5, 4)))
-            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(4, 4)
-            for i in tl.static_range(R // 16):
-                mask = (first_column + across + j < K) & (first_row + first_down + 16 * i < padded_M)
-                tl.store(out + (place + 4 * i), chunks[i], mask=mask)
+            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
+            mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
+            tl.store(out + place, words, mask=mask)
 
 
 @triton.jit
@@ -486,8 +481,8 @@ def quantize(
     size_m, size_k = x.shape
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
-    lanes_k, lanes_m, warps_k, warps_m, rows = layout = _layout(row, column)
-    grid = (_cdiv(16 * column_units, rows * lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
+    lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
+    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, size_m, size_k, column_units,
         row_units, x.stride(0), *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
@@ -500,12 +495,12 @@ def _cdiv(size: Any, by: int) -> Any:
     return (size + by - 1) // by
 
 
-def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int, int]:
-    """Threads across and down, warps across and down, and rows of a thread: LK, LM, WK, WM, R of the kernel."""
+def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int]:
+    """Threads across and down, warps across and down: the quickest of those tried (docs/performance.md)."""
     families = {spec.row.family for spec in (row, column) if spec is not None}
     if "block" in families:
-        return 16, 2, 2, 4, 16
-    return (8, 4, 4, 1, 16) if "mxfp8" in families else (16, 2, 2, 2, 16)
+        return 16, 2, 2, 4
+    return (8, 4, 4, 1) if "mxfp8" in families else (16, 2, 2, 2)
 
 
 def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> tuple[Tensor, Tensor]:

@@ -84,10 +84,10 @@ def main() -> None:
     pairs = [*((spec, spec) for spec in SPECS), *MIXED]
     for shape, dtype in INPUTS:
         x = values(dtype, shape)
-        for texts in pairs:
+        for texts in pairs if dtype == torch.float32 else pairs[::2]:
             row, column = (QuantSpec.parse(text) if text else None for text in texts)
             expected = quantize(x, row, column)
-            for stored in (x, x.t().contiguous().t()) if dtype == torch.float32 else (x,):
+            for stored in (x, x.t().contiguous().t()) if texts in MIXED and dtype == torch.float32 else (x,):
                 got = triton_cast.quantize(stored, row, column)
                 for part, (a, b) in enumerate(zip(got, expected, strict=True)):
                     case = f"{shape} {dtype} {texts} strides {stored.stride()} part {part}"
