@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,misc"
 """Triton kernels that quantize a matrix x [M, K] in one or both directions from one read.
 
 FP8 with scales per tensor, per row, in blocks of 128, and MX blocks of 32; the bytes are those of
@@ -30,172 +30,283 @@ _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in ra
 _KINDS = {"per_tensor": _PER_TENSOR, "per_row": _PER_ROW, "block": _BLOCK, "mxfp8": _MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
+_ROWS = tl.constexpr(16)
+"""Rows of a thread: as many bytes of a column as one instruction stores, and as sizes are padded to."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_AMAX_LAYOUT = 16, 2, 8
+"""Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
 _TORCHAO_FLOOR = 1e-12
 _TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
 """The least float32 that is not below torchao's least amax."""
 
 
 @triton.jit
-def _magnitude(x):
-    return tl.where(x == x, tl.abs(x), 0.0)
+def _quotient(m):
+    """1.75 / m rounded to nearest, for m in [1, 2), without the branches of a division that takes every operand.
+
+    A reciprocal refined once, and a quotient once with the remainder, are those of the rounded division (Markstein,
+    1990); they give its bits for all 2^23 values of m.
+    """
+    if _INTERPRETED:
+        return tl.div_rn(tl.full(m.shape, 1.75, tl.float32), m)
+    y = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], dtype=tl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+    y = tl.fma(tl.fma(-m, y, 1.0), y, y)
+    q = 1.75 * y
+    return tl.fma(tl.fma(-q, m, 1.75), y, q)
 
 
 @triton.jit
-def _multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
-                TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr):  # fmt: skip
+def _multiplier(amax, SIDE: tl.constexpr):
     """`reference.multiplier_from_amax`. torchao's float64 quotient rounds to the same float32 as this one.
 
     (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
     """
+    LOG: tl.constexpr = SIDE[4]
+    LARGEST: tl.constexpr = SIDE[7]
+    EPS: tl.constexpr = SIDE[8]
+    POW2: tl.constexpr = SIDE[9]
+    TORCHAO_BELOW: tl.constexpr = SIDE[10]
+    TORCHAO_MOST: tl.constexpr = SIDE[11]
+    tl.static_assert(SIDE[3] == 1.75 * 2**LOG)
     if EPS > 0:
         amax = tl.where(amax < EPS, EPS, amax)
-    scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
-    if TORCHAO_BELOW > 0:
-        scale = tl.where(amax < TORCHAO_BELOW, TORCHAO_MOST, scale)
+    bits = amax.to(tl.int32, bitcast=True)
+    if POW2:  # the exponent of 1.75 / m, which rounding does not change
+        quotient = (127 - (((bits & 0x7FFFFF) + 0x1FFFFF) >> 23)) << 23
     else:
-        scale = tl.where(scale == float("inf"), LARGEST, scale)
+        quotient = _quotient(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+        quotient = quotient.to(tl.int32, bitcast=True)
+    exponent = (LOG + 127) - (bits >> 23)
+    scale = (quotient + (exponent << 23)).to(tl.float32, bitcast=True)
+    if TORCHAO_BELOW > 0:
+        most = tl.full(amax.shape, TORCHAO_MOST, tl.float32)
+        if POW2:
+            most = (most.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        scale = tl.where(amax < TORCHAO_BELOW, most, scale)
+        scale = tl.where(amax < float("inf"), scale, 0.0)
+    else:
+        largest = tl.full(amax.shape, LARGEST, tl.float32)
+        if POW2:
+            largest = (largest.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        # an exponent of 128 is infinity; of subnormal amaxes, whose quotient is infinite, it is no less
+        scale = tl.where((quotient >> 23) + exponent > 254, largest, scale)
         scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-    if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     return scale
 
 
 @triton.jit
-def _e8m0(amax, FMAX: tl.constexpr, LOG: tl.constexpr, MANTISSA: tl.constexpr, MODE: tl.constexpr):
+def _power(exponent):
+    """2^(exponent - 127) in float32, for exponents from 0 to 254."""
+    return tl.maximum(exponent << 23, 0x00400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse(factor, SIDE: tl.constexpr):
+    """What dequantization multiplies by: 1 / factor."""
+    if SIDE[9] and SIDE[10] == 0:
+        return _power(254 - (factor.to(tl.int32, bitcast=True) >> 23))
+    return tl.div_rn(1.0, factor)
+
+
+@triton.jit
+def _e8m0(amax, SIDE: tl.constexpr):
     """`reference.e8m0_from_amax`."""
+    MODE: tl.constexpr = SIDE[6]
     if MODE == _RCEIL:
-        bits = (amax * (1.0 / FMAX)).to(tl.int32, bitcast=True)
+        bits = (amax * (1.0 / SIDE[3])).to(tl.int32, bitcast=True)
         code = tl.where(bits <= 0x00400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
     else:
         bits = amax.to(tl.int32, bitcast=True)
         if MODE == _CEIL:
             bits = bits + 0x7FFFFF
         elif MODE == _EVEN:
-            bits = bits + (1 << (22 - MANTISSA))
-        code = tl.maximum((bits >> 23) - LOG, 0)
+            bits = bits + (1 << (22 - SIDE[5]))
+        code = tl.maximum((bits >> 23) - SIDE[4], 0)
     return code
 
 
 @triton.jit
-def _spread(v, P: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM / P, BN / Q] with every element repeated over P rows and Q columns."""
-    v = tl.broadcast_to(tl.reshape(v, (BM // P, 1, BN // Q, 1)), (BM // P, P, BN // Q, Q))
-    return tl.reshape(v, (BM, BN))
+def _axis(SIZE: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr = 5):
+    """0, 1, ... along an axis of a tensor. (Through a reshape Triton would not see what is contiguous.)"""
+    i = tl.arange(0, SIZE)
+    for axis in tl.static_range(RANK):
+        if axis != AXIS:
+            i = tl.expand_dims(i, axis)
+    return i
 
 
 @triton.jit
-def _block_amax(x, P: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """The amaxes of blocks of P rows and Q columns: [BM / P, BN / Q]."""
-    amax = _magnitude(x)
-    if Q > 1:
-        amax = tl.max(tl.reshape(amax, (BM, BN // Q, Q)), axis=2)
-    if P > 1:
-        amax = tl.max(tl.reshape(amax, (BM // P, P, BN // Q)), axis=1)
-    return amax
+def _load_tile(x, x_step, first_row, first_column, down, across, M, K):
+    """Elements of x [M, K] as float32, 0 outside of it: rows `first_row + down`, columns `first_column + across`.
 
-
-@triton.jit
-def _scaled(x, factor, P: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """x [BM, BN] times factor [BM / P, BN / Q] of its blocks."""
-    if P == 1:
-        y = tl.reshape(tl.reshape(x, (BM, BN // Q, Q)) * tl.expand_dims(factor, 2), (BM, BN))
-    elif Q == 1:
-        y = tl.reshape(tl.reshape(x, (BM // P, P, BN)) * tl.expand_dims(factor, 1), (BM, BN))
-    else:
-        y = x * _spread(factor, P, Q, BM, BN)
-    return y
-
-
-@triton.jit
-def _side(
-    x, arg, scale, rows, columns, row_step, column_step, first_row, first_column, length, COLUMN: tl.constexpr,
-    KIND: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FMAX: tl.constexpr, LOG: tl.constexpr,
-    MANTISSA: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
-    TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Scales the tile x for one side and stores its scales: `scale` has `rows` x `columns` of them in tile order.
-
-    `length` is that of `arg`, the amaxes per row (or column) of x.
+    `down` and `across` broadcast against each other. They are apart from where the tile begins, since within a tile 32
+    bits are enough.
     """
-    if KIND == _GIVEN or KIND == _PER_TENSOR:
-        one = tl.load(arg)
-        if KIND == _PER_TENSOR:
-            one = _multiplier(one, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
-        if (first_row == 0) & (first_column == 0):
-            tl.store(scale, tl.div_rn(1.0, one))
-        y = x * one
-    elif KIND == _PER_ROW:
-        if COLUMN:
-            at = first_column + tl.arange(0, BN)
-            first = first_row
-        else:
-            at = first_row + tl.arange(0, BM)
-            first = first_column
-        factor = _multiplier(
-            tl.load(arg + at, mask=at < length, other=1.0), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST
-        )
-        if first == 0:
-            tl.store(scale + at, tl.div_rn(1.0, factor), mask=at < length)
-        y = x * tl.expand_dims(factor, 0 if COLUMN else 1)
-    else:
-        amax = _block_amax(x, P, Q, BM, BN)
-        if KIND == _BLOCK:
-            factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
-            stored = tl.div_rn(1.0, factor)
-            at_row = first_row // P + tl.arange(0, BM // P)
-            at_column = first_column // Q + tl.arange(0, BN // Q)
-        else:
-            code = _e8m0(amax, FMAX, LOG, MANTISSA, MODE)
-            factor = tl.maximum((254 - code) << 23, 0x00400000).to(tl.float32, bitcast=True)
-            if P > 1 and Q > 1:  # a tile's code stands in each of its rows, of the side's own orientation
-                if COLUMN:
-                    stored = _spread(code, 1, Q, BM // P, BN).to(tl.uint8)
-                    at_row = first_row // P + tl.arange(0, BM // P)
-                    at_column = first_column + tl.arange(0, BN)
-                else:
-                    stored = _spread(code, P, 1, BM, BN // Q).to(tl.uint8)
-                    at_row = first_row + tl.arange(0, BM)
-                    at_column = first_column // Q + tl.arange(0, BN // Q)
-            else:
-                stored = code.to(tl.uint8)
-                at_row = first_row // P + tl.arange(0, BM // P)
-                at_column = first_column // Q + tl.arange(0, BN // Q)
-        place = at_row[:, None].to(tl.int64) * row_step + at_column[None, :].to(tl.int64) * column_step
-        tl.store(scale + place, stored, mask=(at_row[:, None] < rows) & (at_column[None, :] < columns))
-        y = _scaled(x, factor, P, Q, BM, BN)
-    return y
+    inside = (first_row + down < M) & (first_column + across < K)
+    source = x + (first_row.to(tl.int64) * x_step + first_column)
+    return tl.load(source + (down * x_step + across), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _four(x, ROWS: tl.constexpr, QUADS: tl.constexpr):
-    """[ROWS, 4 QUADS] as the first, second, third and fourth of every four neighbours in a row."""
-    even, odd = tl.split(tl.reshape(x, (ROWS, QUADS, 2, 2)))
+def _four(x, N: tl.constexpr, LAYOUT: tl.constexpr):
+    """[LK, LM, WK, WM, 4 N] as the first, second, third and fourth of every four neighbours."""
+    even, odd = tl.split(tl.reshape(x, (LAYOUT[0], LAYOUT[1], LAYOUT[2], LAYOUT[3], N, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
 
 
 @triton.jit
-def _word(a, b, c, d, SHIFT: tl.constexpr):
-    """One byte of each of four uint32 tensors, that at bit SHIFT, as a word with a's lowest."""
-    low = ((a >> SHIFT) & 0xFF) | (((b >> SHIFT) & 0xFF) << 8)
-    return low | (((c >> SHIFT) & 0xFF) << 16) | (((d >> SHIFT) & 0xFF) << 24)
+def _amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
+    """The amaxes, NaN ignored, of blocks of P rows and Q columns; an axis keeps what it has in blocks."""
+    LK: tl.constexpr = LAYOUT[0]
+    LM: tl.constexpr = LAYOUT[1]
+    WK: tl.constexpr = LAYOUT[2]
+    WM: tl.constexpr = LAYOUT[3]
+    R: tl.constexpr = _ROWS
+    tl.static_assert((P <= R * LM) | (P == R * LM * WM))
+    tl.static_assert((Q <= 4 * LK) | (Q == 4 * LK * WK))
+    amax = tl.abs(x)
+    if P > 1:
+        amax = tl.max(amax, axis=4, keep_dims=True)
+    if Q >= 4 * LK:
+        amax = tl.max(amax, axis=0, keep_dims=True)
+    elif Q > 4:
+        amax = tl.max(tl.reshape(amax, (4 * LK // Q, Q // 4, LM, WK, WM, amax.shape[4])), axis=1)
+    if P >= R * LM:
+        amax = tl.max(amax, axis=1, keep_dims=True)
+    elif P > R:
+        amax = tl.max(tl.reshape(amax, (amax.shape[0], LM * R // P, P // R, WK, WM, 1)), axis=2)
+    if P > R * LM:
+        amax = tl.max(amax, axis=3, keep_dims=True)
+    if Q > 4 * LK:
+        amax = tl.max(amax, axis=2, keep_dims=True)
+    return tl.maximum(amax, 0.0)  # of NaN alone
 
 
 @triton.jit
-def _words(y, E5M2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """float32 [BM, BN] cast to FP8, saturating, four of a row in a uint32: [BM, BN / 4].
+def _spread(v, LAYOUT: tl.constexpr):
+    """What blocks have, for the threads of a warp that share them, where these are not all beside each other."""
+    LK: tl.constexpr = LAYOUT[0]
+    LM: tl.constexpr = LAYOUT[1]
+    A: tl.constexpr = v.shape[0]
+    B: tl.constexpr = v.shape[1]
+    C: tl.constexpr = v.shape[2]
+    D: tl.constexpr = v.shape[3]
+    E: tl.constexpr = v.shape[4]
+    if A > 1 and A < LK:
+        v = tl.reshape(tl.broadcast_to(tl.expand_dims(v, 1), (A, LK // A, B, C, D, E)), (LK, B, C, D, E))
+    if B > 1 and B < LM:
+        F: tl.constexpr = v.shape[0]
+        v = tl.reshape(tl.broadcast_to(tl.expand_dims(v, 2), (F, B, LM // B, C, D, E)), (F, LM, C, D, E))
+    return v
+
+
+@triton.jit
+def _block_scale(amax, SIDE: tl.constexpr):
+    """What elements of blocks with these amaxes are multiplied by, and the scales to store."""
+    if SIDE[0] == _MX:
+        code = _e8m0(amax, SIDE)
+        factor, stored = _power(254 - code), code.to(tl.uint8)
+    else:
+        factor = _multiplier(amax, SIDE)
+        stored = _inverse(factor, SIDE)
+    return factor, stored
+
+
+@triton.jit
+def _store_scales(
+    v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
+):  # fmt: skip
+    """Stores scales v [LK, LM, WK, WM, 16, 2, 2], the last axes for four columns, from a row and a column on.
+
+    Each stands in DOWN rows and ACROSS columns.
+    """
+    A: tl.constexpr = v.shape[3] * v.shape[1] * v.shape[4]
+    B: tl.constexpr = v.shape[2] * v.shape[0] * v.shape[5] * v.shape[6]
+    v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
+    v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
+    row = first_row + tl.arange(0, A * DOWN)[:, None]
+    column = first_column + tl.arange(0, B * ACROSS)[None, :]
+    place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
+    tl.store(scale + place, v, mask=(row < rows) & (column < columns))
+
+
+@triton.jit
+def _line_factor(amax, scale, at, length, first, SIDE: tl.constexpr):
+    """What the lines `at` of an axis of `length` are multiplied by; the `first` tile stores their scales."""
+    inside = at < length
+    factor = _multiplier(tl.load(amax + at, mask=inside, other=1.0), SIDE)
+    if first:
+        tl.store(scale + at, _inverse(factor, SIDE), mask=inside)
+    return factor
+
+
+@triton.jit
+def _factors(
+    parts, arg, scale, rows, columns, row_step, column_step, first_row, first_column, down, across, M, K,
+    COLUMN: tl.constexpr, SIDE: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """What the four parts of a tile are multiplied by for one side, whose scales it stores.
+
+    `scale` has `rows` x `columns` of them in tile order. `arg` holds what the scales are made of, if not of the tile.
+    """
+    KIND: tl.constexpr = SIDE[0]
+    P: tl.constexpr = SIDE[1]
+    Q: tl.constexpr = SIDE[2]
+    if KIND == _GIVEN or KIND == _PER_TENSOR:
+        f = tl.load(arg)
+        if KIND == _PER_TENSOR:
+            f = _multiplier(f, SIDE)
+        if (first_row == 0) & (first_column == 0):
+            tl.store(scale, tl.div_rn(1.0, f))
+        factors = (f, f, f, f)
+    elif KIND == _PER_ROW and COLUMN:
+        factors = ()
+        for j in tl.static_range(4):
+            factors += (_line_factor(arg, scale, first_column + across + j, K, first_row == 0, SIDE),)
+    elif KIND == _PER_ROW:
+        f = _line_factor(arg, scale, first_row + down, M, first_column == 0, SIDE)
+        factors = (f, f, f, f)
+    else:
+        if Q > 1:
+            a, b, c, d = parts
+            amax = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+            factor, stored = _block_scale(_amax(amax, P, Q, LAYOUT), SIDE)
+            f = _spread(factor, LAYOUT)
+            factors = (f, f, f, f)
+            stored = tl.expand_dims(tl.expand_dims(stored, 5), 6)
+        else:
+            factors = ()
+            scales = ()
+            for j in tl.static_range(4):
+                factor, stored = _block_scale(_amax(parts[j], P, Q, LAYOUT), SIDE)
+                factors += (_spread(factor, LAYOUT),)
+                scales += (stored,)
+            stored = tl.join(tl.join(scales[0], scales[2]), tl.join(scales[1], scales[3]))
+        # a 32x32 tile's code stands in each of its rows, of the side's own orientation
+        DOWN: tl.constexpr = P if KIND == _MX and Q > 1 and not COLUMN else 1
+        ACROSS: tl.constexpr = Q if KIND == _MX and P > 1 and COLUMN else 1
+        row, column = first_row // P * DOWN, first_column // Q * ACROSS
+        _store_scales(stored, scale, row, column, rows, columns, row_step, column_step, DOWN, ACROSS)
+    return factors
+
+
+@triton.jit
+def _words(a, b, c, d, E5M2: tl.constexpr):
+    """Four float32 tensors cast to FP8, saturating, as the bytes of uint32, a's the lowest.
 
     Hopper's instruction makes two codes at a time. Spelled out, since bytes taken apart and put together again, as
     Triton does for a tile that is transposed, come out corrupted (Triton issue 11111).
     """
-    a, b, c, d = _four(y, BM, BN // 4)
     if _INTERPRETED:
         dtype: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-        a, b = a.to(dtype).to(tl.uint8, bitcast=True), b.to(dtype).to(tl.uint8, bitcast=True)
-        c, d = c.to(dtype).to(tl.uint8, bitcast=True), d.to(dtype).to(tl.uint8, bitcast=True)
-        words = _word(a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32), 0)
+        words = a.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32)
+        words |= b.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        words |= c.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+        words |= d.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
     elif E5M2:
         words = tl.inline_asm_elementwise(
             """{ .reg .b16 low, high;
@@ -215,7 +326,7 @@ def _words(y, E5M2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def cast_kernel(
-    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, M, K, padded_M, padded_K, x_step,
+    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, M, K, column_units, row_units, x_step,
     row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
     column_scale_rows, column_scale_columns, column_scale_step, column_scale_column_step,
     ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
@@ -225,79 +336,95 @@ def cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    SAME: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, BN] of x [M, K]. The scales of a side are given in tile order, rows along M.
+    """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
 
-    With SAME both sides have the same multiplier for every element, and one payload serves both. Payloads are stored
-    and transposed as words of four codes, so sizes are padded to multiples of 4 at least.
+    A thread has 16 rows of four columns. In a warp LK threads stand side by side and LM one below the other; WK and WM
+    warps likewise. A tile is a tensor [LK, LM, WK, WM, 16] for each of the four columns: in that order the layouts
+    that Triton gives to loads and stores are all the same one, so that a payload is transposed in registers, and an
+    amax of 16 rows is taken in them.
+
+    The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
+    of 16 bytes, a factor that the compiler sees in the alignment of stores.
     """
-    tiles = tl.cdiv(padded_K, BN)
-    first_row = (tl.program_id(0) // tiles) * BM
-    first_column = (tl.program_id(0) % tiles) * BN
-    m = first_row + tl.arange(0, BM)
-    k = first_column + tl.arange(0, BN)
-    inside = (m[:, None] < M) & (k[None, :] < K)
-    # offsets within a tile fit 32 bits, and cost half the registers
-    down, across = tl.arange(0, BM), tl.arange(0, BN)
-    down_quads, across_quads = tl.arange(0, BM // 4), tl.arange(0, BN // 4)
-    source = x + (first_row.to(tl.int64) * x_step + first_column)
-    tile = tl.load(source + (down[:, None] * x_step + across[None, :]), mask=inside, other=0.0).to(tl.float32)
+    R: tl.constexpr = _ROWS
+    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
+    ROW: tl.constexpr = (
+        ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
+        ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
+    )  # fmt: skip
+    COLUMN: tl.constexpr = (
+        COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
+        COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
+    )  # fmt: skip
+    padded_M = column_units * 16
+    padded_K = row_units * 16
+    tiles = tl.cdiv(padded_K, 4 * LK * WK)
+    first_row = (tl.program_id(0) // tiles) * (R * LM * WM)
+    first_column = (tl.program_id(0) % tiles) * (4 * LK * WK)
+    first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
+    down = first_down + _axis(R, 4)
+    across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
+    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
+    parts = _four(_load_tile(x, x_step, first_row, first_column, down_6, across_6, M, K), R, LAYOUT)
     if ROW_KIND != _NONE:
-        y = _side(
-            tile, row_arg, row_scale, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
-            first_row, first_column, M, False, ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE,
-            ROW_LARGEST, ROW_EPS, ROW_POW2, ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST, BM, BN,
+        factors = _factors(
+            parts, row_arg, row_scale, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
+            first_row, first_column, down, across, M, K, False, ROW, LAYOUT,
         )  # fmt: skip
-        words = _words(y, ROW_MANTISSA == 2, BM, BN)
+        a, b, c, d = parts
+        words = _words(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (first_row.to(tl.int64) * padded_K + first_column) // 4
-        mask = (m[:, None] < M) & ((first_column + 4 * across_quads)[None, :] < padded_K)
-        tl.store(out + (down[:, None] * (padded_K // 4) + across_quads[None, :]), words, mask=mask)
+        # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
+        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
+        tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
     if COLUMN_KIND != _NONE:
-        z = _side(
-            tile, column_arg, column_scale, column_scale_rows, column_scale_columns, column_scale_step,
-            column_scale_column_step, first_row, first_column, K, True, COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX,
-            COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST, COLUMN_EPS, COLUMN_POW2,
-            COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST, BM, BN,
+        factors = _factors(
+            parts, column_arg, column_scale, column_scale_rows, column_scale_columns, column_scale_step,
+            column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
         )  # fmt: skip
-        if not SAME:
-            words = _words(z, COLUMN_MANTISSA == 2, BM, BN)
         out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (first_column.to(tl.int64) * padded_M + first_row) // 4
-        a, b, c, d = _four(tl.trans(words), BN // 4, BM // 4)
-        for i in tl.static_range(4):
-            k = 4 * across_quads + i
-            mask = ((first_column + k)[:, None] < K) & ((first_row + 4 * down_quads)[None, :] < padded_M)
-            tl.store(out + (k[:, None] * (padded_M // 4) + down_quads[None, :]), _word(a, b, c, d, 8 * i), mask=mask)
+        for j in tl.static_range(4):
+            a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
+            words = _words(a, b, c, d, COLUMN_MANTISSA == 2)
+            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
+            mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
+            tl.store(out + place, words, mask=mask)
 
 
 @triton.jit
 def amax_kernel(
     x, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr, STEPS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of the rows and of the columns of x [M, K], NaN ignored, into zeroed float32 buffers.
 
-    Goes down STEPS tiles [BM, BN]. Magnitudes are ordered as their bits are.
+    Goes down STEPS tiles of W * R rows, R for each of W warps, and 256 columns, eight for each thread. Magnitudes are
+    ordered as their bits are.
     """
-    tiles = tl.cdiv(K, BN)
-    first_row = (tl.program_id(0) // tiles) * (BM * STEPS)
-    k = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
-    largest = tl.zeros((BM, BN), tl.float32)
+    tiles = tl.cdiv(K, 256)
+    first_row = (tl.program_id(0) // tiles) * (W * R * STEPS)
+    first_column = (tl.program_id(0) % tiles) * 256
+    down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
+    across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
+    largest = tl.zeros((32, W, 1, 8), tl.float32)
     for step in range(STEPS):
-        m = first_row + step * BM + tl.arange(0, BM)
-        inside = (m[:, None] < M) & (k[None, :] < K)
-        tile = tl.load(x + (m[:, None].to(tl.int64) * x_step + k[None, :]), mask=inside, other=0.0)
-        magnitude = _magnitude(tile.to(tl.float32))
+        row = first_row + step * (W * R)
+        tile = tl.abs(_load_tile(x, x_step, row, first_column, down, across, M, K))
         if ROW:
-            bits = tl.max(magnitude, axis=1).to(tl.int32, bitcast=True)
-            tl.atomic_max(row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + m, bits, mask=m < M, sem="relaxed")
+            amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
+            bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
+            out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
+            tl.atomic_max(out + down, bits, mask=row + down < M, sem="relaxed")
         if COLUMN:
-            largest = tl.maximum(largest, magnitude)
+            largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
     if COLUMN:
-        bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
-        tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + k, bits, mask=k < K, sem="relaxed")
+        bits = tl.max(largest, axis=1, keep_dims=True).to(tl.int32, bitcast=True)
+        out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + first_column
+        tl.atomic_max(out + across, bits, mask=first_column + across < K, sem="relaxed")
 
 
 @dataclass(frozen=True)
@@ -351,18 +478,15 @@ def quantize(
         tensor_amax = amax(x)
     left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False)
     right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True)
-    uniform = row is not None and (row.row.family == "per_tensor" or min(row.row.block) > 1)
-    same = row is not None and column is not None and row == column and uniform
-    same = same and (row_scale is column_scale) if row_scale is not None or column_scale is not None else same
     size_m, size_k = x.shape
-    padded_m = right.data.shape[-1] if column is not None else size_m
-    padded_k = left.data.shape[-1] if row is not None else size_k
-    tile_m, tile_n, warps = _tile(row, column)
-    grid = (_cdiv(padded_m, tile_m) * _cdiv(padded_k, tile_n),)
+    column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
+    row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
+    lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
+    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(cast_kernel)[grid](
-        x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, size_m, size_k, padded_m, padded_k,
-        x.stride(0), *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
-        *left.constants, *right.constants, same, tile_m, tile_n, num_warps=warps,
+        x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, size_m, size_k, column_units,
+        row_units, x.stride(0), *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
+        *left.constants, *right.constants, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*([] if row is None else left.parts()), *([] if column is None else right.parts())]
 
@@ -371,16 +495,12 @@ def _cdiv(size: Any, by: int) -> Any:
     return (size + by - 1) // by
 
 
-def _tile(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int]:
-    """Rows, columns and warps of a tile: the quickest of those tried on an H100 (docs/performance.md)."""
-    rows = [spec.row for spec in (row, column) if spec is not None]
-    if any(r.family == "block" for r in rows):
-        return 128, 128, 4
-    if any(r.family == "mxfp8" and r.block[0] == 1 for r in rows):
-        return 64, 64, 2
-    if any(r.family == "mxfp8" for r in rows):
-        return (128, 128, 8) if len(rows) == 2 else (64, 64, 4)
-    return (32, 128, 4) if len(rows) == 2 else (64, 64, 4)
+def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int]:
+    """Threads across and down, warps across and down: the quickest of those tried (docs/performance.md)."""
+    families = {spec.row.family for spec in (row, column) if spec is not None}
+    if "block" in families:
+        return 16, 2, 2, 4
+    return (8, 4, 4, 1) if "mxfp8" in families else (16, 2, 2, 2)
 
 
 def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> tuple[Tensor, Tensor]:
@@ -391,10 +511,10 @@ def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> 
     size_m, size_k = x.shape
     row_amax = torch.zeros(size_m if by_row else 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(size_k if by_column else 1, dtype=torch.float32, device=x.device)
-    steps, rows, columns = 8, 16, 256
-    grid = (_cdiv(size_m, steps * rows) * _cdiv(size_k, columns),)
+    steps, warps, rows = _AMAX_LAYOUT
+    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256),)
     wrap_triton(amax_kernel)[grid](
-        x, row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column, steps, rows, columns, num_warps=2
+        x, row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column, steps, warps, rows, num_warps=warps
     )
     return row_amax, column_amax
 

@@ -1,6 +1,7 @@
 """The cast kernels in Triton's interpreter against the reference, byte by byte; run by test_triton_cast.py.
 
-The interpreter's own float32 to FP8 conversion does not round to nearest even, so torch's stands in for it.
+The interpreter's own float32 to FP8 conversion does not round to nearest even, so torch's stands in for it. Its maximum
+is NaN where either side is, which on a GPU is the other side.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Launcher:
 
 
 interpreter._convert_float = convert_float
+interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 triton_cast.wrap_triton = Launcher  # type: ignore[assignment]
 
 
@@ -59,7 +61,11 @@ def quantize(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> list
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).clone().view(torch.uint8)
+    """With one code for every NaN."""
+    flat = x.reshape(-1).clone()
+    return (
+        torch.where(flat != flat, 0xFF, flat.view(torch.uint8)) if flat.element_size() == 1 else flat.view(torch.uint8)
+    )
 
 
 def values(dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
@@ -68,6 +74,9 @@ def values(dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
     x = torch.randn(shape, generator=generator) * exponents.exp2()
     x[shape[0] // 2] = 0.0
     x[:, 3] = 0.0
+    x[4], x[:, 5] = torch.nan, torch.nan
+    x[shape[0] // 3, ::7], x[8, 9], x[9, 8] = torch.nan, torch.inf, -torch.inf
+    x[10], x[:, 11] = x[10] * 2.0**-100, x[:, 11] * 2.0**115
     return x.to(dtype)
 
 
@@ -75,10 +84,10 @@ def main() -> None:
     pairs = [*((spec, spec) for spec in SPECS), *MIXED]
     for shape, dtype in INPUTS:
         x = values(dtype, shape)
-        for texts in pairs:
+        for texts in pairs if dtype == torch.float32 else pairs[::2]:
             row, column = (QuantSpec.parse(text) if text else None for text in texts)
             expected = quantize(x, row, column)
-            for stored in (x, x.t().contiguous().t()) if dtype == torch.float32 else (x,):
+            for stored in (x, x.t().contiguous().t()) if texts in MIXED and dtype == torch.float32 else (x,):
                 got = triton_cast.quantize(stored, row, column)
                 for part, (a, b) in enumerate(zip(got, expected, strict=True)):
                     case = f"{shape} {dtype} {texts} strides {stored.stride()} part {part}"

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import triton
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 import fxquant.kernels.linear  # noqa: F401  registers the operators
 from fxquant.compat import make_fx, triton_kernel_wrapper_functional
@@ -24,6 +30,53 @@ def test_bytes_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv", torch.uint8: "*u8",
+}  # fmt: skip
+
+
+class Compiled:
+    """What `wrap_triton` gives, but a launch compiles for Hopper and runs nothing."""
+
+    kernel: Any
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+
+    def __call__(self, kernel: Any) -> Compiled:
+        self.kernel = kernel
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.compile
+
+    def compile(self, *values: Any, num_warps: int) -> None:
+        arguments = dict(zip(self.kernel.arg_names, values, strict=True))
+        constants = {p.name: arguments[p.name] for p in self.kernel.params if p.is_constexpr}
+        types = {n: POINTERS[v.dtype] if isinstance(v, Tensor) else "i32" for n, v in arguments.items()}
+        types |= dict.fromkeys(constants, "constexpr")
+        aligned = [["tt.divisibility", 16]]
+        attributes = {(i,): aligned for i, v in enumerate(arguments.values()) if isinstance(v, Tensor) or v % 16 == 0}
+        source = ASTSource(self.kernel, types, constants, attributes)
+        self.launches.append(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": num_warps}))
+
+
+@pytest.mark.parametrize("text", ["mxfp8_e4m3", "block_1x128_e4m3(pow2)", "per_tensor_e4m3"])
+def test_payloads_are_transposed_in_registers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors in, 16 bytes of a column out, and shared memory for no more than scales."""
+    record = Compiled()
+    monkeypatch.setattr(triton_cast, "wrap_triton", record)
+    spec = QuantSpec.parse(text)
+    given = torch.ones(1) if text.startswith("per_tensor") else None
+    triton_cast.quantize(torch.zeros(4096, 2048, dtype=torch.bfloat16), spec, spec, given, given)
+    (launch,) = record.launches
+    ptx = launch.asm["ptx"]
+    assert set(re.findall(r"ld\.global\.(v\d)\.b32", ptx)) == {"v2"}
+    assert "st.global.v4.b32" in ptx
+    assert launch.metadata.shared <= 4096
+    assert "local" not in ptx
 
 
 def captured(text: str, direction: str, device: str, *shape: int) -> fx.Graph:
