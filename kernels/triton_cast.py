@@ -300,6 +300,11 @@ def amax_kernel(
         tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + k, bits, mask=k < K, sem="relaxed")
 
 
+BLOCK, GIVEN, MX, NONE = _BLOCK, _GIVEN, _MX, _NONE
+magnitude, scaled_side, quarters, packed_byte, packed_words = _magnitude, _side, _four, _word, _words
+"""Also what `triton_grouped_cast` makes its tiles of."""
+
+
 @dataclass(frozen=True)
 class _Side:
     """One direction of a cast: its outputs, and what the kernel is told."""

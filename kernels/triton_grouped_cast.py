@@ -21,16 +21,16 @@ from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels import grouped_reference, reference
 from fxquant.kernels.triton_cast import (
-    _BLOCK,
-    _GIVEN,
-    _MX,
-    _NONE,
-    _four,
-    _magnitude,
-    _side,
-    _word,
-    _words,
+    BLOCK,
+    GIVEN,
+    MX,
+    NONE,
     constants_of,
+    magnitude,
+    packed_byte,
+    packed_words,
+    quarters,
+    scaled_side,
     supports,
     written,
 )
@@ -83,12 +83,12 @@ def grouped_amax_kernel(
         m = first + step * BM + tl.arange(0, BM)
         inside = (m[:, None] < end) & (k[None, :] < K)
         tile = tl.load(x + (m[:, None].to(tl.int64) * x_step + k[None, :]), mask=inside, other=0.0)
-        magnitude = _magnitude(tile.to(tl.float32))
+        size = magnitude(tile.to(tl.float32))
         if ROW:
-            bits = tl.max(magnitude, axis=1).to(tl.int32, bitcast=True)
+            bits = tl.max(size, axis=1).to(tl.int32, bitcast=True)
             tl.atomic_max(row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + m, bits, mask=m < end, sem="relaxed")
         if COLUMN:
-            largest = tl.maximum(largest, magnitude)
+            largest = tl.maximum(largest, size)
     if COLUMN:
         bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
         place = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + (group.to(tl.int64) * K + k)
@@ -136,76 +136,77 @@ def grouped_cast_kernel(
     tile = tl.load(source + (down[:, None] * x_step + across[None, :]), mask=inside, other=0.0).to(tl.float32)
     known = tl.minimum(group, G - 1).to(tl.int64)
     once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
-    if ROW_KIND != _NONE:
+    if ROW_KIND != NONE:
         row_at = first_row
         row_end = end
-        if ROW_KIND == _GIVEN:
+        if ROW_KIND == GIVEN:
             row_at = once
             row_arg += known
         elif ROW_P > 1:
             row_at = local
             row_end = row_scale_rows
-        y = _side(
+        y = scaled_side(
             tile, row_arg, row_scale + known * row_scale_group, row_end, row_scale_columns, row_scale_step,
             row_scale_column_step, row_at, first_column, end, False, ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG,
             ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2, ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST, BM, BN,
         )  # fmt: skip
-        words = _words(y, ROW_MANTISSA == 2, BM, BN)
+        words = packed_words(y, ROW_MANTISSA == 2, BM, BN)
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (first_row.to(tl.int64) * padded_K + first_column) // 4
         mask = (m[:, None] < end) & ((first_column + 4 * across_quads)[None, :] < padded_K)
         tl.store(out + (down[:, None] * (padded_K // 4) + across_quads[None, :]), words, mask=mask)
-    if COLUMN_KIND != _NONE:
+    if COLUMN_KIND != NONE:
         column_at = once
-        if COLUMN_KIND == _BLOCK or COLUMN_KIND == _MX:
+        if COLUMN_KIND == BLOCK or COLUMN_KIND == MX:
             column_at = padded_start + local
         else:
             column_arg += known * column_scale_group
-        z = _side(
+        z = scaled_side(
             tile, column_arg, column_scale + known * column_scale_group, column_scale_rows, column_scale_columns,
             column_scale_step, column_scale_column_step, column_at, first_column, K, True, COLUMN_KIND, COLUMN_P,
             COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST, COLUMN_EPS, COLUMN_POW2,
             COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST, BM, BN,
         )  # fmt: skip
         if not SAME:
-            words = _words(z, COLUMN_MANTISSA == 2, BM, BN)
+            words = packed_words(z, COLUMN_MANTISSA == 2, BM, BN)
         out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (known * column_group + first_column.to(tl.int64) * column_step + padded_start + local) // 4
-        a, b, c, d = _four(tl.trans(words), BN // 4, BM // 4)
+        a, b, c, d = quarters(tl.trans(words), BN // 4, BM // 4)
         for i in tl.static_range(4):
             k = 4 * across_quads + i
             mask = ((first_column + k)[:, None] < K) & ((local + 4 * down_quads)[None, :] < padded_size)
-            place = k[:, None].to(tl.int64) * (column_step // 4) + down_quads[None, :]
-            tl.store(out + place, _word(a, b, c, d, 8 * i), mask=mask)
+            tl.store(
+                out + (k[:, None] * (column_step // 4) + down_quads[None, :]), packed_byte(a, b, c, d, 8 * i), mask=mask
+            )
 
 
 @triton.jit
-def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Zeros where a grouped GEMM wrote nothing: rows of `size` behind the last group, or [size] of an empty group.
 
-    A program has ROWS rows of a block, or as many blocks of a group's.
+    A program has ROWS rows of COLUMNS elements, or as many of a group's.
     """
     if WEIGHTS:
-        parts = tl.cdiv(size, ROWS * BLOCK)
+        parts = tl.cdiv(size, ROWS * COLUMNS)
         group = tl.program_id(0) // parts
         if tl.load(offs + group) > tl.load(offs + group - 1, mask=group > 0, other=0):
             return
-        first = (tl.program_id(0) % parts) * (ROWS * BLOCK)
+        first = (tl.program_id(0) % parts) * (ROWS * COLUMNS)
         base = cleared + group.to(tl.int64) * size
         for step in range(ROWS):
-            at = first + step * BLOCK + tl.arange(0, BLOCK)
-            tl.store(base + at, tl.zeros((BLOCK,), cleared.dtype.element_ty), mask=at < size)
+            at = first + step * COLUMNS + tl.arange(0, COLUMNS)
+            tl.store(base + at, tl.zeros((COLUMNS,), cleared.dtype.element_ty), mask=at < size)
     else:
-        tiles = tl.cdiv(size, BLOCK)
+        tiles = tl.cdiv(size, COLUMNS)
         last = tl.load(offs + G - 1)
         first = (tl.program_id(0) // tiles) * ROWS
         if first + ROWS <= last:
             return
         row = first + tl.arange(0, ROWS)
-        at = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+        at = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
         place = cleared + (row[:, None].to(tl.int64) * size + at[None, :])
         inside = (row[:, None] >= last) & (row[:, None] < rows) & (at[None, :] < size)
-        tl.store(place, tl.zeros((ROWS, BLOCK), cleared.dtype.element_ty), mask=inside)
+        tl.store(place, tl.zeros((ROWS, COLUMNS), cleared.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ def quantize(
     same = row is not None and row == column and row.row.family == "per_tensor" and row_state is column_state
     blocks = any(spec is not None and spec.row.family == "block" for spec in (row, column))
     both = row is not None and column is not None
-    tile_m, tile_n, warps = (128, 128, 4) if blocks else (32, 128, 4) if both else (64, 64, 4)
+    tile_m, tile_n, warps = (128, 128, 8 if both else 4) if blocks else (32, 128, 4) if both else (64, 64, 4)
     padded_inner = left.data.shape[-1] if row is not None else inner
     wrap_triton(grouped_cast_kernel)[(strips * (_STRIP // tile_m) * _cdiv(padded_inner, tile_n),)](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, *tables, *sizes[:3], inner,
@@ -331,7 +332,7 @@ def _side_of(
     padded_rows: Any, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
-        return _Side(x, x, x, (0, 0, 0, 0, 0), (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), [])
+        return _Side(x, x, x, (0, 0, 0, 0, 0), (NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), [])
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
     batch = [x.shape[0]] if offs is None else []
