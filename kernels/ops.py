@@ -165,8 +165,8 @@ def _scaled_mm_fake(
 def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
 
-    `state` is the delayed scale [1], or seed, step and number [3] of stochastic rounding, for specs that need them:
-    without the second RecipeError.
+    `state` is a delayed or static scale [1], a static global amax [1] (NVFP4), or seed, step and number [3] of
+    stochastic rounding: without these RecipeError.
     """
     if state is None and QuantSpec.parse(spec).stochastic:
         raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")

@@ -52,8 +52,8 @@ def quantize(
     ===============  ====================================================================================
 
     `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
-    multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`). For
-    a part of x to have its own, a multiplier (per_tensor, per_row) broadcasts against x, and `global_amax` (NVFP4)
+    multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`); for
+    other NVFP4 a global amax from calibration, float32 [1]. For a part of x to have its own, a multiplier (per_tensor, per_row) broadcasts against x, and `global_amax` (NVFP4)
     against the amaxes of its blocks.
     """
     row = spec.row
@@ -64,7 +64,7 @@ def quantize(
         x = hadamard(x, random_signs=spec.random_signs)
     if row.family == "nvfp4":
         if not spec.stochastic:
-            return quantize_nvfp4(x, spec, None, global_amax)
+            return quantize_nvfp4(x, spec, None, global_amax if state is None else state.clone())
         if state is None:
             raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
         return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state.to(x.device), spec.stream), global_amax)
