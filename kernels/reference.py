@@ -53,8 +53,8 @@ def quantize(
 
     `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
     multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`); for
-    other NVFP4 a global amax from calibration, float32 [1]. For a part of x to have its own, a multiplier (per_tensor, per_row) broadcasts against x, and `global_amax` (NVFP4)
-    against the amaxes of its blocks.
+    other NVFP4 a global amax from calibration, float32 [1]. For a part of x to have its own, a multiplier (per_tensor,
+    per_row) broadcasts against x, and `global_amax` (NVFP4) against the amaxes of its blocks.
     """
     row = spec.row
     if x.dtype == torch.float64:
