@@ -24,8 +24,8 @@ from fxquant.kernels.grouped_reference import (
 Multiply = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """`grouped_mm` with offsets."""
 
-_UNIT_AMAX = 448.0 * 6.0
-"""The NVFP4 global amax whose factor is one."""
+_E2M1_MAX = 6.0
+"""Times what block scales reach, this is the NVFP4 global amax whose factor is one."""
 
 
 def grouped_scaled_mm(
@@ -183,24 +183,23 @@ def _bfloat16(
     a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply
 ) -> Tensor:
     """One GEMM of the elements times their block scales; NVFP4's global factors come after."""
-    factor: Tensor | None = None
-    by_row: Tensor | None = None
-    weight_gradient = b[0].ndim == 2
+    factors: list[Tensor] = []
     if a_spec.row.has_global_amax:
-        factor = b[2] / _UNIT_AMAX
-        if a_spec.row_scaled:
-            by_row = a[2].reshape(-1) / _UNIT_AMAX
-        else:
-            factor = a[2] / _UNIT_AMAX * factor
-        a, b = ([*parts[:2], torch.full_like(parts[2], _UNIT_AMAX)] for parts in (a, b))
+        units = [_E2M1_MAX * spec.e4m3_max for spec in (a_spec, b_spec)]
+        factors = [parts[2] / unit for parts, unit in zip((a, b), units, strict=True)]
+        a, b = ([*p[:2], torch.full_like(p[2], unit)] for p, unit in zip((a, b), units, strict=True))
     left, right, ends = gemm_operands(a, b, offs, a_spec, b_spec)
     assert ends is not None
     out = multiply(_values(left), _values(right), ends, a_spec.row.alignment)
-    if factor is not None:
-        own = factor if weight_gradient else factor[group_of(offs, out.shape[0]).clamp(max=offs.shape[0] - 1)]
-        own = own if by_row is None else own * by_row
-        out = out.float() * own.reshape(-1, *[1] * (out.ndim - 1))
-    return out
+    if not factors:
+        return out
+    if b[0].ndim == 2:
+        of_a, of_b = (f.reshape(f.shape[0], -1) for f in factors)
+        return out.float() * (of_a.unsqueeze(-1) * of_b.unsqueeze(-2))
+    group = group_of(offs, out.shape[0]).clamp(max=offs.shape[0] - 1)
+    of_a, of_b = factors
+    of_a = of_a if a_spec.row_scaled else of_a[group].unsqueeze(1)
+    return out.float() * (of_a * of_b.reshape(of_b.shape[0], -1)[group])
 
 
 def _values(operand: Dense) -> Tensor:

@@ -281,8 +281,7 @@ def quantize_nvfp4(
     else:
         scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     scale = _repeat_rows(scale, row.block[0], x.shape[-2])
-    if decode.ndim > 1 and not statically_known_true(decode.shape[-2] == 1):
-        decode = _repeat_rows(decode, row.block[0], x.shape[-2])
+    decode = _repeat_tiles(decode, row.block[0], x.shape[-2])
     y = (blocks * _nvfp4_factor(scale, decode)).flatten(-2)
     code = encode_e2m1(y) if random_bytes is None else encode_e2m1_stochastic(y, random_bytes)
     return [code[..., ::2] | (code[..., 1::2] << 4), scale, global_amax]
@@ -298,6 +297,7 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
     rows = spec.row.block[0]
     encode, decode = nvfp4_global_scale(global_amax, spec.e4m3_max)
     base = amax / torch.full_like(amax, _E2M1_MAX) * encode
+    decode, global_amax = (_repeat_tiles(t, rows, blocks.shape[-3]) for t in (decode, global_amax))
     scales, errors = [], []
     for factor in (1.0, 1.5):
         scale = (base * factor).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
@@ -322,6 +322,11 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
     return torch.where(to_four, scales[1].view(torch.uint8), scales[0].view(torch.uint8)).view(
         torch.float8_e4m3fn
     ), to_four
+
+
+def _repeat_tiles(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:
+    """`_repeat_rows` of what tiles of rows have one of; what the whole tensor has one of stays."""
+    return x if x.ndim < 2 or statically_known_true(x.shape[-2] == 1) else _repeat_rows(x, times, rows)
 
 
 def _nvfp4_factor(scale: Tensor, decode: Tensor) -> Tensor:

@@ -62,7 +62,8 @@ Tensors = dict[str, Tensor]
 
 SPECS = [name for name in FORMATS if name != "identity"]
 SPECS += ["nvfp4(rht)", "per_row_e4m3(pow2,torchao)", "per_tensor_e4m3(pow2)", "mxfp8_e4m3(mode=even)"]
-SIDES = [(s, d) for s in SPECS for d in ("rowwise", "columnwise") if (s, d) != ("nvfp4(rht)", "rowwise")]
+OPTIONS = ["nvfp4(row_scaled)", "nvfp4(four_over_six=mae,e4m3_max=256)", "nvfp4_2d(four_over_six=mse)"]
+SIDES = [(s, d) for s in (*SPECS, *OPTIONS) for d in ("rowwise", "columnwise") if (s, d) != ("nvfp4(rht)", "rowwise")]
 SPLITS = {
     "empty and one row": [0, 0, 37, 38, 70],
     "no multiple of a block": [5, 37, 165, 200],
@@ -130,7 +131,10 @@ def check_split(x: Tensor, offs: list[int], text: str, direction: str) -> None:
                 block = slice(here.start // row.block[1], here.stop // row.block[1])
                 scales = got[1][:, block]
         assert same(scales, scale)
-        assert not amax or same(got[2][group : group + 1], amax[0])
+        if amax and not spec.row_scaled:
+            assert same(got[2][group : group + 1], amax[0])
+        elif amax:
+            assert same(*((got[2][here], amax[0]) if direction == "rowwise" else (got[2][group], amax[0].squeeze(-1))))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -197,6 +201,7 @@ def spec_of(recipe: Recipe | str) -> str:
 
 MX, NV, NV2D, ID = MXFP8Quantizer(), NVFP4Quantizer(), NVFP4Quantizer(with_2d_quantization=True), IdentityQuantizer()
 RHT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+ROWS = NVFP4Quantizer(row_scaled_nvfp4=True)
 DEQUANTIZED = "rowwise_dequantized"
 RECIPES: dict[str, Recipe] = {name: recipes.get(name) for name in ("high_precision", *NAMES)}
 RECIPES |= {
@@ -209,6 +214,8 @@ RECIPES |= {
     "nvfp4 row-scaled forward, mxfp8 backward": per_role(
         input=hybrid(NVFP4Quantizer(row_scaled_nvfp4=True), MX), weight=hybrid(NV2D, MX), grad_output=MX
     ),
+    "nvfp4 row-scaled": per_role(input=ROWS, weight=ROWS, grad_output=ROWS),
+    "nvfp4 4over6": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all"),
     "nvfp4 2d everywhere": per_role(input=NV2D, weight=NV2D, grad_output=NV2D),
     "mxfp8 forward, nvfp4 backward": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
     "dequantized columns": per_role(
@@ -728,7 +735,7 @@ def scaled_grouped_mm(
 
 
 @pytest.mark.parametrize("n", [64, 41], ids=["aligned", "ragged"])
-@pytest.mark.parametrize("name", [*NAMES, "f32 block scales", "e4m3 per tensor"])
+@pytest.mark.parametrize("name", [*NAMES, "f32 block scales", "e4m3 per tensor", "nvfp4 row-scaled", "nvfp4 4over6"])
 def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts and scales that the device's GEMMs get, with their meaning in the place of them."""
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
@@ -782,18 +789,6 @@ def test_gradients_of_experts_are_rounded_stochastically() -> None:
     assert all(not torch.equal(second[name], other[name]) for name in names)
     backend.load_state_dict(state)
     assert_same_bits(expert_step(run, model, (x, offs)), second)
-
-
-@pytest.mark.parametrize("recipe", [
-    recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all"),
-    recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True),
-], ids=["4over6", "row-scaled columns"])  # fmt: skip
-def test_what_takes_one_matrix_at_a_time_is_skipped_with_a_reason(recipe: Recipe) -> None:
-    model, (x, offs) = Experts(), expert_inputs("grouped_mm")
-    backend = fxquant.Backend(recipe, inner="aot_eager")
-    expert_step(torch.compile(model, backend=backend), model, (x, offs))
-    details = {d.detail for d in backend.report().decisions if d.skip_reason is not None}
-    assert details and all(detail.endswith("takes one matrix at a time") for detail in details)
 
 
 FORWARD_ONLY = CustomRecipe(qfactory=fxquant.factories.high_precision_fwd_mxfp8_bwd)
