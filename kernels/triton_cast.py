@@ -300,11 +300,6 @@ def amax_kernel(
         tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + k, bits, mask=k < K, sem="relaxed")
 
 
-BLOCK, GIVEN, MX, NONE = _BLOCK, _GIVEN, _MX, _NONE
-magnitude, scaled_side, quarters, packed_byte, packed_words = _magnitude, _side, _four, _word, _words
-"""Also what `triton_grouped_cast` makes its tiles of."""
-
-
 @dataclass(frozen=True)
 class _Side:
     """One direction of a cast: its outputs, and what the kernel is told."""
@@ -417,14 +412,21 @@ def _make_side(
     rows, length = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
     padded = _cdiv(length, row.alignment) * row.alignment
     data = torch.empty((rows, padded), dtype=element.dtype, device=x.device)
-    constants = constants_of(spec, x.dtype, given=given is not None, columnwise=columnwise)
+    kind = _KINDS[row.family] if given is None else _GIVEN
+    block_rows, block_columns = row.block
+    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
+    largest = torch.finfo(x.dtype if row.family == "block" else torch.float32).max
+    below, most = (_TORCHAO_BELOW, element.max / _TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    constants = (
+        kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
+        MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
+    )  # fmt: skip
     if row.family == "per_tensor":
         arg = given if given is not None else tensor_amax
         assert arg is not None
         return _Side(data, torch.empty(1, dtype=torch.float32, device=x.device), arg, constants)
     if row.family == "per_row":
         return _Side(data, torch.empty((rows, 1), dtype=torch.float32, device=x.device), line_amax, constants)
-    block_rows, block_columns = row.block
     repeated = row.family == "mxfp8"
     scale_rows = rows if repeated or block_rows == 1 else _cdiv(rows, block_rows)
     scale_columns = padded // block_columns
@@ -438,24 +440,9 @@ def _make_side(
     return _Side(data, scale, x, constants, (scale_rows, scale_columns), steps, transposed)
 
 
-def constants_of(spec: QuantSpec, dtype: torch.dtype, *, given: bool, columnwise: bool) -> tuple[Any, ...]:
-    """What a kernel is told of the scaling of one side of an x of this dtype."""
-    row = spec.row
-    assert row.element is not None
-    kind = _GIVEN if given else _KINDS[row.family]
-    block_rows, block_columns = row.block
-    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
-    largest = torch.finfo(dtype if row.family == "block" else torch.float32).max
-    below, most = (_TORCHAO_BELOW, row.element.max / _TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
-    return (
-        kind.value, max(p, 1), max(q, 1), row.element.max, int(math.log2(row.element.max)), row.element.mantissa_bits,
-        MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
-    )  # fmt: skip
-
-
 def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch of a cast kernel writes."""
-    names = [name for name in ("cleared",) if name in arguments]
+    """The names of the arguments that a launch of a kernel of this file writes."""
+    names = []
     for side in ("row", "column"):
         if arguments.get(f"{side.upper()}_KIND", arguments.get(side.upper())):
             names += [name for name in (f"{side}_data", f"{side}_scale", f"{side}_amax") if name in arguments]

@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Triton kernels that quantize groups of rows in one or both directions from one read.
 
-The bytes are those of `fxquant.kernels.grouped_reference.quantize`. Tiles are those of `triton_cast`, and start with
-their group: columnwise payloads and blocks are laid out in the padded rows, rowwise ones where the rows are. The tile
-that a program has is looked up in tables that hold any split, since offsets are known on the device alone.
+The bytes are those of `fxquant.kernels.grouped_reference.quantize`. A tile is read once, and starts with its group:
+columnwise payloads and blocks are laid out in the padded rows, rowwise ones where the rows are. The tile that a program
+has is looked up in tables that hold any split, since offsets are known on the device alone.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +20,178 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written
-from fxquant.formats import QuantSpec
-from fxquant.kernels import grouped_reference, reference
-from fxquant.kernels.triton_cast import (
-    BLOCK,
-    GIVEN,
-    MX,
-    NONE,
-    constants_of,
-    magnitude,
-    packed_byte,
-    packed_words,
-    quarters,
-    scaled_side,
-    supports,
-    written,
-)
+from fxquant.formats import MX_MODES, QuantSpec
+from fxquant.kernels import grouped_reference, reference, triton_cast
 
+_NONE, _GIVEN, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(5))
+"""How a side is scaled: not wanted, by a multiplier for each group, from the amax of each row, or in blocks."""
+_KINDS = {"per_tensor": _GIVEN, "per_row": _PER_ROW, "block": _BLOCK, "mxfp8": _MX}
+_RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
+assert MX_MODES == ("rceil", "floor", "ceil", "even")
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_TORCHAO_FLOOR = 1e-12
+_TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
+"""The least float32 that is not below torchao's least amax."""
 _STRIP = 128
 """Rows that the tables count in."""
+
+
+@triton.jit
+def _magnitude(x):
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def _multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
+                TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr):  # fmt: skip
+    """`reference.multiplier_from_amax`. torchao's float64 quotient rounds to the same float32 as this one.
+
+    (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
+    """
+    if EPS > 0:
+        amax = tl.where(amax < EPS, EPS, amax)
+    scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
+    if TORCHAO_BELOW > 0:
+        scale = tl.where(amax < TORCHAO_BELOW, TORCHAO_MOST, scale)
+    else:
+        scale = tl.where(scale == float("inf"), LARGEST, scale)
+        scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _e8m0(amax, FMAX: tl.constexpr, LOG: tl.constexpr, MANTISSA: tl.constexpr, MODE: tl.constexpr):
+    """`reference.e8m0_from_amax`."""
+    if MODE == _RCEIL:
+        bits = (amax * (1.0 / FMAX)).to(tl.int32, bitcast=True)
+        code = tl.where(bits <= 0x00400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
+    else:
+        bits = amax.to(tl.int32, bitcast=True)
+        if MODE == _CEIL:
+            bits = bits + 0x7FFFFF
+        elif MODE == _EVEN:
+            bits = bits + (1 << (22 - MANTISSA))
+        code = tl.maximum((bits >> 23) - LOG, 0)
+    return code
+
+
+@triton.jit
+def _block_amax(x, P: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The amaxes of blocks of P rows and Q columns: [BM / P, BN / Q]."""
+    amax = _magnitude(x)
+    if Q > 1:
+        amax = tl.max(tl.reshape(amax, (BM, BN // Q, Q)), axis=2)
+    if P > 1:
+        amax = tl.max(tl.reshape(amax, (BM // P, P, BN // Q)), axis=1)
+    return amax
+
+
+@triton.jit
+def _scaled(x, factor, P: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """x [BM, BN] times factor [BM / P, BN / Q] of its blocks."""
+    if P == 1:
+        y = tl.reshape(tl.reshape(x, (BM, BN // Q, Q)) * tl.expand_dims(factor, 2), (BM, BN))
+    elif Q == 1:
+        y = tl.reshape(tl.reshape(x, (BM // P, P, BN)) * tl.expand_dims(factor, 1), (BM, BN))
+    else:  # the tile is one block
+        y = x * factor
+    return y
+
+
+@triton.jit
+def _side(
+    x, arg, scale, rows, columns, row_step, column_step, first_row, first_column, length, COLUMN: tl.constexpr,
+    KIND: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FMAX: tl.constexpr, LOG: tl.constexpr,
+    MANTISSA: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
+    TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Scales the tile x for one side and stores its scales: `scale` has `rows` x `columns` of them in tile order.
+
+    `length` is that of `arg`, the amaxes per row (or column) of x.
+    """
+    if KIND == _GIVEN:
+        one = tl.load(arg)
+        if (first_row == 0) & (first_column == 0):
+            tl.store(scale, tl.div_rn(1.0, one))
+        y = x * one
+    elif KIND == _PER_ROW:
+        if COLUMN:
+            at = first_column + tl.arange(0, BN)
+            first = first_row
+        else:
+            at = first_row + tl.arange(0, BM)
+            first = first_column
+        factor = _multiplier(
+            tl.load(arg + at, mask=at < length, other=1.0), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST
+        )
+        if first == 0:
+            tl.store(scale + at, tl.div_rn(1.0, factor), mask=at < length)
+        y = x * tl.expand_dims(factor, 0 if COLUMN else 1)
+    else:
+        amax = _block_amax(x, P, Q, BM, BN)
+        if KIND == _BLOCK:
+            factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            stored = tl.div_rn(1.0, factor)
+            at_row = first_row // P + tl.arange(0, BM // P)
+            at_column = first_column // Q + tl.arange(0, BN // Q)
+        else:
+            code = _e8m0(amax, FMAX, LOG, MANTISSA, MODE)
+            factor = tl.maximum((254 - code) << 23, 0x00400000).to(tl.float32, bitcast=True)
+            stored = code.to(tl.uint8)
+            at_row = first_row // P + tl.arange(0, BM // P)
+            at_column = first_column // Q + tl.arange(0, BN // Q)
+        place = at_row[:, None].to(tl.int64) * row_step + at_column[None, :].to(tl.int64) * column_step
+        tl.store(scale + place, stored, mask=(at_row[:, None] < rows) & (at_column[None, :] < columns))
+        y = _scaled(x, factor, P, Q, BM, BN)
+    return y
+
+
+@triton.jit
+def _four(x, ROWS: tl.constexpr, QUADS: tl.constexpr):
+    """[ROWS, 4 QUADS] as the first, second, third and fourth of every four neighbours in a row."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, QUADS, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _word(a, b, c, d, SHIFT: tl.constexpr):
+    """One byte of each of four uint32 tensors, that at bit SHIFT, as a word with a's lowest."""
+    low = ((a >> SHIFT) & 0xFF) | (((b >> SHIFT) & 0xFF) << 8)
+    return low | (((c >> SHIFT) & 0xFF) << 16) | (((d >> SHIFT) & 0xFF) << 24)
+
+
+@triton.jit
+def _words(y, E5M2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """float32 [BM, BN] cast to FP8, saturating, four of a row in a uint32: [BM, BN / 4].
+
+    Hopper's instruction makes two codes at a time. Spelled out, since bytes taken apart and put together again, as
+    Triton does for a tile that is transposed, come out corrupted (Triton issue 11111).
+    """
+    a, b, c, d = _four(y, BM, BN // 4)
+    if _INTERPRETED:
+        dtype: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+        a, b = a.to(dtype).to(tl.uint8, bitcast=True), b.to(dtype).to(tl.uint8, bitcast=True)
+        c, d = c.to(dtype).to(tl.uint8, bitcast=True), d.to(dtype).to(tl.uint8, bitcast=True)
+        words = _word(a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32), 0)
+    elif E5M2:
+        words = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        words = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return words
 
 
 @triton.jit
@@ -83,7 +238,7 @@ def grouped_amax_kernel(
         m = first + step * BM + tl.arange(0, BM)
         inside = (m[:, None] < end) & (k[None, :] < K)
         tile = tl.load(x + (m[:, None].to(tl.int64) * x_step + k[None, :]), mask=inside, other=0.0)
-        size = magnitude(tile.to(tl.float32))
+        size = _magnitude(tile.to(tl.float32))
         if ROW:
             bits = tl.max(size, axis=1).to(tl.int32, bitcast=True)
             tl.atomic_max(row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + m, bits, mask=m < end, sem="relaxed")
@@ -113,7 +268,9 @@ def grouped_cast_kernel(
 ):  # fmt: skip
     """One tile [BM, BN] of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
 
-    As `triton_cast.cast_kernel`; a group's scales, and what they come from, are `*_scale_group` apart.
+    The scales of a side are given in tile order, rows along M. A group's, and what they come from, are `*_scale_group`
+    apart. With SAME both sides have the same multiplier for every element, and one payload serves both. Payloads are
+    stored and transposed as words of four codes.
     """
     tiles = tl.cdiv(padded_K, BN)
     row_tile = tl.program_id(0) // tiles
@@ -136,48 +293,46 @@ def grouped_cast_kernel(
     tile = tl.load(source + (down[:, None] * x_step + across[None, :]), mask=inside, other=0.0).to(tl.float32)
     known = tl.minimum(group, G - 1).to(tl.int64)
     once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
-    if ROW_KIND != NONE:
+    if ROW_KIND != _NONE:
         row_at = first_row
         row_end = end
-        if ROW_KIND == GIVEN:
+        if ROW_KIND == _GIVEN:
             row_at = once
             row_arg += known
         elif ROW_P > 1:
             row_at = local
             row_end = row_scale_rows
-        y = scaled_side(
+        y = _side(
             tile, row_arg, row_scale + known * row_scale_group, row_end, row_scale_columns, row_scale_step,
             row_scale_column_step, row_at, first_column, end, False, ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG,
             ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2, ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST, BM, BN,
         )  # fmt: skip
-        words = packed_words(y, ROW_MANTISSA == 2, BM, BN)
+        words = _words(y, ROW_MANTISSA == 2, BM, BN)
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (first_row.to(tl.int64) * padded_K + first_column) // 4
         mask = (m[:, None] < end) & ((first_column + 4 * across_quads)[None, :] < padded_K)
         tl.store(out + (down[:, None] * (padded_K // 4) + across_quads[None, :]), words, mask=mask)
-    if COLUMN_KIND != NONE:
+    if COLUMN_KIND != _NONE:
         column_at = once
-        if COLUMN_KIND == BLOCK or COLUMN_KIND == MX:
+        if COLUMN_KIND == _BLOCK or COLUMN_KIND == _MX:
             column_at = padded_start + local
         else:
             column_arg += known * column_scale_group
-        z = scaled_side(
+        z = _side(
             tile, column_arg, column_scale + known * column_scale_group, column_scale_rows, column_scale_columns,
             column_scale_step, column_scale_column_step, column_at, first_column, K, True, COLUMN_KIND, COLUMN_P,
             COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST, COLUMN_EPS, COLUMN_POW2,
             COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST, BM, BN,
         )  # fmt: skip
         if not SAME:
-            words = packed_words(z, COLUMN_MANTISSA == 2, BM, BN)
+            words = _words(z, COLUMN_MANTISSA == 2, BM, BN)
         out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (known * column_group + first_column.to(tl.int64) * column_step + padded_start + local) // 4
-        a, b, c, d = quarters(tl.trans(words), BN // 4, BM // 4)
+        a, b, c, d = _four(tl.trans(words), BN // 4, BM // 4)
         for i in tl.static_range(4):
             k = 4 * across_quads + i
             mask = ((first_column + k)[:, None] < K) & ((local + 4 * down_quads)[None, :] < padded_size)
-            tl.store(
-                out + (k[:, None] * (column_step // 4) + down_quads[None, :]), packed_byte(a, b, c, d, 8 * i), mask=mask
-            )
+            tl.store(out + (k[:, None] * (column_step // 4) + down_quads[None, :]), _word(a, b, c, d, 8 * i), mask=mask)
 
 
 @triton.jit
@@ -245,7 +400,7 @@ def _tables(offs: Tensor, padded_rows: Any, alignment: int) -> _Tables:
 def supported(x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None) -> bool:
     """Whether the kernels make this quantization."""
     for spec in filter(None, (row, column)):
-        if not supports(spec) or (offs is not None and spec.row.block[0] > 1):
+        if not triton_cast.supports(spec) or (offs is not None and spec.row.block[0] > 1):
             return False
         if spec.row.family == "mxfp8" and spec.row.block[0] > 1:
             return False
@@ -332,14 +487,14 @@ def _side_of(
     padded_rows: Any, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
-        return _Side(x, x, x, (0, 0, 0, 0, 0), (NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), [])
+        return _Side(x, x, x, (0, 0, 0, 0, 0), (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), [])
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
     batch = [x.shape[0]] if offs is None else []
     groups = x.shape[0] if offs is None else offs.shape[0]
     lines, length = (inner, padded_rows) if columnwise else (x.shape[-2], _up(inner, row.alignment))
     data = torch.empty([*batch, lines, length], dtype=row.element.dtype, device=x.device)
-    constants = constants_of(spec, x.dtype, given=row.family == "per_tensor", columnwise=columnwise)
+    constants = _constants(spec, x.dtype, columnwise=columnwise)
     new = torch.empty
     if row.family == "per_tensor":
         scale = new((groups,), dtype=torch.float32, device=x.device)
@@ -357,6 +512,25 @@ def _side_of(
     else:  # rows of their own are counted from the first of all
         steps = (apart if batch and row.block[0] > 1 else 0, scale_rows, scale_columns, scale_columns, 1)
     return _Side(data, scale, x, steps, constants, [data, scale])
+
+
+def _constants(spec: QuantSpec, dtype: torch.dtype, *, columnwise: bool) -> tuple[Any, ...]:
+    """What a kernel is told of the scaling of one side of an x of this dtype."""
+    row = spec.row
+    assert row.element is not None
+    block_rows, block_columns = row.block
+    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
+    largest = torch.finfo(dtype if row.family == "block" else torch.float32).max
+    below, most = (_TORCHAO_BELOW, row.element.max / _TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    return (
+        _KINDS[row.family].value, max(p, 1), max(q, 1), row.element.max, int(math.log2(row.element.max)),
+        row.element.mantissa_bits, MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
+    )  # fmt: skip
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments that a launch of a kernel that quantizes or clears writes."""
+    return ["cleared"] if "cleared" in arguments else triton_cast.written(arguments)
 
 
 def clear(out: Tensor, offs: Tensor) -> Tensor:

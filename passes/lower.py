@@ -188,7 +188,7 @@ def _make_functional(graph: fx.Graph) -> None:
         if node.target is not triton_kernel_wrapper_mutation:
             continue
         given = node.kwargs["kwargs"]
-        written = triton_cast.written(given)
+        written = grouped_cast.written(given)
         with graph.inserting_before(node):
             call = graph.call_function(
                 triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}

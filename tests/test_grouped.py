@@ -791,6 +791,63 @@ def test_gradients_of_experts_are_rounded_stochastically() -> None:
     assert_same_bits(expert_step(run, model, (x, offs)), second)
 
 
+GATHERED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, w, chosen: torch.einsum("ti,taoi->tao", x, w[chosen]),
+    "matmul": lambda x, w, chosen: (w[chosen] @ x[:, None, :, None]).squeeze(-1),
+    "bmm": lambda x, w, chosen: torch.bmm(
+        x.repeat_interleave(2, 0).unsqueeze(1), w.index_select(0, chosen.flatten() % len(w)).mT
+    ).view(*chosen.shape, -1),
+    "view": lambda x, w, chosen: torch.bmm(
+        w[chosen].float().view(-1, *w.shape[1:]), x.repeat_interleave(2, 0).unsqueeze(2)
+    ).view(*chosen.shape, -1),
+}
+
+
+class Gathered(nn.Module):
+    """Two experts for each row, whose weights are gathered."""
+
+    def __init__(self, spell: str) -> None:
+        super().__init__()
+        self.spell = spell
+        self.weight = nn.Parameter(torch.randn(5, 96, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return GATHERED[self.spell](x, self.weight, chosen)
+
+
+@pytest.mark.parametrize("spell", GATHERED)
+def test_gathered_weights_are_groups_of_the_rows_that_chose_them(spell: str) -> None:
+    """One payload an expert, however many rows have it; an expert that none has; an index from behind."""
+    model, x = Gathered(spell), torch.randn(9, 64)
+    chosen = torch.tensor([[0, 2], [4, 2], [2, 0], [-1, 0], [0, 4], [2, 4], [0, 2], [4, 0], [2, 0]])
+    spec = spec_of("mxfp8")
+
+    def grouped(x: Tensor, w: Tensor) -> Tensor:
+        expert = chosen.remainder(5).flatten()
+        order = expert.argsort(stable=True)
+        offs = torch.bincount(expert, minlength=5).cumsum(0).to(torch.int32)
+        y = ops.grouped_linear(x.repeat_interleave(2, 0)[order], w, offs, spec)
+        return y[order.argsort()].view(9, 2, 96)
+
+    dy = torch.randn(9, 2, 96)
+    got = step(lambda x, w: torch.func.functional_call(model, {"weight": w}, (x, chosen)), x, model.weight, dy=dy)
+    want = step(grouped, x, model.weight, dy=dy)
+    run = compiled(model, "mxfp8")
+    leaf = x.clone().requires_grad_()
+    y = run(leaf, chosen)
+    y.backward(dy)
+    assert_same_bits({"y": y.detach(), "dw": model.weight.grad}, {key: want[key] for key in ("y", "dw")})
+    torch.testing.assert_close(leaf.grad, want["dx"])  # summed in another order
+    assert (got["y"] - y).norm() < 0.1 * y.norm()
+    report = fxquant.explain(model, "mxfp8", x, chosen)
+    assert report.coverage == 1 and {d.role.module_type for d in report.decisions} == {"grouped_linear"}
+    assert report.flops["total"] == 2 * 2 * 18 * 64 * 96
+    shapes: Any = ({0: torch.export.Dim.AUTO},) * 2
+    program = fxquant.quantize_program(torch.export.export(model, (x, chosen), dynamic_shapes=shapes), "mxfp8")
+    assert set(program.state_dict) == {"weight_data", "weight_scale"}, "one payload an expert"
+    assert torch.equal(program.module()(x[:7], chosen[:7]), run(x[:7], chosen[:7]))
+
+
 FORWARD_ONLY = CustomRecipe(qfactory=fxquant.factories.high_precision_fwd_mxfp8_bwd)
 PROGRAM_RECIPES = {**RECIPES, "forward in high precision": FORWARD_ONLY}
 
