@@ -273,7 +273,8 @@ def grouped_cast_kernel(
     stored and transposed as words of four codes.
     """
     tiles = tl.cdiv(padded_K, BN)
-    row_tile = tl.program_id(0) // tiles
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what the kernel of amaxes has read last is still in the cache
+    row_tile = program // tiles
     group, local, start, end, padded_start, padded_end = _group(
         row_tile // (STRIP // BM), strip_group, first_strips, starts, ends, padded_ends, G, rows, padded_rows, STRIP,
         BATCH,
@@ -283,7 +284,7 @@ def grouped_cast_kernel(
     if (group > G) | ((local >= padded_size) & (local > 0)):
         return
     first_row = start + local
-    first_column = (tl.program_id(0) % tiles) * BN
+    first_column = (program % tiles) * BN
     m = first_row + tl.arange(0, BM)
     k = first_column + tl.arange(0, BN)
     inside = (m[:, None] < end) & (k[None, :] < K)

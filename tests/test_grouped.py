@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ from fxquant import (
 )
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels import grouped_gemm, grouped_reference, reference
-from fxquant.kernels.grouped_mm import grouped_mm, portable_grouped_mm
+from fxquant.kernels.grouped_mm import aten_grouped_mm, grouped_mm, portable_grouped_mm
 from fxquant.passes.lower import lower
 from fxquant.quantizers import QuantizedOperand
 
@@ -660,6 +661,8 @@ def test_a_loop_over_experts_breaks_no_more_than_without_fxquant(name: str, capt
     if capture and name != "hugging face":
         roles = {d.role.module_type for d in backend.report().decisions if d.quantizer}
         assert roles == {"grouped_linear" if stacked else "linear"}
+        names = {d.layer for d in backend.report().decisions if re.fullmatch(r"(.*\.)?experts\.\d+\..*", d.layer)}
+        assert len(names) == (0 if stacked else 8), "a recipe knows experts that are modules by their names"
 
 
 def test_rows_whose_number_is_only_known_on_the_device() -> None:
@@ -870,6 +873,33 @@ def test_a_lowered_program_has_none_of_our_operators(name: str) -> None:
     assert not [str(n.target) for n in lowered.graph.nodes if "fxquant" in str(n.target)]
     want = quantized.module()(x, offs).float()
     assert (lowered.module()(x, offs) - want).norm() < 2**-7 * want.norm()
+
+
+@pytest.mark.parametrize("sizes", [(48, 80), (41, 50)], ids=str)
+def test_torchs_grouped_mm_gets_groups_at_addresses_that_it_takes(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA stops at a group or a row that does not start at a multiple of 16 bytes."""
+    multiply = torch._grouped_mm
+
+    def checked(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        for operand, contracted in ((a, -1), (b, -2)):
+            assert sorted(stride % 8 for stride in operand.stride())[-1] == 1 in operand.stride()[-2:]
+            if b.ndim == 2 and operand.stride(contracted) == 1:
+                assert not any(end % 8 for end in offs[:-1].tolist())
+        return multiply(a, b, offs=offs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", checked)
+    k, n = sizes
+    for offs in SPLITS.values():
+        x, w = torch.randn(offs[-1] + TAIL, k).bfloat16(), torch.randn(len(offs), n, k).bfloat16()
+        dy = torch.randn(offs[-1] + TAIL, n).bfloat16()
+        for a, b in ((x, w), (dy.mT, x.mT), (dy.mT.contiguous(), x.mT.contiguous())):
+            torch.testing.assert_close(aten_grouped_mm(a, b, ends(*offs)), grouped_mm(a, b, ends(*offs)))
+        aligned = grouped_reference.padded_ends(ends(*offs), 16)
+        a, b = torch.zeros(n, 272).bfloat16(), torch.zeros(k, 272).bfloat16()
+        a[:, : aligned[-1]], b[:, : aligned[-1]] = torch.randn(2, 1, 1)
+        torch.testing.assert_close(aten_grouped_mm(a, b, aligned, 16), grouped_mm(a, b, aligned))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
