@@ -255,7 +255,7 @@ def grouped_cast_kernel(
     x, row_data, row_scale, row_arg, column_data, column_scale, column_arg,
     strip_group, first_strips, starts, ends, padded_ends, G, rows, padded_rows, K, padded_K, x_step,
     column_step, column_group, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step,
-    row_scale_column_step, column_scale_group, column_scale_rows, column_scale_columns, column_scale_step,
+    row_scale_column_step, column_scale_group, column_scale_columns, column_scale_step,
     column_scale_column_step,
     ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
     ROW_MANTISSA: tl.constexpr, ROW_MODE: tl.constexpr, ROW_LARGEST: tl.constexpr, ROW_EPS: tl.constexpr,
@@ -315,12 +315,13 @@ def grouped_cast_kernel(
         tl.store(out + (down[:, None] * (padded_K // 4) + across_quads[None, :]), words, mask=mask)
     if COLUMN_KIND != _NONE:
         column_at = once
+        column_end = padded_end // COLUMN_P  # blocks behind are those of the next group
         if COLUMN_KIND == _BLOCK or COLUMN_KIND == _MX:
             column_at = padded_start + local
         else:
             column_arg += known * column_scale_group
         z = _side(
-            tile, column_arg, column_scale + known * column_scale_group, column_scale_rows, column_scale_columns,
+            tile, column_arg, column_scale + known * column_scale_group, column_end, column_scale_columns,
             column_scale_step, column_scale_column_step, column_at, first_column, K, True, COLUMN_KIND, COLUMN_P,
             COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST, COLUMN_EPS, COLUMN_POW2,
             COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST, BM, BN,
@@ -464,7 +465,7 @@ def quantize(
     padded_inner = left.data.shape[-1] if row is not None else inner
     wrap_triton(grouped_cast_kernel)[(strips * (_STRIP // tile_m) * _cdiv(padded_inner, tile_n),)](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, *tables, *sizes[:3], inner,
-        padded_inner, x_step, size, inner * size if batch else 0, *left.steps, *right.steps,
+        padded_inner, x_step, size, inner * size if batch else 0, *left.steps, right.steps[0], *right.steps[2:],
         *left.constants, *right.constants, same, batch, _STRIP, tile_m, tile_n, num_warps=warps,
     )  # fmt: skip
     return [*left.parts, *right.parts]
