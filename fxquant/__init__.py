@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fxquant.calibration import Amax, Calibration
     from fxquant.compiled import autocast, compile
     from fxquant.explainer import explain
-    from fxquant.program import aoti_compile_and_package, lower_program, quantize_program, report_of
+    from fxquant.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
     from fxquant.report import Report
 
 __version__ = "0.1.0"
@@ -66,6 +66,7 @@ _LAZY = {
     "Report": "fxquant.report",
     "aoti_compile_and_package": "fxquant.program",
     "lower_program": "fxquant.program",
+    "onnx_export": "fxquant.program",
     "quantize_program": "fxquant.program",
     "report_of": "fxquant.program",
 }
@@ -141,6 +142,7 @@ __all__ = [
     "explain",
     "factories",
     "lower_program",
+    "onnx_export",
     "quantize_program",
     "recipes",
     "report_of",

@@ -21,10 +21,12 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
 import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import re
 import statistics
@@ -232,7 +234,7 @@ class Experts(nn.Module):
         self.weight = nn.Parameter(torch.randn(size.experts, size.n, size.k, dtype=torch.bfloat16) * size.k**-0.5)
         generator = torch.Generator("cpu").manual_seed(0)
         share = torch.rand(size.experts, generator=generator, device="cpu") + 0.5
-        ends = (share.cumsum(0) / share.sum() * size.m).round()
+        ends = (share.cumsum(0) / share.sum() * (size.m // 16)).round() * 16  # torchao takes no other sizes
         self.register_buffer("offs", ends.to(torch.int32).to(self.weight.device))
         self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = torch._grouped_mm
 
@@ -282,7 +284,11 @@ def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tens
     folder = "torchao.prototype.moe_training"
     new = importlib.util.find_spec(f"{folder}.fp8_grouped_mm")
     module = importlib.import_module(f"{folder}.{'fp8_grouped_mm' if new else 'scaled_grouped_mm'}")
-    return module._to_fp8_rowwise_then_scaled_grouped_mm  # type: ignore[no-any-return]
+    multiply = module._to_fp8_rowwise_then_scaled_grouped_mm
+    pads = "pad_token_groups_for_grouped_mm"
+    if pads in inspect.signature(multiply).parameters:
+        return functools.partial(multiply, **{pads: False})
+    return multiply  # type: ignore[no-any-return]
 
 
 @dataclass

@@ -12,6 +12,7 @@ of a package replace by what runs on the device.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -29,7 +30,9 @@ from fxquant.calibration import Calibration, arguments
 from fxquant.compat import compile_package, is_inductor_option
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
+from fxquant.kernels.onnx_ops import MEANINGS, OPSET
 from fxquant.passes import Rewriter
+from fxquant.passes.base import is_fxquant
 from fxquant.passes.bodies import Bodies
 from fxquant.passes.calibrate import calibrate
 from fxquant.passes.describe import describe, forget
@@ -146,6 +149,34 @@ def aoti_compile_and_package(
     )
 
 
+def onnx_export(
+    program: ExportedProgram, path: str | Path | None = None, *, opset_version: int = OPSET, **options: Any
+) -> torch.onnx.ONNXProgram:
+    """`torch.onnx.export` for a quantized program: QuantizeLinear and DequantizeLinear around MatMul.
+
+    Payloads of weights stay FP8 in the file. Takes per-tensor, rowwise and block scaled FP8, and MXFP8 with scales in
+    float32. `options` are those of `torch.onnx.export`. Needs the packages onnx and onnxscript.
+
+    Raises ProgramError for a program with a format or an operator that ONNX does not have, and OptionError for an
+    opset before 21, the first with scales for blocks.
+    """
+    _check_program(program)
+    if opset_version < OPSET:
+        raise OptionError(f"ONNX has the operators for FP8 blocks from opset {OPSET} on, not in {opset_version}")
+    table = {getattr(torch.ops.fxquant, name).default: meaning for name, meaning in MEANINGS.items()}
+    made = program.run_decompositions(table)
+    left = sorted({str(n.target) for gm in _graphs(made) for n in gm.graph.nodes if is_fxquant(n)})
+    if left:
+        raise ProgramError(f"ONNX has nothing for {', '.join(left)}: export the unquantized program")
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ProgramError(f"torch.onnx.export needs what is not installed: pip install {' '.join(missing)}")
+    options = {"dynamo": True, "verbose": False, **options}
+    exported = torch.onnx.export(made, f=path, opset_version=opset_version, **options)
+    assert exported is not None
+    return exported
+
+
 def report_of(program: ExportedProgram) -> Report:
     """The report of a program from `quantize_program`. Raises ProgramError for another, or one that was loaded."""
     report = program.graph_module.meta.get(REPORT)
@@ -159,6 +190,10 @@ def _check_program(program: object) -> None:
         raise ProgramError(
             f"an ExportedProgram is expected, not a {type(program).__name__}: call torch.export.export first"
         )
+
+
+def _graphs(program: ExportedProgram) -> list[fx.GraphModule]:
+    return [each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule)]
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -279,4 +314,4 @@ def _program(
     )
 
 
-__all__ = ["aoti_compile_and_package", "lower_program", "quantize_program", "report_of"]
+__all__ = ["aoti_compile_and_package", "lower_program", "onnx_export", "quantize_program", "report_of"]

@@ -79,18 +79,19 @@ class _GroupedLinear(torch.autograd.Function):
         input, weight, offs = ctx.saved_tensors
         spec = LinearSpec.parse(ctx.spec_text)
         state: StateTensors = ctx.state
+        fast = spec.grad_output.rowwise.torchao  # torchao accumulates all three so, and others their outputs alone
         grad_input = grad_weight = None
         if any(ctx.needs_input_grad[:2]):
             _record(state, "backward", grad_output, offs, spec.grad_output)
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
                 (grad_output, offs), spec.grad_output, "rowwise", (weight, None), spec.weight, "columnwise", offs,
-                input.dtype, False, state, ctx.known.columnwise,
+                input.dtype, fast, state, ctx.known.columnwise,
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
                 (grad_output, offs), spec.grad_output, "columnwise", (input, offs), spec.input, "columnwise", offs,
-                weight.dtype, False, state,
+                weight.dtype, fast, state,
             )  # fmt: skip
         return grad_input, grad_weight, None, None, None, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from fxquant.compat import capability
 from fxquant.formats import QuantSpec
 from fxquant.kernels import choice, gemm, reference
 from fxquant.kernels.choice import GemmKernel
-from fxquant.kernels.grouped_mm import grouped_mm
+from fxquant.kernels.grouped_mm import grouped_mm, unmasked_grouped_mm
 from fxquant.kernels.grouped_reference import (
     Dense,
     gemm_operands,
@@ -22,8 +22,11 @@ from fxquant.kernels.grouped_reference import (
     starts,
 )
 
-_UNIT_AMAX = 448.0 * 6.0
-"""The NVFP4 global amax whose factor is one."""
+Multiply = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""`grouped_mm` with offsets."""
+
+_E2M1_MAX = 6.0
+"""Times what block scales reach, this is the NVFP4 global amax whose factor is one."""
 
 
 def grouped_scaled_mm(
@@ -54,8 +57,8 @@ def grouped_scaled_mm(
     if kernel is GemmKernel.GROUPED_TRITON:
         return _triton(a, b, offs, left, right, out_dtype, fast_accum)
     if left.row.family in ("per_tensor", "per_row"):
-        return _scaled_after(a, b, offs, left, right).to(out_dtype)
-    return _bfloat16(a, b, offs, left, right).to(out_dtype)
+        return _scaled_after(a, b, offs, left, right, _multiplied).to(out_dtype)
+    return _bfloat16(a, b, offs, left, right, _multiplied).to(out_dtype)
 
 
 def portable_scaled_mm(
@@ -72,7 +75,7 @@ def portable_scaled_mm(
     if offs is None:
         return scaled_mm(a, b, offs, left, right, out_dtype)
     run = _scaled_after if left.row.family in ("per_tensor", "per_row") else _bfloat16
-    return run(a, b, offs.to(torch.int32), left, right).to(out_dtype)
+    return run(a, b, offs.to(torch.int32), left, right, grouped_mm).to(out_dtype)
 
 
 def _batched(
@@ -121,9 +124,23 @@ def _fp8(
         left, right.mT, a_scale.contiguous(), b_scale.contiguous(), offs=ends, out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )  # fmt: skip
-    out = out[..., :features] if spare else out
-    # what no group has written is as the memory was
-    if not weight_gradient:
+    return _cleared(out[..., :features] if spare else out, offs)
+
+
+def _multiplied(a: Tensor, b: Tensor, offs: Tensor, alignment: int) -> Tensor:
+    """`grouped_mm` for one device."""
+    if a.is_cuda:
+        return _cleared(unmasked_grouped_mm(a, b, offs, alignment), offs)
+    return grouped_mm(a, b, offs, alignment)
+
+
+def _cleared(out: Tensor, offs: Tensor) -> Tensor:
+    """The result of a GEMM with zeros where no group has written, which is as the memory was."""
+    if out.is_cuda and out.is_contiguous():
+        from fxquant.kernels.triton_grouped_cast import clear
+
+        return clear(out, offs)
+    if out.ndim == 2:
         return torch.where(in_groups(offs, out.shape[0]), out, 0)
     return torch.where((offs > starts(offs)).reshape(-1, 1, 1), out, 0)
 
@@ -148,13 +165,13 @@ def _triton(
 
 
 def _scaled_after(
-    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec
+    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply
 ) -> Tensor:
     """The GEMM of the elements, and their scales on its result."""
     a_scale, b_scale = _row_scales(a, b, offs)
     weight_gradient = b[0].ndim == 2
     ends = padded_ends(offs, a_spec.row.alignment) if weight_gradient else offs
-    out = grouped_mm(a[0].to(torch.bfloat16), b[0].to(torch.bfloat16), ends).float()
+    out = multiply(a[0].to(torch.bfloat16), b[0].to(torch.bfloat16), ends, a_spec.row.alignment).float()
     if weight_gradient:
         return out * a_scale.unsqueeze(-1) * b_scale.unsqueeze(-2)
     # rows of no group have scales that mean nothing
@@ -162,26 +179,27 @@ def _scaled_after(
     return torch.where(in_groups(offs, out.shape[0]), out * a_scale.unsqueeze(-1) * b_scale[group], 0)
 
 
-def _bfloat16(a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec) -> Tensor:
+def _bfloat16(
+    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply
+) -> Tensor:
     """One GEMM of the elements times their block scales; NVFP4's global factors come after."""
-    factor: Tensor | None = None
-    by_row: Tensor | None = None
-    weight_gradient = b[0].ndim == 2
+    factors: list[Tensor] = []
     if a_spec.row.has_global_amax:
-        factor = b[2] / _UNIT_AMAX
-        if a_spec.row_scaled:
-            by_row = a[2].reshape(-1) / _UNIT_AMAX
-        else:
-            factor = a[2] / _UNIT_AMAX * factor
-        a, b = ([*parts[:2], torch.full_like(parts[2], _UNIT_AMAX)] for parts in (a, b))
+        units = [_E2M1_MAX * spec.e4m3_max for spec in (a_spec, b_spec)]
+        factors = [parts[2] / unit for parts, unit in zip((a, b), units, strict=True)]
+        a, b = ([*p[:2], torch.full_like(p[2], unit)] for p, unit in zip((a, b), units, strict=True))
     left, right, ends = gemm_operands(a, b, offs, a_spec, b_spec)
     assert ends is not None
-    out = grouped_mm(_values(left), _values(right), ends)
-    if factor is not None:
-        own = factor if weight_gradient else factor[group_of(offs, out.shape[0]).clamp(max=offs.shape[0] - 1)]
-        own = own if by_row is None else own * by_row
-        out = out.float() * own.reshape(-1, *[1] * (out.ndim - 1))
-    return out
+    out = multiply(_values(left), _values(right), ends, a_spec.row.alignment)
+    if not factors:
+        return out
+    if b[0].ndim == 2:
+        of_a, of_b = (f.reshape(f.shape[0], -1) for f in factors)
+        return out.float() * (of_a.unsqueeze(-1) * of_b.unsqueeze(-2))
+    group = group_of(offs, out.shape[0]).clamp(max=offs.shape[0] - 1)
+    of_a, of_b = factors
+    of_a = of_a if a_spec.row_scaled else of_a[group].unsqueeze(1)
+    return out.float() * (of_a * of_b.reshape(of_b.shape[0], -1)[group])
 
 
 def _values(operand: Dense) -> Tensor:

@@ -122,7 +122,8 @@ def _fake_operand(x: Tensor, offs: Tensor | None, spec: QuantSpec, direction: st
         x.new_empty([*batch, rows, padded // packed], dtype=torch.uint8 if packed > 1 else row.element.dtype),
         x.new_empty(scale_shape, dtype=torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype),
     ]
-    amax_shape = [*batch, rows, 1] if spec.row_scaled else [groups]
+    by_column = direction == "columnwise" and offs is not None
+    amax_shape = ([groups, rows] if by_column else [*batch, rows, 1]) if spec.row_scaled else [groups]
     return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
 
 

@@ -59,8 +59,8 @@ def quantize(
     and the global amax of NVFP4 [G]. Batched operands have a leading G throughout.
 
     `state` is what `reference.quantize` takes from the state of a graph, for a delayed scale one of each group [G].
-    Random bits are drawn for the operand as it is laid out, groups padded. With `row_scaled`, rowwise alone, the
-    global amax is that of each row.
+    Random bits are drawn for the operand as it is laid out, groups padded. With `row_scaled` the global amax is that of
+    each row [M, 1] ([G, R, 1] of a batch), or of each column of a group [G, C].
     """
     if x.dtype == torch.float64:
         x = x.float()
@@ -130,7 +130,8 @@ def expanded(
             scale = scale[group_of(ends, data.shape[-1]).clamp(max=last)]
             return [data, scale.mT if scale.ndim > 1 else scale.unsqueeze(0)], spec
         step = row.alignment  # every format with a global amax pads to its block
-        return [data, scale, *(g[group_of(ends, count, step).clamp(max=last)].unsqueeze(0) for g in rest)], spec
+        own = (amax[group_of(ends, count, step).clamp(max=last)] for amax in rest)
+        return [data, scale, *(amax.mT if amax.ndim > 1 else amax.unsqueeze(0) for amax in own)], spec
     group = group_of(offs, data.shape[0]).clamp(max=last)
     if per_group:
         return [data, scale[group].unsqueeze(1)], spec
@@ -199,9 +200,15 @@ def _quantize_columns(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | 
         by_column = reference.multiplier_from_amax(amax, spec)
         return [reference.quantize(columns, spec, by_column[inside].mT)[0], reference.reciprocal(by_column)]
     if row.has_global_amax:
-        amax = _by_group(reference.amax(_transformed(columns, spec), 0), group, groups)
-        own = amax[group_of(ends, columns.shape[-1] // row.alignment, row.alignment).clamp(max=groups - 1)]
-        return [*reference.quantize(columns, spec, state, own.unsqueeze(0))[:2], amax]
+        block = group_of(ends, columns.shape[-1] // row.alignment, row.alignment)
+        if spec.row_scaled:
+            blocks = torch.unflatten(columns, -1, (columns.shape[-1] // row.alignment, row.alignment))
+            amax = _by_group(reference.amax(blocks, -1).mT, block, groups)
+            own = amax[block.clamp(max=groups - 1)].mT
+        else:
+            amax = _by_group(reference.amax(_transformed(columns, spec), 0), group, groups)
+            own = amax[block.clamp(max=groups - 1)].unsqueeze(0)
+        return [*reference.quantize(columns, spec, state, own)[:2], amax]
     return reference.quantize(columns, spec)
 
 

@@ -176,8 +176,8 @@ def _scaled_mm_fake(
 def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
 
-    `state` is the scale [1] of a per-tensor format (delayed, or of this tensor: `scale_from_amax`), or seed, step and
-    number [3] of stochastic rounding, without which RecipeError.
+    `state` is the scale [1] of a per-tensor format (delayed, static, or of this tensor: `scale_from_amax`), a static
+    global amax [1] (NVFP4), or seed, step and number [3] of stochastic rounding, without which RecipeError.
     """
     if state is None and QuantSpec.parse(spec).stochastic:
         raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")

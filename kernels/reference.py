@@ -53,9 +53,9 @@ def quantize(
     ===============  ====================================================================================
 
     `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
-    multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`). For
-    a part of x to have its own, a multiplier (per_tensor, per_row) broadcasts against x, and `global_amax` (NVFP4)
-    against the amaxes of its blocks.
+    multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`); for
+    other NVFP4 a global amax from calibration, float32 [1]. For a part of x to have its own, a multiplier (per_tensor,
+    per_row) broadcasts against x, and `global_amax` (NVFP4) against the amaxes of its blocks.
     """
     row = spec.row
     if x.dtype == torch.float64:
@@ -65,7 +65,7 @@ def quantize(
         x = hadamard(x, random_signs=spec.random_signs)
     if row.family == "nvfp4":
         if not spec.stochastic:
-            return quantize_nvfp4(x, spec, None, global_amax)
+            return quantize_nvfp4(x, spec, None, global_amax if state is None else state.clone())
         if state is None:
             raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
         return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state.to(x.device), spec.stream), global_amax)
@@ -282,8 +282,7 @@ def quantize_nvfp4(
     else:
         scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     scale = _repeat_rows(scale, row.block[0], x.shape[-2])
-    if decode.ndim > 1 and not statically_known_true(decode.shape[-2] == 1):
-        decode = _repeat_rows(decode, row.block[0], x.shape[-2])
+    decode = _repeat_tiles(decode, row.block[0], x.shape[-2])
     y = (blocks * _nvfp4_factor(scale, decode)).flatten(-2)
     code = encode_e2m1(y) if random_bytes is None else encode_e2m1_stochastic(y, random_bytes)
     return [code[..., ::2] | (code[..., 1::2] << 4), scale, global_amax]
@@ -299,6 +298,7 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
     rows = spec.row.block[0]
     encode, decode = nvfp4_global_scale(global_amax, spec.e4m3_max)
     base = amax / _divisor(_E2M1_MAX, amax) * encode
+    decode, global_amax = (_repeat_tiles(t, rows, blocks.shape[-3]) for t in (decode, global_amax))
     scales, errors = [], []
     for factor in (1.0, 1.5):
         scale = (base * factor).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
@@ -332,6 +332,11 @@ def _divisor(value: float, like: Tensor) -> Tensor:
     """A float32 divisor in the shape of a tensor: in the place of a number, whose inverse Inductor multiplies with."""
     (bits,) = struct.unpack("i", struct.pack("f", value))
     return ((like.view(torch.int32) & 0) | bits).view(torch.float32)
+
+
+def _repeat_tiles(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:
+    """`_repeat_rows` of what tiles of rows have one of; what the whole tensor has one of stays."""
+    return x if x.ndim < 2 or statically_known_true(x.shape[-2] == 1) else _repeat_rows(x, times, rows)
 
 
 def _nvfp4_factor(scale: Tensor, decode: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
     # becomes, with one more buffer in the program's state
     quantize = torch.ops.fxquant.quantize.default(x, "per_tensor_e4m3", "rowwise", b_layer_input_multiplier)
 
-Formats whose scales belong to rows or blocks take them from the data in any case.
+Of NVFP4 the global amax becomes static, and blocks keep scales of their own. Formats whose scales all belong to rows or
+blocks take them from the data in any case.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def calibrate(
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
             sites = [reader.meta[SITE] for reader in readers_of(node)]
             amax = calibration.amax_of(layer_of(node))
-            if QuantSpec.parse(str(node.args[1])).row.family != "per_tensor":
+            spec = QuantSpec.parse(str(node.args[1]))
+            if spec.row.family != "per_tensor" and (not spec.row.has_global_amax or spec.row_scaled):
                 told |= dict.fromkeys(sites, "dynamic: its scales belong to rows or blocks")
             elif amax is None:
                 told |= dict.fromkeys(sites, "dynamic: so the calibration says")
@@ -59,10 +61,16 @@ def calibrate(
         if not bool(seen.isfinite()):
             raise ProgramError(f"calibration: the input of layer {layer or '<model>'!r} is infinite")
         told |= dict.fromkeys(sites, f"static amax {seen.item():.4g}: {observer.amax} of {count} inputs")
-        multiplier: Tensor = reference.multiplier_from_amax(seen, QuantSpec.parse(str(node.args[1])))
-        placeholder = state.add(f"{layer}.input_multiplier".strip("."), multiplier)
+        placeholder = state.add(*_given(layer, QuantSpec.parse(str(node.args[1])), seen))
         node.args = (*node.args, state.bodies.reach(node.graph, placeholder))
     return told
+
+
+def _given(layer: str, spec: QuantSpec, amax: Tensor) -> tuple[str, Tensor]:
+    """Name and value [1] of what a quantization takes in the place of a pass over its input."""
+    if spec.row.has_global_amax:
+        return f"{layer}.input_global_amax".strip("."), amax
+    return f"{layer}.input_multiplier".strip("."), reference.multiplier_from_amax(amax, spec)
 
 
 def _observe(module: fx.GraphModule, observers: dict[int, Observer]) -> None:

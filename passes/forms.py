@@ -113,9 +113,20 @@ def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:
     result = match.emit(builder, partial(gemm, builder))
     for key, value in node.meta.items():
         result.meta.setdefault(key, value)
+    inputs = node.all_input_nodes
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
+    _erase_unused(inputs)
     return result
+
+
+def _erase_unused(nodes: list[fx.Node]) -> None:
+    """Erases what nothing reads any more: the weights that were gathered for each row."""
+    for node in nodes:
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            _erase_unused(inputs)
 
 
 __all__ = ["FORMS", "FUNCTIONS", "Form", "Gemm2d", "Site", "apply_match", "form_of"]

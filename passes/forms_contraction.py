@@ -21,7 +21,7 @@ from fxquant.compat import size_hint, statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Builder, Dim, Emit, Gemm2d, Match, Product, value_of
 from fxquant.passes.forms_flops import node_flops
-from fxquant.passes.forms_weights import find_weight, op_name
+from fxquant.passes.forms_weights import find_gather, find_weight, op_name
 
 Label = Hashable
 Finish = Callable[[Builder, fx.Node], fx.Node]
@@ -180,6 +180,10 @@ def contract(
         return site.match(kind, product, skip=(SkipReason.UNSUPPORTED_FORM, planned))
     if planned.batch and rhs_is_weight:
         kind = "grouped_linear"
+    if planned.batch and rhs_is_weight and bias is None:
+        match = _by_expert(site, planned, finish)
+        if match is not None:
+            return match
     product = planned.product(rhs_is_weight)
     skip = _skip(site, planned, rhs_is_weight)
     if skip is not None:
@@ -198,6 +202,72 @@ def contract(
     match = site.match(kind, product, emit=emit)
     match.plan = planned
     return match
+
+
+def _by_expert(site: Site, planned: Contraction, finish: Finish | None) -> Match | None:
+    """Rows that are multiplied by the matrices `stack[index]`: sorted by index they are groups of rows.
+
+    A weight is then quantized once, and not for each row that its expert gets. None where it is no such product.
+    """
+    left, right = planned.left, planned.right
+    found = find_gather(right.node, site.outer)
+    if found is None or right.view is not None or None in right.labels:
+        return None
+    chosen, ends = right.labels[:-2], right.labels[-2:]
+    if len(planned.inner) != 1 or planned.inner[0] not in ends or not set(ends) <= {*planned.inner, *planned.columns}:
+        return None
+    stack, shared = value_of(found.stack), tuple(label for label in chosen if label in left.kept)
+    (k,), (n,) = planned.inner, (label for label in ends if label not in planned.inner)
+    rows_last = (ends[1] == k) != found.transposed
+    """Whether the stack is [E, N, K]."""
+    times, rows = product_of(map(right.size, chosen)), product_of(map(left.size, planned.rows))
+    product = Product(
+        m=times * rows, k=left.size(k), n=right.size(n), groups=stack.shape[0], lhs=left.node, rhs=right.node
+    )
+    slots = [site.node.all_input_nodes.index(operand.node) for operand in (left, right)]
+
+    def emit(builder: Builder, gemm: Gemm2d) -> fx.Node:
+        lhs, rhs = (builder.anchor.all_input_nodes[slot] for slot in slots)
+        gather = find_gather(rhs, site.outer)
+        assert gather is not None
+        weight = gather.stack if rows_last else transposed(builder, gather.stack)
+        if value_of(weight).dtype != value_of(rhs).dtype:
+            weight = builder.call(aten.to.dtype, weight, value_of(rhs).dtype)
+        lhs = _viewed(builder, left, lhs)
+        batch = [  # of what stays in the graph, as far as it goes
+            builder.size(lhs, left.labels.index(label)) if label in shared
+            else builder.size(*((gather.index, axis) if value_of(gather.index).ndim == len(chosen) else (rhs, axis)))
+            for axis, label in enumerate(chosen)
+        ]  # fmt: skip
+        split = [builder.size(lhs, left.labels.index(label)) for label in planned.rows]
+        lhs = _arrange(builder, lhs, left, [*((label,) for label in shared), planned.rows, (k,)])
+        for axis, label in enumerate(chosen):
+            lhs = lhs if label in shared else builder.call(torch.unsqueeze, lhs, axis)
+        if len(shared) < len(chosen):
+            lhs = builder.call(aten.expand.default, lhs, [*batch, -1, -1])
+        lhs = builder.call(torch.flatten, lhs, 0, -3) if len(chosen) > 1 else lhs
+        index = builder.call(torch.flatten, gather.index)
+        experts = builder.size(gather.stack, 0)
+        behind = builder.call(torch.add, index, experts)
+        index = builder.call(torch.where, builder.call(torch.lt, index, 0), behind, index)
+        order = builder.call(torch.argsort, index, stable=True)
+        behind = builder.call(torch.cumsum, builder.call(aten.new_ones.default, index, [experts]), 0)
+        offs = builder.call(torch.searchsorted, builder.call(aten.index.Tensor, index, [order]), behind)
+        offs = builder.call(torch.mul, offs, builder.size(lhs, 1))
+        offs = builder.call(aten.to.dtype, offs, torch.int32)
+        ragged = builder.call(torch.flatten, builder.call(aten.index.Tensor, lhs, [order]), 0, 1)
+        result = builder.call(torch.unflatten, gemm(0, ragged, weight, offs=offs), 0, [-1, builder.size(lhs, 1)])
+        result = builder.call(aten.index.Tensor, result, [builder.call(torch.argsort, order)])
+        if not split:
+            result = builder.call(torch.squeeze, result, 1)
+        elif len(split) > 1:
+            result = builder.call(torch.unflatten, result, 1, split)
+        if len(batch) > 1:
+            result = builder.call(torch.unflatten, result, 0, batch)
+        result = _permute(builder, result, (*chosen, *planned.rows, n), planned.out)
+        return settle(builder, result if finish is None else finish(builder, result))
+
+    return site.match("grouped_linear", product, emit=emit)
 
 
 def by_flops(site: Site, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:

@@ -22,6 +22,7 @@ from fxquant.compat import (
     enable_python_dispatcher,
     inductor_decompositions,
     make_fx,
+    statically_known_true,
     tree_flatten,
     tree_map_only,
     triton_kernel_wrapper_functional,
@@ -37,11 +38,13 @@ from fxquant.kernels import (
     gemm,
     grouped_gemm,
     grouped_ops,
+    grouped_reference,
     ops,
     reference,
     triton_amax,
     triton_cast,
 )
+from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes import few_rows
 from fxquant.passes.base import VIEWS, is_fxquant, val
@@ -93,6 +96,8 @@ def implementation(node: fx.Node, portable: bool = False, launches: bool = True)
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
             return attention_cuda.quantize_heads
+        if name in ("split_quantize", "hybrid_split_quantize") and _transposes_groups(name, node):
+            return triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
@@ -149,6 +154,40 @@ def triton_hybrid_quantize(
     """`fxquant::hybrid_quantize` of a matrix by a Triton kernel."""
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
     return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, amax)
+
+
+def _transposes_groups(name: str, node: fx.Node) -> bool:
+    """As `_by_triton`, for groups of rows. How many rows there are may be known on the device alone."""
+    x, offs, *args = (val(arg) for arg in node.args)
+    texts, columnwise = (args[:1], args[1] == "columnwise") if name == "split_quantize" else (args[:2], True)
+    specs = [QuantSpec.parse(str(text)) for text in texts]
+    row, column = (None, specs[0]) if len(specs) == 1 else specs
+    some = statically_known_true(x.shape[-1] > 0) and (offs is not None or statically_known_true(x.numel() > 0))
+    return columnwise and some and grouped_cast.supported(x, offs, row, column) and converts_to_fp8(x.device)
+
+
+def triton_split_quantize(
+    x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
+) -> list[Tensor]:
+    """`fxquant::split_quantize` by a Triton kernel, columnwise."""
+    return grouped_cast.quantize(x, offs, None, QuantSpec.parse(spec), None, state, _group_amax_of_rounded)
+
+
+def triton_hybrid_split_quantize(
+    x: Tensor,
+    offs: Tensor | None,
+    rowwise_spec: str,
+    columnwise_spec: str,
+    rowwise_state: Tensor | None = None,
+    columnwise_state: Tensor | None = None,
+) -> list[Tensor]:
+    """`fxquant::hybrid_split_quantize` by a Triton kernel."""
+    row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
+    return grouped_cast.quantize(x, offs, row, column, rowwise_state, columnwise_state, _group_amax_of_rounded)
+
+
+def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:
+    return _of_rounded(grouped_reference.group_amax, x, offs)  # type: ignore[no-any-return]
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:

@@ -172,9 +172,6 @@ def _ungroupable(answers: Answers) -> tuple[SkipReason, str] | None:
             spec, name = answer.spec(direction), type(answer.side(direction)).__name__
             if spec.key:
                 return SkipReason.GROUPED, f"{name}, a quantizer of your own for {operand}, takes one matrix at a time"
-            if spec.four_over_six or (spec.row_scaled and (direction is Direction.COLUMNWISE or operand == "weight")):
-                option = "4over6" if spec.four_over_six else "amaxes of rows that are contracted or of a weight"
-                return SkipReason.GROUPED, f"{name} for {operand} has {option}, which takes one matrix at a time"
     return None
 
 

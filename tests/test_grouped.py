@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ from fxquant import (
 )
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels import grouped_gemm, grouped_reference, reference
-from fxquant.kernels.grouped_mm import grouped_mm, portable_grouped_mm
+from fxquant.kernels.grouped_mm import aten_grouped_mm, grouped_mm, portable_grouped_mm
 from fxquant.passes.lower import lower
 from fxquant.quantizers import QuantizedOperand
 
@@ -62,7 +63,8 @@ Tensors = dict[str, Tensor]
 
 SPECS = [name for name in FORMATS if name != "identity"]
 SPECS += ["nvfp4(rht)", "per_row_e4m3(pow2,torchao)", "per_tensor_e4m3(pow2)", "mxfp8_e4m3(mode=even)"]
-SIDES = [(s, d) for s in SPECS for d in ("rowwise", "columnwise") if (s, d) != ("nvfp4(rht)", "rowwise")]
+OPTIONS = ["nvfp4(row_scaled)", "nvfp4(four_over_six=mae,e4m3_max=256)", "nvfp4_2d(four_over_six=mse)"]
+SIDES = [(s, d) for s in (*SPECS, *OPTIONS) for d in ("rowwise", "columnwise") if (s, d) != ("nvfp4(rht)", "rowwise")]
 SPLITS = {
     "empty and one row": [0, 0, 37, 38, 70],
     "no multiple of a block": [5, 37, 165, 200],
@@ -130,7 +132,10 @@ def check_split(x: Tensor, offs: list[int], text: str, direction: str) -> None:
                 block = slice(here.start // row.block[1], here.stop // row.block[1])
                 scales = got[1][:, block]
         assert same(scales, scale)
-        assert not amax or same(got[2][group : group + 1], amax[0])
+        if amax and not spec.row_scaled:
+            assert same(got[2][group : group + 1], amax[0])
+        elif amax:
+            assert same(*((got[2][here], amax[0]) if direction == "rowwise" else (got[2][group], amax[0].squeeze(-1))))
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -197,6 +202,7 @@ def spec_of(recipe: Recipe | str) -> str:
 
 MX, NV, NV2D, ID = MXFP8Quantizer(), NVFP4Quantizer(), NVFP4Quantizer(with_2d_quantization=True), IdentityQuantizer()
 RHT = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+ROWS = NVFP4Quantizer(row_scaled_nvfp4=True)
 DEQUANTIZED = "rowwise_dequantized"
 RECIPES: dict[str, Recipe] = {name: recipes.get(name) for name in ("high_precision", *NAMES)}
 RECIPES |= {
@@ -209,6 +215,8 @@ RECIPES |= {
     "nvfp4 row-scaled forward, mxfp8 backward": per_role(
         input=hybrid(NVFP4Quantizer(row_scaled_nvfp4=True), MX), weight=hybrid(NV2D, MX), grad_output=MX
     ),
+    "nvfp4 row-scaled": per_role(input=ROWS, weight=ROWS, grad_output=ROWS),
+    "nvfp4 4over6": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all"),
     "nvfp4 2d everywhere": per_role(input=NV2D, weight=NV2D, grad_output=NV2D),
     "mxfp8 forward, nvfp4 backward": per_role(input=hybrid(MX, NV), weight=hybrid(MX, NV, DEQUANTIZED), grad_output=NV),
     "dequantized columns": per_role(
@@ -653,6 +661,8 @@ def test_a_loop_over_experts_breaks_no_more_than_without_fxquant(name: str, capt
     if capture and name != "hugging face":
         roles = {d.role.module_type for d in backend.report().decisions if d.quantizer}
         assert roles == {"grouped_linear" if stacked else "linear"}
+        names = {d.layer for d in backend.report().decisions if re.fullmatch(r"(.*\.)?experts\.\d+\..*", d.layer)}
+        assert len(names) == (0 if stacked else 8), "a recipe knows experts that are modules by their names"
 
 
 def test_rows_whose_number_is_only_known_on_the_device() -> None:
@@ -728,7 +738,7 @@ def scaled_grouped_mm(
 
 
 @pytest.mark.parametrize("n", [64, 41], ids=["aligned", "ragged"])
-@pytest.mark.parametrize("name", [*NAMES, "f32 block scales", "e4m3 per tensor"])
+@pytest.mark.parametrize("name", [*NAMES, "f32 block scales", "e4m3 per tensor", "nvfp4 row-scaled", "nvfp4 4over6"])
 def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts and scales that the device's GEMMs get, with their meaning in the place of them."""
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
@@ -784,16 +794,61 @@ def test_gradients_of_experts_are_rounded_stochastically() -> None:
     assert_same_bits(expert_step(run, model, (x, offs)), second)
 
 
-@pytest.mark.parametrize("recipe", [
-    recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all"),
-    recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True),
-], ids=["4over6", "row-scaled columns"])  # fmt: skip
-def test_what_takes_one_matrix_at_a_time_is_skipped_with_a_reason(recipe: Recipe) -> None:
-    model, (x, offs) = Experts(), expert_inputs("grouped_mm")
-    backend = fxquant.Backend(recipe, inner="aot_eager")
-    expert_step(torch.compile(model, backend=backend), model, (x, offs))
-    details = {d.detail for d in backend.report().decisions if d.skip_reason is not None}
-    assert details and all(detail.endswith("takes one matrix at a time") for detail in details)
+GATHERED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, w, chosen: torch.einsum("ti,taoi->tao", x, w[chosen]),
+    "matmul": lambda x, w, chosen: (w[chosen] @ x[:, None, :, None]).squeeze(-1),
+    "bmm": lambda x, w, chosen: torch.bmm(
+        x.repeat_interleave(2, 0).unsqueeze(1), w.index_select(0, chosen.flatten() % len(w)).mT
+    ).view(*chosen.shape, -1),
+    "view": lambda x, w, chosen: torch.bmm(
+        w[chosen].float().view(-1, *w.shape[1:]), x.repeat_interleave(2, 0).unsqueeze(2)
+    ).view(*chosen.shape, -1),
+}
+
+
+class Gathered(nn.Module):
+    """Two experts for each row, whose weights are gathered."""
+
+    def __init__(self, spell: str) -> None:
+        super().__init__()
+        self.spell = spell
+        self.weight = nn.Parameter(torch.randn(5, 96, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return GATHERED[self.spell](x, self.weight, chosen)
+
+
+@pytest.mark.parametrize("spell", GATHERED)
+def test_gathered_weights_are_groups_of_the_rows_that_chose_them(spell: str) -> None:
+    """One payload an expert, however many rows have it; an expert that none has; an index from behind."""
+    model, x = Gathered(spell), torch.randn(9, 64)
+    chosen = torch.tensor([[0, 2], [4, 2], [2, 0], [-1, 0], [0, 4], [2, 4], [0, 2], [4, 0], [2, 0]])
+    spec = spec_of("mxfp8")
+
+    def grouped(x: Tensor, w: Tensor) -> Tensor:
+        expert = chosen.remainder(5).flatten()
+        order = expert.argsort(stable=True)
+        offs = torch.bincount(expert, minlength=5).cumsum(0).to(torch.int32)
+        y = ops.grouped_linear(x.repeat_interleave(2, 0)[order], w, offs, spec)
+        return y[order.argsort()].view(9, 2, 96)
+
+    dy = torch.randn(9, 2, 96)
+    got = step(lambda x, w: torch.func.functional_call(model, {"weight": w}, (x, chosen)), x, model.weight, dy=dy)
+    want = step(grouped, x, model.weight, dy=dy)
+    run = compiled(model, "mxfp8")
+    leaf = x.clone().requires_grad_()
+    y = run(leaf, chosen)
+    y.backward(dy)
+    assert_same_bits({"y": y.detach(), "dw": model.weight.grad}, {key: want[key] for key in ("y", "dw")})
+    torch.testing.assert_close(leaf.grad, want["dx"])  # summed in another order
+    assert (got["y"] - y).norm() < 0.1 * y.norm()
+    report = fxquant.explain(model, "mxfp8", x, chosen)
+    assert report.coverage == 1 and {d.role.module_type for d in report.decisions} == {"grouped_linear"}
+    assert report.flops["total"] == 2 * 2 * 18 * 64 * 96
+    shapes: Any = ({0: torch.export.Dim.AUTO},) * 2
+    program = fxquant.quantize_program(torch.export.export(model, (x, chosen), dynamic_shapes=shapes), "mxfp8")
+    assert set(program.state_dict) == {"weight_data", "weight_scale"}, "one payload an expert"
+    assert torch.equal(program.module()(x[:7], chosen[:7]), run(x[:7], chosen[:7]))
 
 
 FORWARD_ONLY = CustomRecipe(qfactory=fxquant.factories.high_precision_fwd_mxfp8_bwd)
@@ -818,6 +873,33 @@ def test_a_lowered_program_has_none_of_our_operators(name: str) -> None:
     assert not [str(n.target) for n in lowered.graph.nodes if "fxquant" in str(n.target)]
     want = quantized.module()(x, offs).float()
     assert (lowered.module()(x, offs) - want).norm() < 2**-7 * want.norm()
+
+
+@pytest.mark.parametrize("sizes", [(48, 80), (41, 50)], ids=str)
+def test_torchs_grouped_mm_gets_groups_at_addresses_that_it_takes(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA stops at a group or a row that does not start at a multiple of 16 bytes."""
+    multiply = torch._grouped_mm
+
+    def checked(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        for operand, contracted in ((a, -1), (b, -2)):
+            assert sorted(stride % 8 for stride in operand.stride())[-1] == 1 in operand.stride()[-2:]
+            if b.ndim == 2 and operand.stride(contracted) == 1:
+                assert not any(end % 8 for end in offs[:-1].tolist())
+        return multiply(a, b, offs=offs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", checked)
+    k, n = sizes
+    for offs in SPLITS.values():
+        x, w = torch.randn(offs[-1] + TAIL, k).bfloat16(), torch.randn(len(offs), n, k).bfloat16()
+        dy = torch.randn(offs[-1] + TAIL, n).bfloat16()
+        for a, b in ((x, w), (dy.mT, x.mT), (dy.mT.contiguous(), x.mT.contiguous())):
+            torch.testing.assert_close(aten_grouped_mm(a, b, ends(*offs)), grouped_mm(a, b, ends(*offs)))
+        aligned = grouped_reference.padded_ends(ends(*offs), 16)
+        a, b = torch.zeros(n, 272).bfloat16(), torch.zeros(k, 272).bfloat16()
+        a[:, : aligned[-1]], b[:, : aligned[-1]] = torch.randn(2, 1, 1)
+        torch.testing.assert_close(aten_grouped_mm(a, b, aligned, 16), grouped_mm(a, b, aligned))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -487,11 +487,19 @@ def multipliers(program: ExportedProgram) -> dict[str, float]:
 
 def test_scales_of_one_input_are_those_that_it_would_get_by_itself() -> None:
     model, x = block()
-    for recipe in ("current_scaling", "delayed_scaling"):
+    for recipe in ("current_scaling", "delayed_scaling", "nvfp4"):
         program = calibrated(model, x, x, recipe=recipe)
-        assert torch.equal(run(program, x), run(quantize_program(exported(model, x), "current_scaling"), x))
-        assert not any("amax" in op for op in ops(lower_program(program))), "no pass over an activation for its scale"
-        assert not torch.equal(run(program, 2 * x), run(quantize_program(exported(model, x), "current_scaling"), 2 * x))
+        dynamic = quantize_program(exported(model, x), "nvfp4" if recipe == "nvfp4" else "current_scaling")
+        assert torch.equal(run(program, x), run(dynamic, x))
+        lowered = lower_program(program)
+        if recipe == "nvfp4":
+            amaxes = [node for node in lowered.graph.nodes if str(node.target).startswith("aten.amax")]
+            assert amaxes and all(node.args[1] == [-1] for node in amaxes), "of blocks alone"
+            assert sum(name.endswith("input_global_amax") for name in program.state_dict) == 4
+        else:
+            assert not any("amax" in op for op in ops(lowered)), "no pass over an activation for its scale"
+        assert torch.equal(run(lowered, x), run(program, x))
+        assert not torch.equal(run(program, 2 * x), run(dynamic, 2 * x))
 
 
 def test_methods_of_taking_an_amax() -> None:

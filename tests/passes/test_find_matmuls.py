@@ -43,7 +43,11 @@ def gemm(
     left, right = value_of(lhs), value_of(rhs)
     if offs is not None:
         assert (left.ndim, right.ndim) == (2, 3)
-        return builder.call(torch._grouped_mm, lhs, builder.call(torch.transpose, rhs, -2, -1), offs)
+        if left.dtype == torch.bfloat16:
+            return builder.call(torch._grouped_mm, lhs, builder.call(torch.transpose, rhs, -2, -1), offs)
+        place = builder.call(torch.cumsum, builder.call(torch.ones_like, builder.call(torch.select, lhs, 1, 0)), 0)
+        group = builder.call(torch.searchsorted, builder.call(torch.ops.aten.to.dtype, offs, left.dtype), place)
+        return builder.call(torch.einsum, "mk,mnk->mn", lhs, builder.call(torch.index_select, rhs, 0, group))
     assert left.ndim >= 2
     assert bias is None or value_of(bias).ndim == 1
     if right.ndim == 2:
@@ -327,10 +331,13 @@ FORMS = {
     "experts baddbmm": Form(
         torch.baddbmm, [(3, 5, 40), (3, 5, 24)], [(3, 24, 40)], "grouped_linear", [((3,), 5, 24, 40)]
     ),
+    "gathered by row": Form(
+        lambda x, w: torch.bmm(w[torch.tensor([2, 0])], x), [(2, 24, 3)], [(3, 40, 24)], "grouped_linear", [(6, 24, 40)]
+    ),
     # found, with a reason
     "gathered": Form(
-        lambda x, w: torch.bmm(w[torch.tensor([2, 0])], x), [(2, 24, 1)], [(3, 40, 24)], "grouped_linear",
-        [((2,), 1, 24, 40)], SkipReason.GATHERED_WEIGHT,
+        lambda x, w: torch.einsum("bk,bcnk->bcn", x, w[torch.tensor([[2, 0], [1, 2]])].narrow(1, 0, 2)),
+        [(2, 24)], [(3, 40, 24)], "grouped_linear", [((2,), 1, 24, 80)], SkipReason.GATHERED_WEIGHT,
     ),
     "bilinear": Form(F.bilinear, [(5, 24), (5, 16)], [(40, 24, 16)], "linear", [(5, 384, 40)], SkipReason.BILINEAR),
     "mv": Form(torch.mv, [(5, 24)], [(24,)], "linear", [(5, 24, 1)], SMALL),
