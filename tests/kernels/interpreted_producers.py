@@ -1,0 +1,88 @@
+"""Casts fused with producers in Triton's interpreter, against the reference; run by test_triton_cast.py.
+
+A producer's float32 arithmetic may differ in the last bit, and so now and then the bfloat16 it is rounded to, and one
+code of the payload.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from interpreted_cast import as_bytes, convert_float, values
+
+from fxquant.formats import QuantSpec
+from fxquant.kernels import reference, triton_cast
+from fxquant.kernels.producers import PRODUCERS
+
+SPECS = ("per_tensor_e4m3", "per_tensor_e5m2(slot=3)", "block_1x128_e4m3(pow2)", "mxfp8_e4m3", "block_128x128_e4m3")
+SHAPES = ((96, 160), (33, 50))
+MOST = 0.005
+"""The share of a payload's bytes that may differ."""
+
+
+def convert(floats: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
+    """The interpreter's own conversion to bfloat16 cuts."""
+    if target != tl.bfloat16:
+        return convert_float(floats, source, target, rounding)
+    exact = torch.from_numpy(np.ascontiguousarray(floats).view(np.float32))
+    return exact.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(floats.shape)
+
+
+interpreter._convert_float = convert
+
+
+def inputs_of(name: str, shape: tuple[int, int]) -> list[Tensor]:
+    shapes = {"matrix": shape, "row": (shape[0], 1), "column": shape[1:]}
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for i, kind in enumerate(PRODUCERS[name].inputs):
+        x = torch.randn(shapes[kind], generator=generator) * (2.0 if i == 0 else 1.0)
+        made.append(x if kind == "row" else x.bfloat16())
+    made[0][:, 2] = values(torch.bfloat16, shape)[:, 2]
+    return made
+
+
+def expected(name: str, inputs: list[Tensor], specs: tuple[QuantSpec | None, ...], scales: list[Tensor | None]):
+    """What is cast of each result, computed in float32 and rounded once."""
+    made = [y.bfloat16() for y in PRODUCERS[name]([x.float() for x in inputs])]
+    rounded_within = PRODUCERS[name](inputs)  # of which an amax of the tensor is taken here
+    parts = []
+    for y, z, scale in zip(made, rounded_within, scales, strict=True):
+        if specs[1].row.family == "per_tensor" and scale is None:
+            scale = reference.multiplier_from_amax(reference.amax(z), specs[1])
+        for side, spec in zip((y, y.mT), specs, strict=True):
+            parts += [] if spec is None else reference.quantize(side, spec, scale)
+        parts.append(reference.amax(y))
+    return parts
+
+
+def main() -> None:
+    for name, producer in PRODUCERS.items():
+        for shape in SHAPES:
+            inputs = inputs_of(name, shape)
+            for text in SPECS if shape == SHAPES[0] else SPECS[1:3]:
+                spec = QuantSpec.parse(text)
+                scales = [torch.tensor([3.0 + i]) if spec.is_delayed else None for i in range(producer.results)]
+                for specs in ((spec, spec), (None, spec)):
+                    got = triton_cast.produce(name, inputs, *specs, scales, scales, True)
+                    for i, (a, b) in enumerate(zip(got, expected(name, inputs, specs, scales), strict=True)):
+                        case = f"{name} {shape} {text} {specs[0]} part {i}"
+                        assert a.shape == b.shape and a.dtype == b.dtype, case
+                        if a.dtype.itemsize > 1:
+                            torch.testing.assert_close(a, b, rtol=2**-8, atol=0, msg=lambda m, c=case: f"{c}: {m}")
+                        else:
+                            share = (as_bytes(a) != as_bytes(b)).float().mean().item()
+                            assert share <= MOST, f"{case}: {share:.2%} of the bytes differ"
+
+
+if __name__ == "__main__":
+    main()
