@@ -1,7 +1,7 @@
 """What commonly stands before a quantization, by name: activations, their gradients, and normalizations.
 
-`produce_quantize` computes one of these and quantizes the result. Each is plain torch code: the reference meaning of the
-operator, and, traced, the pattern by which `fxquant.passes.fuse_producers` finds it in a graph.
+`produce_quantize` computes one of these and quantizes the result. Each is plain torch code: the reference meaning of
+the operator, and, traced, the pattern by which `fxquant.passes.fuse_producers` finds it in a graph.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fxquant.compat import declare_written
 from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels import reference, triton_producers
 from fxquant.kernels.producers import PRODUCERS
-from fxquant.kernels.triton_producers import UNMADE, load_tile
+from fxquant.kernels.triton_producers import load_tile
 
 _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
 """How a side is scaled: not wanted, by a multiplier, from an amax of the tensor or of each row, or in blocks."""
@@ -327,8 +327,8 @@ def cast_kernel(
         column_data += result.to(tl.int64) * K * padded_M
         row_scale += result.to(tl.int64) * row_scale_size
         column_scale += result.to(tl.int64) * column_scale_size
-        row_arg += result
-        column_arg += result
+        row_arg += result * (M if ROW_KIND == _PER_ROW else 1)
+        column_arg += result * (K if COLUMN_KIND == _PER_ROW else 1)
         recorded += result
     tiles = tl.cdiv(padded_K, 4 * LK * WK)
     first_row = (program // tiles) * (R * LM * WM)
@@ -383,23 +383,30 @@ def cast_kernel(
 
 @triton.jit
 def amax_kernel(
-    x, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr, STEPS: tl.constexpr,
-    W: tl.constexpr, R: tl.constexpr,
+    x, in1, in2, in3, in4, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    STEPS: tl.constexpr, PRODUCER: tl.constexpr, RESULTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of the rows and of the columns of x [M, K], NaN ignored, into zeroed float32 buffers.
+
+    Or those of what a PRODUCER makes, as in `cast_kernel`.
 
     Goes down STEPS tiles of W * R rows, R for each of W warps, and 256 columns, eight for each thread. Magnitudes are
     ordered as their bits are.
     """
+    program, result = tl.program_id(0), 0
+    if RESULTS > 1:
+        program, result = program // RESULTS, program % RESULTS
+        row_amax += result * M
+        column_amax += result * K
     tiles = tl.cdiv(K, 256)
-    first_row = (tl.program_id(0) // tiles) * (W * R * STEPS)
-    first_column = (tl.program_id(0) % tiles) * 256
+    first_row = (program // tiles) * (W * R * STEPS)
+    first_column = (program % tiles) * 256
     down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
     across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
     largest = tl.zeros((32, W, 1, 8), tl.float32)
     for step in range(STEPS):
         row = first_row + step * (W * R)
-        tile = tl.abs(load_tile(x, x, x, x, x, x_step, row, first_column, down, across, M, K, 0, UNMADE))
+        tile = tl.abs(load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, result, PRODUCER))
         if ROW:
             amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
             bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
@@ -441,7 +448,9 @@ class _Side:
             return [self.data, self.scale.t() if self.transposed else self.scale] if self.results else []
         rows, scale_rows = self.data.shape[0] // self.results, self.scale.shape[0] // self.results
         data = self.data.narrow(0, result * rows, rows)
-        scale = self.scale.narrow(0, result * scale_rows, 1 if self.scale.ndim == 1 else scale_rows)
+        scale = self.scale.narrow(0, result * scale_rows, scale_rows)
+        if scale_rows == 1:  # Inductor's GEMMs take no part of a tensor for a scale
+            scale = scale.clone()
         return [data, scale.t() if self.transposed else scale]
 
 
@@ -469,7 +478,7 @@ def quantize(
             count = 0 if column is None else 2
             return [*swapped[count:], *swapped[:count]]
         x = x.contiguous()
-    row_amax, column_amax = _line_amaxes(x, row, column)
+    row_amax, column_amax = _line_amaxes((x,), None, row, column)
     tensor_amax = None
     if any(s is not None and s.row.family == "per_tensor" and g is None
            for s, g in ((row, row_scale), (column, column_scale))):  # fmt: skip
@@ -483,29 +492,29 @@ def quantize(
 def produce(
     name: str, inputs: Sequence[Tensor], row: QuantSpec | None, column: QuantSpec | None,
     row_scales: Sequence[Tensor | None], column_scales: Sequence[Tensor | None], record: bool,
-    amax: Callable[[Tensor], Tensor] = reference.amax,
 ) -> list[Tensor]:  # fmt: skip
-    """What `quantize` gives for each result of a producer, which is not written itself; then with `record` its amax [1].
+    """What `quantize` gives for each result of a producer, which is not written itself, then with `record` its amax.
 
-    The inputs are dense, none is empty, and all matrices have one dtype. Not for scaling per row, whose amaxes would
-    need a pass of their own.
+    The inputs are dense, none is empty, and all matrices have one dtype. Amaxes that scales are made of are taken in a
+    pass of its own, with the same arithmetic.
     """
-    x, producer = inputs[0], PRODUCERS[name]
-    tensor_amax = None
-    if any(s is not None and s.row.family == "per_tensor" and None in g
-           for s, g in ((row, row_scales), (column, column_scales))):  # fmt: skip
-        amaxes = [amax(made) for made in producer(inputs)]
-        tensor_amax = torch.cat(amaxes) if len(amaxes) > 1 else amaxes[0]
+    x, results = inputs[0], PRODUCERS[name].results
+    recorded, tensor_amax = x, None
+    own = [spec for spec, given in ((row, row_scales), (column, column_scales)) if spec is not None and None in given]
+    if record:
+        recorded = torch.zeros(results, dtype=torch.float32, device=x.device)
+    if any(spec.row.family == "per_tensor" for spec in own):
+        tensor_amax = torch.zeros(results, dtype=torch.float32, device=x.device)
+        nothing = _make_side(x, None, None, None, x, columnwise=False)
+        _launch(inputs, name, None, None, nothing, nothing, tensor_amax)
+    row_amax, column_amax = _line_amaxes(inputs, name, row, column)
     row_scale = _in_one(row_scales)
     column_scale = row_scale if all(map(operator.is_, row_scales, column_scales)) else _in_one(column_scales)
-    left, right = (
-        _make_side(x, spec, scale, tensor_amax, x, columnwise=columnwise, results=producer.results)
-        for spec, scale, columnwise in ((row, row_scale, False), (column, column_scale, True))
-    )
-    recorded = torch.zeros(producer.results, dtype=torch.float32, device=x.device) if record else x
+    left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False, results=results)
+    right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True, results=results)
     _launch(inputs, name, row, column, left, right, recorded)
     parts = []
-    for result in range(producer.results):
+    for result in range(results):
         parts += [*left.parts(result), *right.parts(result), *([recorded.narrow(0, result, 1)] if record else [])]
     return parts
 
@@ -526,14 +535,13 @@ def _launch(
     size_m, size_k = x.shape
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
-    lanes_k, lanes_m, warps_k, warps_m, rows = layout = _layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m, rows = layout = _layout(row, column, producer)
     grid = (
         _cdiv(16 * column_units, rows * lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,
     )
-    filled = [*inputs, *[x] * (triton_producers.INPUTS - len(inputs))]
     wrap_triton(cast_kernel)[grid](
-        *filled, recorded, left.data, left.scale, left.arg, right.data, right.scale, right.arg, size_m, size_k,
-        column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
+        *triton_producers.filled(inputs), recorded, left.data, left.scale, left.arg, right.data, right.scale,
+        right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
         *left.constants, *right.constants, triton_producers.kind(producer), results, recorded is not x,
         *layout, num_warps=warps_k * warps_m,
@@ -544,24 +552,34 @@ def _cdiv(size: Any, by: int) -> Any:
     return (size + by - 1) // by
 
 
-def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int, int]:
+def _layout(
+    row: QuantSpec | None, column: QuantSpec | None, producer: str | None
+) -> tuple[int, int, int, int, int]:  # fmt: skip
     """Threads across and down, warps across and down, and rows of a thread: LK, LM, WK, WM, R of the kernel."""
+    if producer is not None:  # whose inputs take registers too
+        blocks = any(spec.row.family == "block" for spec in (row, column) if spec is not None)
+        return 8, 4, 4, 2 if blocks else 1, 16
     return 8, 4, 4, 1, 32
 
 
-def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> tuple[Tensor, Tensor]:
-    """The amaxes [M] of rows and [K] of columns, where a direction is scaled by them."""
+def _line_amaxes(
+    inputs: Sequence[Tensor], producer: str | None, row: QuantSpec | None, column: QuantSpec | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The amaxes [M] of rows and [K] of columns, of all results, where a direction is scaled by them."""
+    x = inputs[0]
+    results = 1 if producer is None else PRODUCERS[producer].results
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
         return x, x
     size_m, size_k = x.shape
-    row_amax = torch.zeros(size_m if by_row else 1, dtype=torch.float32, device=x.device)
-    column_amax = torch.zeros(size_k if by_column else 1, dtype=torch.float32, device=x.device)
+    row_amax = torch.zeros(results * size_m if by_row else 1, dtype=torch.float32, device=x.device)
+    column_amax = torch.zeros(results * size_k if by_column else 1, dtype=torch.float32, device=x.device)
     steps, warps, rows = _AMAX_LAYOUT
-    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256),)
+    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256) * results,)
     wrap_triton(amax_kernel)[grid](
-        x, row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column, steps, warps, rows, num_warps=warps
-    )
+        *triton_producers.filled(inputs), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,
+        steps, triton_producers.kind(producer), results, warps, rows, num_warps=warps,
+    )  # fmt: skip
     return row_amax, column_amax
 
 
@@ -590,8 +608,7 @@ def _make_side(
     if row.family == "per_tensor":
         arg = given if given is not None else tensor_amax
         assert arg is not None
-        # where there are several, each at a multiple of 16 bytes
-        scale = torch.empty(4 * results if results > 1 else 1, dtype=torch.float32, device=x.device)
+        scale = torch.empty(results, dtype=torch.float32, device=x.device)
         return _Side(data, scale, arg, constants, results=results)
     if row.family == "per_row":
         scale = torch.empty((results * rows, 1), dtype=torch.float32, device=x.device)

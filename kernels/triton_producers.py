@@ -7,8 +7,11 @@ Inductor fuses, what the graph rounds within a producer stays unrounded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fxquant.kernels.producers import PRODUCERS
 
@@ -27,8 +30,10 @@ _RMS_NORM, _RMS_NORM_ROUNDED, _LAYER_NORM = (
 _SQRT_HALF, _INV_SQRT_2PI = tl.constexpr(0.7071067811865476), tl.constexpr(0.3989422804014327)
 _SQRT_2_PI, _CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 
-INPUTS = 5
-"""The most inputs that a producer has."""
+
+def filled(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """As many inputs as the kernels take, the first in the place of those that a producer does not have."""
+    return [*inputs, *[inputs[0]] * (5 - len(inputs))]
 
 
 def kind(name: str | None) -> int:
@@ -81,12 +86,12 @@ def load_tile(
                 _load(x + start, offsets, mask), _load(in2 + start, offsets, mask) * _load(in1 + start, offsets, mask)
             )
         elif PRODUCER == _SILU_MUL_GRAD:
+            # without a branch: with one the registers of both sides are taken
             gate = _load(x + start, offsets, mask)
-            y = _load(in2 + start, offsets, mask)
-            if result == 0:
-                y = _silu_grad(gate, y * _load(in1 + start, offsets, mask))
-            else:
-                y = gate / (1.0 + tl.exp(-gate)) * y
+            sigmoid = _sigmoid(gate)
+            slope = tl.where(result == 0, 1.0 + gate * (1.0 - sigmoid), 1.0)
+            other = tl.where(result == 0, in1, x) + start
+            y = _load(in2 + start, offsets, mask) * _load(other, offsets, mask) * sigmoid * slope
         elif PRODUCER == _GELU:
             v = _load(x + start, offsets, mask)
             y = v * 0.5 * (tl.erf(v * _SQRT_HALF) + 1.0)

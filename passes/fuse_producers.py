@@ -5,8 +5,8 @@
     # becomes
     both = fxquant.produce_quantize([gate, up], "silu_mul", ["block_1x128_e4m3"], ["block_1x128_e4m3"], ...)
 
-for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. An amax of the tensor (delayed scaling)
-comes out of the same operator, and two results of the same inputs, such as the gradients of both factors, from one.
+for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. An amax of the tensor (delayed
+scaling) comes out of the same operator, and two results of the same inputs, the gradients of both factors, from one.
 
 A fusion has to save bytes: where a scale is to be found first, from the amax of the whole tensor, the inputs are read
 twice. It is left alone where something else reads the tensor, where Inductor would fuse by itself (a cast that is
@@ -15,6 +15,7 @@ wanted rowwise alone), and where recomputed activations have to come out with th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Sequence
@@ -135,7 +136,7 @@ def _transposes(node: fx.Node, device: str) -> bool:
         return False
     x = val(node.args[0])
     specs = [QuantSpec.parse(str(s)) for s in node.args[1 : 2 if is_fxquant(node, "quantize") else 3]]
-    known = all(triton_cast.supports(spec) and spec.row.family != "per_row" for spec in specs)
+    known = all(map(triton_cast.supports, specs))
     empty = any(statically_known_true(size == 0) for size in x.shape)
     return known and x.ndim == 2 and not empty and x.device.type == device and x.dtype in _NARROW
 
@@ -164,14 +165,16 @@ def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]
 def _saves_bytes(producer: Producer, site: _Site) -> bool:
     """Whether fewer bytes move an element, all tensors of two: what vectors take is not counted.
 
-    Not fused, the inputs are read, each result is written, read again and cast; an amax comes with the first.
+    Not fused, the inputs are read, each result is written, read again and cast. An amax of the tensor comes with the
+    first, and amaxes of its columns with another read.
     """
-    states = [state for spec, state in ((site.row, site.row_state), (site.column, site.column_state)) if spec]
-    family = QuantSpec.parse(str(site.column)).row.family
-    reads = 2 if family == "per_tensor" and None in states else 1
+    sides = [(site.row, site.row_state), (site.column, site.column_state)]
+    families = {QuantSpec.parse(spec).row.family for spec, state in sides if spec and state is None}
     casts = 1 if site.row is None else 2
-    apart = 2 * producer.matrices + producer.results * (4 + casts)
-    return reads * 2 * producer.matrices + producer.results * casts < apart
+    inputs, results = 2 * producer.matrices, producer.results
+    together = inputs * (2 if families & {"per_tensor", "per_row"} else 1) + results * casts
+    apart = inputs + results * (4 + casts + 2 * ("per_row" in families))
+    return together < apart
 
 
 def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> bool:
@@ -194,11 +197,11 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
         target = torch.ops.fxquant.produce_quantize.default
         fused = graph.call_function(target, (shaped, producer.name, *specs, *states, record))
         fused.meta = {**anchor.meta}
-        values = []
+        values: list[Any] = []
         for site in group:
             for item in list(site.quantize.users):
                 assert item.target is operator.getitem, item.format_node()
-                made = graph.call_function(operator.getitem, (fused, len(values) + int(item.args[1])))
+                made = graph.call_function(operator.getitem, (fused, len(values) + item.args[1]))  # type: ignore[operator]
                 made.meta = dict(item.meta)
                 item.replace_all_uses_with(made)
                 graph.erase_node(item)
@@ -234,7 +237,7 @@ def _shaped(node: fx.Node, shape: list[Any]) -> fx.Node:
     if len(value.shape) == len(shape) and all(map(statically_known_true, map(operator.eq, value.shape, shape))):
         return node
     made = node.graph.call_function(_aten.reshape.default, (node, shape))
-    with detect_fake_mode([value]):
+    with detect_fake_mode([value]) or contextlib.nullcontext():
         made.meta = {**node.meta, "val": value.reshape(shape)}
     return made
 
@@ -287,9 +290,7 @@ def _pattern(name: str, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
     """What a producer of one result looks like in Inductor's graphs: its output, and its inputs."""
     producer = PRODUCERS[name]
     shapes = {"matrix": (4, 8), "row": (4, 1), "column": (8,)}
-    inputs = [
-        torch.zeros(shapes[kind], dtype=torch.float32 if kind == "row" else dtype) for kind in producer.inputs
-    ]
+    inputs = [torch.zeros(shapes[kind], dtype=torch.float32 if kind == "row" else dtype) for kind in producer.inputs]
     traced = make_fx(lambda *x: producer.run(*x), decomposition_table=dict(inductor_decompositions()))(*inputs)
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
     return output.args[0], [node for node in traced.graph.nodes if node.op == "placeholder"]

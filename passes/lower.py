@@ -109,9 +109,7 @@ def triton_produce_quantize(
     """`fxquant::produce_quantize` by a Triton kernel."""
     row, column = (QuantSpec.parse(specs[0]) if specs else None for specs in (rowwise_specs, columnwise_specs))
     dense = [x.contiguous() for x in inputs]
-    return triton_cast.produce(
-        producer, dense, row, column, rowwise_states, columnwise_states, record, _amax_of_rounded
-    )
+    return triton_cast.produce(producer, dense, row, column, rowwise_states, columnwise_states, record)
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:
