@@ -240,7 +240,7 @@ def _by_expert(site: Site, planned: Contraction, finish: Finish | None) -> Match
             for axis, label in enumerate(chosen)
         ]  # fmt: skip
         split = [builder.size(lhs, left.labels.index(label)) for label in planned.rows]
-        lhs = _arrange(builder, lhs, left, [*((label,) for label in shared), planned.rows, (k,)])
+        lhs = arrange(builder, lhs, left, [*((label,) for label in shared), planned.rows, (k,)])
         for axis, label in enumerate(chosen):
             lhs = lhs if label in shared else builder.call(torch.unsqueeze, lhs, axis)
         if len(shared) < len(chosen):
@@ -264,7 +264,7 @@ def _by_expert(site: Site, planned: Contraction, finish: Finish | None) -> Match
             result = builder.call(torch.unflatten, result, 1, split)
         if len(batch) > 1:
             result = builder.call(torch.unflatten, result, 0, batch)
-        result = _permute(builder, result, (*chosen, *planned.rows, n), planned.out)
+        result = permute(builder, result, (*chosen, *planned.rows, n), planned.out)
         return settle(builder, result if finish is None else finish(builder, result))
 
     return site.match("grouped_linear", product, emit=emit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,8 @@ def implementation(node: fx.Node, portable: bool = False, launches: bool = True)
             return attention_cuda.quantize_heads
         if name in ("split_quantize", "hybrid_split_quantize") and _transposes_groups(name, node):
             return triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
+        if name == "produce_quantize":
+            return triton_produce_quantize
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
@@ -188,6 +190,21 @@ def triton_hybrid_split_quantize(
 
 def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:
     return _of_rounded(grouped_reference.group_amax, x, offs)  # type: ignore[no-any-return]
+
+
+def triton_produce_quantize(
+    inputs: Sequence[Tensor],
+    producer: str,
+    rowwise_specs: Sequence[str],
+    columnwise_specs: Sequence[str],
+    rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None],
+    record: bool,
+) -> list[Tensor]:
+    """`fxquant::produce_quantize` by a Triton kernel."""
+    row, column = (QuantSpec.parse(specs[0]) if specs else None for specs in (rowwise_specs, columnwise_specs))
+    dense = [x.contiguous() for x in inputs]
+    return triton_cast.produce(producer, dense, row, column, rowwise_states, columnwise_states, record)
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:
