@@ -609,12 +609,15 @@ def measure_inference(
     providers: Sequence[str], size: Decode | Served, device: str, seconds: float, repeats: int
 ) -> Iterator[Row]:
     """Times inference under one provider after another."""
-    run = bench_decode.measure if isinstance(size, Decode) else bench_export.measure
+    how = (device, seconds, repeats)
     baseline = 0.0
     for provider in providers:
         row = {"provider": provider, "gemms": gemms(provider, device)}
         try:
-            row |= run(provider, size, device, seconds, repeats)  # type: ignore[operator]
+            if isinstance(size, Decode):
+                row |= bench_decode.measure(provider, size, *how)
+            else:
+                row |= bench_export.measure(provider, size, *how)
         except Exception as error:
             row["gemms"] = failure(error)
         else:

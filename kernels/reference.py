@@ -331,7 +331,8 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
 def _divisor(value: float, like: Tensor) -> Tensor:
     """A float32 divisor in the shape of a tensor: in the place of a number, whose inverse Inductor multiplies with."""
     (bits,) = struct.unpack("i", struct.pack("f", value))
-    return ((like.view(torch.int32) & 0) | bits).view(torch.float32)
+    spread: Tensor = (like.view(torch.int32) & 0) | bits
+    return spread.view(torch.float32)
 
 
 def _repeat_tiles(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:

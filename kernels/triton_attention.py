@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written, is_hopper, statically_known_true, triton_workspace
-from fxquant.kernels.triton_cast import _four, _magnitude, _word, _words
+from fxquant.kernels.triton_grouped_cast import _four, _magnitude, _word, _words
 
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = (tl.constexpr(i) for i in range(3))
 _LOG2_E = tl.constexpr(math.log2(math.e))
