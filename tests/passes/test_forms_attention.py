@@ -166,7 +166,7 @@ def test_spelling(name: str) -> None:
         assert attention.args[1].meta["example_value"].shape == FEW[1], "keys as they were before they were repeated"
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "gpt_oss", "fused, bias"])
+@pytest.mark.parametrize("name", ["llama", "fused, bias"])
 def test_spelling_with_dynamic_sizes(name: str) -> None:
     function, shapes, steps = SPELLINGS[name]
     inputs = made(shapes)
