@@ -63,10 +63,9 @@ class _Attention(torch.autograd.Function):
             _record(state, "forward", x, spec.qkv)
         groups = heads_of(q) // heads_of(k)
         parts = [_quantize(x, spec.qkv, g, t, state) for x, g, t in ((q, groups, False), (k, 1, False), (v, 1, True))]
-        sizes = [q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]]
         core = str(replace(spec.each(_shared), autocast="", name=""))
         o, lse, s_amax = _ops.attention_forward(
-            *parts, extras, seed, _scale(spec.s, state), core, sizes, q.dtype
+            *parts, extras, seed, _scale(spec.s, state), core, q.shape[-1], q.dtype
         )  # fmt: skip
         if spec.s.is_delayed and state.forward_amax is not None:
             state.take_forward(s_amax, spec.s.slot)
@@ -74,10 +73,10 @@ class _Attention(torch.autograd.Function):
         if not spec.o.is_identity:
             _record(state, "forward", o, spec.o)
             kept_o = _quantize(o, spec.o, 1, False, state)
-            o = _dequantize(kept_o, spec.o, sizes[::3], q.dtype)
+            o = _dequantize(kept_o, spec.o, o.shape[-2:], q.dtype)
         kept = [*parts, [lse], kept_o, extras, [] if seed is None else [seed]]
         ctx.save_for_backward(*(tensor for each in kept for tensor in each))
-        ctx.spec, ctx.core, ctx.state, ctx.sizes, ctx.lengths = spec, core, state, sizes, list(map(len, kept))
+        ctx.spec, ctx.core, ctx.state, ctx.width, ctx.lengths = spec, core, state, q.shape[-1], list(map(len, kept))
         return o  # type: ignore[no-any-return]
 
     @staticmethod
@@ -87,12 +86,12 @@ class _Attention(torch.autograd.Function):
         state: StateTensors = ctx.state
         saved = iter(ctx.saved_tensors)
         q, k, v, (lse,), kept_o, extras, seed = (list(itertools.islice(saved, length)) for length in ctx.lengths)
-        o = kept_o[0] if spec.o.is_identity else _dequantize(kept_o, spec.o, ctx.sizes[::3], do.dtype)
+        o = kept_o[0] if spec.o.is_identity else _dequantize(kept_o, spec.o, do.shape[-2:], do.dtype)
         wanted = [i for i in range(len(extras)) if ctx.needs_input_grad[6 + i]]
         _record(state, "backward", do, spec.do)
         dq, dk, dv, dp_amax, *of_extras = _ops.attention_backward(
             do, q, k, v, o, lse, extras, seed[0] if seed else None, _scale(spec.s, state), _scale(spec.do, state),
-            _scale(spec.dp, state), wanted, ctx.core, ctx.sizes,
+            _scale(spec.dp, state), wanted, ctx.core, ctx.width,
         )  # fmt: skip
         if spec.dp.is_delayed and state.backward_amax is not None:
             state.take_backward(dp_amax, spec.dp.slot)

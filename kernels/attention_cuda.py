@@ -51,18 +51,18 @@ def _plain(spec: AttentionSpec, extras: Sequence[Tensor]) -> _Plain | None:
     return _Plain(scale, causal, mask) if scale > 0 else None
 
 
-def _known(spec: AttentionSpec, extras: Sequence[Tensor], seed: Tensor | None, dtype: torch.dtype, q: Tensor,
-           sizes: Sequence[int]) -> _Plain | None:  # fmt: skip
-    """The steps, where the kernels take an attention."""
+def _known(
+    spec: AttentionSpec, extras: Sequence[Tensor], dtype: torch.dtype, k: Tensor, v: Tensor, width: int
+) -> _Plain | None:
+    """The steps, where the kernels take an attention of these payloads."""
     plain = _plain(spec, extras)
-    if plain is None or q.ndim != 4 or str(spec.qkv) not in _TAKEN or sizes[2] != sizes[3] or spec.s.is_delayed:
+    if plain is None or k.ndim != 4 or str(spec.qkv) not in _TAKEN or v.shape[-2] != width:
         return None
-    taken = (
-        seed is None and spec.s.row.family in ("per_tensor", "per_head") and spec.s.row.element == spec.qkv.row.element
-    )
+    softmax = spec.s.row
+    taken = softmax.family in ("per_tensor", "per_head") and softmax.element == spec.qkv.row.element
     taken = taken and _kernels().supports(
-        head_dim=sizes[2], kv_len=sizes[1], causal=plain.causal, has_mask=plain.mask is not None, dropout=spec.dropout,
-        dtype=dtype, device=q.device,
+        head_dim=width, kv_len=k.shape[-2], causal=plain.causal, has_mask=plain.mask is not None, dropout=spec.dropout,
+        dtype=dtype, device=k.device,
     )  # fmt: skip
     return plain if taken else None
 
@@ -80,14 +80,14 @@ def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: T
 
 def attention_forward(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
-    s_scale: Tensor | None, spec: str, sizes: Sequence[int], dtype: torch.dtype,
+    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """[o, lse, amax of the softmax, which only a delayed scale asks for]."""
     parsed = AttentionSpec.parse(spec)
-    plain = None if s_scale is not None else _known(parsed, extras, seed, dtype, q[0], sizes)
+    plain = None if s_scale is not None else _known(parsed, extras, dtype, k[0], v[0], width)
     if plain is None:
         run: Any = attention_ops.IMPLEMENTATIONS["attention_forward"]
-        return run(q, k, v, extras, seed, s_scale, spec, sizes, dtype)  # type: ignore[no-any-return]
+        return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
     o, lse = _kernels().forward(
         q8, k8, v8, q_scale, k_scale, v_scale, causal=plain.causal, scale=plain.scale, out_dtype=dtype, mask=plain.mask
@@ -98,19 +98,22 @@ def attention_forward(
 def attention_backward(
     do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
     extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
-    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, sizes: Sequence[int],
+    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, width: int,
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv, amax of the scores' gradient, the gradients of the `wanted` extras]."""
     parsed = AttentionSpec.parse(spec)
     delayed = any(scale is not None for scale in (s_scale, do_scale, dp_scale))
-    plain = None if delayed or wanted else _known(parsed, extras, seed, do.dtype, q[0], sizes)
+    plain = None if delayed or wanted else _known(parsed, extras, do.dtype, k[0], v[0], width)
     one = torch.ones(1, device=do.device)
     if plain is not None and not parsed.has_fp8_backward and plain.mask is None:
         groups = q[0].shape[1] // k[0].shape[1]
-        sides = ((q, groups, False, sizes[::2]), (k, 1, False, sizes[1:3]), (v, 1, True, sizes[1::2]))
+        queries, keys = q[0].shape[-2], k[0].shape[-2]
+        sides = ((q, groups, False, queries), (k, 1, False, keys), (v, 1, True, keys))
         q_wide, k_wide, v_wide = (
-            attention_reference.dequantize_heads(parts, parsed.qkv, g, transposed, size).to(do.dtype).contiguous()
-            for parts, g, transposed, size in sides
+            attention_reference.dequantize_heads(parts, parsed.qkv, g, transposed, (length, width))
+            .to(do.dtype)
+            .contiguous()
+            for parts, g, transposed, length in sides
         )
         grads = cudnn_attention_backward(
             do, q_wide, k_wide, v_wide, o, lse, causal=plain.causal, scale=plain.scale
@@ -118,7 +121,7 @@ def attention_backward(
         return [*grads, one]
     if plain is not None and str(parsed.do) in _TAKEN and str(parsed.dp) in _TAKEN:
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        rows = attention_reference.key_order(v8, back=True)[..., : sizes[1]].mT.contiguous()
+        rows = attention_reference.key_order(v8, back=True)[..., : k8.shape[-2]].mT.contiguous()
         grads = _kernels().backward(
             do, q8, k8, rows, o, lse, q_scale, k_scale, v_scale, causal=plain.causal, scale=plain.scale,
             mask=plain.mask,
@@ -126,7 +129,7 @@ def attention_backward(
         return [*grads, one]
     run: Any = attention_ops.IMPLEMENTATIONS["attention_backward"]
     return run(  # type: ignore[no-any-return]
-        do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, sizes
+        do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, width
     )
 
 

@@ -1,7 +1,7 @@
 """The operators of quantized attention: schemas, fake kernels, and their meaning on any device.
 
 A quantized operand is [payload, scale] as `fxquant.kernels.attention_reference.quantize_heads` lays it out; v is
-`transposed`. `sizes` is [Sq, Sk, D, Dv]. Specs cross as the text of a `QuantSpec` or an `AttentionSpec`.
+`transposed`. `width` is D before it was padded. Specs cross as the text of a `QuantSpec` or an `AttentionSpec`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SCHEMAS = {
     ),
     "attention_forward": (
         "(Tensor[] q, Tensor[] k, Tensor[] v, Tensor[] extras, Tensor? seed, Tensor? s_scale, str spec,"
-        " SymInt[] sizes, ScalarType dtype) -> Tensor[]"
+        " SymInt width, ScalarType dtype) -> Tensor[]"
     ),
     "attention_backward": (
         "(Tensor do, Tensor[] q, Tensor[] k, Tensor[] v, Tensor o, Tensor lse, Tensor[] extras, Tensor? seed,"
-        " Tensor? s_scale, Tensor? do_scale, Tensor? dp_scale, int[] wanted, str spec, SymInt[] sizes) -> Tensor[]"
+        " Tensor? s_scale, Tensor? do_scale, Tensor? dp_scale, int[] wanted, str spec, SymInt width) -> Tensor[]"
     ),
 }
 for _name, _schema in _SCHEMAS.items():
@@ -49,19 +49,19 @@ def _dequantize_heads(
 
 def _forward(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
-    s_scale: Tensor | None, spec: str, sizes: Sequence[int], dtype: torch.dtype,
+    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     parsed = AttentionSpec.parse(spec)
-    return [t.contiguous() for t in reference.forward(q, k, v, extras, seed, s_scale, parsed, sizes, dtype)]
+    return [t.contiguous() for t in reference.forward(q, k, v, extras, seed, s_scale, parsed, width, dtype)]
 
 
 def _backward(
     do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
     extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
-    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, sizes: Sequence[int],
+    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, width: int,
 ) -> list[Tensor]:  # fmt: skip
     scales, parsed = (s_scale, do_scale, dp_scale), AttentionSpec.parse(spec)
-    results = reference.backward(do, q, k, v, o, lse, extras, seed, scales, wanted, parsed, sizes)
+    results = reference.backward(do, q, k, v, o, lse, extras, seed, scales, wanted, parsed, width)
     return [t.contiguous() for t in results]
 
 
@@ -108,11 +108,11 @@ def _dequantize_heads_fake(
 @fake_kernel(_library, "attention_forward")
 def _forward_fake(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
-    s_scale: Tensor | None, spec: str, sizes: Sequence[int], dtype: torch.dtype,
+    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    batch = q[0].shape[:-2]
-    o = q[0].new_empty([*batch, sizes[0], sizes[3]], dtype=dtype)
-    lse = q[0].new_empty([*batch, sizes[0]], dtype=torch.float32)
+    *outer, _ = q[0].shape
+    features = reference.features_of(v, AttentionSpec.parse(spec))
+    o, lse = q[0].new_empty([*outer, features], dtype=dtype), q[0].new_empty(outer, dtype=torch.float32)
     return [o, lse, q[0].new_empty([1], dtype=torch.float32)]
 
 
@@ -120,10 +120,9 @@ def _forward_fake(
 def _backward_fake(
     do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
     extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
-    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, sizes: Sequence[int],
+    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, width: int,
 ) -> list[Tensor]:  # fmt: skip
-    queries, keys, width, features = sizes
-    of_q, of_k = q[0].shape[:-2], k[0].shape[:-2]
-    shapes = ([*of_q, queries, width], [*of_k, keys, width], [*of_k, keys, features])
+    (*of_q, _), (*of_k, _) = q[0].shape, k[0].shape
+    shapes = ([*of_q, width], [*of_k, width], [*of_k, reference.features_of(v, AttentionSpec.parse(spec))])
     grads = [do.new_empty(shape) for shape in shapes]
     return [*grads, do.new_empty([1], dtype=torch.float32), *(extras[i].new_empty(extras[i].shape) for i in wanted)]

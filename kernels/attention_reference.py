@@ -48,8 +48,7 @@ def quantize_heads(
     amax = reference.amax(x, -1)
     block = spec.row.block[0]
     if block:
-        spare = -amax.shape[-1] % block
-        amax = torch.unflatten(torch.nn.functional.pad(amax, (0, spare)), -1, (-1, block))
+        amax = torch.unflatten(_pad(amax, block), -1, (-1, block))
     amax = amax.amax(-1)
     heads = amax.ndim - 2 if block else amax.ndim - 1
     if groups > 1:
@@ -57,9 +56,7 @@ def quantize_heads(
     multiplier = reference.multiplier_from_amax(torch.where(amax > 1e-12, amax, 0.0), spec)
     y = x.float() * _spread(multiplier, spec, groups, x.shape[-2])
     y = y.mT if transposed else y
-    spare = -y.shape[-1] % spec.row.alignment
-    if not statically_known_true(spare == 0):
-        y = torch.nn.functional.pad(y, (0, spare))
+    y = _pad(y, spec.row.alignment)
     data = reference.cast_fp8(y, spec.row.element)
     return [key_order(data) if transposed else data, reference.reciprocal(multiplier)]
 
@@ -87,6 +84,14 @@ def dequantize_heads(
     values = values[..., : size[0 if transposed else 1]]
     values = values.mT if transposed else values
     return values * _spread(scale, spec, groups, size[0]) if per_head else values
+
+
+def _pad(x: Tensor, multiple: int) -> Tensor:
+    """Pads the last axis with zeros to a multiple."""
+    size = x.shape[-1]
+    if statically_known_true(size % multiple == 0):
+        return x
+    return torch.nn.functional.pad(x, (0, (size + multiple - 1) // multiple * multiple - size))
 
 
 def _spread(scale: Tensor, spec: QuantSpec, groups: int, length: int | torch.SymInt) -> Tensor:
@@ -117,10 +122,10 @@ class Operands:
 
     @classmethod
     def of(
-        cls, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], spec: AttentionSpec, sizes: Sequence[int]
+        cls, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], spec: AttentionSpec, width: int
     ) -> Operands:
-        """From quantized operands; `sizes` is [Sq, Sk, D, Dv], and v is transposed."""
-        queries, keys, width, features = sizes
+        """From quantized operands, of which v is transposed; `width` is D."""
+        queries, keys, features = q[0].shape[-2], k[0].shape[-2], features_of(v, spec)
         groups = heads_of(q[0]) // heads_of(k[0])
         return cls(
             dequantize_heads(q, spec.qkv, groups, False, (queries, width)),
@@ -128,6 +133,11 @@ class Operands:
             _repeat(dequantize_heads(v, spec.qkv, 1, True, (keys, features)), groups, -3),
             groups,
         )
+
+
+def features_of(v: Sequence[Tensor], spec: AttentionSpec) -> int:
+    """Dv of a quantized v, which is transposed, or of one that is not quantized."""
+    return v[0].shape[-1 if spec.qkv.is_identity else -2]
 
 
 def heads_of(x: Tensor) -> int:
@@ -179,14 +189,14 @@ def kept(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
 
 def forward(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
-    s_scale: Tensor | None, spec: AttentionSpec, sizes: Sequence[int], dtype: torch.dtype,
+    s_scale: Tensor | None, spec: AttentionSpec, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """[o [*batch, Hq, Sq, Dv] in `dtype`, lse [*batch, Hq, Sq] float32 (natural), amax [1] of the softmax].
 
     Without a delayed scale, `s` is quantized as exp(x - max), of which each row's largest is 1 and the multiplier the
     format's own maximum; a delayed one multiplies the softmax itself. Dropout comes after quantization.
     """
-    operands = Operands.of(q, k, v, spec, sizes)
+    operands = Operands.of(q, k, v, spec, width)
     x, _ = scores(operands.q, operands.k, spec, extras)
     sinks = [extras[step.extra].float() for step in spec.steps if step.kind == "sink"]
     largest = x.amax(-1, keepdim=True)
@@ -226,7 +236,7 @@ def through(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> Ten
 def backward(
     do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
     extras: Sequence[Tensor], seed: Tensor | None, scales: Sequence[Tensor | None], wanted: Sequence[int],
-    spec: AttentionSpec, sizes: Sequence[int],
+    spec: AttentionSpec, width: int,
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv in do's dtype, amax [1] of the scores' gradient, the gradients of the `wanted` extras].
 
@@ -234,7 +244,7 @@ def backward(
     of the scores' gradient before scale and mask. Else all is float32 of the stored q, k and v. `scales` are the
     delayed ones of s, do and dp.
     """
-    operands = Operands.of(q, k, v, spec, sizes)
+    operands = Operands.of(q, k, v, spec, width)
     x, tape = scores(operands.q, operands.k, spec, extras)
     lse = lse.unsqueeze(-1)
     p = torch.where(lse == -math.inf, 0.0, torch.exp(x - lse))

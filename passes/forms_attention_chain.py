@@ -115,6 +115,8 @@ def _read(first: Match, second: Match) -> Attention:
     for kind, value, extra in [*reversed(chain.steps), *([("sink", 0.0, chain.sink)] if chain.sink else [])]:
         steps.append(Step(kind, value, -1 if extra is None else len(extras)))
         extras += [] if extra is None else [extra]
+    if not statically_known_true(product_of(into.shared) == product_of(out_of.shared)):
+        raise _Unknown("keys and values differ in their heads")
     lead = into.canonical()
     leads = [into.lead, out_of.lead, *(extra.lead for extra in extras)]
     changes = not all(_same(each, lead) for each in leads)
@@ -188,6 +190,11 @@ class _Context:
         self.plan, self.shared_labels = plan, shared
         self.lead = tuple(map(plan.left.size, self.labels))
 
+    @property
+    def shared(self) -> tuple[Dim, ...]:
+        """The batch sizes of v."""
+        return tuple(map(self.plan.left.size, self.shared_labels))
+
     def operand(self, builder: Builder, right: fx.Node) -> fx.Node:
         plan = self.plan
         return arrange(
@@ -220,7 +227,7 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
     if len(shape) != 4:
         return None
     name, args = op_name(node), node.args
-    if name == "repeat_interleave" and args[0] is not node:
+    if name == "repeat_interleave":
         times, axis = (*args[1:], node.kwargs.get("dim"))[:2] if len(args) > 1 else (None, None)
         source = args[0]
         return source if isinstance(times, int) and axis in (1, -3) and isinstance(source, fx.Node) else None
@@ -288,6 +295,13 @@ def _by_hand(node: fx.Node) -> fx.Node | None:
 
 def _before(chain: _Chain, node: fx.Node) -> fx.Node:
     """Reads one operation on the scores; returns what it is of."""
+    source = _operation(chain, node)
+    if not statically_known_true(product_of(value_of(source).shape[:-1]) == product_of(value_of(node).shape[:-1])):
+        raise _Unknown(f"{node.name} repeats the scores")
+    return source
+
+
+def _operation(chain: _Chain, node: fx.Node) -> fx.Node:
     chain.read.append(node)
     name, inner = op_name(node).strip("_"), chain.along(node)
     if name.startswith("i") and name[1:] in ("add", "sub", "mul", "truediv"):

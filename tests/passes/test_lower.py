@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.formats import FORMATS
+from fxquant.formats import FORMATS, AttentionSpec, QuantSpec, Step
 from fxquant.passes import LOWER, Lowering
 from fxquant.passes.lower import lower
 from fxquant.recipes import RECIPES
@@ -130,3 +130,27 @@ def test_a_pass_of_the_users_still_runs_and_counts_in_the_key() -> None:
     assert len(seen) == 1
     assert lowering.uuid() != Lowering("recipe").uuid()
     assert Lowering("recipe", seen.append).uuid() is None, "a pass without an identity cannot be cached"
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_lowered_attention_has_the_same_bits_and_keeps_sizes_symbolic(mode: str) -> None:
+    head = QuantSpec(format="per_head_e4m3")
+    steps = (Step("mul", 0.25), Step("add", extra=0), Step("causal"))
+    spec = str(AttentionSpec(qkv=head, s=head, do=head, dp=head, steps=steps, dropout=0.2))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, bias: Tensor, seed: Tensor) -> list[Tensor]:
+        made = [ops.quantize_heads(x, str(head), g, t) for x, g, t in ((q, 2, False), (k, 1, False), (v, 1, True))]
+        o, lse, _ = ops.attention_forward(*made, [bias], seed, None, spec, 16, q.dtype)
+        return [o, *ops.attention_backward(do, *made, o, lse, [bias], seed, None, None, None, [0], spec, 16)]
+
+    def inputs(queries: int, keys: int) -> list[Tensor]:
+        shapes = (2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 24), (2, 4, queries, 24), (1, 4, queries, keys)
+        return [*(torch.randn(shape) for shape in shapes), torch.tensor([7])]
+
+    gm = traced(run, *inputs(40, 50), mode=mode)
+    with enable_python_dispatcher():
+        assert lower(gm.graph) == 5 and not semantic(gm)
+    gm.recompile()
+    for given in [inputs(40, 50)] + [inputs(33, 20)] * (mode == "symbolic"):
+        for got, expected in zip(gm(*given), run(*given), strict=True):
+            torch.testing.assert_close(got, expected)
