@@ -27,7 +27,9 @@ _LN_2 = tl.constexpr(math.log(2))
 _P_LOG = tl.constexpr(8.0)
 """log2 of what probabilities are multiplied by before their cast, so that small ones are not lost."""
 _KEYS = 16
-"""Keys of a transposed v are padded to a multiple of this, and ordered within each so many (see `key_order`)."""
+"""Keys of a transposed v are padded to a multiple of this, and of every 16 their order is 0 1 8 9, 2 3 10 11, 4 5 12 13,
+6 7 14 15: Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the product that computes
+P leaves two pairs 8 columns apart. With keys in this order they are neighbours. (FlashAttention-3, section 3.3.)"""
 HEAD_DIMS = (64, 128, 256)
 _E4M3_MAX = 448.0
 _LEAST_AMAX = 1e-12
@@ -59,7 +61,7 @@ def _head_cast(
     out = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     if TRANSPOSED:
         out += first // 4
-        words = tl.reshape(tl.trans(words), (D // 4, ROWS // 16, 2, 4, 2))  # keys in `key_order`
+        words = tl.reshape(tl.trans(words), (D // 4, ROWS // 16, 2, 4, 2))  # see _KEYS
         words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (D // 4, ROWS))
         a, b, c, d = _four(words, D // 4, ROWS // 4)
         quads = tl.arange(0, ROWS // 4)
@@ -141,7 +143,7 @@ def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _times_values(acc, p, values, head, j, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
-    """acc + p v of the tile of keys at j, p [BM, BN] with its columns put in `key_order` and rounded to e4m3."""
+    """acc + p v of the tile of keys at j, p [BM, BN] with its columns in the order of v's keys and rounded to e4m3."""
     p = tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
     value = tl.reshape(values.load([head, 0, j]), (D, BN))
     return tl.dot(p.to(tl.float8e4nv), value.T, acc)
@@ -468,17 +470,9 @@ def supports(
     """Whether `forward` and `backward` can run such an attention, of operands of this dtype on this device."""
     if dropout or head_dim not in HEAD_DIMS or dtype not in (torch.bfloat16, torch.float16):
         return False
+    if statically_known_true(kv_len == 0):
+        return False
     return device.type == "cuda" and (not torch.cuda.is_available() or is_hopper(device))
-
-
-def key_order(keys: int, device: torch.device | None = None) -> Tensor:
-    """The key [keys] that stands in each place of a transposed v, `keys` a multiple of 16.
-
-    Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the one before leaves two pairs
-    8 columns apart. With keys in this order they are neighbours. (FlashAttention-3, section 3.3.)
-    """
-    order = torch.arange(keys, device=device).view(-1, 2, 4, 2)
-    return order.transpose(1, 2).flatten()
 
 
 def quantize_heads(
@@ -487,7 +481,7 @@ def quantize_heads(
     """Quantizes x [B, H, S, D] with one scale for each `groups` heads: e4m3, and the scales' inverse [B, H / groups].
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
-    its keys in `key_order`. A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12 or infinite.
+    its keys in an order of their own (`_KEYS`). A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12 or infinite.
     The last dimension of x is dense.
     """
     batches, heads, length, head_dim = x.shape
@@ -529,7 +523,7 @@ def forward(
     even = statically_known_true(kv_len % config.block_n == 0)
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
-    kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
+    kind, mask, mask_steps = _mask_arguments(mask, q)
     grid = (triton.cdiv(triton.cdiv(q_len, config.block_m) * (batches * heads), config.rounds),)
     together = config.cached // (2 * head_dim * kv_len) * (heads // kv_heads)
     with triton_workspace(q.device):
@@ -561,7 +555,7 @@ def backward(
     delta = (do.float() * o.float()).sum(-1)
     log_sum = torch.where(lse == -math.inf, math.inf, lse) * _LOG2_E.value  # a row that saw nothing has no P
     dq, dk, dv = (torch.empty(x.shape, dtype=do.dtype, device=do.device) for x in (q, k, k))
-    kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
+    kind, mask, mask_steps = _mask_arguments(mask, q)
     per_head = q_scale_inv.ndim > 1
     queries = queries or (128, 64, 8, 2)
     keys = keys or ((32, 64, 8, 2) if head_dim == 256 else (64, 64, 4, 2))
@@ -585,13 +579,14 @@ def backward(
     return dq, dk, dv
 
 
-def _mask_arguments(mask: Tensor | None, q: Tensor, kv_len: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """The kind of a mask, the mask and its strides; in the place of none, q."""
+def _mask_arguments(mask: Tensor | None, q: Tensor) -> tuple[int, Tensor, tuple[Any, ...]]:
+    """The kind of a mask, the mask and its strides over [B, H, Sq, Sk]; in the place of none, q."""
     if mask is None:
         return _NO_MASK.value, q, (0, 0, 0, 0)
     kind = _BOOL_MASK if mask.dtype == torch.bool else _ADDED_MASK
-    mask = mask.expand(*q.shape[:3], kv_len)
-    return kind.value, mask, mask.stride()
+    axes = zip(mask.shape, mask.stride(), strict=True)
+    steps = [0 if statically_known_true(size == 1) else step for size, step in axes]
+    return kind.value, mask, (*[0] * (4 - len(steps)), *steps)
 
 
 _WRITTEN = {

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attention_rounding as rounding
 import pytest
 import torch
 from torch import Tensor
@@ -44,10 +43,6 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
     output = next(n for n in graph.nodes if n.op == "output").args[0]
     sizes = [tuple(map(int, n.meta["val"].shape)) for n in output]
     assert sizes == [(2, 4, 100, 64), (2, 4, 100), (2, 4, 100, 64), (2, 2, 75, 64), (2, 2, 75, 64)]
-
-
-def test_key_order() -> None:
-    assert torch.equal(attention.key_order(48), rounding.key_order(48))
 
 
 def test_what_is_taken() -> None:
