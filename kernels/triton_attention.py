@@ -27,9 +27,9 @@ _LN_2 = tl.constexpr(math.log(2))
 _P_LOG = tl.constexpr(8.0)
 """log2 of what probabilities are multiplied by before their cast, so that small ones are not lost."""
 _KEYS = 16
-"""Keys of a transposed v are padded to a multiple of this, and of every 16 their order is 0 1 8 9, 2 3 10 11, 4 5 12 13,
-6 7 14 15: Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the product that computes
-P leaves two pairs 8 columns apart. With keys in this order they are neighbours. (FlashAttention-3, section 3.3.)"""
+"""Keys of a transposed v are padded to a multiple of this, and of every 16 their order is 0 1 8 9, 2 3 10 11,
+4 5 12 13, 6 7 14 15: Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the product
+that computes P leaves two pairs 8 columns apart. (FlashAttention-3, section 3.3.)"""
 HEAD_DIMS = (64, 128, 256)
 _E4M3_MAX = 448.0
 _LEAST_AMAX = 1e-12
@@ -481,24 +481,24 @@ def quantize_heads(
     """Quantizes x [B, H, S, D] with one scale for each `groups` heads: e4m3, and the scales' inverse [B, H / groups].
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
-    its keys in an order of their own (`_KEYS`). A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12 or infinite.
-    The last dimension of x is dense.
+    its keys in an order of their own (`_KEYS`). A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12
+    or infinite. The last dimension of x is dense.
     """
     batches, heads, length, head_dim = x.shape
     padded = triton.cdiv(length, _KEYS) * _KEYS if transposed else length
     shape = (batches, heads, head_dim, padded) if transposed else (batches, heads, length, head_dim)
     data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale_inv = torch.empty((batches, heads // groups), dtype=torch.float32, device=x.device)
-    state = torch.zeros((2, batches, heads // groups), dtype=torch.int32, device=x.device)
+    amax = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
     steps, amax_rows = 8, 4096 // head_dim
     rows, warps = tile or ((64, 4) if transposed else (8192 // head_dim, 4))
     grid = (triton.cdiv(length, amax_rows * steps) * (batches * heads),)
     wrap_triton(head_amax_kernel)[grid](
-        x, state, heads, groups, length, *x.stride()[:3], steps, amax_rows, head_dim, num_warps=4
+        x, amax, heads, groups, length, *x.stride()[:3], steps, amax_rows, head_dim, num_warps=4
     )
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
-        x, data, scale_inv, state, heads, groups, length, padded, *x.stride()[:3], transposed, back,
+        x, data, scale_inv, amax, heads, groups, length, padded, *x.stride()[:3], transposed, back,
         _E4M3_MAX, _LEAST_AMAX, rows, head_dim, num_warps=warps,
     )  # fmt: skip
     return data, scale_inv
