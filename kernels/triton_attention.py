@@ -463,6 +463,12 @@ def _config(head_dim: int, has_mask: bool) -> _Config:
     return _Config(block_n=64 if head_dim == 256 else 128)
 
 
+_KEY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
+"""Queries of a step and keys of a program of `dkdv_kernel`, its warps and stages, by head size."""
+_QUERY_TILES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)}
+"""Queries of a program and keys of a step of `dq_kernel`, its warps and stages."""
+
+
 def supports(
     *, head_dim: int, kv_len: int | torch.SymInt, causal: bool, has_mask: bool, dropout: float, dtype: torch.dtype,
     device: torch.device,
@@ -557,8 +563,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=do.dtype, device=do.device) for x in (q, k, k))
     kind, mask, mask_steps = _mask_arguments(mask, q)
     per_head = q_scale_inv.ndim > 1
-    queries = queries or (128, 64, 8, 2)
-    keys = keys or ((32, 64, 8, 2) if head_dim == 256 else (64, 64, 4, 2))
+    keys, queries = keys or _KEY_TILES[head_dim], queries or _QUERY_TILES[head_dim]
     with triton_workspace(q.device):
         block_m, block_n, warps, stages = keys
         even = statically_known_true(kv_len % block_n == 0)
