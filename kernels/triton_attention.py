@@ -490,7 +490,8 @@ def quantize_heads(
     its keys in an order of their own (`_KEYS`). A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12
     or infinite. The last dimension of x is dense.
     """
-    batches, heads, length, head_dim = x.shape
+    batches, heads, length = x.shape[:3]
+    head_dim = int(x.shape[3])  # a constant of the kernels
     padded = triton.cdiv(length, _KEYS) * _KEYS if transposed else length
     shape = (batches, heads, head_dim, padded) if transposed else (batches, heads, length, head_dim)
     data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -523,7 +524,8 @@ def forward(
     """
     if not scale > 0:
         raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
-    batches, heads, q_len, head_dim = q.shape
+    batches, heads, q_len = q.shape[:3]
+    head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len, v_len = k.shape[1], k.shape[2], v.shape[3]
     config = config or _config(head_dim, mask is not None)
     even = statically_known_true(kv_len % config.block_n == 0)
@@ -554,7 +556,8 @@ def backward(
     bfloat16; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to bfloat16, and multiplied with the dequantized
     k and q. Sums are float32. `backward_reference` is the same in plain torch.
     """
-    batches, heads, q_len, head_dim = q.shape
+    batches, heads, q_len = q.shape[:3]
+    head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len = k.shape[1], k.shape[2]
     do = do.contiguous()
     do8, do_scale_inv = quantize_heads(do, 1, False)
