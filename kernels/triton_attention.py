@@ -328,11 +328,33 @@ def fprop_kernel(
 
 
 @triton.jit
+def _dscores(
+    s, dp, head, block, heads, factor, v_factor, columns, do_scale, log_sum, delta, q_len, kv_len,
+    mask, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    MASK: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The logarithm to base 2 of P, and dP less its mean, of keys (rows) and a block of queries."""
+    rows = block * BM + tl.arange(0, BM)
+    s = s * factor
+    if CAUSAL or MASK != _NO_MASK or not EVEN:
+        of_head = mask
+        if MASK != _NO_MASK:
+            of_head += (head // heads).to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+        s = _masked(
+            s, rows[None, :], columns[:, None], q_len, kv_len, of_head, mask_row_step, mask_column_step, CAUSAL, MASK
+        )
+    at = head.to(tl.int64) * q_len + rows
+    exponent = s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :]
+    dp = dp * (tl.load(do_scale + head) * v_factor)
+    return exponent, dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :]
+
+
+@triton.jit
 def dkdv_kernel(
     q, k, v, do, q_wide, do_wide, log_sum, delta, dk, dv, q_scale, k_scale, v_scale, do_scale, mask, scale, heads,
     kv_heads, batches, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
 
@@ -362,25 +384,64 @@ def dkdv_kernel(
     start = 0
     if CAUSAL:
         start = first // BM
-    steps = tl.maximum(tl.cdiv(q_len, BM) - start, 0)
-    for i in tl.range(0, group * steps, num_stages=STAGES):
-        within = (kv_head % kv_heads) * group + i // steps
-        head = batch * heads + within
-        j = (start + i % steps) * BM
-        rows = j + tl.arange(0, BM)
-        s = tl.dot(key, _tile(queries, head, j, BM, D).T) * factor
-        if CAUSAL or MASK != _NO_MASK or not EVEN:
-            s = _masked(
-                s, rows[None, :], columns[:, None], q_len, kv_len,
-                mask + (batch.to(tl.int64) * mask_batch_step + within.to(tl.int64) * mask_head_step), mask_row_step,
-                mask_column_step, CAUSAL, MASK,
+    steps = tl.maximum(tl.cdiv(q_len, BM) - start, 1)
+    first_head = kv_head * group
+    if LAGGED:
+        j = start * BM
+        s = tl.dot(key, _tile(queries, first_head, j, BM, D).T)
+        dp = tl.dot(value, _tile(grads, first_head, j, BM, D).T)
+        p = tl.zeros((BN, BM), tl.float32)
+        ds = tl.zeros((BN, BM), tl.float32)
+        for i in tl.range(1, group * steps, num_stages=STAGES):  # as in `_lagged_step`
+            before = tl.maximum(i - 2, 0)
+            j = (start + before % steps) * BM
+            acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + before // steps, j, BM, D), acc_v)
+            acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, first_head + before // steps, j, BM, D), acc_k)
+            exponent, centred = _dscores(
+                s, dp, first_head + (i - 1) // steps, start + (i - 1) % steps, heads, factor,
+                v_factor, columns, do_scale, log_sum, delta, q_len, kv_len, mask, mask_batch_step,
+                mask_head_step, mask_row_step, mask_column_step, CAUSAL, EVEN, MASK, BM,
             )  # fmt: skip
-        at = head.to(tl.int64) * q_len + rows
-        p = tl.exp2(s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :])
-        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
-        dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
-        ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
-        acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, head, j, BM, D), acc_k)
+            j = (start + i % steps) * BM
+            s = tl.dot(key, _tile(queries, first_head + i // steps, j, BM, D).T)
+            dp = tl.dot(value, _tile(grads, first_head + i // steps, j, BM, D).T)
+            p = tl.exp2(exponent)
+            ds = p * centred
+        last = group * steps - 1
+        before = tl.maximum(last - 1, 0)
+        j = (start + before % steps) * BM
+        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + before // steps, j, BM, D), acc_v)
+        acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, first_head + before // steps, j, BM, D), acc_k)
+        exponent, centred = _dscores(
+            s, dp, first_head + last // steps, start + last % steps, heads, factor, v_factor,
+            columns, do_scale, log_sum, delta, q_len, kv_len, mask, mask_batch_step, mask_head_step, mask_row_step,
+            mask_column_step, CAUSAL, EVEN, MASK, BM,
+        )  # fmt: skip
+        j = (start + last % steps) * BM
+        p = tl.exp2(exponent)
+        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + last // steps, j, BM, D), acc_v)
+        ds = (p * centred).to(tl.bfloat16)
+        acc_k = tl.dot(ds, _tile(wide_queries, first_head + last // steps, j, BM, D), acc_k)
+    else:
+        for i in tl.range(0, group * steps, num_stages=STAGES):
+            head = first_head + i // steps
+            j = (start + i % steps) * BM
+            rows = j + tl.arange(0, BM)
+            s = tl.dot(key, _tile(queries, head, j, BM, D).T) * factor
+            if CAUSAL or MASK != _NO_MASK or not EVEN:
+                of_head = mask
+                if MASK != _NO_MASK:
+                    of_head += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+                s = _masked(
+                    s, rows[None, :], columns[:, None], q_len, kv_len, of_head, mask_row_step, mask_column_step, CAUSAL,
+                    MASK,
+                )  # fmt: skip
+            at = head.to(tl.int64) * q_len + rows
+            p = tl.exp2(s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :])
+            acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
+            dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
+            ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
+            acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, head, j, BM, D), acc_k)
     at = (kv_head.to(tl.int64) * kv_len + first) * D + (tl.arange(0, BN)[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(dk + at, (acc_k * q_factor).to(dk.dtype.element_ty), mask=columns[:, None] < kv_len)
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=columns[:, None] < kv_len)
@@ -390,8 +451,8 @@ def dkdv_kernel(
 def dq_kernel(
     q, k, v, do, k_wide, log_sum, delta, dq, q_scale, k_scale, v_scale, do_scale, mask, scale, heads, kv_heads, q_len,
     kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the codes of k in bfloat16."""
     blocks = tl.cdiv(q_len, BM)
@@ -425,17 +486,47 @@ def dq_kernel(
     end = kv_len
     if CAUSAL:
         end = tl.minimum(kv_len, first + BM)
-    for j in tl.range(0, end, BN, num_stages=STAGES):
-        s = tl.dot(query, keys.load([j, 0]).T) * factor
-        if CAUSAL or MASK != _NO_MASK or not EVEN:
-            columns = j + tl.arange(0, BN)
+    masked: tl.constexpr = CAUSAL or MASK != _NO_MASK or not EVEN
+    if LAGGED:
+        s = tl.dot(query, keys.load([0, 0]).T)
+        dp = tl.dot(grad, values.load([0, 0]).T)
+        ds = tl.zeros((BM, BN), tl.float32)
+        for j in tl.range(BN, end, BN, num_stages=STAGES):  # as in `_lagged_step`
+            acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([tl.maximum(j - 2 * BN, 0), 0]), acc)
+            s = s * factor
+            if masked:
+                columns = j - BN + tl.arange(0, BN)
+                s = _masked(
+                    s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL,
+                    MASK,
+                )  # fmt: skip
+            exponent = s - minus[:, None]
+            centred = dp * v_factor - mean[:, None]
+            s = tl.dot(query, keys.load([j, 0]).T)
+            dp = tl.dot(grad, values.load([j, 0]).T)
+            ds = tl.exp2(exponent) * centred
+        last = (end - 1) // BN * BN
+        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([tl.maximum(last - BN, 0), 0]), acc)
+        s = s * factor
+        if masked:
+            columns = last + tl.arange(0, BN)
             s = _masked(
                 s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK
             )
-        p = tl.exp2(s - minus[:, None])
-        dp = tl.dot(grad, values.load([j, 0]).T) * v_factor
-        ds = p * (dp - mean[:, None])
-        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([j, 0]), acc)
+        ds = tl.exp2(s - minus[:, None]) * (dp * v_factor - mean[:, None])
+        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([last, 0]), acc)
+    else:
+        for j in tl.range(0, end, BN, num_stages=STAGES):
+            s = tl.dot(query, keys.load([j, 0]).T) * factor
+            if masked:
+                columns = j + tl.arange(0, BN)
+                s = _masked(
+                    s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL,
+                    MASK,
+                )  # fmt: skip
+            p = tl.exp2(s - minus[:, None])
+            dp = tl.dot(grad, values.load([j, 0]).T) * v_factor
+            acc = tl.dot((p * (dp - mean[:, None])).to(tl.bfloat16), wide_keys.load([j, 0]), acc)
     at = dq + wide_head * q_len * D + (rows[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(at, (acc * k_factor).to(dq.dtype.element_ty), mask=rows[:, None] < q_len)
 
@@ -568,20 +659,22 @@ def backward(
     per_head = q_scale_inv.ndim > 1
     keys, queries = keys or _KEY_TILES[head_dim], queries or _QUERY_TILES[head_dim]
     with triton_workspace(q.device):
-        block_m, block_n, warps, stages = keys
+        block_m, block_n, warps, stages, *rest = keys
+        lagged = bool(rest)
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(kv_len, block_n) * (batches * kv_heads),)
         wrap_triton(dkdv_kernel)[grid](
             q, k, v, do8, q.to(torch.bfloat16), do.to(torch.bfloat16), log_sum, delta, dk, dv, q_scale_inv, k_scale_inv,
             v_scale_inv, do_scale_inv, mask, scale, heads, kv_heads, batches, q_len, kv_len, *mask_steps, per_head,
-            causal, even, kind, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
+            causal, even, kind, lagged, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        block_m, block_n, warps, stages = queries
+        block_m, block_n, warps, stages, *rest = queries
+        lagged = bool(rest)
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
             q, k, v, do8, k.to(torch.bfloat16), log_sum, delta, dq, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv,
-            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, stages, block_m,
+            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, lagged, stages, block_m,
             block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv
