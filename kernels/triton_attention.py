@@ -556,7 +556,7 @@ def _config(head_dim: int, has_mask: bool) -> _Config:
 
 _KEY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
 """Queries of a step and keys of a program of `dkdv_kernel`, its warps and stages, by head size."""
-_QUERY_TILES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)}
+_QUERY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 64, 8, 2)}
 """Queries of a program and keys of a step of `dq_kernel`, its warps and stages."""
 
 
@@ -638,7 +638,7 @@ def forward(
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor,
     v_scale_inv: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None,
-    keys: tuple[int, int, int, int] | None = None, queries: tuple[int, int, int, int] | None = None,
+    keys: tuple[int, ...] | None = None, queries: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 q, k and v [B, Hkv, Sk, D].
 
@@ -674,8 +674,8 @@ def backward(
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
             q, k, v, do8, k.to(torch.bfloat16), log_sum, delta, dq, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv,
-            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, lagged, stages, block_m,
-            block_n, head_dim, num_warps=warps, num_stages=stages,
+            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, lagged, stages,
+            block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv
 
