@@ -27,7 +27,9 @@ _LN_2 = tl.constexpr(math.log(2))
 _P_LOG = tl.constexpr(8.0)
 """log2 of what probabilities are multiplied by before their cast, so that small ones are not lost."""
 _KEYS = 16
-"""Keys of a transposed v are padded to a multiple of this, and ordered within each so many (see `key_order`)."""
+"""Keys of a transposed v are padded to a multiple of this, and of every 16 their order is 0 1 8 9, 2 3 10 11,
+4 5 12 13, 6 7 14 15: Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the product
+that computes P leaves two pairs 8 columns apart. (FlashAttention-3, section 3.3.)"""
 HEAD_DIMS = (64, 128, 256)
 _E4M3_MAX = 448.0
 _LEAST_AMAX = 1e-12
@@ -59,7 +61,7 @@ def _head_cast(
     out = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     if TRANSPOSED:
         out += first // 4
-        words = tl.reshape(tl.trans(words), (D // 4, ROWS // 16, 2, 4, 2))  # keys in `key_order`
+        words = tl.reshape(tl.trans(words), (D // 4, ROWS // 16, 2, 4, 2))  # see _KEYS
         words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (D // 4, ROWS))
         a, b, c, d = _four(words, D // 4, ROWS // 4)
         quads = tl.arange(0, ROWS // 4)
@@ -141,7 +143,7 @@ def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _times_values(acc, p, values, head, j, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
-    """acc + p v of the tile of keys at j, p [BM, BN] with its columns put in `key_order` and rounded to e4m3."""
+    """acc + p v of the tile of keys at j, p [BM, BN] with its columns in the order of v's keys and rounded to e4m3."""
     p = tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
     value = tl.reshape(values.load([head, 0, j]), (D, BN))
     return tl.dot(p.to(tl.float8e4nv), value.T, acc)
@@ -326,11 +328,33 @@ def fprop_kernel(
 
 
 @triton.jit
+def _dscores(
+    s, dp, head, block, heads, factor, v_factor, columns, do_scale, log_sum, delta, q_len, kv_len,
+    mask, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    MASK: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The logarithm to base 2 of P, and dP less its mean, of keys (rows) and a block of queries."""
+    rows = block * BM + tl.arange(0, BM)
+    s = s * factor
+    if CAUSAL or MASK != _NO_MASK or not EVEN:
+        of_head = mask
+        if MASK != _NO_MASK:
+            of_head += (head // heads).to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+        s = _masked(
+            s, rows[None, :], columns[:, None], q_len, kv_len, of_head, mask_row_step, mask_column_step, CAUSAL, MASK
+        )
+    at = head.to(tl.int64) * q_len + rows
+    exponent = s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :]
+    dp = dp * (tl.load(do_scale + head) * v_factor)
+    return exponent, dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :]
+
+
+@triton.jit
 def dkdv_kernel(
     q, k, v, do, q_wide, do_wide, log_sum, delta, dk, dv, q_scale, k_scale, v_scale, do_scale, mask, scale, heads,
     kv_heads, batches, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
 
@@ -360,25 +384,64 @@ def dkdv_kernel(
     start = 0
     if CAUSAL:
         start = first // BM
-    steps = tl.maximum(tl.cdiv(q_len, BM) - start, 0)
-    for i in tl.range(0, group * steps, num_stages=STAGES):
-        within = (kv_head % kv_heads) * group + i // steps
-        head = batch * heads + within
-        j = (start + i % steps) * BM
-        rows = j + tl.arange(0, BM)
-        s = tl.dot(key, _tile(queries, head, j, BM, D).T) * factor
-        if CAUSAL or MASK != _NO_MASK or not EVEN:
-            s = _masked(
-                s, rows[None, :], columns[:, None], q_len, kv_len,
-                mask + (batch.to(tl.int64) * mask_batch_step + within.to(tl.int64) * mask_head_step), mask_row_step,
-                mask_column_step, CAUSAL, MASK,
+    steps = tl.maximum(tl.cdiv(q_len, BM) - start, 1)
+    first_head = kv_head * group
+    if LAGGED:
+        j = start * BM
+        s = tl.dot(key, _tile(queries, first_head, j, BM, D).T)
+        dp = tl.dot(value, _tile(grads, first_head, j, BM, D).T)
+        p = tl.zeros((BN, BM), tl.float32)
+        ds = tl.zeros((BN, BM), tl.float32)
+        for i in tl.range(1, group * steps, num_stages=STAGES):  # as in `_lagged_step`
+            before = tl.maximum(i - 2, 0)
+            j = (start + before % steps) * BM
+            acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + before // steps, j, BM, D), acc_v)
+            acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, first_head + before // steps, j, BM, D), acc_k)
+            exponent, centred = _dscores(
+                s, dp, first_head + (i - 1) // steps, start + (i - 1) % steps, heads, factor,
+                v_factor, columns, do_scale, log_sum, delta, q_len, kv_len, mask, mask_batch_step,
+                mask_head_step, mask_row_step, mask_column_step, CAUSAL, EVEN, MASK, BM,
             )  # fmt: skip
-        at = head.to(tl.int64) * q_len + rows
-        p = tl.exp2(s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :])
-        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
-        dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
-        ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
-        acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, head, j, BM, D), acc_k)
+            j = (start + i % steps) * BM
+            s = tl.dot(key, _tile(queries, first_head + i // steps, j, BM, D).T)
+            dp = tl.dot(value, _tile(grads, first_head + i // steps, j, BM, D).T)
+            p = tl.exp2(exponent)
+            ds = p * centred
+        last = group * steps - 1
+        before = tl.maximum(last - 1, 0)
+        j = (start + before % steps) * BM
+        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + before // steps, j, BM, D), acc_v)
+        acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, first_head + before // steps, j, BM, D), acc_k)
+        exponent, centred = _dscores(
+            s, dp, first_head + last // steps, start + last % steps, heads, factor, v_factor,
+            columns, do_scale, log_sum, delta, q_len, kv_len, mask, mask_batch_step, mask_head_step, mask_row_step,
+            mask_column_step, CAUSAL, EVEN, MASK, BM,
+        )  # fmt: skip
+        j = (start + last % steps) * BM
+        p = tl.exp2(exponent)
+        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + last // steps, j, BM, D), acc_v)
+        ds = (p * centred).to(tl.bfloat16)
+        acc_k = tl.dot(ds, _tile(wide_queries, first_head + last // steps, j, BM, D), acc_k)
+    else:
+        for i in tl.range(0, group * steps, num_stages=STAGES):
+            head = first_head + i // steps
+            j = (start + i % steps) * BM
+            rows = j + tl.arange(0, BM)
+            s = tl.dot(key, _tile(queries, head, j, BM, D).T) * factor
+            if CAUSAL or MASK != _NO_MASK or not EVEN:
+                of_head = mask
+                if MASK != _NO_MASK:
+                    of_head += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+                s = _masked(
+                    s, rows[None, :], columns[:, None], q_len, kv_len, of_head, mask_row_step, mask_column_step, CAUSAL,
+                    MASK,
+                )  # fmt: skip
+            at = head.to(tl.int64) * q_len + rows
+            p = tl.exp2(s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :])
+            acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
+            dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
+            ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
+            acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, head, j, BM, D), acc_k)
     at = (kv_head.to(tl.int64) * kv_len + first) * D + (tl.arange(0, BN)[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(dk + at, (acc_k * q_factor).to(dk.dtype.element_ty), mask=columns[:, None] < kv_len)
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=columns[:, None] < kv_len)
@@ -388,8 +451,8 @@ def dkdv_kernel(
 def dq_kernel(
     q, k, v, do, k_wide, log_sum, delta, dq, q_scale, k_scale, v_scale, do_scale, mask, scale, heads, kv_heads, q_len,
     kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the codes of k in bfloat16."""
     blocks = tl.cdiv(q_len, BM)
@@ -423,17 +486,47 @@ def dq_kernel(
     end = kv_len
     if CAUSAL:
         end = tl.minimum(kv_len, first + BM)
-    for j in tl.range(0, end, BN, num_stages=STAGES):
-        s = tl.dot(query, keys.load([j, 0]).T) * factor
-        if CAUSAL or MASK != _NO_MASK or not EVEN:
-            columns = j + tl.arange(0, BN)
+    masked: tl.constexpr = CAUSAL or MASK != _NO_MASK or not EVEN
+    if LAGGED:
+        s = tl.dot(query, keys.load([0, 0]).T)
+        dp = tl.dot(grad, values.load([0, 0]).T)
+        ds = tl.zeros((BM, BN), tl.float32)
+        for j in tl.range(BN, end, BN, num_stages=STAGES):  # as in `_lagged_step`
+            acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([tl.maximum(j - 2 * BN, 0), 0]), acc)
+            s = s * factor
+            if masked:
+                columns = j - BN + tl.arange(0, BN)
+                s = _masked(
+                    s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL,
+                    MASK,
+                )  # fmt: skip
+            exponent = s - minus[:, None]
+            centred = dp * v_factor - mean[:, None]
+            s = tl.dot(query, keys.load([j, 0]).T)
+            dp = tl.dot(grad, values.load([j, 0]).T)
+            ds = tl.exp2(exponent) * centred
+        last = (end - 1) // BN * BN
+        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([tl.maximum(last - BN, 0), 0]), acc)
+        s = s * factor
+        if masked:
+            columns = last + tl.arange(0, BN)
             s = _masked(
                 s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK
             )
-        p = tl.exp2(s - minus[:, None])
-        dp = tl.dot(grad, values.load([j, 0]).T) * v_factor
-        ds = p * (dp - mean[:, None])
-        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([j, 0]), acc)
+        ds = tl.exp2(s - minus[:, None]) * (dp * v_factor - mean[:, None])
+        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([last, 0]), acc)
+    else:
+        for j in tl.range(0, end, BN, num_stages=STAGES):
+            s = tl.dot(query, keys.load([j, 0]).T) * factor
+            if masked:
+                columns = j + tl.arange(0, BN)
+                s = _masked(
+                    s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL,
+                    MASK,
+                )  # fmt: skip
+            p = tl.exp2(s - minus[:, None])
+            dp = tl.dot(grad, values.load([j, 0]).T) * v_factor
+            acc = tl.dot((p * (dp - mean[:, None])).to(tl.bfloat16), wide_keys.load([j, 0]), acc)
     at = dq + wide_head * q_len * D + (rows[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(at, (acc * k_factor).to(dq.dtype.element_ty), mask=rows[:, None] < q_len)
 
@@ -461,6 +554,12 @@ def _config(head_dim: int, has_mask: bool) -> _Config:
     return _Config(block_n=64 if head_dim == 256 else 128)
 
 
+_KEY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
+"""Queries of a step and keys of a program of `dkdv_kernel`, its warps and stages, by head size."""
+_QUERY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 64, 8, 2)}
+"""Queries of a program and keys of a step of `dq_kernel`, its warps and stages."""
+
+
 def supports(
     *, head_dim: int, kv_len: int | torch.SymInt, causal: bool, has_mask: bool, dropout: float, dtype: torch.dtype,
     device: torch.device,
@@ -468,17 +567,9 @@ def supports(
     """Whether `forward` and `backward` can run such an attention, of operands of this dtype on this device."""
     if dropout or head_dim not in HEAD_DIMS or dtype not in (torch.bfloat16, torch.float16):
         return False
+    if statically_known_true(kv_len == 0):
+        return False
     return device.type == "cuda" and (not torch.cuda.is_available() or is_hopper(device))
-
-
-def key_order(keys: int, device: torch.device | None = None) -> Tensor:
-    """The key [keys] that stands in each place of a transposed v, `keys` a multiple of 16.
-
-    Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the one before leaves two pairs
-    8 columns apart. With keys in this order they are neighbours. (FlashAttention-3, section 3.3.)
-    """
-    order = torch.arange(keys, device=device).view(-1, 2, 4, 2)
-    return order.transpose(1, 2).flatten()
 
 
 def quantize_heads(
@@ -487,24 +578,25 @@ def quantize_heads(
     """Quantizes x [B, H, S, D] with one scale for each `groups` heads: e4m3, and the scales' inverse [B, H / groups].
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
-    its keys in `key_order`. A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12 or infinite.
-    The last dimension of x is dense.
+    its keys in an order of their own (`_KEYS`). A scale is 448 / amax, NaN ignored; 1 where the amax is not above 1e-12
+    or infinite. The last dimension of x is dense.
     """
-    batches, heads, length, head_dim = x.shape
+    batches, heads, length = x.shape[:3]
+    head_dim = int(x.shape[3])  # a constant of the kernels
     padded = triton.cdiv(length, _KEYS) * _KEYS if transposed else length
     shape = (batches, heads, head_dim, padded) if transposed else (batches, heads, length, head_dim)
     data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale_inv = torch.empty((batches, heads // groups), dtype=torch.float32, device=x.device)
-    state = torch.zeros((2, batches, heads // groups), dtype=torch.int32, device=x.device)
+    amax = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
     steps, amax_rows = 8, 4096 // head_dim
     rows, warps = tile or ((64, 4) if transposed else (8192 // head_dim, 4))
     grid = (triton.cdiv(length, amax_rows * steps) * (batches * heads),)
     wrap_triton(head_amax_kernel)[grid](
-        x, state, heads, groups, length, *x.stride()[:3], steps, amax_rows, head_dim, num_warps=4
+        x, amax, heads, groups, length, *x.stride()[:3], steps, amax_rows, head_dim, num_warps=4
     )
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
-        x, data, scale_inv, state, heads, groups, length, padded, *x.stride()[:3], transposed, back,
+        x, data, scale_inv, amax, heads, groups, length, padded, *x.stride()[:3], transposed, back,
         _E4M3_MAX, _LEAST_AMAX, rows, head_dim, num_warps=warps,
     )  # fmt: skip
     return data, scale_inv
@@ -523,13 +615,14 @@ def forward(
     """
     if not scale > 0:
         raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
-    batches, heads, q_len, head_dim = q.shape
+    batches, heads, q_len = q.shape[:3]
+    head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len, v_len = k.shape[1], k.shape[2], v.shape[3]
     config = config or _config(head_dim, mask is not None)
     even = statically_known_true(kv_len % config.block_n == 0)
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
-    kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
+    kind, mask, mask_steps = _mask_arguments(mask, q)
     grid = (triton.cdiv(triton.cdiv(q_len, config.block_m) * (batches * heads), config.rounds),)
     together = config.cached // (2 * head_dim * kv_len) * (heads // kv_heads)
     with triton_workspace(q.device):
@@ -545,7 +638,7 @@ def forward(
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor,
     v_scale_inv: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None,
-    keys: tuple[int, int, int, int] | None = None, queries: tuple[int, int, int, int] | None = None,
+    keys: tuple[int, ...] | None = None, queries: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 q, k and v [B, Hkv, Sk, D].
 
@@ -554,44 +647,47 @@ def backward(
     bfloat16; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to bfloat16, and multiplied with the dequantized
     k and q. Sums are float32. `backward_reference` is the same in plain torch.
     """
-    batches, heads, q_len, head_dim = q.shape
+    batches, heads, q_len = q.shape[:3]
+    head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len = k.shape[1], k.shape[2]
     do = do.contiguous()
     do8, do_scale_inv = quantize_heads(do, 1, False)
     delta = (do.float() * o.float()).sum(-1)
     log_sum = torch.where(lse == -math.inf, math.inf, lse) * _LOG2_E.value  # a row that saw nothing has no P
     dq, dk, dv = (torch.empty(x.shape, dtype=do.dtype, device=do.device) for x in (q, k, k))
-    kind, mask, mask_steps = _mask_arguments(mask, q, kv_len)
+    kind, mask, mask_steps = _mask_arguments(mask, q)
     per_head = q_scale_inv.ndim > 1
-    queries = queries or (128, 64, 8, 2)
-    keys = keys or ((32, 64, 8, 2) if head_dim == 256 else (64, 64, 4, 2))
+    keys, queries = keys or _KEY_TILES[head_dim], queries or _QUERY_TILES[head_dim]
     with triton_workspace(q.device):
-        block_m, block_n, warps, stages = keys
+        block_m, block_n, warps, stages, *rest = keys
+        lagged = bool(rest)
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(kv_len, block_n) * (batches * kv_heads),)
         wrap_triton(dkdv_kernel)[grid](
             q, k, v, do8, q.to(torch.bfloat16), do.to(torch.bfloat16), log_sum, delta, dk, dv, q_scale_inv, k_scale_inv,
             v_scale_inv, do_scale_inv, mask, scale, heads, kv_heads, batches, q_len, kv_len, *mask_steps, per_head,
-            causal, even, kind, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
+            causal, even, kind, lagged, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        block_m, block_n, warps, stages = queries
+        block_m, block_n, warps, stages, *rest = queries
+        lagged = bool(rest)
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
             q, k, v, do8, k.to(torch.bfloat16), log_sum, delta, dq, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv,
-            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, stages, block_m,
-            block_n, head_dim, num_warps=warps, num_stages=stages,
+            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, lagged, stages,
+            block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv
 
 
-def _mask_arguments(mask: Tensor | None, q: Tensor, kv_len: Any) -> tuple[int, Tensor, tuple[Any, ...]]:
-    """The kind of a mask, the mask and its strides; in the place of none, q."""
+def _mask_arguments(mask: Tensor | None, q: Tensor) -> tuple[int, Tensor, tuple[Any, ...]]:
+    """The kind of a mask, the mask and its strides over [B, H, Sq, Sk]; in the place of none, q."""
     if mask is None:
         return _NO_MASK.value, q, (0, 0, 0, 0)
     kind = _BOOL_MASK if mask.dtype == torch.bool else _ADDED_MASK
-    mask = mask.expand(*q.shape[:3], kv_len)
-    return kind.value, mask, mask.stride()
+    axes = zip(mask.shape, mask.stride(), strict=True)
+    steps = [0 if statically_known_true(size == 1) else step for size, step in axes]
+    return kind.value, mask, (*[0] * (4 - len(steps)), *steps)
 
 
 _WRITTEN = {

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
-import attention_rounding as rounding
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
 from fxquant.kernels import triton_attention as attention
@@ -46,8 +50,50 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
     assert sizes == [(2, 4, 100, 64), (2, 4, 100), (2, 4, 100, 64), (2, 2, 75, 64), (2, 2, 75, 64)]
 
 
-def test_key_order() -> None:
-    assert torch.equal(attention.key_order(48), rounding.key_order(48))
+def compiled_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> str:
+    """What ptxas says of a kernel for sm_90a."""
+    names = [p.name for p in kernel.params]
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 232_448
+    assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"] and ".e4m3.e4m3" in made.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
+def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool) -> None:
+    sizes = "heads kv_heads batch_heads batches q_len kv_len v_len most_heads"
+    steps = "mask_batch_step mask_head_step mask_row_step mask_column_step"
+    numbers = dict.fromkeys(f"{sizes} {steps}".split(), "i32")
+    codes = dict.fromkeys(("q", "k", "v", "do", "mask"), "*fp8e4nv")
+    wide = dict.fromkeys(("out", "q_wide", "k_wide", "do_wide", "dq", "dk", "dv"), "*bf16")
+    floats = dict.fromkeys(("lse", "log_sum", "delta", "q_scale", "k_scale", "v_scale", "do_scale"), "*fp32")
+    types = {**numbers, **codes, **wide, **floats, "scale": "fp64"}
+    common = {"PER_HEAD": True, "CAUSAL": causal, "EVEN": False, "MASK": 0, "D": head_dim}
+    config = attention._config(head_dim, False)
+    tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
+    runs = [
+        (attention.fprop_kernel, {**tiles, "LAGGED": config.lagged, "POLY": config.poly}, config.warps, config.stages)
+    ]
+    for kernel, table in (
+        (attention.dkdv_kernel, attention._KEY_TILES), (attention.dq_kernel, attention._QUERY_TILES)
+    ):  # fmt: skip
+        block_m, block_n, warps, stages = table[head_dim]
+        runs.append((kernel, {"BM": block_m, "BN": block_n, "STAGES": stages}, warps, stages))
+    for kernel, constants, warps, stages in runs:
+        taken = {name: kind for name, kind in types.items() if name in {p.name for p in kernel.params}}
+        log = compiled_for_hopper(kernel, taken, {**common, **constants}, warps, stages)
+        assert " 0 bytes spill stores" in log and "C75" not in log, (kernel.__name__, log)
 
 
 def test_what_is_taken() -> None:
