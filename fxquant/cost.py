@@ -28,10 +28,17 @@ from fxquant.roles import GEMM_OPERANDS, Direction, Gemm
 
 
 class GemmRate(NamedTuple):
-    """TFLOP/s with fast accumulation, which fprop has, and without."""
+    """What a GEMM kernel reaches.
 
-    fast: float
-    slow: float
+    TFLOP/s of large ones, fprop with fast accumulation where there is one; `read` is the share of the copy rate at
+    which small ones read their operands, and `smallest` the smallest tile [rows, columns] of a multiprocessor.
+    """
+
+    fprop: float
+    dgrad: float
+    wgrad: float
+    read: float
+    smallest: tuple[int, int] = (64, 64)
 
 
 class CastRate(NamedTuple):
@@ -45,45 +52,61 @@ class CastRate(NamedTuple):
 class Rates:
     """What one kind of card was measured to do.
 
-    `copy` is in TB/s, bytes read and written; `gemm` and `bf16` in TFLOP/s of large GEMMs on random data in the steady
-    state under the card's power limit; `launch` in microseconds of a kernel in a CUDA graph. `casts` are by scaling
-    family, with ``_2d`` for tiles; `rowwise` is what Inductor's fused casts reach, `transposed` what it reaches where
-    there is no Triton kernel, and `amax` the reading of a tensor for an amax.
+    `copy` is in TB/s, bytes read and written. Rates of GEMMs are those of random data in the steady state under the
+    card's power limit; a multiprocessor reaches `headroom` times its part of them while others are idle. `casts` are by
+    scaling family, with ``_2d`` for tiles; `rowwise` is what Inductor's fused casts reach, `transposed` what it reaches
+    where there is no Triton kernel, `amax` the reading of a tensor for an amax, and `masked` the clearing of rows that
+    belong to no group.
+
+    Microseconds in a CUDA graph, before anything is moved: `gemm_start` of a GEMM, `launch` of another kernel,
+    `amax_start` of the amax of a tensor, and `lines_start` of those of rows and columns.
     """
 
     source: str
     capability: tuple[int, int]
     multiprocessors: int
     copy: float
+    gemm_start: float
     launch: float
-    bf16: float
-    bf16_grouped: float
+    amax_start: float
+    lines_start: float
+    headroom: float
+    bf16: GemmRate
+    bf16_grouped: GemmRate
     gemm: Mapping[GemmKernel, GemmRate]
     casts: Mapping[str, CastRate]
     rowwise: float
     transposed: float
     amax: float
+    masked: float
 
 
 RATES: dict[str, Rates] = {
     "NVIDIA H100 80GB HBM3": Rates(
-        source="torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
+        source="GEMMs of 38 sizes, M from 1 to 16384, and casts of 6, in CUDA graphs, operands rotated out of L2; "
+        "torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
         capability=(9, 0),
         multiprocessors=132,
         copy=3.0,
-        launch=2.0,
-        bf16=720,
-        bf16_grouped=681,
+        gemm_start=3.3,
+        launch=1.8,
+        amax_start=3.5,
+        lines_start=7.5,
+        headroom=1.25,
+        bf16=GemmRate(715, 715, 715, 0.95),
+        bf16_grouped=GemmRate(720, 720, 720, 0.95),
         gemm={
-            GemmKernel.PER_TENSOR: GemmRate(1311, 1286),
-            GemmKernel.PER_ROW: GemmRate(1353, 1252),
-            GemmKernel.TILES: GemmRate(1194, 1194),
-            GemmKernel.BLOCKS: GemmRate(970, 970),
-            GemmKernel.GROUPED: GemmRate(1234, 1050),
+            GemmKernel.PER_TENSOR: GemmRate(1340, 1290, 1290, 0.95),
+            GemmKernel.PER_ROW: GemmRate(1320, 1170, 1170, 0.82, (128, 128)),
+            GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
+            GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
+            GemmKernel.GROUPED: GemmRate(1234, 1055, 1046, 0.85),
+            GemmKernel.GROUPED_TRITON: GemmRate(860, 858, 575, 0.85),
+            GemmKernel.GROUPED_BLOCKS: GemmRate(810, 814, 311, 0.85),
         },
         casts={
-            "per_tensor": CastRate(0.90, 0.95),
-            "per_row": CastRate(0.83, 0.95),
+            "per_tensor": CastRate(0.88, 0.92),
+            "per_row": CastRate(0.83, 0.92),
             "block": CastRate(0.60, 0.73),
             "block_2d": CastRate(0.81, 0.81),
             "mxfp8": CastRate(0.58, 0.80),
@@ -92,6 +115,7 @@ RATES: dict[str, Rates] = {
         rowwise=0.80,
         transposed=0.37,
         amax=0.83,
+        masked=0.6,
     ),
 }
 
@@ -177,9 +201,6 @@ _AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}
 _RESULTS = {Gemm.FPROP: "grad_output", Gemm.DGRAD: "input", Gemm.WGRAD: "weight"}
 """The operand that has the size of each GEMM's result."""
 
-_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
-"""Those that cuBLAS has, of the ones that keep tensor cores busy."""
-
 
 def _elements(matmul: Matmul) -> dict[str, int]:
     """How many elements each operand has."""
@@ -191,24 +212,28 @@ def _elements(matmul: Matmul) -> dict[str, int]:
     }
 
 
-def _gemm_us(rates: Rates, tflops: float, matmul: Matmul, gemm: Gemm, itemsize: int) -> float:
-    """Microseconds of a GEMM at a rate that it has when large, of operands with so many bytes an element."""
+def _gemm_us(rates: Rates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsize: int) -> float:
+    """Microseconds of a GEMM whose operands have so many bytes an element."""
     m, k, n = (int(getattr(matmul, axis)) for axis in _AXES[gemm])
+    tflops = float(getattr(rate, gemm.value))
     if matmul.groups:
         busy = 2 * m * k * n / tflops / 1e6
     else:
-        busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in _TILES)
+        tiles = (rate.smallest, (128, 128), (128, 256), (256, 128))
+        busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in tiles)
     elements = _elements(matmul)
     read = sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
-    moved = (itemsize * read + 2 * elements[_RESULTS[gemm]]) / rates.copy / 1e6
-    return rates.launch + max(busy, moved)
+    moved = (itemsize * read + 2 * elements[_RESULTS[gemm]]) / (rates.copy * rate.read) / 1e6
+    return rates.gemm_start + max(busy, moved)
 
 
 def _waves_us(rates: Rates, tflops: float, batch: int, m: int, k: int, n: int, tile: tuple[int, int]) -> float:
-    """Microseconds in whole waves of tiles over the multiprocessors."""
+    """Microseconds in whole waves of tiles over the multiprocessors; the last is faster where it is not full."""
     rows, columns = tile
-    waves = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / rates.multiprocessors)
-    return waves * 2 * rows * columns * k * rates.multiprocessors / tflops / 1e6
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+    waves, rest = divmod(tiles, rates.multiprocessors)
+    last = 1 / min(rates.headroom, rates.multiprocessors / rest) if rest else 0
+    return (waves + last) * 2 * rows * columns * k * rates.multiprocessors / tflops / 1e6
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -264,8 +289,10 @@ def _quantized_us(rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, 
         return unquantized + 2 * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6
     if kernel not in rates.gemm:
         return None
-    rate = rates.gemm[kernel]
-    return _gemm_us(rates, rate.fast if gemm is Gemm.FPROP else rate.slow, matmul, gemm, 1)
+    time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, 1)
+    if kernel is GemmKernel.GROUPED:
+        time += rates.launch + 4 * _elements(matmul)[_RESULTS[gemm]] / (rates.copy * rates.masked) / 1e6
+    return time
 
 
 def _spec(decision: Decision) -> QuantSpec | None:
@@ -341,16 +368,18 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
     )  # fmt: skip
     ways = "both directions" if len(specs) == 2 else "rowwise" if column is None else "columnwise"
     kernel = f"{'Triton cast' if by_triton else 'fused by Inductor'}, {ways}"
-    amaxes = any(spec.row.family in ("per_tensor", "per_row", "nvfp4") and not spec.is_delayed for spec in specs)
-    kernel += ", after its amaxes" if amaxes else ""
+    whole = any(spec.row.family in ("per_tensor", "nvfp4") and not spec.is_delayed for spec in specs)
+    lines = any(spec.row.family == "per_row" for spec in specs) and column is not None
+    kernel += ", after its amaxes" if whole or lines else ""
     rates = RATES.get(matmul.device)
     if rates is None or matmul.dtype not in _HALVES:
         return kernel, None
     elements = _elements(matmul)[operand]
     written = sum(spec.row.bytes_per_element for spec in specs)
     time = rates.launch + elements * (2 + written) / (rates.copy * _share(rates, specs, by_triton, column)) / 1e6
-    if amaxes:
-        time += rates.launch + 2 * elements / (rates.copy * rates.amax) / 1e6
+    if whole or lines:
+        time += rates.lines_start if lines else rates.amax_start
+        time += 2 * elements / (rates.copy * rates.amax) / 1e6
     return kernel, time
 
 

@@ -54,7 +54,7 @@ body.fxq { margin:0; background:var(--page); }
 .fxq .nvfp4 { background:var(--nvfp4); } .fxq .own { background:var(--own); }
 .fxq .warning { background:var(--warn); border-radius:8px; padding:9px 14px; margin:12px 0; }
 .fxq .work td.mono, .fxq .work td.what { white-space:nowrap; } .fxq .work .sum td { border-top:1px solid var(--line); }
-.fxq .work td { border-bottom:0; padding:3px 10px; } .fxq .work td.track { width:26%; min-width:120px; }
+.fxq .work td { border-bottom:0; padding:3px 10px; } .fxq .work td.track { width:20%; min-width:110px; }
 .fxq .work i { display:block; height:6px; border-radius:3px; margin:2px 0; min-width:1px; }
 .fxq .work i.was { background:var(--soft); opacity:.45; } .fxq .work i.now { background:var(--accent); }
 .fxq .work .sum td { font-weight:600; } .fxq .work .worse i.now { background:var(--bad); }
@@ -144,6 +144,10 @@ def _cards(report: Report) -> str:
         _card(f"{100 * s['coverage']:.1f}%", f"of {_si(s['flops']['total'])}FLOP quantized", s["coverage"]),
         _card(f"{100 * s['explained']:.1f}%", "quantized or explained", s["explained"]),
     ]
+    time = report.time()
+    if time["quantized_us"]:
+        speedup = time["unquantized_us"] / time["quantized_us"]
+        cards.append(_card(f"{speedup:.2f}x", "estimated speed-up of matmuls"))
     return f"<div class='cards'>{''.join(cards)}</div>"
 
 

@@ -27,6 +27,7 @@ class GemmKernel(str, Enum):
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
     GROUPED = "_scaled_grouped_mm"
     GROUPED_TRITON = "Triton, grouped FP8"
+    GROUPED_BLOCKS = "Triton, grouped FP8, block scales"
     EMULATED = "bf16 GEMM of dequantized operands"
     REFERENCE = "float32 GEMM of dequantized operands"
     OWN = "the quantizer's own code"
@@ -107,7 +108,7 @@ def grouped_gemm(a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype,
         )
     one_by_128 = a.row.block[0] == 1 and (not wgrad or b.row.block[0] == 1)
     if a.row.family == "block" and one_by_128 and hopper:
-        return Chosen(GemmKernel.GROUPED_TRITON)
+        return Chosen(GemmKernel.GROUPED_BLOCKS)
     return Chosen(GemmKernel.EMULATED, f"no grouped FP8 GEMM for {a.row.family} scales")
 
 

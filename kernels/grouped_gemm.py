@@ -54,7 +54,7 @@ def grouped_scaled_mm(
     )
     if kernel is GemmKernel.GROUPED:
         return _fp8(a, b, offs, left, right, fast_accum).to(out_dtype)
-    if kernel is GemmKernel.GROUPED_TRITON:
+    if kernel in (GemmKernel.GROUPED_TRITON, GemmKernel.GROUPED_BLOCKS):
         return _triton(a, b, offs, left, right, out_dtype, fast_accum)
     if left.row.family in ("per_tensor", "per_row"):
         return _scaled_after(a, b, offs, left, right, _multiplied).to(out_dtype)

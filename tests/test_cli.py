@@ -66,6 +66,16 @@ def test_explain_takes_factories_of_the_library(models: str, capsys: pytest.Capt
     assert main(["explain", f"{models}:with_args", "--recipe", "factories.mxfp9"]) == 1
 
 
+def test_explain_tells_of_another_card(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", f"{models}:with_args", "--recipe", "auto(rowwise)", "--card"]
+    assert main([*command, "H100"]) == 0
+    out = capsys.readouterr().out
+    assert "recipe: auto(rowwise)" in out and "cuBLAS _scaled_mm, rowwise" in out
+    assert "no measured rates for these dtypes or kernels on NVIDIA H100" in out, "the model is float32"
+    assert main([*command, "A100"]) == 1
+    assert "known cards: NVIDIA H100" in capsys.readouterr().err
+
+
 def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     assert main(["explain", f"{models}:with_args", "--recipe", "nvfp4", "--json", "--html", str(page)]) == 0
