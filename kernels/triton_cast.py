@@ -35,6 +35,10 @@ _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
 _ROWS = tl.constexpr(16)
 """Rows of a thread: as many bytes of a column as one instruction stores, and as sizes are padded to."""
+_KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MOST = (
+    tl.constexpr(i) for i in range(12)
+)
+"""What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _AMAX_LAYOUT = 16, 2, 8
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
@@ -66,13 +70,13 @@ def _multiplier(amax, SIDE: tl.constexpr):
 
     (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
     """
-    LOG: tl.constexpr = SIDE[4]
-    LARGEST: tl.constexpr = SIDE[7]
-    EPS: tl.constexpr = SIDE[8]
-    POW2: tl.constexpr = SIDE[9]
-    TORCHAO_BELOW: tl.constexpr = SIDE[10]
-    TORCHAO_MOST: tl.constexpr = SIDE[11]
-    tl.static_assert(SIDE[3] == 1.75 * 2**LOG)
+    LOG: tl.constexpr = SIDE[_LOG]
+    LARGEST: tl.constexpr = SIDE[_LARGEST]
+    EPS: tl.constexpr = SIDE[_EPS]
+    POW2: tl.constexpr = SIDE[_POW2]
+    BELOW: tl.constexpr = SIDE[_BELOW]
+    MOST: tl.constexpr = SIDE[_MOST]
+    tl.static_assert(SIDE[_FMAX] == 1.75 * 2**LOG)
     if EPS > 0:
         amax = tl.where(amax < EPS, EPS, amax)
     bits = amax.to(tl.int32, bitcast=True)
@@ -83,11 +87,11 @@ def _multiplier(amax, SIDE: tl.constexpr):
         quotient = quotient.to(tl.int32, bitcast=True)
     exponent = (LOG + 127) - (bits >> 23)
     scale = (quotient + (exponent << 23)).to(tl.float32, bitcast=True)
-    if TORCHAO_BELOW > 0:
-        most = tl.full(amax.shape, TORCHAO_MOST, tl.float32)
+    if BELOW > 0:  # torchao's
+        most = tl.full(amax.shape, MOST, tl.float32)
         if POW2:
             most = (most.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-        scale = tl.where(amax < TORCHAO_BELOW, most, scale)
+        scale = tl.where(amax < BELOW, most, scale)
         scale = tl.where(amax < float("inf"), scale, 0.0)
     else:
         largest = tl.full(amax.shape, LARGEST, tl.float32)
@@ -108,7 +112,7 @@ def _power(exponent):
 @triton.jit
 def _inverse(factor, SIDE: tl.constexpr):
     """What dequantization multiplies by: 1 / factor."""
-    if SIDE[9] and SIDE[10] == 0:
+    if SIDE[_POW2] and SIDE[_BELOW] == 0:
         return _power(254 - (factor.to(tl.int32, bitcast=True) >> 23))
     return tl.div_rn(1.0, factor)
 
@@ -116,17 +120,17 @@ def _inverse(factor, SIDE: tl.constexpr):
 @triton.jit
 def _e8m0(amax, SIDE: tl.constexpr):
     """`reference.e8m0_from_amax`."""
-    MODE: tl.constexpr = SIDE[6]
+    MODE: tl.constexpr = SIDE[_MODE]
     if MODE == _RCEIL:
-        bits = (amax * (1.0 / SIDE[3])).to(tl.int32, bitcast=True)
+        bits = (amax * (1.0 / SIDE[_FMAX])).to(tl.int32, bitcast=True)
         code = tl.where(bits <= 0x00400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
     else:
         bits = amax.to(tl.int32, bitcast=True)
         if MODE == _CEIL:
             bits = bits + 0x7FFFFF
         elif MODE == _EVEN:
-            bits = bits + (1 << (22 - SIDE[5]))
-        code = tl.maximum((bits >> 23) - SIDE[4], 0)
+            bits = bits + (1 << (22 - SIDE[_MANTISSA]))
+        code = tl.maximum((bits >> 23) - SIDE[_LOG], 0)
     return code
 
 
@@ -198,7 +202,7 @@ def _spread(v, LAYOUT: tl.constexpr):
 @triton.jit
 def _block_scale(amax, SIDE: tl.constexpr):
     """What elements of blocks with these amaxes are multiplied by, and the scales to store."""
-    if SIDE[0] == _MX:
+    if SIDE[_KIND] == _MX:
         code = _e8m0(amax, SIDE)
         factor, stored = _power(254 - code), code.to(tl.uint8)
     else:
@@ -244,9 +248,9 @@ def _factors(
 
     `scale` has `rows` x `columns` of them in tile order. `arg` holds what the scales are made of, if not of the tile.
     """
-    KIND: tl.constexpr = SIDE[0]
-    P: tl.constexpr = SIDE[1]
-    Q: tl.constexpr = SIDE[2]
+    KIND: tl.constexpr = SIDE[_KIND]
+    P: tl.constexpr = SIDE[_P]
+    Q: tl.constexpr = SIDE[_Q]
     if KIND == _GIVEN or KIND == _PER_TENSOR:
         f = tl.load(arg)
         if KIND == _PER_TENSOR:
