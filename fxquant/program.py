@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, OutputSpec
+from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec
 
 from fxquant.backend import inductor_settings
 from fxquant.calibration import Calibration, arguments
@@ -49,6 +49,9 @@ REPORT = "fxquant_report"
 """The key in the graph module's `meta` under which a quantized program keeps its report."""
 
 
+_OF_A_BACKWARD = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
+
+
 def quantize_program(
     ep: ExportedProgram,
     recipe: Recipe | str,
@@ -69,6 +72,11 @@ def quantize_program(
     """
     recipe = resolve(recipe)
     _check_program(ep)
+    if any(spec.kind in _OF_A_BACKWARD for spec in ep.graph_signature.output_specs):
+        raise ProgramError(
+            "this program has its backward in it, whose matmuls cannot be told from those of the forward: quantize the "
+            "forward with fold_weights=False, and add the backward to that"
+        )
     gm = _copied(ep.graph_module)
     signature = copy.deepcopy(ep.graph_signature)
     if calibration is not None and not fold_weights:

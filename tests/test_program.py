@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import subprocess
 import sys
@@ -204,6 +205,35 @@ def test_unfolded_weights_train_as_the_compiled_model_does(recipe: Recipe | str)
         torch.testing.assert_close(got[name], grad, rtol=1e-3, atol=1e-4 * grad.abs().max().item(), msg=name)
     gemms = {str(d.gemm) for d in report_of(program).decisions if d.quantizer is not None}
     assert gemms == {"fprop", "dgrad", "wgrad"}
+
+
+def test_a_joint_program_is_made_of_a_quantized_one() -> None:
+    """Loss and gradients in one program: those of the compiled model."""
+    joint = importlib.import_module("torch.export.experimental")._export_forward_backward
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 96), nn.Linear(96, 32)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return torch.nn.functional.mse_loss(self.b(self.a(x).relu()), target)
+
+    torch.manual_seed(0)
+    model, inputs = Loss(), (torch.randn(16, 64), torch.randn(16, 32))
+    source = export(model, inputs)
+    program = joint(quantize_program(source, "current_scaling", fold_weights=False))
+    program.validate()
+    assert ops(program).count("fxquant.scaled_mm.default") == 5
+    state = [program.state_dict[name] for name in program.graph_signature.parameters]
+    loss, *grads = program.graph_module(*state, *inputs)
+    compiled(model, "current_scaling")(*inputs).backward()
+    assert loss.isfinite() and len(grads) == 4
+    for spec, grad in zip(program.graph_signature.output_specs[1:], grads, strict=True):
+        torch.testing.assert_close(grad, model.get_parameter(spec.target).grad, rtol=1e-4, atol=1e-6)
+    refused(
+        ProgramError, "quantize the forward with fold_weights=False", lambda: quantize_program(joint(source), "mxfp8")
+    )
 
 
 def test_a_tied_weight_keeps_its_original_for_what_else_reads_it() -> None:

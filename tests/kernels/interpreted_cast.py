@@ -27,11 +27,10 @@ MIXED = (
     ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3", "mxfp8_2d_e4m3"),
 )  # fmt: skip
 GROUPED = (
-    ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_tensor_e4m3", "per_tensor_e5m2(pow2)"),
-    (None, "per_row_e4m3(pow2,torchao)"), ("per_row_e4m3", "per_row_e5m2"), ("per_row_e4m3", None),
-    ("block_1x128_e4m3(pow2)", "block_1x128_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3"),
+    ("per_tensor_e4m3", "per_tensor_e5m2(pow2)"), ("per_row_e4m3(pow2,torchao)", "per_row_e5m2"),
+    ("block_1x128_e4m3(pow2)", "block_1x128_e4m3"), (None, "mxfp8_e4m3"), ("per_tensor_e4m3", "per_tensor_e4m3"),
 )  # fmt: skip
-SPLITS = ([0, 0, 37, 38, 170], [0, 0, 0], [128, 256], [5])
+SPLITS = ([0, 0, 37, 38, 170], [0, 0, 0])
 INPUTS = (((96, 160), torch.bfloat16), ((33, 50), torch.float32), ((129, 48), torch.bfloat16))
 
 convert = interpreter._convert_float
@@ -112,8 +111,8 @@ def groups() -> None:
             if triton_grouped_cast.supported(x, ends, row, column):
                 got = triton_grouped_cast.quantize(x, ends, row, column)
                 check(got, quantize_groups(x, ends, row, column), offs[-1] + 7, offs[-1], f"{texts} {offs}")
-        x = torch.stack([values(torch.bfloat16, (133, 50)) * scale for scale in (1e-3, 1.0, 1e3)])
-        for stored in (x, x.mT.contiguous().mT):
+        x = torch.stack([values(torch.bfloat16, (133, 50)) * scale for scale in (1e-3, 1e3)])
+        for stored in (x, x.mT.contiguous().mT) if texts == GROUPED[1] else (x,):
             assert triton_grouped_cast.supported(stored, None, row, column)
             got = triton_grouped_cast.quantize(stored, None, row, column)
             check(got, quantize_groups(x, None, row, column), -1, 0, f"{texts} batch {stored.stride()}")

@@ -27,6 +27,30 @@ def test_gemms_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_groups_are_quantized_in_both_directions_by_one_launch() -> None:
+    """Behind one that takes the amaxes of rows and of the columns of groups, where scales are theirs."""
+    import torch
+
+    from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
+    from fxquant.formats import QuantSpec
+    from fxquant.kernels import triton_grouped_cast
+
+    def launches(text: str) -> list[list[str]]:
+        spec = QuantSpec.parse(text)
+        assert triton_grouped_cast.supported(x, offs, spec, spec)
+        run = make_fx(lambda x, offs: triton_grouped_cast.quantize(x, offs, spec, spec), tracing_mode="fake")
+        nodes = [n for n in run(x, offs).graph.nodes if n.target is triton_kernel_wrapper_mutation]
+        return [triton_grouped_cast.written(n.kwargs["kwargs"]) for n in nodes]
+
+    x, offs = torch.randn(70, 48).bfloat16(), torch.tensor([3, 3, 40, 60], dtype=torch.int32)
+    payloads = ["row_data", "row_scale", "column_data", "column_scale"]
+    assert launches("per_row_e4m3") == [["row_amax", "column_amax"], payloads]
+    assert launches("per_tensor_e4m3") == launches("mxfp8_e4m3") == [payloads]
+    tiles = QuantSpec.parse("block_128x128_e4m3")
+    assert not triton_grouped_cast.supported(x, offs, tiles, tiles)
+    assert triton_grouped_cast.supported(x[None], None, tiles, None)
+
+
 def main() -> None:
     import torch
     import triton.runtime.interpreter as interpreter
