@@ -1,6 +1,8 @@
 """The operators that a quantized graph is made of: schemas, fake kernels, and their meaning on any device.
 
-`quantize`, `hybrid_quantize`, `dequantize` and `scaled_mm` say what is meant; the lowering decides how it runs. A
+`quantize`, `hybrid_quantize`, `dequantize` and `scaled_mm` say what is meant; the lowering decides how it runs.
+`produce_quantize` computes what a producer (`fxquant.kernels.producers`) makes of its inputs and quantizes each result
+rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it. A
 quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out with the contracted axis
 last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
 """
@@ -18,6 +20,7 @@ from fxquant.compat import fake_kernel, operator_library
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom, reference
+from fxquant.kernels.producers import PRODUCERS
 
 _library = operator_library("fxquant")
 
@@ -26,6 +29,10 @@ _SCHEMAS = {
     "hybrid_quantize": (
         "(Tensor x, str rowwise_spec, str columnwise_spec, Tensor? rowwise_state=None, Tensor? columnwise_state=None)"
         " -> Tensor[]"
+    ),
+    "produce_quantize": (
+        "(Tensor[] inputs, str producer, str[] rowwise_specs, str[] columnwise_specs, Tensor?[] rowwise_states,"
+        " Tensor?[] columnwise_states, bool record) -> Tensor[]"
     ),
     "amax": "(Tensor x) -> Tensor",
     "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
@@ -58,6 +65,27 @@ def _hybrid_quantize(
     return [*row, *_quantize(x, columnwise_spec, "columnwise", columnwise_state)]
 
 
+def _produce_quantize(
+    inputs: Sequence[Tensor],
+    producer: str,
+    rowwise_specs: Sequence[str],
+    columnwise_specs: Sequence[str],
+    rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None],
+    record: bool,
+) -> list[Tensor]:
+    parts: list[Tensor] = []
+    made = PRODUCERS[producer](inputs)
+    for i, x in enumerate(made):
+        if rowwise_specs:
+            parts += _quantize(x, rowwise_specs[i], "rowwise", rowwise_states[i])
+        if columnwise_specs:
+            parts += _quantize(x, columnwise_specs[i], "columnwise", columnwise_states[i])
+        if record:
+            parts.append(_amax(x))
+    return parts
+
+
 def _amax(x: Tensor) -> Tensor:
     return reference.amax(x)
 
@@ -83,6 +111,7 @@ def _scaled_mm(
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize": _quantize,
     "hybrid_quantize": _hybrid_quantize,
+    "produce_quantize": _produce_quantize,
     "amax": _amax,
     "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
@@ -134,6 +163,28 @@ def _hybrid_quantize_fake(
         *_fake_operand(x, QuantSpec.parse(rowwise_spec)),
         *_fake_operand(x.mT, QuantSpec.parse(columnwise_spec)),
     ]
+
+
+@fake_kernel(_library, "produce_quantize")
+def _produce_quantize_fake(
+    inputs: Sequence[Tensor],
+    producer: str,
+    rowwise_specs: Sequence[str],
+    columnwise_specs: Sequence[str],
+    rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None],
+    record: bool,
+) -> list[Tensor]:
+    parts: list[Tensor] = []
+    x = inputs[0]
+    for i in range(PRODUCERS[producer].results):
+        if rowwise_specs:
+            parts += _fake_operand(x, QuantSpec.parse(rowwise_specs[i]))
+        if columnwise_specs:
+            parts += _fake_operand(x.mT, QuantSpec.parse(columnwise_specs[i]))
+        if record:
+            parts.append(_amax_fake(x))
+    return parts
 
 
 @fake_kernel(_library, "amax")

@@ -11,7 +11,8 @@ Inductor, which takes it where the tensor is produced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch.library import wrap_triton
 
 from fxquant.compat import declare_written
 from fxquant.formats import MX_MODES, QuantSpec
-from fxquant.kernels import reference
+from fxquant.kernels import reference, triton_producers
+from fxquant.kernels.producers import PRODUCERS
+from fxquant.kernels.triton_producers import load_tile
 
 _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
 """How a side is scaled: not wanted, by a multiplier, from an amax of the tensor or of each row, or in blocks."""
@@ -135,18 +138,6 @@ def _axis(SIZE: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr = 5):
         if axis != AXIS:
             i = tl.expand_dims(i, axis)
     return i
-
-
-@triton.jit
-def _load_tile(x, x_step, first_row, first_column, down, across, M, K):
-    """Elements of x [M, K] as float32, 0 outside of it: rows `first_row + down`, columns `first_column + across`.
-
-    `down` and `across` broadcast against each other. They are apart from where the tile begins, since within a tile 32
-    bits are enough.
-    """
-    inside = (first_row + down < M) & (first_column + across < K)
-    source = x + (first_row.to(tl.int64) * x_step + first_column)
-    return tl.load(source + (down * x_step + across), mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -326,7 +317,8 @@ def _words(a, b, c, d, E5M2: tl.constexpr):
 
 @triton.jit
 def cast_kernel(
-    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, M, K, column_units, row_units, x_step,
+    x, in1, in2, in3, in4, recorded, row_data, row_scale, row_arg, column_data, column_scale, column_arg,
+    M, K, column_units, row_units, x_step, row_scale_size, column_scale_size,
     row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
     column_scale_rows, column_scale_columns, column_scale_step, column_scale_column_step,
     ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
@@ -336,6 +328,7 @@ def cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
+    PRODUCER: tl.constexpr, RESULTS: tl.constexpr, RECORD: tl.constexpr,
     LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
@@ -344,6 +337,10 @@ def cast_kernel(
     warps likewise. A tile is a tensor [LK, LM, WK, WM, 16] for each of the four columns: in that order the layouts
     that Triton gives to loads and stores are all the same one, so that a payload is transposed in registers, and an
     amax of 16 rows is taken in them.
+
+    A PRODUCER makes what is cast from x and more inputs. Of several RESULTS, whose outputs lie one behind the other,
+    programs next to each other make the same tile, so that the second finds the inputs in the cache. RECORD takes the
+    amax of each, NaN ignored, into a zeroed buffer.
 
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
     of 16 bytes, a factor that the compiler sees in the alignment of stores.
@@ -360,14 +357,32 @@ def cast_kernel(
     )  # fmt: skip
     padded_M = column_units * 16
     padded_K = row_units * 16
+    program, result = tl.program_id(0), 0
+    if RESULTS > 1:
+        program, result = program // RESULTS, program % RESULTS
+        row_data += result.to(tl.int64) * M * padded_K
+        column_data += result.to(tl.int64) * K * padded_M
+        row_scale += result.to(tl.int64) * row_scale_size
+        column_scale += result.to(tl.int64) * column_scale_size
+        row_arg += result * (M if ROW_KIND == _PER_ROW else 1)
+        column_arg += result * (K if COLUMN_KIND == _PER_ROW else 1)
+        recorded += result
     tiles = tl.cdiv(padded_K, 4 * LK * WK)
-    first_row = (tl.program_id(0) // tiles) * (R * LM * WM)
-    first_column = (tl.program_id(0) % tiles) * (4 * LK * WK)
+    first_row = (program // tiles) * (R * LM * WM)
+    first_column = (program % tiles) * (4 * LK * WK)
     first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
     down = first_down + _axis(R, 4)
     across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
     down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-    parts = _four(_load_tile(x, x_step, first_row, first_column, down_6, across_6, M, K), R, LAYOUT)
+    tile = load_tile(
+        x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, result, PRODUCER
+    )  # fmt: skip
+    parts = _four(tile, R, LAYOUT)
+    if RECORD:
+        a, b, c, d = parts
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
+        tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
     if ROW_KIND != _NONE:
         factors = _factors(
             parts, row_arg, row_scale, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
@@ -397,23 +412,30 @@ def cast_kernel(
 
 @triton.jit
 def amax_kernel(
-    x, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr, STEPS: tl.constexpr,
-    W: tl.constexpr, R: tl.constexpr,
+    x, in1, in2, in3, in4, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    STEPS: tl.constexpr, PRODUCER: tl.constexpr, RESULTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of the rows and of the columns of x [M, K], NaN ignored, into zeroed float32 buffers.
+
+    Or those of what a PRODUCER makes, as in `cast_kernel`.
 
     Goes down STEPS tiles of W * R rows, R for each of W warps, and 256 columns, eight for each thread. Magnitudes are
     ordered as their bits are.
     """
+    program, result = tl.program_id(0), 0
+    if RESULTS > 1:
+        program, result = program // RESULTS, program % RESULTS
+        row_amax += result * M
+        column_amax += result * K
     tiles = tl.cdiv(K, 256)
-    first_row = (tl.program_id(0) // tiles) * (W * R * STEPS)
-    first_column = (tl.program_id(0) % tiles) * 256
+    first_row = (program // tiles) * (W * R * STEPS)
+    first_column = (program % tiles) * 256
     down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
     across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
     largest = tl.zeros((32, W, 1, 8), tl.float32)
     for step in range(STEPS):
         row = first_row + step * (W * R)
-        tile = tl.abs(_load_tile(x, x_step, row, first_column, down, across, M, K))
+        tile = tl.abs(load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, result, PRODUCER))
         if ROW:
             amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
             bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
@@ -442,9 +464,23 @@ class _Side:
     """Their strides."""
     transposed: bool = False
     """Whether the scales lie transposed."""
+    results: int = 1
+    """How many tensors are cast; theirs lie one behind the other. 0: a direction that is not wanted."""
 
-    def parts(self) -> list[Tensor]:
-        return [self.data, self.scale.t() if self.transposed else self.scale]
+    @property
+    def scale_size(self) -> Any:
+        """Scales of one result."""
+        return self.scale.shape[0] * self.scale.stride(0) // self.results if self.results else 0
+
+    def parts(self, result: int) -> list[Tensor]:
+        if self.results < 2:
+            return [self.data, self.scale.t() if self.transposed else self.scale] if self.results else []
+        rows, scale_rows = self.data.shape[0] // self.results, self.scale.shape[0] // self.results
+        data = self.data.narrow(0, result * rows, rows)
+        scale = self.scale.narrow(0, result * scale_rows, scale_rows)
+        if scale_rows == 1:  # Inductor's GEMMs take no part of a tensor for a scale
+            scale = scale.clone()
+        return [data, scale.t() if self.transposed else scale]
 
 
 def supports(spec: QuantSpec) -> bool:
@@ -471,24 +507,72 @@ def quantize(
             count = 0 if column is None else 2
             return [*swapped[count:], *swapped[:count]]
         x = x.contiguous()
-    row_amax, column_amax = _line_amaxes(x, row, column)
+    row_amax, column_amax = _line_amaxes((x,), None, row, column)
     tensor_amax = None
     if any(s is not None and s.row.family == "per_tensor" and g is None
            for s, g in ((row, row_scale), (column, column_scale))):  # fmt: skip
         tensor_amax = amax(x)
     left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False)
     right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True)
+    _launch((x,), None, row, column, left, right, x)
+    return [*left.parts(0), *right.parts(0)]
+
+
+def produce(
+    name: str, inputs: Sequence[Tensor], row: QuantSpec | None, column: QuantSpec | None,
+    row_scales: Sequence[Tensor | None], column_scales: Sequence[Tensor | None], record: bool,
+) -> list[Tensor]:  # fmt: skip
+    """What `quantize` gives for each result of a producer, which is not written itself, then with `record` its amax.
+
+    The inputs are dense, none is empty, and all matrices have one dtype. Amaxes that scales are made of are taken in a
+    pass of its own, with the same arithmetic.
+    """
+    x, results = inputs[0], PRODUCERS[name].results
+    recorded, tensor_amax = x, None
+    own = [spec for spec, given in ((row, row_scales), (column, column_scales)) if spec is not None and None in given]
+    if record:
+        recorded = torch.zeros(results, dtype=torch.float32, device=x.device)
+    if any(spec.row.family == "per_tensor" for spec in own):
+        tensor_amax = torch.zeros(results, dtype=torch.float32, device=x.device)
+        nothing = _make_side(x, None, None, None, x, columnwise=False)
+        _launch(inputs, name, None, None, nothing, nothing, tensor_amax)
+    row_amax, column_amax = _line_amaxes(inputs, name, row, column)
+    row_scale = _in_one(row_scales)
+    column_scale = row_scale if all(map(operator.is_, row_scales, column_scales)) else _in_one(column_scales)
+    left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False, results=results)
+    right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True, results=results)
+    _launch(inputs, name, row, column, left, right, recorded)
+    parts = []
+    for result in range(results):
+        parts += [*left.parts(result), *right.parts(result), *([recorded.narrow(0, result, 1)] if record else [])]
+    return parts
+
+
+def _in_one(scales: Sequence[Tensor | None]) -> Tensor | None:
+    """The multipliers [1] of all results as one tensor."""
+    given = [scale for scale in scales if scale is not None]
+    return torch.cat(given) if len(given) > 1 else given[0] if given else None
+
+
+def _launch(
+    inputs: Sequence[Tensor], producer: str | None, row: QuantSpec | None, column: QuantSpec | None, left: _Side,
+    right: _Side, recorded: Tensor,
+) -> None:  # fmt: skip
+    """Casts what is made of the inputs; `recorded` is where amaxes go, or any of the inputs."""
+    x = inputs[0]
+    results = 1 if producer is None else PRODUCERS[producer].results
     size_m, size_k = x.shape
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
     lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
-    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
+    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
     wrap_triton(cast_kernel)[grid](
-        x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, size_m, size_k, column_units,
-        row_units, x.stride(0), *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
-        *left.constants, *right.constants, *layout, num_warps=warps_k * warps_m,
+        *triton_producers.filled(inputs), recorded, left.data, left.scale, left.arg, right.data, right.scale,
+        right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
+        *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
+        *left.constants, *right.constants, triton_producers.kind(producer), results, recorded is not x,
+        *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
-    return [*([] if row is None else left.parts()), *([] if column is None else right.parts())]
 
 
 def _cdiv(size: Any, by: int) -> Any:
@@ -503,35 +587,40 @@ def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, 
     return (8, 4, 4, 1) if "mxfp8" in families else (16, 2, 2, 2)
 
 
-def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> tuple[Tensor, Tensor]:
-    """The amaxes [M] of rows and [K] of columns, where a direction is scaled by them."""
+def _line_amaxes(
+    inputs: Sequence[Tensor], producer: str | None, row: QuantSpec | None, column: QuantSpec | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The amaxes [M] of rows and [K] of columns, of all results, where a direction is scaled by them."""
+    x = inputs[0]
+    results = 1 if producer is None else PRODUCERS[producer].results
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
         return x, x
     size_m, size_k = x.shape
-    row_amax = torch.zeros(size_m if by_row else 1, dtype=torch.float32, device=x.device)
-    column_amax = torch.zeros(size_k if by_column else 1, dtype=torch.float32, device=x.device)
+    row_amax = torch.zeros(results * size_m if by_row else 1, dtype=torch.float32, device=x.device)
+    column_amax = torch.zeros(results * size_k if by_column else 1, dtype=torch.float32, device=x.device)
     steps, warps, rows = _AMAX_LAYOUT
-    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256),)
+    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256) * results,)
     wrap_triton(amax_kernel)[grid](
-        x, row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column, steps, warps, rows, num_warps=warps
-    )
+        *triton_producers.filled(inputs), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,
+        steps, triton_producers.kind(producer), results, warps, rows, num_warps=warps,
+    )  # fmt: skip
     return row_amax, column_amax
 
 
 def _make_side(
     x: Tensor, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor, *,
-    columnwise: bool,
+    columnwise: bool, results: int = 1,
 ) -> _Side:  # fmt: skip
     """Outputs and arguments of one direction."""
     if spec is None:
-        return _Side(x, x, x, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0))
+        return _Side(x, x, x, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), results=0)
     row = spec.row
     element = row.element
     assert element is not None and row.scale_dtype is not None
     rows, length = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
     padded = _cdiv(length, row.alignment) * row.alignment
-    data = torch.empty((rows, padded), dtype=element.dtype, device=x.device)
+    data = torch.empty((results * rows, padded), dtype=element.dtype, device=x.device)
     kind = _KINDS[row.family] if given is None else _GIVEN
     block_rows, block_columns = row.block
     p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
@@ -544,20 +633,22 @@ def _make_side(
     if row.family == "per_tensor":
         arg = given if given is not None else tensor_amax
         assert arg is not None
-        return _Side(data, torch.empty(1, dtype=torch.float32, device=x.device), arg, constants)
+        scale = torch.empty(results, dtype=torch.float32, device=x.device)
+        return _Side(data, scale, arg, constants, results=results)
     if row.family == "per_row":
-        return _Side(data, torch.empty((rows, 1), dtype=torch.float32, device=x.device), line_amax, constants)
+        scale = torch.empty((results * rows, 1), dtype=torch.float32, device=x.device)
+        return _Side(data, scale, line_amax, constants, results=results)
     repeated = row.family == "mxfp8"
     scale_rows = rows if repeated or block_rows == 1 else _cdiv(rows, block_rows)
     scale_columns = padded // block_columns
     dtype = torch.uint8 if repeated else torch.float32
     transposed = row.family == "block" and block_rows == 1
-    shape = (scale_columns, scale_rows) if transposed else (scale_rows, scale_columns)
+    shape = (results * scale_columns, scale_rows) if transposed else (results * scale_rows, scale_columns)
     scale = torch.empty(shape, dtype=dtype, device=x.device)
     steps = (1, scale_rows) if transposed else (scale_columns, 1)
     if columnwise:
-        return _Side(data, scale, x, constants, (scale_columns, scale_rows), steps[::-1], transposed)
-    return _Side(data, scale, x, constants, (scale_rows, scale_columns), steps, transposed)
+        return _Side(data, scale, x, constants, (scale_columns, scale_rows), steps[::-1], transposed, results)
+    return _Side(data, scale, x, constants, (scale_rows, scale_columns), steps, transposed, results)
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
@@ -566,7 +657,7 @@ def written(arguments: Mapping[str, Any]) -> list[str]:
     for side in ("row", "column"):
         if arguments.get(f"{side.upper()}_KIND", arguments.get(side.upper())):
             names += [name for name in (f"{side}_data", f"{side}_scale", f"{side}_amax") if name in arguments]
-    return names
+    return [*names, "recorded"] if arguments.get("RECORD") else names
 
 
 declare_written(cast_kernel, written)

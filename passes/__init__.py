@@ -23,6 +23,7 @@ from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.facts import Match
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.forms_mha import expand_opaque
+from fxquant.passes.fuse_producers import fuse_producers
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
@@ -32,7 +33,11 @@ from fxquant.recipes import Recipe
 from fxquant.roles import QuantizerRole
 from fxquant.state import Slots
 
-LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (("merge", merge), ("lower", lower))
+LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
+    ("merge", merge),
+    ("fuse_producers", fuse_producers),
+    ("lower", lower),
+)
 """Passes over ATen graphs, in order."""
 
 
@@ -85,6 +90,8 @@ class Lowering(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         for name, run in LOWER:
+            if self.portable and run is fuse_producers:
+                continue  # its kernels are fxquant's own
             portable = self.portable and run is lower
             run_pass(name, functools.partial(lower, portable=True) if portable else run, graph)
         for other in self.after:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
         return gemm.scaled_mm
     if name in ("quantize", "hybrid_quantize") and device.type == "cuda" and not portable and _transposes(name, node):
         return triton_quantize if name == "quantize" else triton_hybrid_quantize
+    if name == "produce_quantize" and device.type == "cuda" and not portable:
+        return triton_produce_quantize
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
@@ -93,6 +95,21 @@ def triton_hybrid_quantize(
     """`fxquant::hybrid_quantize` of a matrix by a Triton kernel."""
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
     return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, _amax_of_rounded)
+
+
+def triton_produce_quantize(
+    inputs: Sequence[Tensor],
+    producer: str,
+    rowwise_specs: Sequence[str],
+    columnwise_specs: Sequence[str],
+    rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None],
+    record: bool,
+) -> list[Tensor]:
+    """`fxquant::produce_quantize` by a Triton kernel."""
+    row, column = (QuantSpec.parse(specs[0]) if specs else None for specs in (rowwise_specs, columnwise_specs))
+    dense = [x.contiguous() for x in inputs]
+    return triton_cast.produce(producer, dense, row, column, rowwise_states, columnwise_states, record)
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ from fxquant.kernels import triton_cast
 from fxquant.passes.lower import implementation, lower
 
 
-def test_bytes_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["cast", "producers"])
+def test_bytes_in_the_interpreter(name: str) -> None:
     """Another process, since Triton decides at import whether it interprets."""
-    script = Path(__file__).with_name("interpreted_cast.py")
+    script = Path(__file__).with_name(f"interpreted_{name}.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -101,6 +102,30 @@ def lowered(text: str, *shape: int) -> list[str]:
 def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
     assert lowered("mxfp8_e4m3", 64, 96) == ["column_data,column_scale"]
     assert lowered("per_row_e4m3", 64, 96) == ["column_amax", "column_data,column_scale"]
+
+
+def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None:
+    def launches(text: str, record: bool) -> list[str]:
+        with FakeTensorMode():
+            inputs = [torch.empty(64, 96, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+            state = torch.empty(1, device="cuda") if record else None
+
+            def run(*inputs: Tensor) -> list[Tensor]:
+                states = [state, state]
+                return torch.ops.fxquant.produce_quantize(  # type: ignore[no-any-return]
+                    inputs, "silu_mul_grad", [text] * 2, [text] * 2, states, states, record
+                )
+
+            graph = make_fx(run)(*inputs).graph
+        lower(graph)
+        nodes = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
+        return [",".join(n.kwargs["tensors_to_clone"]) for n in nodes]
+
+    cast = "row_data,row_scale,column_data,column_scale"
+    assert launches("per_tensor_e4m3(slot=1)", True) == [f"{cast},recorded"]
+    assert launches("block_1x128_e4m3", False) == [cast]
+    assert launches("per_tensor_e4m3", False) == ["recorded", cast]
+    assert launches("per_row_e4m3", False) == ["row_amax,column_amax", cast]
 
 
 def test_what_inductor_fuses_is_left_to_it() -> None:

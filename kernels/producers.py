@@ -1,0 +1,104 @@
+"""What commonly stands before a quantization, by name: activations, their gradients, and normalizations.
+
+`produce_quantize` computes one of these and quantizes the result. Each is plain torch code: the reference meaning of
+the operator, and, traced, the pattern by which `fxquant.passes.fuse_producers` finds it in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Producer:
+    """`run` makes tensors [M, K] of one dtype of its inputs.
+
+    `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first always is), a float32 ``row``
+    vector [M, 1], or a ``column`` vector [K]. A producer of several results is made of `parts` that each take the
+    inputs named by their positions.
+    """
+
+    name: str
+    run: Callable[..., Tensor | list[Tensor]]
+    inputs: tuple[str, ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def results(self) -> int:
+        return max(1, len(self.parts))
+
+    @property
+    def matrices(self) -> int:
+        return self.inputs.count("matrix")
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        made = self.run(*inputs)
+        return made if isinstance(made, list) else [made]
+
+
+def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
+
+
+def _silu_mul_grad_gate(gate: Tensor, up: Tensor, grad: Tensor) -> Tensor:
+    return torch.ops.aten.silu_backward(grad * up, gate)  # type: ignore[no-any-return]
+
+
+def _silu_mul_grad(gate: Tensor, up: Tensor, grad: Tensor) -> list[Tensor]:
+    return [_silu_mul_grad_gate(gate, up, grad), _silu_mul(gate, grad)]
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return gelu(x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return gelu(x, approximate="tanh")
+
+
+def _gelu_grad(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(grad, x)  # type: ignore[no-any-return]
+
+
+def _gelu_tanh_grad(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
+
+
+def _rms_norm(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    return (x.float() * rstd * weight).to(x.dtype)
+
+
+def _rms_norm_rounded(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x.float() * rstd).to(x.dtype)
+
+
+def _layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return ((x.float() - mean) * rstd * weight + bias).to(x.dtype)
+
+
+_TWO, _THREE = ("matrix",) * 2, ("matrix",) * 3
+
+PRODUCERS: dict[str, Producer] = {
+    producer.name: producer
+    for producer in (
+        Producer(
+            name="silu_mul_grad", run=_silu_mul_grad, inputs=_THREE,
+            parts=(("silu_mul_grad_gate", (0, 1, 2)), ("silu_mul", (0, 2))),
+        ),
+        Producer(name="silu_mul", run=_silu_mul, inputs=_TWO),
+        Producer(name="silu_mul_grad_gate", run=_silu_mul_grad_gate, inputs=_THREE),
+        Producer(name="gelu", run=_gelu, inputs=("matrix",)),
+        Producer(name="gelu_tanh", run=_gelu_tanh, inputs=("matrix",)),
+        Producer(name="gelu_grad", run=_gelu_grad, inputs=_TWO),
+        Producer(name="gelu_tanh_grad", run=_gelu_tanh_grad, inputs=_TWO),
+        Producer(name="rms_norm", run=_rms_norm, inputs=("matrix", "row", "column")),
+        Producer(name="rms_norm_rounded", run=_rms_norm_rounded, inputs=("matrix", "row", "column")),
+        Producer(name="layer_norm", run=_layer_norm, inputs=("matrix", "row", "row", "column", "column")),
+    )
+}  # fmt: skip
+"""Every producer, by name."""

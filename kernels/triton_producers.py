@@ -1,0 +1,121 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""The tile that a Triton cast quantizes: loaded, or computed from what its producer reads.
+
+Arithmetic is float32, and the result is rounded to the dtype of the tensor that is not written. As in the kernels that
+Inductor fuses, what the graph rounds within a producer stays unrounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxquant.kernels.producers import PRODUCERS
+
+UNMADE = tl.constexpr(0)
+"""The tensor itself is read."""
+_KINDS = {name: i + 1 for i, name in enumerate(PRODUCERS)}
+_SILU_MUL, _SILU_MUL_GRAD, _SILU_MUL_GRAD_GATE = (
+    tl.constexpr(_KINDS[name]) for name in ("silu_mul", "silu_mul_grad", "silu_mul_grad_gate")
+)
+_GELU, _GELU_TANH, _GELU_GRAD, _GELU_TANH_GRAD = (
+    tl.constexpr(_KINDS[name]) for name in ("gelu", "gelu_tanh", "gelu_grad", "gelu_tanh_grad")
+)
+_RMS_NORM, _RMS_NORM_ROUNDED, _LAYER_NORM = (
+    tl.constexpr(_KINDS[name]) for name in ("rms_norm", "rms_norm_rounded", "layer_norm")
+)
+_SQRT_HALF, _INV_SQRT_2PI = tl.constexpr(0.7071067811865476), tl.constexpr(0.3989422804014327)
+_SQRT_2_PI, _CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
+
+
+def filled(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """As many inputs as the kernels take, the first in the place of those that a producer does not have."""
+    return [*inputs, *[inputs[0]] * (5 - len(inputs))]
+
+
+def kind(name: str | None) -> int:
+    """What the kernels call a producer; None reads a tensor."""
+    return 0 if name is None else _KINDS[name]
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_grad(x, grad):
+    sigmoid = _sigmoid(x)
+    return grad * sigmoid * (1.0 + x * (1.0 - sigmoid))
+
+
+@triton.jit
+def _tanh_half(x):
+    """(1 + tanh(y)) / 2 for the y of the tanh approximation, without the cancellation of the sum."""
+    return _sigmoid((2.0 * _SQRT_2_PI) * (x + _CUBE * x * x * x))
+
+
+@triton.jit
+def _load(pointer, offsets, mask):
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_tile(
+    x, in1, in2, in3, in4, x_step, first_row, first_column, down, across, M, K, result, PRODUCER: tl.constexpr,
+):  # fmt: skip
+    """Elements of x [M, K] as float32, or of the `result` of a producer whose inputs are x and in1 to in4.
+
+    They are those of rows `first_row + down` and columns `first_column + across`, 0 outside of x. `down` and `across`
+    broadcast against each other. They are apart from where the tile begins, since within a tile 32 bits are enough.
+    """
+    rows, columns = first_row + down, first_column + across
+    mask = (rows < M) & (columns < K)
+    start, offsets = first_row.to(tl.int64) * x_step + first_column, down * x_step + across
+    if PRODUCER == UNMADE:
+        y = _load(x + start, offsets, mask)
+    else:
+        if PRODUCER == _SILU_MUL:
+            gate = _load(x + start, offsets, mask)
+            y = gate / (1.0 + tl.exp(-gate)) * _load(in1 + start, offsets, mask)
+        elif PRODUCER == _SILU_MUL_GRAD_GATE:
+            y = _silu_grad(
+                _load(x + start, offsets, mask), _load(in2 + start, offsets, mask) * _load(in1 + start, offsets, mask)
+            )
+        elif PRODUCER == _SILU_MUL_GRAD:
+            # without a branch: with one the registers of both sides are taken
+            gate = _load(x + start, offsets, mask)
+            sigmoid = _sigmoid(gate)
+            slope = tl.where(result == 0, 1.0 + gate * (1.0 - sigmoid), 1.0)
+            other = tl.where(result == 0, in1, x) + start
+            y = _load(in2 + start, offsets, mask) * _load(other, offsets, mask) * sigmoid * slope
+        elif PRODUCER == _GELU:
+            v = _load(x + start, offsets, mask)
+            y = v * 0.5 * (tl.erf(v * _SQRT_HALF) + 1.0)
+        elif PRODUCER == _GELU_TANH:
+            v = _load(x + start, offsets, mask)
+            y = v * _tanh_half(v)
+        elif PRODUCER == _GELU_GRAD:
+            v = _load(x + start, offsets, mask)
+            cdf = 0.5 * (tl.erf(v * _SQRT_HALF) + 1.0)
+            y = (cdf + v * (tl.exp(-0.5 * v * v) * _INV_SQRT_2PI)) * _load(in1 + start, offsets, mask)
+        elif PRODUCER == _GELU_TANH_GRAD:
+            v = _load(x + start, offsets, mask)
+            half = _tanh_half(v)
+            slope = (2.0 * _SQRT_2_PI) * (1.0 + (3.0 * _CUBE) * v * v)
+            y = half * (1.0 + v * (1.0 - half) * slope) * _load(in1 + start, offsets, mask)
+        else:
+            v = _load(x + start, offsets, mask)
+            if PRODUCER == _LAYER_NORM:
+                v = (v - _load(in1, rows, rows < M)) * _load(in2, rows, rows < M)
+                y = v * _load(in3, columns, columns < K) + _load(in4, columns, columns < K)
+            else:
+                tl.static_assert(PRODUCER == _RMS_NORM or PRODUCER == _RMS_NORM_ROUNDED)
+                y = v * _load(in1, rows, rows < M) * _load(in2, columns, columns < K)
+        if x.dtype.element_ty != tl.float32:
+            y = y.to(x.dtype.element_ty).to(tl.float32)
+        y = tl.where(mask, y, 0.0)
+    return y

@@ -1,0 +1,94 @@
+"""Casts fused with what produces their tensor, on CUDA: bytes, and a block that trains as without the fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+import fxquant
+from fxquant import passes
+from fxquant.formats import QuantSpec
+from fxquant.kernels import reference, triton_cast
+from fxquant.kernels.producers import PRODUCERS
+
+pytestmark = pytest.mark.gpu
+
+SPECS = (
+    "per_tensor_e4m3", "per_tensor_e5m2(slot=1)", "per_row_e4m3(pow2,torchao)", "block_1x128_e4m3(pow2)", "mxfp8_e4m3",
+)  # fmt: skip
+
+
+def inputs_of(name: str, rows: int, length: int) -> list[Tensor]:
+    shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,)}
+    generator = torch.Generator().manual_seed(rows)
+    made = [(torch.randn(shapes[kind], generator=generator), kind) for kind in PRODUCERS[name].inputs]
+    return [(x if kind == "row" else x.bfloat16()).cuda() for x, kind in made]
+
+
+@pytest.mark.parametrize("shape", [(384, 640), (200, 416)], ids=str)
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_payloads_are_those_of_the_tensor_that_is_not_written(name: str, shape: tuple[int, int]) -> None:
+    """Computed in float64 and rounded once; float32 arithmetic may now and then round to the neighbour."""
+    inputs = inputs_of(name, *shape)
+    made = [y.bfloat16() for y in PRODUCERS[name]([x.double() for x in inputs])]
+    for text in SPECS:
+        spec = QuantSpec.parse(text)
+        scales = [torch.tensor([3.0 + i], device="cuda") if spec.is_delayed else None for i in range(len(made))]
+        got = triton_cast.produce(name, inputs, spec, spec, scales, scales, spec.is_delayed)
+        expected = []
+        for y, scale in zip(made, scales, strict=True):
+            expected += [*reference.quantize(y, spec, scale), *reference.quantize(y.mT, spec, scale)]
+            expected += [reference.amax(y)] if spec.is_delayed else []
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            same = a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)
+            assert same.float().mean() > 0.999, f"{text}, part {i}"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(256)
+        self.gate, self.up = nn.Linear(256, 768, bias=False), nn.Linear(256, 768, bias=False)
+        self.down = nn.Linear(768, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+
+@contextmanager
+def without_fusion() -> Iterator[None]:
+    kept = passes.LOWER
+    passes.LOWER = tuple(each for each in kept if each[0] != "fuse_producers")
+    try:
+        with torch._inductor.config.patch(force_disable_caches=True):
+            yield
+    finally:
+        passes.LOWER = kept
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", "delayed_scaling", "rowwise", "float8_blockwise"])
+def test_a_block_trains_as_without_fusion(recipe: str) -> None:
+    def steps() -> dict[str, Tensor]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Block().bfloat16().cuda()
+        x = torch.randn(4, 128, 256).bfloat16().cuda().requires_grad_()
+        run = fxquant.compile(model, recipe, dynamic=False)
+        for _ in range(2):
+            x.grad = None
+            model.zero_grad()
+            run(x).float().square().mean().backward()
+        return {"dx": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+    with without_fusion():
+        plain = steps()
+    for name, gradient in steps().items():
+        difference = (gradient.float() - plain[name].float()).norm() / plain[name].float().norm()
+        assert difference < 0.01, name

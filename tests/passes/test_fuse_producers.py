@@ -1,0 +1,201 @@
+"""Producers fused with quantizations, in graphs as Inductor decomposes them. A CPU stands in for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from helpers import assert_same_bits, shape, train_step
+from torch import Tensor, fx, nn
+from torch.nn.functional import gelu, silu
+
+from fxquant import Backend, compat
+from fxquant.passes.fuse_producers import fuse_producers
+from fxquant.passes.lower import lower
+from fxquant.passes.merge import merge
+
+aten, quantize, amax = torch.ops.aten, torch.ops.fxquant.quantize, torch.ops.fxquant.amax
+BLOCK, TENSOR, DELAYED = "block_1x128_e4m3(pow2)", "per_tensor_e4m3", "per_tensor_e4m3(slot={})"
+
+
+def both(x: Tensor, spec: str, state: Tensor | None = None) -> list[Tensor]:
+    return [part for direction in ("rowwise", "columnwise") for part in quantize(x, spec, direction, state)]
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(each, generator=generator).bfloat16() for each in shapes]
+
+
+def story(graph: fx.Graph) -> str:
+    """fxquant's operators: of a fused one the producer, the shapes of its inputs, and a line for each side."""
+    lines = []
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") == "fxquant" and node.target._opname != "produce_quantize":
+            lines.append(node.target._opname)
+        elif getattr(node.target, "namespace", "") == "fxquant":
+            inputs, producer, rows, columns, row_states, column_states, record = node.args
+            lines.append(f"{producer}({', '.join(map(shape, inputs))}){' and amax' if record else ''}")
+            for side, specs, states in (("rowwise", rows, row_states), ("columnwise", columns, column_states)):
+                each = (
+                    f"{spec} by {state.args[0].name}" if state else spec
+                    for spec, state in zip(specs, states, strict=bool(specs))
+                )
+                lines += [f"  {side}: {', '.join(each)}"] * bool(specs)
+    return "\n".join(lines)
+
+
+def fused(run: Callable[..., list[Tensor]], *args: Tensor, device: str = "cpu") -> str:
+    """The story of a traced function after the pass, which, once it is lowered, gives the same bits as without."""
+
+    def trace() -> fx.GraphModule:
+        table = dict(compat.inductor_decompositions())
+        gm = compat.make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
+        merge(gm.graph)
+        return gm
+
+    plain, gm = trace(), trace()
+    fuse_producers(gm.graph, device)
+    told = story(gm.graph)
+    for each in (plain, gm):
+        lower(each.graph)
+        each.recompile()
+    assert_same_bits(*({str(i): part.float() for i, part in enumerate(each(*args))} for each in (plain, gm)))
+    return told
+
+
+def test_silu_mul_in_blocks() -> None:
+    def run(gate: Tensor, up: Tensor) -> list[Tensor]:
+        return both((silu(gate) * up).reshape(-1, 128), BLOCK)
+
+    assert_expected_inline(fused(run, *tensors((2, 16, 128), (2, 16, 128))), """\
+silu_mul([32, 128], [32, 128])
+  rowwise: block_1x128_e4m3(pow2)
+  columnwise: block_1x128_e4m3(pow2)""")  # fmt: skip
+
+
+def test_gradients_of_both_factors_come_from_one_kernel_with_their_amaxes() -> None:
+    def run(gate: Tensor, up: Tensor, grad: Tensor, scale_up: Tensor, scale_gate: Tensor) -> list[Tensor]:
+        grad, gate, up = (x.reshape(2, 16, 128) for x in (grad, gate, up))
+        grad_up = (grad * silu(gate)).reshape(32, 128)
+        first = [amax(grad_up), *both(grad_up, DELAYED.format(5), scale_up.narrow(0, 5, 1))]
+        grad_gate = aten.silu_backward(grad * up, gate).reshape(32, 128)
+        return [*first, amax(grad_gate), *both(grad_gate, DELAYED.format(2), scale_gate.narrow(0, 2, 1))]
+
+    inputs = tensors((32, 128), (32, 128), (32, 128))
+    assert_expected_inline(fused(run, *inputs, torch.arange(1.0, 9), torch.arange(1.0, 9)), """\
+silu_mul_grad([32, 128], [32, 128], [32, 128]) and amax
+  rowwise: per_tensor_e4m3(slot=2) by scale_gate_1, per_tensor_e4m3(slot=5) by scale_up_1
+  columnwise: per_tensor_e4m3(slot=2) by scale_gate_1, per_tensor_e4m3(slot=5) by scale_up_1""")  # fmt: skip
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_and_its_gradient(approximate: str) -> None:
+    def run(x: Tensor, grad: Tensor) -> list[Tensor]:
+        backward = aten.gelu_backward(grad, x, approximate=approximate)
+        return [*both(gelu(x, approximate=approximate), BLOCK), *both(backward, BLOCK)]
+
+    suffix = "_tanh" if approximate == "tanh" else ""
+    told = fused(run, *tensors((32, 128), (32, 128)))
+    assert f"gelu{suffix}([32, 128])" in told and f"gelu{suffix}_grad([32, 128], [32, 128])" in told, told
+
+
+def test_norms() -> None:
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        rms = nn.functional.rms_norm(x, (128,), weight, 1e-5)
+        by_hand = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+        layer = nn.functional.layer_norm(x, (128,), weight, bias)
+        norms = (rms, weight * by_hand.to(x.dtype), layer)
+        return [part for y in norms for part in both(y.reshape(-1, 128), TENSOR)]
+
+    assert_expected_inline(fused(run, *tensors((2, 16, 128), (128,), (128,))), """\
+rms_norm([32, 128], [32, 1], [128])
+  rowwise: per_tensor_e4m3
+  columnwise: per_tensor_e4m3
+rms_norm_rounded([32, 128], [32, 1], [128])
+  rowwise: per_tensor_e4m3
+  columnwise: per_tensor_e4m3
+layer_norm([32, 128], [32, 1], [32, 1], [128], [128])
+  rowwise: per_tensor_e4m3
+  columnwise: per_tensor_e4m3""")  # fmt: skip
+
+
+def test_what_does_not_pay_or_is_not_ours_is_left_alone() -> None:
+    gate, up = tensors((32, 128), (32, 128))
+
+    def cases() -> Any:
+        h = lambda gate, up: silu(gate) * up  # noqa: E731
+        yield "another reader", lambda g, u: [*both(y := h(g, u), BLOCK), y.sum(0)], (gate, up)
+        yield "rowwise alone", lambda g, u: quantize(h(g, u), BLOCK, "rowwise"), (gate, up)
+        yield "nvfp4", lambda g, u: both(h(g, u), "nvfp4"), (gate, up)
+        yield "the amax of the tensor first", lambda g, u: both(h(g, u), TENSOR), (gate, up)
+        yield "float32", lambda g, u: both(h(g, u), BLOCK), (gate.float(), up.float())
+        yield "a batch", lambda g, u: both(h(g, u)[None], BLOCK), (gate, up)
+        yield "another expression", lambda g, u: both(silu(g) + u, BLOCK), (gate, up)
+        yield "inputs by columns", lambda g, u: both(h(g.t(), u.t()), BLOCK), (gate, up)
+
+    for name, run, inputs in cases():
+        assert "silu" not in fused(run, *inputs), name
+    run = lambda g, u: both(silu(g) * u, BLOCK)  # noqa: E731
+    assert "silu" not in fused(run, gate, up, device="cuda"), "another device"
+    with compat.inductor_config.patch(emulate_precision_casts=True):
+        assert "silu" not in fused(run, gate, up), "activations are recomputed"
+    assert "silu_mul" in fused(run, gate, up)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(128)
+        self.gate, self.up = nn.Linear(128, 384, bias=False), nn.Linear(128, 384, bias=False)
+        self.down = nn.Linear(384, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+
+class Decomposed(Backend):
+    """Runs the forward and the backward graph as Inductor would get them, lowered, with or without the pass."""
+
+    def __init__(self, recipe: str, *, fuse: bool) -> None:
+        super().__init__(recipe, inner="aot_eager")
+        self.fuse, self.count = fuse, 0
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def compiler(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+            merge(graph_module.graph)
+            self.count += fuse_producers(graph_module.graph, "cpu") if self.fuse else 0
+            lower(graph_module.graph)
+            graph_module.recompile()
+            return compat.make_boxed_func(graph_module)
+
+        run = compat.aot_autograd(
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            partition_fn=compat.min_cut_rematerialization_partition,
+            decompositions=dict(compat.inductor_decompositions()),
+        )
+        return run(gm, list(example_inputs))  # type: ignore[no-any-return]
+
+
+_MORE = (("float8_blockwise", 4), ("current_scaling", 3))
+RECIPES = [("delayed_scaling", 5), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)]
+
+
+@pytest.mark.parametrize(("recipe", "count"), RECIPES)
+def test_a_block_trains_as_without_the_pass(recipe: str, count: int) -> None:
+    x, seen = tensors((2, 128, 128))[0], []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        model, backend = Block().bfloat16(), Decomposed(recipe, fuse=fuse)
+        run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        steps = [{**train_step(model, run, each), "dx": each.grad} for each in inputs]
+        seen.append({f"{key} {i}": value for i, step in enumerate(steps) for key, value in step.items()})
+        torch.compiler.reset()
+    assert backend.count == count
+    assert_same_bits(*seen)
