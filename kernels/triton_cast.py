@@ -568,7 +568,7 @@ def _launch(
     size_m, size_k = x.shape
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
-    lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column, producer)
+    lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
     grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs), recorded, left.data, left.scale, left.arg, right.data, right.scale,
@@ -583,11 +583,9 @@ def _cdiv(size: Any, by: int) -> Any:
     return (size + by - 1) // by
 
 
-def _layout(row: QuantSpec | None, column: QuantSpec | None, producer: str | None) -> tuple[int, int, int, int]:
+def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int]:
     """Threads across and down, warps across and down: the quickest of those tried (docs/performance.md)."""
     families = {spec.row.family for spec in (row, column) if spec is not None}
-    if producer is not None:  # whose inputs take registers too
-        return 8, 4, 4, 2 if "block" in families else 1
     if "block" in families:
         return 16, 2, 2, 4
     return (8, 4, 4, 1) if "mxfp8" in families else (16, 2, 2, 2)
