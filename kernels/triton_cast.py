@@ -344,13 +344,15 @@ def quantize(
             count = 0 if column is None else 2
             return [*swapped[count:], *swapped[:count]]
         x = x.contiguous()
-    row_amax, column_amax = _line_amaxes(x, row, column)
+    # stands for what a kernel does not read: of x itself Inductor would write a copy for each argument
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)
+    row_amax, column_amax = _line_amaxes(x, row, column, unread)
     tensor_amax = None
     if any(s is not None and s.row.family == "per_tensor" and g is None
            for s, g in ((row, row_scale), (column, column_scale))):  # fmt: skip
         tensor_amax = amax(x)
-    left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False)
-    right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True)
+    left = _make_side(x, row, row_scale, tensor_amax, row_amax, unread, columnwise=False)
+    right = _make_side(x, column, column_scale, tensor_amax, column_amax, unread, columnwise=True)
     uniform = row is not None and (row.row.family == "per_tensor" or min(row.row.block) > 1)
     same = row is not None and column is not None and row == column and uniform
     same = same and (row_scale is column_scale) if row_scale is not None or column_scale is not None else same
@@ -383,11 +385,13 @@ def _tile(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, in
     return (32, 128, 4) if len(rows) == 2 else (64, 64, 4)
 
 
-def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> tuple[Tensor, Tensor]:
+def _line_amaxes(
+    x: Tensor, row: QuantSpec | None, column: QuantSpec | None, unread: Tensor
+) -> tuple[Tensor, Tensor]:
     """The amaxes [M] of rows and [K] of columns, where a direction is scaled by them."""
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
-        return x, x
+        return unread, unread
     size_m, size_k = x.shape
     row_amax = torch.zeros(size_m if by_row else 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(size_k if by_column else 1, dtype=torch.float32, device=x.device)
@@ -400,12 +404,12 @@ def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> 
 
 
 def _make_side(
-    x: Tensor, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor, *,
-    columnwise: bool,
+    x: Tensor, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor,
+    unread: Tensor, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     """Outputs and arguments of one direction."""
     if spec is None:
-        return _Side(x, x, x, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0))
+        return _Side(unread, unread, unread, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0))
     row = spec.row
     element = row.element
     assert element is not None and row.scale_dtype is not None
@@ -436,8 +440,8 @@ def _make_side(
     scale = torch.empty(shape, dtype=dtype, device=x.device)
     steps = (1, scale_rows) if transposed else (scale_columns, 1)
     if columnwise:
-        return _Side(data, scale, x, constants, (scale_columns, scale_rows), steps[::-1], transposed)
-    return _Side(data, scale, x, constants, (scale_rows, scale_columns), steps, transposed)
+        return _Side(data, scale, unread, constants, (scale_columns, scale_rows), steps[::-1], transposed)
+    return _Side(data, scale, unread, constants, (scale_rows, scale_columns), steps, transposed)
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
