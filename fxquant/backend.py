@@ -171,6 +171,8 @@ def inductor_settings(
         "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
         # where an activation is recomputed it must come out with the bits that the forward quantized
         "emulate_precision_casts": recomputed or compat.inductor_config.emulate_precision_casts,
+        # side by side with what is recomputed, transposed tiles are written in part (C++ backend of torch 2.13)
+        **({"cpp.max_horizontal_fusion_size": 1} if recomputed else {}),
         **given,
         "custom_partitioner_fn": Partition(
             save, given.get("custom_partitioner_fn", compat.inductor_config.custom_partitioner_fn)

@@ -385,9 +385,7 @@ def _tile(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, in
     return (32, 128, 4) if len(rows) == 2 else (64, 64, 4)
 
 
-def _line_amaxes(
-    x: Tensor, row: QuantSpec | None, column: QuantSpec | None, unread: Tensor
-) -> tuple[Tensor, Tensor]:
+def _line_amaxes(x: Tensor, row: QuantSpec | None, column: QuantSpec | None, unread: Tensor) -> tuple[Tensor, Tensor]:
     """The amaxes [M] of rows and [K] of columns, where a direction is scaled by them."""
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
