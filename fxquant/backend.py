@@ -226,11 +226,15 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
 
 
 class _OptionStates(StateStore):
-    """States that keep the options they belong to, whose identity would otherwise pass to another object."""
+    """States that keep the options they belong to, whose identity would otherwise pass to another object.
+
+    And the quantized weights of all graphs that were compiled with these options.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.options = options
+        self.weights: WeightCache | None = None
 
 
 def fxquant_backend(
@@ -249,7 +253,10 @@ def fxquant_backend(
     options = {} if options is None else options
     check_options(options)
     settings = {name: value for name, value in options.items() if name != "recipe"}
-    return Backend(options["recipe"], mode=mode, states=_states_of(options), **settings)(gm, example_inputs)
+    states = _states_of(options)
+    backend = Backend(options["recipe"], mode=mode, states=states, **settings)
+    states.weights = backend.weights = states.weights or backend.weights
+    return backend(gm, example_inputs)
 
 
 _stores: weakref.WeakValueDictionary[int, _OptionStates] = weakref.WeakValueDictionary()

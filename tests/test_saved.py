@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fxquant
 from fxquant import Backend, DelayedScaling, OptionError
 from fxquant.bench import LLAMA3_8B
+from fxquant.weight_cache import WeightCache
 
 ROWS, HIDDEN, FFN = 2 * 8192, 4096, 14336
 """Llama3-8B's, of two sequences."""
@@ -264,3 +265,17 @@ def test_set_recipe_keeps_a_cache_for_each() -> None:
 def test_unknown_choices_are_refused() -> None:
     with pytest.raises(OptionError, match="quantized, least"):
         Backend("mxfp8", save="most")
+
+
+def test_graphs_of_the_backend_by_name_share_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, and evaluation of another size: the first quantizes."""
+    made: list[list[str]] = []
+    quantize = WeightCache._quantize
+    monkeypatch.setattr(WeightCache, "_quantize", lambda self, p, w, d: made.append(d) or quantize(self, p, w, d))
+    options = {"recipe": "mxfp8", "inner": "aot_eager", "cache_weights": True}
+    layer = nn.Linear(64, 96, bias=False)
+    run = torch.compile(layer, backend="fxquant", options=options)
+    run(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        run(torch.randn(16, 64))
+    assert made == [["rowwise", "columnwise"]]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,6 +49,18 @@ def lowered(text: str, *shape: int) -> list[str]:
 def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
     assert lowered("mxfp8_e4m3", 64, 96) == ["column_data,column_scale"]
     assert lowered("per_row_e4m3", 64, 96) == ["column_amax", "column_data,column_scale"]
+
+
+@pytest.mark.parametrize("text", ["per_tensor_e4m3", "per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3"])
+def test_kernels_take_the_tensor_once(text: str) -> None:
+    """Inductor writes what it could have fused once for each argument that it is given as."""
+    graph = captured(text, "columnwise", "cuda", 64, 128)
+    lower(graph)
+    x = next(n for n in graph.nodes if n.op == "placeholder")
+    launches = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
+    assert launches
+    for launch in launches:
+        assert list(launch.kwargs["kwargs"].values()).count(x) == 1
 
 
 def test_what_inductor_fuses_is_left_to_it() -> None:
