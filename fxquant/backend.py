@@ -171,6 +171,8 @@ def inductor_settings(
         "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
         # where an activation is recomputed it must come out with the bits that the forward quantized
         "emulate_precision_casts": recomputed or compat.inductor_config.emulate_precision_casts,
+        # side by side with what is recomputed, transposed tiles are written in part (C++ backend of torch 2.13)
+        **({"cpp.max_horizontal_fusion_size": 1} if recomputed else {}),
         **given,
         "custom_partitioner_fn": Partition(
             save, given.get("custom_partitioner_fn", compat.inductor_config.custom_partitioner_fn)
@@ -226,11 +228,15 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
 
 
 class _OptionStates(StateStore):
-    """States that keep the options they belong to, whose identity would otherwise pass to another object."""
+    """States that keep the options they belong to, whose identity would otherwise pass to another object.
+
+    And the quantized weights of all graphs that were compiled with these options.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.options = options
+        self.weights: WeightCache | None = None
 
 
 def fxquant_backend(
@@ -249,7 +255,10 @@ def fxquant_backend(
     options = {} if options is None else options
     check_options(options)
     settings = {name: value for name, value in options.items() if name != "recipe"}
-    return Backend(options["recipe"], mode=mode, states=_states_of(options), **settings)(gm, example_inputs)
+    states = _states_of(options)
+    backend = Backend(options["recipe"], mode=mode, states=states, **settings)
+    states.weights = backend.weights = states.weights or backend.weights
+    return backend(gm, example_inputs)
 
 
 _stores: weakref.WeakValueDictionary[int, _OptionStates] = weakref.WeakValueDictionary()

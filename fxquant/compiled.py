@@ -112,9 +112,9 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
 
     `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
     torch.compile (`dynamic`, `fullgraph`, `mode`). The result has besides: `set_recipe(recipe)`, `report()`,
-    `clear_cache()`, and `quantization_state_dict()` / `load_quantization_state_dict(state)` for the state of delayed
-    scaling and stochastic rounding, which is never among the model's keys. Unknown recipes and options are refused
-    here.
+    `clear_cache()` for cached weights, and `quantization_state_dict()` / `load_quantization_state_dict(state)` for the
+    state of delayed scaling and stochastic rounding, which is never among the model's keys. Unknown recipes and options
+    are refused here.
     """
     if "backend" in kwargs:
         raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")

@@ -511,14 +511,15 @@ def quantize(
             count = 0 if column is None else 2
             return [*swapped[count:], *swapped[:count]]
         x = x.contiguous()
-    row_amax, column_amax = _line_amaxes((x,), None, row, column)
+    unread = _unread(x)
+    row_amax, column_amax = _line_amaxes((x,), None, row, column, unread)
     tensor_amax = None
     if any(s is not None and s.row.family == "per_tensor" and g is None
            for s, g in ((row, row_scale), (column, column_scale))):  # fmt: skip
         tensor_amax = amax(x)
-    left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False)
-    right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True)
-    _launch((x,), None, row, column, left, right, x)
+    left = _make_side(x, row, row_scale, tensor_amax, row_amax, unread, columnwise=False)
+    right = _make_side(x, column, column_scale, tensor_amax, column_amax, unread, columnwise=True)
+    _launch((x,), None, row, column, left, right, unread, unread)
     return [*left.parts(0), *right.parts(0)]
 
 
@@ -532,20 +533,21 @@ def produce(
     pass of its own, with the same arithmetic.
     """
     x, results = inputs[0], PRODUCERS[name].results
-    recorded, tensor_amax = x, None
+    unread = _unread(x)
+    recorded, tensor_amax = unread, None
     own = [spec for spec, given in ((row, row_scales), (column, column_scales)) if spec is not None and None in given]
     if record:
         recorded = torch.zeros(results, dtype=torch.float32, device=x.device)
     if any(spec.row.family == "per_tensor" for spec in own):
         tensor_amax = torch.zeros(results, dtype=torch.float32, device=x.device)
-        nothing = _make_side(x, None, None, None, x, columnwise=False)
-        _launch(inputs, name, None, None, nothing, nothing, tensor_amax)
-    row_amax, column_amax = _line_amaxes(inputs, name, row, column)
+        nothing = _make_side(x, None, None, None, unread, unread, columnwise=False)
+        _launch(inputs, name, None, None, nothing, nothing, tensor_amax, unread)
+    row_amax, column_amax = _line_amaxes(inputs, name, row, column, unread)
     row_scale = _in_one(row_scales)
     column_scale = row_scale if all(map(operator.is_, row_scales, column_scales)) else _in_one(column_scales)
-    left = _make_side(x, row, row_scale, tensor_amax, row_amax, columnwise=False, results=results)
-    right = _make_side(x, column, column_scale, tensor_amax, column_amax, columnwise=True, results=results)
-    _launch(inputs, name, row, column, left, right, recorded)
+    left = _make_side(x, row, row_scale, tensor_amax, row_amax, unread, columnwise=False, results=results)
+    right = _make_side(x, column, column_scale, tensor_amax, column_amax, unread, columnwise=True, results=results)
+    _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
     for result in range(results):
         parts += [*left.parts(result), *right.parts(result), *([recorded.narrow(0, result, 1)] if record else [])]
@@ -560,9 +562,9 @@ def _in_one(scales: Sequence[Tensor | None]) -> Tensor | None:
 
 def _launch(
     inputs: Sequence[Tensor], producer: str | None, row: QuantSpec | None, column: QuantSpec | None, left: _Side,
-    right: _Side, recorded: Tensor,
+    right: _Side, recorded: Tensor, unread: Tensor,
 ) -> None:  # fmt: skip
-    """Casts what is made of the inputs; `recorded` is where amaxes go, or any of the inputs."""
+    """Casts what is made of the inputs; `recorded` is where amaxes go, or `unread`."""
     x = inputs[0]
     results = 1 if producer is None else PRODUCERS[producer].results
     size_m, size_k = x.shape
@@ -571,12 +573,17 @@ def _launch(
     lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
     grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
     wrap_triton(cast_kernel)[grid](
-        *triton_producers.filled(inputs), recorded, left.data, left.scale, left.arg, right.data, right.scale,
+        *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
         right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
-        *left.constants, *right.constants, triton_producers.kind(producer), results, recorded is not x,
+        *left.constants, *right.constants, triton_producers.kind(producer), results, recorded is not unread,
         *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
+
+
+def _unread(x: Tensor) -> Tensor:
+    """What stands for arguments that a kernel does not read: of x itself Inductor would write a copy for each."""
+    return torch.empty(1, dtype=torch.float32, device=x.device)
 
 
 def _cdiv(size: Any, by: int) -> Any:
@@ -592,33 +599,33 @@ def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, 
 
 
 def _line_amaxes(
-    inputs: Sequence[Tensor], producer: str | None, row: QuantSpec | None, column: QuantSpec | None
+    inputs: Sequence[Tensor], producer: str | None, row: QuantSpec | None, column: QuantSpec | None, unread: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The amaxes [M] of rows and [K] of columns, of all results, where a direction is scaled by them."""
     x = inputs[0]
     results = 1 if producer is None else PRODUCERS[producer].results
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
-        return x, x
+        return unread, unread
     size_m, size_k = x.shape
     row_amax = torch.zeros(results * size_m if by_row else 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(results * size_k if by_column else 1, dtype=torch.float32, device=x.device)
     steps, warps, rows = _AMAX_LAYOUT
     grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256) * results,)
     wrap_triton(amax_kernel)[grid](
-        *triton_producers.filled(inputs), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,
+        *triton_producers.filled(inputs, unread), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,
         steps, triton_producers.kind(producer), results, warps, rows, num_warps=warps,
     )  # fmt: skip
     return row_amax, column_amax
 
 
 def _make_side(
-    x: Tensor, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor, *,
-    columnwise: bool, results: int = 1,
+    x: Tensor, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor,
+    unread: Tensor, *, columnwise: bool, results: int = 1,
 ) -> _Side:  # fmt: skip
     """Outputs and arguments of one direction."""
     if spec is None:
-        return _Side(x, x, x, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), results=0)
+        return _Side(unread, unread, unread, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), results=0)
     row = spec.row
     element = row.element
     assert element is not None and row.scale_dtype is not None
@@ -651,8 +658,8 @@ def _make_side(
     scale = torch.empty(shape, dtype=dtype, device=x.device)
     steps = (1, scale_rows) if transposed else (scale_columns, 1)
     if columnwise:
-        return _Side(data, scale, x, constants, (scale_columns, scale_rows), steps[::-1], transposed, results)
-    return _Side(data, scale, x, constants, (scale_rows, scale_columns), steps, transposed, results)
+        return _Side(data, scale, unread, constants, (scale_columns, scale_rows), steps[::-1], transposed, results)
+    return _Side(data, scale, unread, constants, (scale_rows, scale_columns), steps, transposed, results)
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:

@@ -423,6 +423,7 @@ def quantize(
         count = 0 if column is None else 2
         return [*swapped[count:], *swapped[:count]]
     x = x.contiguous()
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
     batch = offs is None
     alignment = 16 if column is None else column.row.alignment
     inner = x.shape[-1]
@@ -430,14 +431,14 @@ def quantize(
         groups, rows = x.shape[:2]
         size = _up(rows, alignment)
         strips = groups * _cdiv(size, _STRIP)
-        tables: tuple[Tensor, ...] = (x,) * 5
+        tables: tuple[Tensor, ...] = (unread,) * 5
     else:
         groups, rows, offs = offs.shape[0], x.shape[0], offs.to(torch.int32)
         size = grouped_reference.padded_rows(rows, groups, alignment)
         made = _tables(offs, size, alignment)
         tables, strips = made.arguments, made.strips
     x_step = x.stride(-2)
-    row_amax, column_amax = x, x
+    row_amax, column_amax = unread, unread
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
     sizes = (groups, rows, size, inner, x_step)
     if by_row or by_column:
@@ -489,7 +490,7 @@ def _side_of(
     padded_rows: Any, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
-        return _Side(x, x, x, (0, 0, 0, 0, 0), (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), [])
+        return _Side(amax, amax, amax, (0, 0, 0, 0, 0), (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), [])
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
     batch = [x.shape[0]] if offs is None else []
@@ -513,7 +514,7 @@ def _side_of(
         steps = (apart if batch else 0, scale_columns, scale_rows, 1, scale_columns)
     else:  # rows of their own are counted from the first of all
         steps = (apart if batch and row.block[0] > 1 else 0, scale_rows, scale_columns, scale_columns, 1)
-    return _Side(data, scale, x, steps, constants, [data, scale])
+    return _Side(data, scale, amax, steps, constants, [data, scale])
 
 
 def _constants(spec: QuantSpec, dtype: torch.dtype, *, columnwise: bool) -> tuple[Any, ...]:

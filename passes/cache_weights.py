@@ -84,7 +84,7 @@ class _Inputs:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.own = graph.find_nodes(op="placeholder")
-        self.last = self.own[-1]
+        self.last = self.own[-1] if self.own else None
         self.taken: list[Taken] = []
         self.nodes: dict[tuple[int, Weight, str], list[fx.Node]] = {}
 
@@ -165,9 +165,8 @@ class _Inputs:
     def _take(self, place: int, weight: Weight, direction: str) -> list[fx.Node]:
         key = (place, weight, direction)
         if key not in self.nodes:
-            shape = value_of(self.own[place])
             with torch.no_grad():
-                (fakes,) = weight.quantize(shape, (direction,))
+                (fakes,) = weight.quantize(value_of(self.own[place]), (direction,))
             nodes = []
             for i, fake in enumerate(fakes):
                 with self.graph.inserting_after(self.last):

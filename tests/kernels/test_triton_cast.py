@@ -127,6 +127,18 @@ def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None
     assert launches("per_row_e4m3", False) == ["row_amax,column_amax", cast]
 
 
+@pytest.mark.parametrize("text", ["per_tensor_e4m3", "per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3"])
+def test_kernels_take_the_tensor_once(text: str) -> None:
+    """Inductor writes what it could have fused once for each argument that it is given as."""
+    graph = captured(text, "columnwise", "cuda", 64, 128)
+    lower(graph)
+    x = next(n for n in graph.nodes if n.op == "placeholder")
+    launches = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
+    assert launches
+    for launch in launches:
+        assert list(launch.kwargs["kwargs"].values()).count(x) == 1
+
+
 def test_what_inductor_fuses_is_left_to_it() -> None:
     """Rowwise casts, batches, empty tensors, and everything on a CPU."""
     for case in (
