@@ -490,7 +490,8 @@ def _side_of(
     padded_rows: Any, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
-        return _Side(amax, amax, amax, (0, 0, 0, 0, 0), (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), [])
+        constants = (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0)
+        return _Side(amax, amax, amax, (0, 0, 0, 0, 0), constants, [])
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
     batch = [x.shape[0]] if offs is None else []

@@ -79,9 +79,9 @@ def values(dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
     x = torch.randn(shape, generator=generator) * exponents.exp2()
     x[shape[0] // 2] = 0.0
     x[:, 3] = 0.0
-    x[4], x[:, 5] = torch.nan, torch.nan
-    x[shape[0] // 3, ::7], x[8, 9], x[9, 8] = torch.nan, torch.inf, -torch.inf
-    x[10], x[:, 11] = x[10] * 2.0**-100, x[:, 11] * 2.0**115
+    x[4:5], x[:, 5] = torch.nan, torch.nan
+    x[shape[0] // 3, ::7], x[8 % shape[0], 9], x[9 % shape[0], 8] = torch.nan, torch.inf, -torch.inf
+    x[10:11], x[:, 11] = x[10:11] * 2.0**-100, x[:, 11] * 2.0**115
     return x.to(dtype)
 
 
