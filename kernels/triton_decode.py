@@ -305,7 +305,8 @@ def scaled_mm(
     split = max(1, min(_MULTIPROCESSORS // tiles, k_steps // 4))
     steps = triton.cdiv(k_steps, split)
     split = triton.cdiv(k_steps, steps)
-    y = torch.empty((split, size_m, size_n), dtype=out_dtype if split == 1 else torch.float32, device=x.device)
+    shape = (size_m, size_n) if split == 1 else (split, size_m, size_n)
+    y = torch.empty(shape, dtype=out_dtype if split == 1 else torch.float32, device=x.device)
     scale = a[1]
     scale_steps = (scale.stride(0), scale.stride(-1)) if scale.ndim == 2 else (0, 0)
     has_bias = bias is not None and split == 1
@@ -316,7 +317,7 @@ def scaled_mm(
         block_k, num_warps=8 if x_kind == _BLOCK.value and block_m == 64 else 4, num_stages=5,
     )  # fmt: skip
     if split == 1:
-        return y[0]
+        return y
     y = y.sum(0)
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
