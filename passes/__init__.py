@@ -86,7 +86,7 @@ class Lowering(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for name, run in LOWER:
             portable = self.portable and run is lower
-            run_pass(name, functools.partial(lower, portable=True) if portable else run, graph)
+            run_pass(name, functools.partial(lower, portable=True, launches=False) if portable else run, graph)
         for other in self.after:
             other(graph)
 

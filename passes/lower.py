@@ -119,9 +119,9 @@ def _few_row_gemms(node: fx.Node) -> set[fx.Node]:
 
 
 def _quantizes_few_rows(node: fx.Node) -> bool:
-    """Whether a quantization is quicker by a kernel that lets its GEMMs start early than fused by Inductor.
+    """Whether a quantization is left to a Triton kernel.
 
-    Fused with what makes its tensor it costs no launch; but an amax of the whole tensor does.
+    Fused by Inductor with what makes its tensor it costs no launch; but an amax of the whole tensor does.
     """
     x, text, direction, *multiplier = node.args
     spec = QuantSpec.parse(str(text))
