@@ -123,7 +123,8 @@ def copy_rate() -> float:
         target.copy_(source)
         event.record()
     torch.cuda.synchronize()
-    return 2 * source.numel() / (1e3 * statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)))
+    taken: float = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return 2 * source.numel() / (1e3 * taken)
 
 
 def microseconds(calls: Sequence[Callable[[], Any]], cuda: bool, seconds: float, repeats: int) -> list[float]:
