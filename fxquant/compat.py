@@ -71,32 +71,11 @@ def _keep_loops_that_do_not_split() -> None:
     CppScheduling.try_loop_split = try_loop_split  # type: ignore[method-assign]
 
 
-@functools.cache
-def _launch_early() -> None:
-    """Lets Inductor launch a user's Triton kernel before the one it depends on has ended, where it waits for that.
-
-    Inductor (torch 2.11 to 2.13 at least) has the launch attribute for kernels of its own alone. Where its code is not
-    as expected kernels are launched as ever, and the wait in them returns at once.
-    """
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    define: Any = PythonWrapperCodegen.define_kernel
-
-    @functools.wraps(define)
-    def define_kernel(self: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any) -> Any:
-        if "gdc_wait()" in kernel_body:
-            kernel_body = kernel_body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
-        return define(self, kernel_name, kernel_body, *args, **kwargs)
-
-    PythonWrapperCodegen.define_kernel = define_kernel  # type: ignore[method-assign]
-
-
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """`compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
     _keep_loops_that_do_not_split()
-    _launch_early()
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
 

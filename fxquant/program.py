@@ -128,7 +128,7 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
     for module in bodies.modules:
         open_calls(module.graph, linears=True)
         forget(bodies)
-        lower(module.graph, portable=True, launches=False)
+        lower(module.graph, portable=True)
     signature = copy.deepcopy(program.graph_signature)
     bodies.recompile()
     return _program(program, gm, StateTensors(bodies, signature, program.state_dict, program.constants), signature)

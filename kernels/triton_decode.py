@@ -3,8 +3,7 @@
 
 Reading the weight takes all the time. One token is quantized by each program of a matrix-vector product as it reads it.
 More are quantized by a kernel of their own, and multiplied on tensor cores: the weight is the operand whose rows fill
-their 64, the tokens, padded to 16, 32 or 64, are the other. Every kernel lets the next one be launched before it has
-ended (programmatic dependent launch), and asks for its first weights before it waits for the one it depends on.
+their 64, the tokens, padded to 16, 32 or 64, are the other.
 
 The bytes are those of `fxquant.kernels.reference.quantize`.
 """
@@ -29,14 +28,11 @@ _MULTIPROCESSORS = 132
 """Of an H100: no fewer programs than that should read the weight."""
 _LONGEST_ROW = 32768
 """Of a weight, for the matrix-vector product: what a program holds in registers."""
-_PREFETCHED = 512
-"""Bytes of each row of a weight, at most, that are asked for at once."""
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 """What shares a scale."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _TORCHAO_FLOOR = 1e-12
 _TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
 """The least float32 that is not below torchao's least amax."""
@@ -66,33 +62,15 @@ def _multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constex
 
 
 @triton.jit
-def _prefetch(pointers, size):
-    """Asks for `size` bytes from each pointer, multiples of 16, to be brought into the L2 cache."""
-    if not _INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-            [pointers, tl.zeros(pointers.shape, tl.int32) + size], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _wait():
-    """Lets the next kernel be launched, and waits until the one before this has ended."""
-    if not _INTERPRETED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def gemm_kernel(
-    x, x_scale, w, w_scale, bias, y, M, N, K, x_step, x_scale_step, x_scale_column_step, prefetched,
+    x, x_scale, w, w_scale, bias, y, M, N, K, x_step, x_scale_step, x_scale_column_step,
     X_KIND: tl.constexpr, W_KIND: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile y [BM, BN] of y [M, N]; with SPLIT what STEPS blocks of K add to it, y being [splits, M, N].
 
     x [M, K] is a payload, its rows `x_step` apart. w [N, K] is contiguous, with K a multiple of 16 and, where scales
-    are of blocks, of BK = 128. `prefetched` is the number of bytes of each row to ask for at once.
+    are of blocks, of BK = 128.
     """
     first_n = tl.program_id(0) * BN
     n = first_n + tl.arange(0, BN)
@@ -101,8 +79,6 @@ def gemm_kernel(
     first = tl.program_id(1) * (STEPS * BK)
     w_tile = w + first_n.to(tl.int64) * K + first
     down = (tl.minimum(n, N - 1) - first_n) * K
-    _prefetch(w_tile + down, prefetched)
-    _wait()
     acc = tl.zeros((BN, BM), tl.float32)
     if X_KIND == _BLOCK:  # a scale is asked for a step before it is used
         w_scale += first_n // 128 * (K // 128)
@@ -146,7 +122,6 @@ def gemm_kernel(
 @triton.jit
 def amax_kernel(x, part, x_length, x_step, BK: tl.constexpr):
     """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order."""
-    _wait()
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     values = tl.load(x + tl.program_id(0) * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
     tl.store(part + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(_magnitude(values), axis=0))
@@ -163,7 +138,6 @@ def quantize_kernel(
 
     `arg` is the multiplier given, or the tensor's amax as that of `parts` numbers.
     """
-    _wait()
     m, piece = tl.program_id(0), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
@@ -206,8 +180,6 @@ def gemv_kernel(
     k = tl.arange(0, BK)
     w_tile = w + first_n.to(tl.int64) * K
     down = (tl.minimum(n, N - 1) - first_n) * K
-    _prefetch(w_tile + down, K)
-    _wait()
     weights = tl.load(
         w_tile + (down[:, None] + k[None, :]), mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
     )
@@ -305,24 +277,24 @@ def scaled_mm(
     split = max(1, min(_MULTIPROCESSORS // tiles, k_steps // 4))
     steps = triton.cdiv(k_steps, split)
     split = triton.cdiv(k_steps, steps)
-    y = torch.empty((split, size_m, size_n), dtype=out_dtype if split == 1 else torch.float32, device=x.device)
+    shape = (size_m, size_n) if split == 1 else (split, size_m, size_n)
+    y = torch.empty(shape, dtype=out_dtype if split == 1 else torch.float32, device=x.device)
     scale = a[1]
     scale_steps = (scale.stride(0), scale.stride(-1)) if scale.ndim == 2 else (0, 0)
     has_bias = bias is not None and split == 1
-    prefetched = min(_PREFETCHED, (size_k - (split - 1) * steps * block_k) // 16 * 16)
     wrap_triton(gemm_kernel)[(tiles, split)](
         x, scale, w, w_scale, bias if has_bias else w_scale, y, size_m, size_n, size_k, x.stride(0), *scale_steps,
-        prefetched, x_kind, w_kind, has_bias, size_k % (block_k * split) == 0, split > 1, steps, block_m, block_n,
+        x_kind, w_kind, has_bias, size_k % (block_k * split) == 0, split > 1, steps, block_m, block_n,
         block_k, num_warps=8 if x_kind == _BLOCK.value and block_m == 64 else 4, num_stages=5,
     )  # fmt: skip
     if split == 1:
-        return y[0]
+        return y
     y = y.sum(0)
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
 def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> list[Tensor]:
-    """`reference.quantize` of x [M, K], where `quantizes` says so, by kernels that let the next one start early."""
+    """`reference.quantize` of x [M, K], where `quantizes` says so."""
     if x.stride(1) != 1:
         x = x.contiguous()
     size_m, length = x.shape

@@ -1,4 +1,4 @@
-"""Few rows, as in decoding: GEMMs that read their weight once, and quantize as they read or let each other start early.
+"""Few rows, as in decoding: GEMMs that read their weight once, and of one row quantize as they read.
 
     parts = fxquant.quantize(x, spec, "rowwise")
     y = fxquant.scaled_mm(parts, weight, ...)
@@ -71,9 +71,9 @@ def _gemms(node: fx.Node) -> set[fx.Node]:
 
 
 def quantizes_few_rows(node: fx.Node) -> bool:
-    """Whether a quantization is quicker by a kernel that lets its GEMMs start early than fused by Inductor.
+    """Whether a quantization is left to a Triton kernel.
 
-    Fused with what makes its tensor it costs no launch; but an amax of the whole tensor does.
+    Fused by Inductor with what makes its tensor it costs no launch; but an amax of the whole tensor does.
     """
     x, text, direction, *multiplier = node.args
     spec = QuantSpec.parse(str(text))

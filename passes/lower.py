@@ -71,21 +71,20 @@ _EXTERNAL = (
 """What no kernel of Inductor's own computes."""
 
 
-def implementation(node: fx.Node, portable: bool = False, launches: bool = True) -> Callable[..., Any]:
+def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better.
 
-    `portable` keeps to operators that torch itself has, for programs that run where fxquant is not; of Triton kernels
-    `launches` are meant, which a compiled program holds, but not a saved graph.
+    `portable` keeps to operators that torch itself has, for programs that run where fxquant is not.
     """
     if node.target is _GROUPED_MM:
         return portable_grouped_mm
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
-        return few_rows.scaled_mm if launches and few_rows.decodes(node) else gemm.scaled_mm
-    if name == "quantize" and device.type == "cuda" and launches and few_rows.quantizes_few_rows(node):
-        return few_rows.quantize
+        return few_rows.scaled_mm if not portable and few_rows.decodes(node) else gemm.scaled_mm
     if device.type == "cuda" and not portable:
+        if name == "quantize" and few_rows.quantizes_few_rows(node):
+            return few_rows.quantize
         in_memory = name in _READS_VALUES and _in_memory(node.args[0])
         if name == "amax" and in_memory:
             return triton_amax.tensor_amax
@@ -306,21 +305,20 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     raise AssertionError("a traced graph has an output")
 
 
-def lower(graph: fx.Graph, *, portable: bool = False, launches: bool = True) -> int:
+def lower(graph: fx.Graph, *, portable: bool = False) -> int:
     """Rewrites `graph` in place; returns how many operators were lowered.
 
-    A `portable` graph has none of fxquant's own operators either, so that it runs where fxquant is not. Without
-    `launches` it has no launch of a Triton kernel, so that it can be saved.
+    A `portable` graph has none of fxquant's own operators and kernels either, so that it runs where fxquant is not.
     """
     count = 0
-    if launches:
+    if not portable:
         few_rows.leave_unquantized(graph)
     traced: dict[Any, fx.GraphModule] = {}
     for node in list(graph.nodes):
         if not is_fxquant(node) and not (portable and node.target is _GROUPED_MM):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
-        run = implementation(node, portable, launches)
+        run = implementation(node, portable)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             body = _trace(run, args, kwargs, portable)

@@ -74,7 +74,7 @@ def test_one_token_is_quantized_as_it_is_read() -> None:
     assert lowered(1, "per_tensor_e4m3", multiplier=True) == ["y"]
 
 
-def test_more_are_quantized_once_by_a_kernel_that_lets_the_gemms_start_early() -> None:
+def test_more_are_quantized_once_by_a_kernel() -> None:
     assert lowered(16, "per_row_e4m3", gemms=2) == ["data,scale", "y", "y"]
     assert lowered(2, *BLOCKS) == ["data,scale", "y"]
     assert lowered(64, "per_tensor_e4m3") == ["part", "data,scale", "y"]
@@ -103,24 +103,3 @@ def test_which_gemms_stay() -> None:
 def test_other_cards_keep_their_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["fxquant.passes.lower"], "is_hopper", lambda device: False)
     assert lowered(1, "per_row_e4m3")[-1] == "scaled_mm"
-
-
-def test_kernels_that_wait_may_be_launched_early() -> None:
-    """Inductor's text of a launch gets the attribute, and another's does not."""
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    from fxquant import compat
-
-    compat._launch_early()
-    lines: list[str] = []
-
-    class Wrapper(PythonWrapperCodegen):
-        def __init__(self) -> None:
-            pass
-
-        def writeline(self, line: object) -> None:
-            lines.append(getattr(line, "kernel_body", str(line)))
-
-    for body in ("triton_meta={'constants': {'PDL': True}}, gdc_wait()", "triton_meta={'constants': {'PDL': False}}"):
-        Wrapper().define_kernel("name", body)
-    assert lines[0].startswith("triton_meta={'launch_pdl': True, ") and "launch_pdl" not in lines[1]
