@@ -98,7 +98,7 @@ def head_amax_kernel(
 @triton.jit
 def head_cast_kernel(
     x, data, scale_inv, given, heads, groups, length, padded, batch_step, head_step, row_step,
-    TRANSPOSED: tl.constexpr, BACK: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, S, D] times FMAX / amax, given as bits, as e4m3 [B, H, S, D] or [B, H, D, padded].
@@ -106,7 +106,7 @@ def head_cast_kernel(
     From the end, which the L2 cache still holds from when the amaxes were taken.
     """
     blocks = tl.cdiv(padded, ROWS)
-    index = tl.num_programs(0) - 1 - tl.program_id(0) if BACK else tl.program_id(0)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
     head = index // blocks
     first = (index % blocks) * ROWS
     scale = _head_scale(tl.load(given + head // groups), FMAX, LEAST)
@@ -136,27 +136,19 @@ def _masked(
 
 
 @triton.jit
-def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
-    return tl.reshape(source.load([head, first, 0]), (ROWS, D))
-
-
-@triton.jit
-def _times_values(acc, p, values, head, j, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
+def _times_values(acc, p, values, j, BM: tl.constexpr, BN: tl.constexpr):
     """acc + p v of the tile of keys at j, p [BM, BN] with its columns in the order of v's keys and rounded to e4m3."""
     p = tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
-    value = tl.reshape(values.load([head, 0, j]), (D, BN))
-    return tl.dot(p.to(tl.float8e4nv), value.T, acc)
+    return tl.dot(p.to(tl.float8e4nv), values.load([0, j]).T, acc)
 
 
 @triton.jit
 def _fprop_step(
-    acc, total, most, q, keys, values, head, j, factor, rows, q_len, kv_len, mask, mask_row_step, mask_column_step,
+    acc, total, most, q, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step, mask_column_step,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. `most` is the running maximum of scores in units of log2."""
-    s = tl.dot(q, _tile(keys, head, j, BN, D).T)
+    s = tl.dot(q, keys.load([j, 0]).T)
     if MASK != _NO_MASK:
         s = s * factor
         factor = 1.0
@@ -175,38 +167,13 @@ def _fprop_step(
     p = tl.exp2(s * factor - subtracted[:, None])
     total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
-    return _times_values(acc, p, values, head, j, BM, BN, D), total, new
-
-
-@triton.jit
-def _exp2_by_polynomial(x):
-    """2^x to 0.2% for x below 127, and nearly nothing for x below -126, without the special function unit."""
-    x = tl.maximum(x, -126.0)
-    shifted = x + 12582912.0  # 1.5 * 2^23: the nearest integer in the low bits
-    f = x - (shifted - 12582912.0)
-    y = 1.00044315 + f * (0.703448 + f * 0.23842891)
-    return (y.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exp2(x, POLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """2^x, of which one in POLY columns (2 or 4) by polynomial; 0 for none."""
-    if POLY == 0:
-        return tl.exp2(x)
-    a, b = tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
-    if POLY == 4:
-        c, d = tl.split(tl.permute(tl.reshape(b, (BM, 2, BN // 4)), (0, 2, 1)))
-        b = tl.join(tl.exp2(c), _exp2_by_polynomial(d))
-        b = tl.reshape(tl.permute(b, (0, 2, 1)), (BM, BN // 2))
-    else:
-        b = _exp2_by_polynomial(b)
-    return tl.reshape(tl.permute(tl.join(tl.exp2(a), b), (0, 2, 1)), (BM, BN))
+    return _times_values(acc, p, values, j, BM, BN), total, new
 
 
 @triton.jit
 def _lagged_step(
-    acc, total, most, s, p, q, keys, values, head, j, factor, rows, q_len, kv_len, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, POLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    acc, total, most, s, p, q, keys, values, j, factor, rows, q_len, kv_len, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
     while the scores of the tile at j are computed.
@@ -215,15 +182,15 @@ def _lagged_step(
     it lets run on, since nothing in this step reads it. Everything that reads s stands before the second product, or
     ptxas would let each instruction of it wait for the one before (warning C7514).
     """
-    acc = _times_values(acc, p, values, head, tl.maximum(j - 2 * BN, 0), BM, BN, D)
+    acc = _times_values(acc, p, values, tl.maximum(j - 2 * BN, 0), BM, BN)
     if MASKED:
         columns = j - BN + tl.arange(0, BN)
         s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, _NO_MASK)
     new = tl.maximum(most, tl.max(s, 1) * factor)
     alpha = tl.exp2(most - new)
     exponent = s * factor - (new - _P_LOG)[:, None]
-    s = tl.dot(q, _tile(keys, head, j, BN, D).T)
-    p = _exp2(exponent, POLY, BM, BN)
+    s = tl.dot(q, keys.load([j, 0]).T)
+    p = tl.exp2(exponent)
     total = total * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     return acc, total, new, s, p
@@ -234,127 +201,105 @@ def fprop_kernel(
     q, k, v, out, lse, q_scale, k_scale, v_scale, mask, scale, heads, kv_heads, batch_heads, q_len, kv_len, v_len,
     most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
     PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
-    POLY: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
+    """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
-    Tiles are numbered so that those of `most_heads` heads come first, and of these the ones that see most keys; a
-    program takes one of each round, forth and back. `scale`, in units of log2, is float64 where Inductor launches.
+    Those of `most_heads` heads, whose keys and values fit the L2 cache, come first, and of these the ones that see most
+    keys. `scale`, in units of log2, is float64 where Inductor launches.
     """
     blocks = tl.cdiv(q_len, BM)
-    tiles = blocks * batch_heads
-    programs = tl.num_programs(0)
     together = tl.maximum(most_heads, 1)
-    queries = tl.make_tensor_descriptor(q, [batch_heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
-    kv_all = batch_heads // heads * kv_heads
-    keys = tl.make_tensor_descriptor(k, [kv_all, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
-    values = tl.make_tensor_descriptor(v, [kv_all, D, v_len], [v_len * D, v_len, 1], [1, D, BN])
-    for step in range(0, tl.cdiv(tiles, programs)):
-        index = step * programs + (tl.program_id(0) if step % 2 == 0 else programs - 1 - tl.program_id(0))
-        index = tl.minimum(index, tiles - 1)
-        first_head = index // (blocks * together) * together
-        within = index - first_head * blocks
-        width = tl.minimum(batch_heads - first_head, together)
-        head = first_head + within % width
-        block = within // width
-        if CAUSAL:
-            block = blocks - 1 - block
-        batch = head // heads
-        kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
-        at_scale = kv_head if PER_HEAD else 0
-        factor = (tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale) * scale).to(tl.float32)
-        first = block * BM
-        rows = first + tl.arange(0, BM)
-        most = tl.full((BM,), float("-inf"), tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        acc = tl.zeros((BM, D), tl.float32)
-        query = _tile(queries, head, first, BM, D)
-        end = kv_len
-        if CAUSAL:
-            end = tl.minimum(kv_len, first + BM)
-        if LAGGED:
-            s = tl.dot(query, _tile(keys, kv_head, 0, BN, D).T)
-            p = tl.zeros((BM, BN), tl.float32)
-            edge = end
-            if CAUSAL and BN < BM:
-                edge = tl.minimum(end, first + BN)
-            for j in tl.range(BN, edge, BN, num_stages=STAGES):
+    first_head = tl.program_id(0) // (blocks * together) * together
+    within = tl.program_id(0) - first_head * blocks
+    width = tl.minimum(batch_heads - first_head, together)
+    head = first_head + within % width
+    block = within // width
+    if CAUSAL:
+        block = blocks - 1 - block
+    batch = head // heads
+    kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
+    at_scale = kv_head if PER_HEAD else 0
+    factor = (tl.load(q_scale + at_scale) * tl.load(k_scale + at_scale) * scale).to(tl.float32)
+    queries = tl.make_tensor_descriptor(q + head.to(tl.int64) * q_len * D, [q_len, D], [D, 1], [BM, D])
+    keys = tl.make_tensor_descriptor(k + kv_head.to(tl.int64) * kv_len * D, [kv_len, D], [D, 1], [BN, D])
+    values = tl.make_tensor_descriptor(v + kv_head.to(tl.int64) * v_len * D, [D, v_len], [v_len, 1], [D, BN])
+    first = block * BM
+    rows = first + tl.arange(0, BM)
+    most = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    query = queries.load([first, 0])
+    end = kv_len
+    if CAUSAL:
+        end = tl.minimum(kv_len, first + BM)
+    if LAGGED:
+        s = tl.dot(query, keys.load([0, 0]).T)
+        p = tl.zeros((BM, BN), tl.float32)
+        edge = end
+        if CAUSAL and BN < BM:
+            edge = tl.minimum(end, first + BN)
+        for j in tl.range(BN, edge, BN, num_stages=STAGES):
+            acc, total, most, s, p = _lagged_step(
+                acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL,
+                False, BM, BN,
+            )  # fmt: skip
+        if CAUSAL and BN < BM:
+            for j in tl.range(tl.maximum(edge, BN), end, BN, num_stages=STAGES):
                 acc, total, most, s, p = _lagged_step(
-                    acc, total, most, s, p, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, CAUSAL,
-                    False, POLY, BM, BN, D,
+                    acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL,
+                    True, BM, BN,
                 )  # fmt: skip
-            if CAUSAL and BN < BM:
-                for j in tl.range(tl.maximum(edge, BN), end, BN, num_stages=STAGES):
-                    acc, total, most, s, p = _lagged_step(
-                        acc, total, most, s, p, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, CAUSAL,
-                        True, POLY, BM, BN, D,
-                    )  # fmt: skip
-            last = (end - 1) // BN * BN
-            acc = _times_values(acc, p, values, kv_head, tl.maximum(last - BN, 0), BM, BN, D)
-            if CAUSAL or not EVEN:
-                columns = last + tl.arange(0, BN)
-                s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, MASK)
-            new = tl.maximum(most, tl.max(s, 1) * factor)
-            alpha = tl.exp2(most - new)
-            p = tl.exp2(s * factor - (new - _P_LOG)[:, None])
-            total = total * alpha + tl.sum(p, 1)
-            acc = _times_values(acc * alpha[:, None], p, values, kv_head, last, BM, BN, D)
-            most = new
-        else:
-            whole = 0
-            if MASK == _NO_MASK:
-                whole = (tl.minimum(kv_len, first) if CAUSAL else kv_len) // BN * BN
-                for j in tl.range(0, whole, BN, num_stages=STAGES):
-                    acc, total, most = _fprop_step(
-                        acc, total, most, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, mask,
-                        mask_row_step, mask_column_step, CAUSAL, MASK, False, BM, BN, D,
-                    )  # fmt: skip
-            if CAUSAL or not EVEN or MASK != _NO_MASK:
-                of_head = mask
-                if MASK != _NO_MASK:
-                    of_head += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
-                for j in tl.range(whole, end, BN, num_stages=STAGES):
-                    acc, total, most = _fprop_step(
-                        acc, total, most, query, keys, values, kv_head, j, factor, rows, q_len, kv_len, of_head,
-                        mask_row_step, mask_column_step, CAUSAL, MASK, True, BM, BN, D,
-                    )  # fmt: skip
-        inverse = tl.load(v_scale + at_scale) / total
-        if MASK != _NO_MASK:
-            inverse = tl.where(total > 0, inverse, 0.0)
-        acc = acc * inverse[:, None]
-        at = out + (head.to(tl.int64) * q_len + first) * D + (tl.arange(0, BM)[:, None] * D + tl.arange(0, D)[None, :])
-        tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
-        tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
+        last = (end - 1) // BN * BN
+        acc = _times_values(acc, p, values, tl.maximum(last - BN, 0), BM, BN)
+        if CAUSAL or not EVEN:
+            columns = last + tl.arange(0, BN)
+            s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, MASK)
+        new = tl.maximum(most, tl.max(s, 1) * factor)
+        alpha = tl.exp2(most - new)
+        p = tl.exp2(s * factor - (new - _P_LOG)[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        acc = _times_values(acc * alpha[:, None], p, values, last, BM, BN)
+        most = new
+    else:
+        whole = 0
+        if MASK == _NO_MASK:
+            whole = (tl.minimum(kv_len, first) if CAUSAL else kv_len) // BN * BN
+            for j in tl.range(0, whole, BN, num_stages=STAGES):
+                acc, total, most = _fprop_step(
+                    acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask,
+                    mask_row_step, mask_column_step, CAUSAL, MASK, False, BM, BN,
+                )  # fmt: skip
+        if CAUSAL or not EVEN or MASK != _NO_MASK:
+            of_head = mask
+            if MASK != _NO_MASK:
+                of_head += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+            for j in tl.range(whole, end, BN, num_stages=STAGES):
+                acc, total, most = _fprop_step(
+                    acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, of_head,
+                    mask_row_step, mask_column_step, CAUSAL, MASK, True, BM, BN,
+                )  # fmt: skip
+    inverse = tl.load(v_scale + at_scale) / total
+    if MASK != _NO_MASK:
+        inverse = tl.where(total > 0, inverse, 0.0)
+    acc = acc * inverse[:, None]
+    at = out + (head.to(tl.int64) * q_len + first) * D + (tl.arange(0, BM)[:, None] * D + tl.arange(0, D)[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
+    tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
 
 
 @triton.jit
-def _dscores(
-    s, dp, head, block, heads, factor, v_factor, columns, do_scale, log_sum, delta, q_len, kv_len,
-    mask, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-    MASK: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """The logarithm to base 2 of P, and dP less its mean, of keys (rows) and a block of queries."""
-    rows = block * BM + tl.arange(0, BM)
-    s = s * factor
-    if CAUSAL or MASK != _NO_MASK or not EVEN:
-        of_head = mask
-        if MASK != _NO_MASK:
-            of_head += (head // heads).to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
-        s = _masked(
-            s, rows[None, :], columns[:, None], q_len, kv_len, of_head, mask_row_step, mask_column_step, CAUSAL, MASK
-        )
-    at = head.to(tl.int64) * q_len + rows
-    exponent = s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :]
-    dp = dp * (tl.load(do_scale + head) * v_factor)
-    return exponent, dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :]
+def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
+    return tl.reshape(source.load([head, first, 0]), (ROWS, D))
 
 
 @triton.jit
 def dkdv_kernel(
     q, k, v, do, q_wide, do_wide, log_sum, delta, dk, dv, q_scale, k_scale, v_scale, do_scale, mask, scale, heads,
     kv_heads, batches, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
-    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
 
@@ -384,64 +329,25 @@ def dkdv_kernel(
     start = 0
     if CAUSAL:
         start = first // BM
-    steps = tl.maximum(tl.cdiv(q_len, BM) - start, 1)
-    first_head = kv_head * group
-    if LAGGED:
-        j = start * BM
-        s = tl.dot(key, _tile(queries, first_head, j, BM, D).T)
-        dp = tl.dot(value, _tile(grads, first_head, j, BM, D).T)
-        p = tl.zeros((BN, BM), tl.float32)
-        ds = tl.zeros((BN, BM), tl.float32)
-        for i in tl.range(1, group * steps, num_stages=STAGES):  # as in `_lagged_step`
-            before = tl.maximum(i - 2, 0)
-            j = (start + before % steps) * BM
-            acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + before // steps, j, BM, D), acc_v)
-            acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, first_head + before // steps, j, BM, D), acc_k)
-            exponent, centred = _dscores(
-                s, dp, first_head + (i - 1) // steps, start + (i - 1) % steps, heads, factor,
-                v_factor, columns, do_scale, log_sum, delta, q_len, kv_len, mask, mask_batch_step,
-                mask_head_step, mask_row_step, mask_column_step, CAUSAL, EVEN, MASK, BM,
+    steps = tl.maximum(tl.cdiv(q_len, BM) - start, 0)
+    for i in tl.range(0, group * steps, num_stages=STAGES):
+        within = (kv_head % kv_heads) * group + i // steps
+        head = batch * heads + within
+        j = (start + i % steps) * BM
+        rows = j + tl.arange(0, BM)
+        s = tl.dot(key, _tile(queries, head, j, BM, D).T) * factor
+        if CAUSAL or MASK != _NO_MASK or not EVEN:
+            s = _masked(
+                s, rows[None, :], columns[:, None], q_len, kv_len,
+                mask + (batch.to(tl.int64) * mask_batch_step + within.to(tl.int64) * mask_head_step), mask_row_step,
+                mask_column_step, CAUSAL, MASK,
             )  # fmt: skip
-            j = (start + i % steps) * BM
-            s = tl.dot(key, _tile(queries, first_head + i // steps, j, BM, D).T)
-            dp = tl.dot(value, _tile(grads, first_head + i // steps, j, BM, D).T)
-            p = tl.exp2(exponent)
-            ds = p * centred
-        last = group * steps - 1
-        before = tl.maximum(last - 1, 0)
-        j = (start + before % steps) * BM
-        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + before // steps, j, BM, D), acc_v)
-        acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, first_head + before // steps, j, BM, D), acc_k)
-        exponent, centred = _dscores(
-            s, dp, first_head + last // steps, start + last % steps, heads, factor, v_factor,
-            columns, do_scale, log_sum, delta, q_len, kv_len, mask, mask_batch_step, mask_head_step, mask_row_step,
-            mask_column_step, CAUSAL, EVEN, MASK, BM,
-        )  # fmt: skip
-        j = (start + last % steps) * BM
-        p = tl.exp2(exponent)
-        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, first_head + last // steps, j, BM, D), acc_v)
-        ds = (p * centred).to(tl.bfloat16)
-        acc_k = tl.dot(ds, _tile(wide_queries, first_head + last // steps, j, BM, D), acc_k)
-    else:
-        for i in tl.range(0, group * steps, num_stages=STAGES):
-            head = first_head + i // steps
-            j = (start + i % steps) * BM
-            rows = j + tl.arange(0, BM)
-            s = tl.dot(key, _tile(queries, head, j, BM, D).T) * factor
-            if CAUSAL or MASK != _NO_MASK or not EVEN:
-                of_head = mask
-                if MASK != _NO_MASK:
-                    of_head += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
-                s = _masked(
-                    s, rows[None, :], columns[:, None], q_len, kv_len, of_head, mask_row_step, mask_column_step, CAUSAL,
-                    MASK,
-                )  # fmt: skip
-            at = head.to(tl.int64) * q_len + rows
-            p = tl.exp2(s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :])
-            acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
-            dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
-            ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
-            acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, head, j, BM, D), acc_k)
+        at = head.to(tl.int64) * q_len + rows
+        p = tl.exp2(s - tl.load(log_sum + at, mask=rows < q_len, other=float("inf"))[None, :])
+        acc_v = tl.dot(p.to(tl.bfloat16), _tile(wide_grads, head, j, BM, D), acc_v)
+        dp = tl.dot(value, _tile(grads, head, j, BM, D).T) * (tl.load(do_scale + head) * v_factor)
+        ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
+        acc_k = tl.dot(ds.to(tl.bfloat16), _tile(wide_queries, head, j, BM, D), acc_k)
     at = (kv_head.to(tl.int64) * kv_len + first) * D + (tl.arange(0, BN)[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(dk + at, (acc_k * q_factor).to(dk.dtype.element_ty), mask=columns[:, None] < kv_len)
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=columns[:, None] < kv_len)
@@ -451,8 +357,8 @@ def dkdv_kernel(
 def dq_kernel(
     q, k, v, do, k_wide, log_sum, delta, dq, q_scale, k_scale, v_scale, do_scale, mask, scale, heads, kv_heads, q_len,
     kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
-    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the codes of k in bfloat16."""
     blocks = tl.cdiv(q_len, BM)
@@ -486,47 +392,17 @@ def dq_kernel(
     end = kv_len
     if CAUSAL:
         end = tl.minimum(kv_len, first + BM)
-    masked: tl.constexpr = CAUSAL or MASK != _NO_MASK or not EVEN
-    if LAGGED:
-        s = tl.dot(query, keys.load([0, 0]).T)
-        dp = tl.dot(grad, values.load([0, 0]).T)
-        ds = tl.zeros((BM, BN), tl.float32)
-        for j in tl.range(BN, end, BN, num_stages=STAGES):  # as in `_lagged_step`
-            acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([tl.maximum(j - 2 * BN, 0), 0]), acc)
-            s = s * factor
-            if masked:
-                columns = j - BN + tl.arange(0, BN)
-                s = _masked(
-                    s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL,
-                    MASK,
-                )  # fmt: skip
-            exponent = s - minus[:, None]
-            centred = dp * v_factor - mean[:, None]
-            s = tl.dot(query, keys.load([j, 0]).T)
-            dp = tl.dot(grad, values.load([j, 0]).T)
-            ds = tl.exp2(exponent) * centred
-        last = (end - 1) // BN * BN
-        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([tl.maximum(last - BN, 0), 0]), acc)
-        s = s * factor
-        if masked:
-            columns = last + tl.arange(0, BN)
+    for j in tl.range(0, end, BN, num_stages=STAGES):
+        s = tl.dot(query, keys.load([j, 0]).T) * factor
+        if CAUSAL or MASK != _NO_MASK or not EVEN:
+            columns = j + tl.arange(0, BN)
             s = _masked(
                 s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK
             )
-        ds = tl.exp2(s - minus[:, None]) * (dp * v_factor - mean[:, None])
-        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([last, 0]), acc)
-    else:
-        for j in tl.range(0, end, BN, num_stages=STAGES):
-            s = tl.dot(query, keys.load([j, 0]).T) * factor
-            if masked:
-                columns = j + tl.arange(0, BN)
-                s = _masked(
-                    s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL,
-                    MASK,
-                )  # fmt: skip
-            p = tl.exp2(s - minus[:, None])
-            dp = tl.dot(grad, values.load([j, 0]).T) * v_factor
-            acc = tl.dot((p * (dp - mean[:, None])).to(tl.bfloat16), wide_keys.load([j, 0]), acc)
+        p = tl.exp2(s - minus[:, None])
+        dp = tl.dot(grad, values.load([j, 0]).T) * v_factor
+        ds = p * (dp - mean[:, None])
+        acc = tl.dot(ds.to(tl.bfloat16), wide_keys.load([j, 0]), acc)
     at = dq + wide_head * q_len * D + (rows[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(at, (acc * k_factor).to(dq.dtype.element_ty), mask=rows[:, None] < q_len)
 
@@ -540,10 +416,7 @@ class _Config:
     warps: int = 4
     stages: int = 2
     lagged: bool = True
-    poly: int = 0
-    rounds: int = 1
-    """Tiles that a program computes."""
-    cached: int = 8 << 20
+    cached: int = 4 << 20
     """Bytes of keys and values that are worked on at a time."""
 
 
@@ -556,7 +429,7 @@ def _config(head_dim: int, has_mask: bool) -> _Config:
 
 _KEY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
 """Queries of a step and keys of a program of `dkdv_kernel`, its warps and stages, by head size."""
-_QUERY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 64, 8, 2)}
+_QUERY_TILES = {64: (128, 128, 8, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
 """Queries of a program and keys of a step of `dq_kernel`, its warps and stages."""
 
 
@@ -572,9 +445,7 @@ def supports(
     return device.type == "cuda" and (not torch.cuda.is_available() or is_hopper(device))
 
 
-def quantize_heads(
-    x: Tensor, groups: int, transposed: bool, *, tile: tuple[int, int] | None = None, back: bool = True
-) -> tuple[Tensor, Tensor]:
+def quantize_heads(x: Tensor, groups: int, transposed: bool) -> tuple[Tensor, Tensor]:
     """Quantizes x [B, H, S, D] with one scale for each `groups` heads: e4m3, and the scales' inverse [B, H / groups].
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
@@ -589,15 +460,15 @@ def quantize_heads(
     scale_inv = torch.empty((batches, heads // groups), dtype=torch.float32, device=x.device)
     amax = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
     steps, amax_rows = 8, 4096 // head_dim
-    rows, warps = tile or ((64, 4) if transposed else (8192 // head_dim, 4))
+    rows = 64 if transposed else 8192 // head_dim
     grid = (triton.cdiv(length, amax_rows * steps) * (batches * heads),)
     wrap_triton(head_amax_kernel)[grid](
         x, amax, heads, groups, length, *x.stride()[:3], steps, amax_rows, head_dim, num_warps=4
     )
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
-        x, data, scale_inv, amax, heads, groups, length, padded, *x.stride()[:3], transposed, back,
-        _E4M3_MAX, _LEAST_AMAX, rows, head_dim, num_warps=warps,
+        x, data, scale_inv, amax, heads, groups, length, padded, *x.stride()[:3], transposed,
+        _E4M3_MAX, _LEAST_AMAX, rows, head_dim, num_warps=4,
     )  # fmt: skip
     return data, scale_inv
 
@@ -623,13 +494,13 @@ def forward(
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
     kind, mask, mask_steps = _mask_arguments(mask, q)
-    grid = (triton.cdiv(triton.cdiv(q_len, config.block_m) * (batches * heads), config.rounds),)
+    grid = (triton.cdiv(q_len, config.block_m) * (batches * heads),)
     together = config.cached // (2 * head_dim * kv_len) * (heads // kv_heads)
     with triton_workspace(q.device):
         wrap_triton(fprop_kernel)[grid](
             q, k, v, out, lse, q_scale_inv, k_scale_inv, v_scale_inv, mask, scale * _LOG2_E.value, heads, kv_heads,
             batches * heads, q_len, kv_len, v_len, together, *mask_steps, q_scale_inv.ndim > 1, causal, even, kind,
-            config.lagged, config.poly, config.stages, config.block_m, config.block_n, head_dim,
+            config.lagged, config.stages, config.block_m, config.block_n, head_dim,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
@@ -638,7 +509,6 @@ def forward(
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor,
     v_scale_inv: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None,
-    keys: tuple[int, ...] | None = None, queries: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 q, k and v [B, Hkv, Sk, D].
 
@@ -657,24 +527,21 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=do.dtype, device=do.device) for x in (q, k, k))
     kind, mask, mask_steps = _mask_arguments(mask, q)
     per_head = q_scale_inv.ndim > 1
-    keys, queries = keys or _KEY_TILES[head_dim], queries or _QUERY_TILES[head_dim]
     with triton_workspace(q.device):
-        block_m, block_n, warps, stages, *rest = keys
-        lagged = bool(rest)
+        block_m, block_n, warps, stages = _KEY_TILES[head_dim]
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(kv_len, block_n) * (batches * kv_heads),)
         wrap_triton(dkdv_kernel)[grid](
             q, k, v, do8, q.to(torch.bfloat16), do.to(torch.bfloat16), log_sum, delta, dk, dv, q_scale_inv, k_scale_inv,
             v_scale_inv, do_scale_inv, mask, scale, heads, kv_heads, batches, q_len, kv_len, *mask_steps, per_head,
-            causal, even, kind, lagged, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
+            causal, even, kind, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        block_m, block_n, warps, stages, *rest = queries
-        lagged = bool(rest)
+        block_m, block_n, warps, stages = _QUERY_TILES[head_dim]
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
             q, k, v, do8, k.to(torch.bfloat16), log_sum, delta, dq, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv,
-            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, lagged, stages,
+            mask, scale, heads, kv_heads, q_len, kv_len, *mask_steps, per_head, causal, even, kind, stages,
             block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv

@@ -45,7 +45,7 @@ Builder.create_dot = create_dot
 interpreter._patch_lang_tensor = patched
 attention.wrap_triton = Launcher  # type: ignore[assignment]
 
-SMALL = {"block_n": 64, "rounds": 2}
+SMALL = {"block_n": 64}
 NARROW = {"block_n": 32, "cached": 0}
 FORWARD = (
     # B, H, Hkv, Sq, Sk, D, causal, mask, configuration
