@@ -75,8 +75,8 @@ def values(dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
     x[shape[0] // 2] = 0.0
     x[:, 3] = 0.0
     x[4], x[:, 5] = torch.nan, torch.nan
-    x[shape[0] // 3, ::7], x[8, 9], x[9, 8] = torch.nan, torch.inf, -torch.inf
-    x[10], x[:, 11] = x[10] * 2.0**-100, x[:, 11] * 2.0**115
+    x[shape[0] // 3, ::7], x[5, 9], x[6, 8] = torch.nan, torch.inf, -torch.inf
+    x[1], x[:, 11] = x[1] * 2.0**-100, x[:, 11] * 2.0**115
     return x.to(dtype)
 
 
