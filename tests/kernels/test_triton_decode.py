@@ -49,7 +49,7 @@ def lowered(
             return [torch.ops.fxquant.scaled_mm(a, *args) for _ in range(gemms)] + ([a[0]] if read else [])
 
         graph = make_fx(run)(x, *weights, one).graph
-    lower(graph, portable=True, launches=launches)
+    lower(graph, portable=not launches)
     graph.eliminate_dead_code()
     names = []
     for node in graph.nodes:
