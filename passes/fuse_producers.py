@@ -8,9 +8,9 @@
 for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. An amax of the tensor (delayed
 scaling) comes out of the same operator, and two results of the same inputs, the gradients of both factors, from one.
 
-A fusion has to save bytes: where a scale is to be found first, from the amax of the whole tensor, the inputs are read
-twice. It is left alone where something else reads the tensor, where Inductor would fuse by itself (a cast that is
-wanted rowwise alone), and where recomputed activations have to come out with the bits of Inductor's own kernels.
+A tensor whose scale is to be found first, from its amaxes, is left alone, and so is one that something else reads,
+that Inductor would fuse by itself (a cast that is wanted rowwise alone), or where recomputed activations have to come
+out with the bits of Inductor's own kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
     count = 0
     for producer in PRODUCERS.values():
         for group in _groups(producer, sites):
-            if _saves_bytes(producer, group[0]) and _insert(graph, producer, group, order):
+            if _pays(producer, group[0]) and _insert(graph, producer, group, order):
                 sites = [site for site in sites if site not in group]
                 count += len(group)
     if count:
@@ -162,19 +162,17 @@ def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]
             yield group
 
 
-def _saves_bytes(producer: Producer, site: _Site) -> bool:
-    """Whether fewer bytes move an element, all tensors of two: what vectors take is not counted.
+def _pays(producer: Producer, site: _Site) -> bool:
+    """Whether a fusion is of a kind that was compiled and measured on a GPU (docs/performance.md).
 
-    Not fused, the inputs are read, each result is written, read again and cast. An amax of the tensor comes with the
-    first, and amaxes of its columns with another read.
+    Those whose scales are known beforehand, or come from blocks: then the tensor is neither written nor read. Several
+    results in one kernel only for blocks, since Inductor's per-tensor GEMM refuses a part of a tensor as its scale.
     """
-    sides = [(site.row, site.row_state), (site.column, site.column_state)]
-    families = {QuantSpec.parse(spec).row.family for spec, state in sides if spec and state is None}
-    casts = 1 if site.row is None else 2
-    inputs, results = 2 * producer.matrices, producer.results
-    together = inputs * (2 if families & {"per_tensor", "per_row"} else 1) + results * casts
-    apart = inputs + results * (4 + casts + 2 * ("per_row" in families))
-    return together < apart
+    sides = [(QuantSpec.parse(spec).row.family, state)
+             for spec, state in ((site.row, site.row_state), (site.column, site.column_state)) if spec]  # fmt: skip
+    if any(family not in ("block", "mxfp8") and state is None for family, state in sides):
+        return False
+    return producer.results == 1 or all(family in ("block", "mxfp8") for family, _ in sides)
 
 
 def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> bool:

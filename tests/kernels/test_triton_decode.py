@@ -27,7 +27,7 @@ def test_values_in_the_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.lower"], "is_hopper", lambda device: True)
+    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "is_hopper", lambda device: True)
 
 
 def lowered(
@@ -101,5 +101,5 @@ def test_which_gemms_stay() -> None:
 
 
 def test_other_cards_keep_their_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.lower"], "is_hopper", lambda device: False)
+    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "is_hopper", lambda device: False)
     assert lowered(1, "per_row_e4m3")[-1] == "scaled_mm"
