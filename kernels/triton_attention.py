@@ -143,38 +143,24 @@ def _times_values(acc, p, values, j, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _fprop_step(
+def _masked_step(
     acc, total, most, q, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step, mask_column_step,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. `most` is the running maximum of scores in units of log2."""
-    s = tl.dot(q, keys.load([j, 0]).T)
-    if MASK != _NO_MASK:
-        s = s * factor
-        factor = 1.0
-    if MASKED:
-        columns = j + tl.arange(0, BN)
-        s = _masked(
-            s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK
-        )
-    new = tl.maximum(most, tl.max(s, 1) * factor)
-    subtracted = new - _P_LOG
-    if MASK != _NO_MASK:  # a row may have seen no key yet
-        subtracted = tl.where(new == float("-inf"), 0.0, subtracted)
-        alpha = tl.exp2(most - tl.where(new == float("-inf"), 0.0, new))
-    else:
-        alpha = tl.exp2(most - new)
-    p = tl.exp2(s * factor - subtracted[:, None])
+    """One tile of keys under a mask. `most` is the running maximum of scores in units of log2."""
+    s = tl.dot(q, keys.load([j, 0]).T) * factor
+    columns = j + tl.arange(0, BN)
+    s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK)
+    new = tl.maximum(most, tl.max(s, 1))
+    finite = tl.where(new == float("-inf"), 0.0, new)  # a row may have seen no key yet
+    alpha = tl.exp2(most - finite)
+    p = tl.exp2(s - (finite - _P_LOG)[:, None])
     total = total * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
-    return _times_values(acc, p, values, j, BM, BN), total, new
+    return _times_values(acc * alpha[:, None], p, values, j, BM, BN), total, new
 
 
 @triton.jit
-def _lagged_step(
-    acc, total, most, s, p, q, keys, values, j, factor, rows, q_len, kv_len, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+def _lagged_step(acc, total, most, s, p, q, keys, values, j, factor, BM: tl.constexpr, BN: tl.constexpr):
     """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
     while the scores of the tile at j are computed.
 
@@ -183,9 +169,6 @@ def _lagged_step(
     ptxas would let each instruction of it wait for the one before (warning C7514).
     """
     acc = _times_values(acc, p, values, tl.maximum(j - 2 * BN, 0), BM, BN)
-    if MASKED:
-        columns = j - BN + tl.arange(0, BN)
-        s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, _NO_MASK)
     new = tl.maximum(most, tl.max(s, 1) * factor)
     alpha = tl.exp2(most - new)
     exponent = s * factor - (new - _P_LOG)[:, None]
@@ -200,13 +183,14 @@ def _lagged_step(
 def fprop_kernel(
     q, k, v, out, lse, q_scale, k_scale, v_scale, mask, scale, heads, kv_heads, batch_heads, q_len, kv_len, v_len,
     most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, LAGGED: tl.constexpr,
-    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
     Those of `most_heads` heads, whose keys and values fit the L2 cache, come first, and of these the ones that see most
-    keys. `scale`, in units of log2, is float64 where Inductor launches.
+    keys. `scale`, in units of log2, is float64 where Inductor launches. Without a mask only the last tile of keys can
+    hold what a query does not see, for which BN is not less than BM.
     """
     blocks = tl.cdiv(q_len, BM)
     together = tl.maximum(most_heads, 1)
@@ -233,23 +217,11 @@ def fprop_kernel(
     end = kv_len
     if CAUSAL:
         end = tl.minimum(kv_len, first + BM)
-    if LAGGED:
+    if MASK == _NO_MASK:
         s = tl.dot(query, keys.load([0, 0]).T)
         p = tl.zeros((BM, BN), tl.float32)
-        edge = end
-        if CAUSAL and BN < BM:
-            edge = tl.minimum(end, first + BN)
-        for j in tl.range(BN, edge, BN, num_stages=STAGES):
-            acc, total, most, s, p = _lagged_step(
-                acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL,
-                False, BM, BN,
-            )  # fmt: skip
-        if CAUSAL and BN < BM:
-            for j in tl.range(tl.maximum(edge, BN), end, BN, num_stages=STAGES):
-                acc, total, most, s, p = _lagged_step(
-                    acc, total, most, s, p, query, keys, values, j, factor, rows, q_len, kv_len, CAUSAL,
-                    True, BM, BN,
-                )  # fmt: skip
+        for j in tl.range(BN, end, BN, num_stages=STAGES):
+            acc, total, most, s, p = _lagged_step(acc, total, most, s, p, query, keys, values, j, factor, BM, BN)
         last = (end - 1) // BN * BN
         acc = _times_values(acc, p, values, tl.maximum(last - BN, 0), BM, BN)
         if CAUSAL or not EVEN:
@@ -262,23 +234,12 @@ def fprop_kernel(
         acc = _times_values(acc * alpha[:, None], p, values, last, BM, BN)
         most = new
     else:
-        whole = 0
-        if MASK == _NO_MASK:
-            whole = (tl.minimum(kv_len, first) if CAUSAL else kv_len) // BN * BN
-            for j in tl.range(0, whole, BN, num_stages=STAGES):
-                acc, total, most = _fprop_step(
-                    acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask,
-                    mask_row_step, mask_column_step, CAUSAL, MASK, False, BM, BN,
-                )  # fmt: skip
-        if CAUSAL or not EVEN or MASK != _NO_MASK:
-            of_head = mask
-            if MASK != _NO_MASK:
-                of_head += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
-            for j in tl.range(whole, end, BN, num_stages=STAGES):
-                acc, total, most = _fprop_step(
-                    acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, of_head,
-                    mask_row_step, mask_column_step, CAUSAL, MASK, True, BM, BN,
-                )  # fmt: skip
+        mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+        for j in tl.range(0, end, BN, num_stages=STAGES):
+            acc, total, most = _masked_step(
+                acc, total, most, query, keys, values, j, factor, rows, q_len, kv_len, mask, mask_row_step,
+                mask_column_step, CAUSAL, MASK, BM, BN,
+            )  # fmt: skip
     inverse = tl.load(v_scale + at_scale) / total
     if MASK != _NO_MASK:
         inverse = tl.where(total > 0, inverse, 0.0)
@@ -415,7 +376,6 @@ class _Config:
     block_n: int = 128
     warps: int = 4
     stages: int = 2
-    lagged: bool = True
     cached: int = 4 << 20
     """Bytes of keys and values that are worked on at a time."""
 
@@ -423,7 +383,7 @@ class _Config:
 def _config(head_dim: int, has_mask: bool) -> _Config:
     """The quickest of those tried on an H100 (docs/performance.md)."""
     if has_mask:
-        return _Config(block_n=64 if head_dim == 256 else 32, lagged=False)
+        return _Config(block_n=64 if head_dim == 256 else 32)
     return _Config(block_n=64 if head_dim == 256 else 128)
 
 
@@ -500,7 +460,7 @@ def forward(
         wrap_triton(fprop_kernel)[grid](
             q, k, v, out, lse, q_scale_inv, k_scale_inv, v_scale_inv, mask, scale * _LOG2_E.value, heads, kv_heads,
             batches * heads, q_len, kv_len, v_len, together, *mask_steps, q_scale_inv.ndim > 1, causal, even, kind,
-            config.lagged, config.stages, config.block_m, config.block_n, head_dim,
+            config.stages, config.block_m, config.block_n, head_dim,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
@@ -515,7 +475,8 @@ def backward(
     do [B, H, Sq, D] is quantized with a scale per query head. What is rounded: S = q k^T and dP = do v^T multiply
     e4m3 operands, and are float32. For dv, P is rounded to bfloat16, and multiplied with do as it came, in
     bfloat16; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to bfloat16, and multiplied with the dequantized
-    k and q. Sums are float32. `backward_reference` is the same in plain torch.
+    k and q. Sums are float32. The tests hold it to the same in plain
+    torch (tests/attention_rounding.py).
     """
     batches, heads, q_len = q.shape[:3]
     head_dim = int(q.shape[3])  # a constant of the kernels

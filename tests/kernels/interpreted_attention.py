@@ -45,16 +45,12 @@ Builder.create_dot = create_dot
 interpreter._patch_lang_tensor = patched
 attention.wrap_triton = Launcher  # type: ignore[assignment]
 
-SMALL = {"block_n": 64}
-NARROW = {"block_n": 32, "cached": 0}
 FORWARD = (
-    # B, H, Hkv, Sq, Sk, D, causal, mask, configuration
-    (1, 2, 1, 100, 77, 64, False, None, {**SMALL, "lagged": True}),
-    (2, 2, 1, 70, 150, 128, True, None, {**NARROW, "lagged": True}),
-    (1, 2, 2, 150, 70, 64, True, None, {**NARROW, "lagged": True}),
-    (1, 1, 1, 33, 128, 256, False, None, {**SMALL, "lagged": True}),
-    (1, 2, 1, 100, 77, 64, True, None, {**SMALL, "lagged": False}),
-    (1, 2, 1, 64, 128, 64, False, None, {**SMALL, "lagged": False}),
+    # B, H, Hkv, Sq, Sk, D, causal, mask, keys of a tile and bytes of keys and values worked on at a time
+    (1, 2, 1, 100, 177, 64, False, None, (64, 4 << 20)),
+    (2, 2, 1, 70, 150, 128, True, None, (64, 0)),
+    (1, 2, 2, 150, 70, 64, True, None, None),
+    (1, 1, 1, 33, 128, 256, False, None, None),
     (2, 2, 1, 40, 50, 64, False, "seen", None),
     (1, 2, 2, 40, 50, 64, True, "added", None),
 )
@@ -101,7 +97,7 @@ def check_forward() -> None:
         options = {"causal": causal, "scale": width**-0.5, "mask": mask}
         o, lse = attention.forward(
             *(data for data, _ in parts), *(scale for _, scale in parts), **options, out_dtype=torch.float32,
-            config=None if chosen is None else attention._Config(**chosen),
+            config=None if chosen is None else attention._Config(block_n=chosen[0], cached=chosen[1]),
         )  # fmt: skip
         wide = [
             rounding.dequantize(*rounding.quantize(x, g, False)) for x, g in ((q, heads // kv_heads), (k, 1), (v, 1))

@@ -82,9 +82,7 @@ def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool)
     common = {"PER_HEAD": True, "CAUSAL": causal, "EVEN": False, "MASK": 0, "D": head_dim}
     config = attention._config(head_dim, False)
     tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
-    runs = [
-        (attention.fprop_kernel, {**tiles, "LAGGED": config.lagged}, config.warps, config.stages)
-    ]
+    runs = [(attention.fprop_kernel, tiles, config.warps, config.stages)]
     for kernel, table in (
         (attention.dkdv_kernel, attention._KEY_TILES), (attention.dq_kernel, attention._QUERY_TILES)
     ):  # fmt: skip
