@@ -162,6 +162,11 @@ def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]
             yield group
 
 
+def _is_own(scale: fx.Node | None) -> bool:
+    """Whether a scale is made of the amax of the tensor that it scales, which must be there first."""
+    return scale is None or is_fxquant(scale, "scale_from_amax")
+
+
 def _pays(producer: Producer, site: _Site) -> bool:
     """Whether a fusion is of a kind that was compiled and measured on a GPU (docs/performance.md).
 
@@ -170,7 +175,7 @@ def _pays(producer: Producer, site: _Site) -> bool:
     """
     sides = [(QuantSpec.parse(spec).row.family, state)
              for spec, state in ((site.row, site.row_state), (site.column, site.column_state)) if spec]  # fmt: skip
-    if any(family not in ("block", "mxfp8") and state is None for family, state in sides):
+    if any(family not in ("block", "mxfp8") and _is_own(state) for family, state in sides):
         return False
     return producer.results == 1 or all(family in ("block", "mxfp8") for family, _ in sides)
 
