@@ -7,7 +7,7 @@ runs where no kernel does: for scales of blocks, MXFP8, dropout, and what scores
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +15,10 @@ from torch import Tensor
 
 from fxquant.compat import cudnn_attention_backward
 from fxquant.formats import AttentionSpec
-from fxquant.kernels import attention_ops, attention_reference
+from fxquant.kernels import attention_ops, attention_reference, triton_attention
 
 _HEAD = "per_head_e4m3"
 _TAKEN = (_HEAD, "per_tensor_e4m3")
-
-
-def _kernels() -> Any:
-    from fxquant.kernels import triton_attention  # type: ignore[attr-defined, unused-ignore]
-
-    return triton_attention
 
 
 class _Plain(NamedTuple):
@@ -60,7 +54,7 @@ def _known(
         return None
     softmax = spec.s.row
     taken = softmax.family in ("per_tensor", "per_head") and softmax.element == spec.qkv.row.element
-    taken = taken and _kernels().supports(
+    taken = taken and triton_attention.supports(
         head_dim=width, kv_len=k.shape[-2], causal=plain.causal, has_mask=plain.mask is not None, dropout=spec.dropout,
         dtype=dtype, device=k.device,
     )  # fmt: skip
@@ -70,12 +64,12 @@ def _known(
 def casts(x: Tensor, spec: str) -> bool:
     """Whether a kernel quantizes x [B, H, S, D]."""
     known = spec == _HEAD and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
-    return known and x.shape[-1] in _kernels().HEAD_DIMS
+    return known and x.shape[-1] in triton_attention.HEAD_DIMS
 
 
 def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
     """Payload and scale of x [B, H, S, D], where `casts` says so."""
-    return list(_kernels().quantize_heads(x if x.stride(-1) == 1 else x.contiguous(), groups, transposed))
+    return list(triton_attention.quantize_heads(x if x.stride(-1) == 1 else x.contiguous(), groups, transposed))
 
 
 def attention_forward(
@@ -89,7 +83,7 @@ def attention_forward(
         run: Any = attention_ops.IMPLEMENTATIONS["attention_forward"]
         return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-    o, lse = _kernels().forward(
+    o, lse = triton_attention.forward(
         q8, k8, v8, q_scale, k_scale, v_scale, causal=plain.causal, scale=plain.scale, out_dtype=dtype, mask=plain.mask
     )
     return [o, lse, torch.ones(1, device=o.device)]
@@ -122,7 +116,7 @@ def attention_backward(
     if plain is not None and str(parsed.do) in _TAKEN and str(parsed.dp) in _TAKEN:
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
         rows = attention_reference.key_order(v8, back=True)[..., : k8.shape[-2]].mT.contiguous()
-        grads = _kernels().backward(
+        grads = triton_attention.backward(
             do, q8, k8, rows, o, lse, q_scale, k_scale, v_scale, causal=plain.causal, scale=plain.scale,
             mask=plain.mask,
         )  # fmt: skip
@@ -131,11 +125,6 @@ def attention_backward(
     return run(  # type: ignore[no-any-return]
         do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, width
     )
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch of one of the attention kernels writes."""
-    return _kernels().written(arguments)  # type: ignore[no-any-return]
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
