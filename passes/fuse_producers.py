@@ -5,12 +5,12 @@
     # becomes
     both = fxquant.produce_quantize([gate, up], "silu_mul", ["block_1x128_e4m3"], ["block_1x128_e4m3"], ...)
 
-for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. An amax of the tensor (delayed
-scaling) comes out of the same operator, and two results of the same inputs, the gradients of both factors, from one.
+for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. Two results of the same inputs, the
+gradients of both factors, come out of one operator.
 
-A tensor whose scale is to be found first, from its amaxes, is left alone, and so is one that something else reads,
-that Inductor would fuse by itself (a cast that is wanted rowwise alone), or where recomputed activations have to come
-out with the bits of Inductor's own kernels.
+Only where blocks have the scales: a tensor that is scaled as a whole or by rows is left alone, and so is one that
+something else reads, that Inductor would fuse by itself (a cast that is wanted rowwise alone), or where recomputed
+activations have to come out with the bits of Inductor's own kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
     count = 0
     for producer in PRODUCERS.values():
         for group in _groups(producer, sites):
-            if _pays(producer, group[0]) and _insert(graph, producer, group, order):
+            if _pays(group[0]) and _insert(graph, producer, group, order):
                 sites = [site for site in sites if site not in group]
                 count += len(group)
     if count:
@@ -162,22 +162,13 @@ def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]
             yield group
 
 
-def _is_own(scale: fx.Node | None) -> bool:
-    """Whether a scale is made of the amax of the tensor that it scales, which must be there first."""
-    return scale is None or is_fxquant(scale, "scale_from_amax")
+def _pays(site: _Site) -> bool:
+    """Whether a fusion is of a kind that trained a model on a GPU, and faster (docs/performance.md).
 
-
-def _pays(producer: Producer, site: _Site) -> bool:
-    """Whether a fusion is of a kind that was compiled and measured on a GPU (docs/performance.md).
-
-    Those whose scales are known beforehand, or come from blocks: then the tensor is neither written nor read. Several
-    results in one kernel only for blocks, since Inductor's per-tensor GEMM refuses a part of a tensor as its scale.
+    Those whose scales come from blocks: then the tensor is neither written nor read. The kernels take per-tensor scales
+    that are known beforehand too, and amaxes in a pass of their own.
     """
-    sides = [(QuantSpec.parse(spec).row.family, state)
-             for spec, state in ((site.row, site.row_state), (site.column, site.column_state)) if spec]  # fmt: skip
-    if any(family not in ("block", "mxfp8") and _is_own(state) for family, state in sides):
-        return False
-    return producer.results == 1 or all(family in ("block", "mxfp8") for family, _ in sides)
+    return all(QuantSpec.parse(spec).row.family in ("block", "mxfp8") for spec in (site.row, site.column) if spec)
 
 
 def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> bool:
