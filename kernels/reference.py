@@ -328,10 +328,13 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
     ), to_four
 
 
+_DIVISORS = (_E2M1_MAX, _E4M3_MAX * _E2M1_MAX, 256 * _E2M1_MAX)
+_DIVISOR_BITS = {value: struct.unpack("i", struct.pack("f", value))[0] for value in _DIVISORS}
+
+
 def _divisor(value: float, like: Tensor) -> Tensor:
     """A float32 divisor in the shape of a tensor: in the place of a number, whose inverse Inductor multiplies with."""
-    (bits,) = struct.unpack("i", struct.pack("f", value))
-    spread: Tensor = (like.view(torch.int32) & 0) | bits
+    spread: Tensor = (like.view(torch.int32) & 0) | _DIVISOR_BITS[value]
     return spread.view(torch.float32)
 
 

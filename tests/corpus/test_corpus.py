@@ -218,8 +218,14 @@ def some(name: str) -> tuple[str, ...]:
     return "high_precision", "current_scaling", "nvfp4", others[list(models.CASES).index(name) % len(others)]
 
 
+VARIANTS = ("llama_padded_batch", "qwen3_moe_bf16", "ragged_llama", "ragged_qwen3_moe", "ragged_kitchen_sink")
+"""Models that differ from another in sizes, dtype or mask: for `make sweep`."""
+
+
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "every"])
-@pytest.mark.parametrize("name", models.CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sweep if name in VARIANTS else []) for name in models.CASES]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_model_under_recipes(name: str, every: bool) -> None:
     if "kitchen_sink" in name and not hasattr(torch.nn.functional, "linear_cross_entropy"):

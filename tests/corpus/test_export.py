@@ -24,18 +24,31 @@ from fxquant.kernels import reference
 models = pytest.importorskip("models", reason="needs the corpus extra: transformers and peft")
 
 QUICK = ("llama_gqa", "flex_plain")
-"""The models that always run, and under every recipe."""
+"""The models that run under every recipe."""
 
-SLOW = ("bert", "gpt2", "whisper")
+ALWAYS = ("current_scaling", "mxfp8")
+"""The recipes that the first always runs under."""
+
+SLOW = ("bert", "gpt2")
 """Others that always run; the rest is for `make sweep`."""
 
 SINKS = "kitchen_sink", "ragged_kitchen_sink"
 """Static: their inputs are split into as many groups as there are experts."""
 
-CASES = [pytest.param(name, recipe, id=f"{name}-{recipe}") for name in QUICK for recipe in NAMES] + [
-    pytest.param(name, "mxfp8", id=f"{name}-mxfp8", marks=[pytest.mark.slow] if name in SLOW else pytest.mark.sweep)
+
+def marks(name: str, recipe: str) -> list[pytest.MarkDecorator]:
+    """Whether a case always runs."""
+    if name in QUICK:
+        always = name != QUICK[0] or recipe in ALWAYS
+    else:
+        always = name in SLOW and recipe == "mxfp8"
+    return ([pytest.mark.slow] if name in SLOW else []) if always else [pytest.mark.sweep]
+
+
+CASES = [
+    pytest.param(name, recipe, id=f"{name}-{recipe}", marks=marks(name, recipe))
     for name in models.CASES
-    if name not in QUICK
+    for recipe in (NAMES if name in QUICK else ("mxfp8",))
 ]
 
 Payloads = list[tuple[str, str]]

@@ -519,7 +519,8 @@ COMPILED = [
     QuantSpec(format="per_row_e4m3", pow2=True, torchao=True),
     QuantSpec(format="mxfp8_e5m2", mode="ceil"),
 ]
-ALWAYS = ("per_tensor_e4m3", "per_row_e4m3(pow2,torchao)", "block_128x128_e4m3", "mxfp8_e4m3", "nvfp4")
+ALWAYS = ("per_tensor_e4m3", "per_row_e4m3(pow2,torchao)", "mxfp8_e4m3")
+"""nvfp4 runs with static sizes below; the rest is for `make sweep`."""
 
 
 @pytest.mark.slow
