@@ -86,7 +86,7 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
         if name == "quantize" and few_rows.quantizes_few_rows(node):
             return few_rows.quantize
         in_memory = name in _READS_VALUES and _in_memory(node.args[0])
-        if name == "amax" and in_memory:
+        if name == "amax" and in_memory and 0 not in val(node.args[0]).shape:
             return triton_amax.tensor_amax
         if name in ("quantize", "hybrid_quantize") and _by_triton(name, node):
             run = triton_quantize if name == "quantize" else triton_hybrid_quantize

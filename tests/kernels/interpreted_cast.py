@@ -15,7 +15,7 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from fxquant.formats import ELEMENTS, QuantSpec
-from fxquant.kernels import reference, triton_cast
+from fxquant.kernels import grouped_reference, reference, triton_amax, triton_cast, triton_grouped_cast
 
 SPECS = (
     "per_tensor_e4m3", "per_tensor_e5m2(pow2)", "per_tensor_e4m3(eps=0.015625)", "per_row_e4m3(pow2,torchao)",
@@ -26,6 +26,11 @@ MIXED = (
     ("block_128x128_e4m3(pow2)", "block_1x128_e4m3"), ("mxfp8_e4m3", None), (None, "per_row_e4m3"),
     ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3", "mxfp8_2d_e4m3"),
 )  # fmt: skip
+GROUPED = (
+    ("per_tensor_e4m3", "per_tensor_e5m2(pow2)"), ("per_row_e4m3(pow2,torchao)", "per_row_e5m2"),
+    ("block_1x128_e4m3(pow2)", "block_1x128_e4m3"), (None, "mxfp8_e4m3"), ("per_tensor_e4m3", "per_tensor_e4m3"),
+)  # fmt: skip
+SPLITS = ([0, 0, 37, 38, 170], [0, 0, 0])
 INPUTS = (((96, 160), torch.bfloat16), ((33, 50), torch.float32), ((129, 48), torch.bfloat16))
 
 convert = interpreter._convert_float
@@ -51,7 +56,8 @@ class Launcher:
 
 interpreter._convert_float = convert_float
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-triton_cast.wrap_triton = Launcher  # type: ignore[assignment]
+for module in (triton_amax, triton_cast, triton_grouped_cast):
+    module.wrap_triton = Launcher  # type: ignore[attr-defined]
 
 
 def quantize(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> list[Tensor]:
@@ -80,10 +86,50 @@ def values(dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
     return x.to(dtype)
 
 
+def quantize_groups(x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None) -> list[Tensor]:
+    made = [] if row is None else grouped_reference.quantize(x, offs, row, "rowwise")
+    made += [] if column is None else grouped_reference.quantize(x, offs, column, "columnwise")
+    return [part.contiguous() for part in made]
+
+
+def check(got: list[Tensor], expected: list[Tensor], rows: int, last: int, case: str) -> None:
+    """Rows behind the last group have no meaning."""
+    for part, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride(), (case, part, a.shape, b.shape)
+        if a.shape[0] == rows:
+            a, b = a[:last], b[:last]
+        assert torch.equal(as_bytes(a), as_bytes(b)), (case, part)
+
+
+def groups() -> None:
+    """`triton_grouped_cast` of ragged and batched operands."""
+    for texts in (*GROUPED, ("block_128x128_e4m3(pow2)", "block_128x128_e4m3(pow2)")):
+        row, column = (QuantSpec.parse(text) if text else None for text in texts)
+
+        for offs in SPLITS:
+            x, ends = values(torch.bfloat16, (offs[-1] + 7, 50)), torch.tensor(offs, dtype=torch.int32)
+            x[offs[-1] :] = float("nan")
+            if triton_grouped_cast.supported(x, ends, row, column):
+                got = triton_grouped_cast.quantize(x, ends, row, column)
+                check(got, quantize_groups(x, ends, row, column), offs[-1] + 7, offs[-1], f"{texts} {offs}")
+        x = torch.stack([values(torch.bfloat16, (133, 50)) * scale for scale in (1e-3, 1e3)])
+        for stored in (x, x.mT.contiguous().mT) if texts == GROUPED[1] else (x,):
+            assert triton_grouped_cast.supported(stored, None, row, column)
+            got = triton_grouped_cast.quantize(stored, None, row, column)
+            check(got, quantize_groups(x, None, row, column), -1, 0, f"{texts} batch {stored.stride()}")
+    out, ends = torch.full((40, 50), 3.0), torch.tensor([0, 20, 33], dtype=torch.int32)
+    assert torch.equal(triton_grouped_cast.clear(out.clone(), ends), torch.cat([out[:33], 0 * out[33:]]))
+    out = torch.full((3, 40, 50), 3.0)
+    assert torch.equal(triton_grouped_cast.clear(out.clone(), ends), torch.cat([0 * out[:1], out[1:]]))
+
+
 def main() -> None:
+    groups()
     pairs = [*((spec, spec) for spec in SPECS), *MIXED]
     for shape, dtype in INPUTS:
         x = values(dtype, shape)
+        for seen in (x, x.t(), x.abs().nan_to_num().repeat(9, 40)):
+            assert torch.equal(triton_amax.tensor_amax(seen), reference.amax(seen)), (shape, dtype)
         for texts in pairs if dtype == torch.float32 else pairs[::2]:
             row, column = (QuantSpec.parse(text) if text else None for text in texts)
             expected = quantize(x, row, column)

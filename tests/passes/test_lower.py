@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxquant.compat import triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, AttentionSpec, QuantSpec, Step
 from fxquant.passes import LOWER, Lowering
 from fxquant.passes.lower import lower
@@ -154,3 +156,12 @@ def test_lowered_attention_has_the_same_bits_and_keeps_sizes_symbolic(mode: str)
     for given in [inputs(40, 50)] + [inputs(33, 20)] * (mode == "symbolic"):
         for got, expected in zip(gm(*given), run(*given), strict=True):
             torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(32, 1), (0, 0)])
+def test_amaxes_of_what_lies_in_memory_are_a_kernel(rows: int, launches: int) -> None:
+    with FakeTensorMode():
+        x = torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16)
+        graph = make_fx(lambda x: [ops.amax(x), ops.amax(x.exp())])(x).graph
+    lower(graph)
+    assert [n.target for n in graph.nodes].count(triton_kernel_wrapper_functional) == launches
