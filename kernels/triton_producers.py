@@ -55,7 +55,7 @@ def _silu_grad(x, grad):
 @triton.jit
 def _tanh_half(x):
     """(1 + tanh(y)) / 2 for the y of the tanh approximation, without the cancellation of the sum."""
-    return _sigmoid((2.0 * _SQRT_2_PI) * (x + _CUBE * x * x * x))
+    return _sigmoid((x + x * _CUBE * x * x) * (2.0 * _SQRT_2_PI))
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def load_tile(
         elif PRODUCER == _GELU_TANH_GRAD:
             v = _load(x + start, offsets, mask)
             half = _tanh_half(v)
-            slope = (2.0 * _SQRT_2_PI) * (1.0 + (3.0 * _CUBE) * v * v)
+            slope = (1.0 + v * (3.0 * _CUBE) * v) * (2.0 * _SQRT_2_PI)
             y = half * (1.0 + v * (1.0 - half) * slope) * _load(in1 + start, offsets, mask)
         else:
             v = _load(x + start, offsets, mask)

@@ -59,11 +59,15 @@ class Compiled:
         types = {n: POINTERS[v.dtype] if isinstance(v, Tensor) else "i32" for n, v in arguments.items()}
         types |= dict.fromkeys(constants, "constexpr")
         aligned = [["tt.divisibility", 16]]
-        attributes = {(i,): aligned for i, v in enumerate(arguments.values()) if isinstance(v, Tensor) or v % 16 == 0}
+        attributes = {
+            (i,): aligned for i, (name, v) in enumerate(arguments.items())
+            if name not in constants and (isinstance(v, Tensor) or v % 16 == 0)
+        }  # fmt: skip
         source = ASTSource(self.kernel, types, constants, attributes)
         self.launches.append(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": num_warps}))
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the layouts that Triton 3.6 chooses")
 @pytest.mark.parametrize("text", ["mxfp8_e4m3", "block_1x128_e4m3(pow2)"])
 def test_payloads_are_transposed_in_registers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors in, 16 bytes of a column out, and shared memory for no more than scales."""
