@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written
+from fxquant.kernels.triton_codes import magnitude
 
 _STEPS, _BLOCK, _WARPS = 8, 4096, 4
 
@@ -31,7 +32,7 @@ def tensor_amax_kernel(x, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     for step in tl.static_range(STEPS):
         at = step * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(source + at, mask=at < left, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.where(value == value, tl.abs(value), 0.0))
+        largest = tl.maximum(largest, magnitude(value))
     bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
     tl.atomic_max(out.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written, is_hopper, statically_known_true, triton_workspace
+from fxquant.kernels.triton_codes import four, in_words, magnitude, word
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = (tl.constexpr(i) for i in range(3))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
@@ -36,42 +36,6 @@ _LEAST_AMAX = 1e-12
 
 
 @triton.jit
-def _four(x, ROWS: tl.constexpr, QUADS: tl.constexpr):
-    """[ROWS, 4 QUADS] as the first, second, third and fourth of every four neighbours in a row."""
-    even, odd = tl.split(tl.reshape(x, (ROWS, QUADS, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _word(a, b, c, d, SHIFT: tl.constexpr):
-    """One byte of each of four uint32 tensors, that at bit SHIFT, as a word with a's lowest."""
-    low = ((a >> SHIFT) & 0xFF) | (((b >> SHIFT) & 0xFF) << 8)
-    return low | (((c >> SHIFT) & 0xFF) << 16) | (((d >> SHIFT) & 0xFF) << 24)
-
-
-@triton.jit
-def _words(y, ROWS: tl.constexpr, D: tl.constexpr):
-    """float32 [ROWS, D] cast to e4m3, saturating, four of a row in a uint32: [ROWS, D / 4].
-
-    Spelled out, since FP8 bytes that Triton transposes come out corrupted on Hopper (Triton issue 11111).
-    """
-    a, b, c, d = _four(y, ROWS, D // 4)
-    if _INTERPRETED:
-        a, b = a.to(tl.float8e4nv).to(tl.uint8, bitcast=True), b.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        c, d = c.to(tl.float8e4nv).to(tl.uint8, bitcast=True), d.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return _word(a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32), 0)
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high}; }""",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _head_amax(
     x, first, length, row_step, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +45,7 @@ def _head_amax(
         row = first + step * ROWS + tl.arange(0, ROWS)
         at = row[:, None].to(tl.int64) * row_step + tl.arange(0, D)[None, :]
         tile = tl.load(x + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.where(tile == tile, tl.abs(tile), 0.0))
+        largest = tl.maximum(largest, magnitude(tile))
     return tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
 
 
@@ -93,18 +57,18 @@ def _head_cast(
     row = first + tl.arange(0, ROWS)
     at = row[:, None].to(tl.int64) * row_step + tl.arange(0, D)[None, :]
     tile = tl.load(x + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
-    words = _words(tile * scale, ROWS, D)
+    words = in_words(tile * scale, False, ROWS, D)
     out = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     if TRANSPOSED:
         out += first // 4
         words = tl.reshape(tl.trans(words), (D // 4, ROWS // 16, 2, 4, 2))  # see _KEYS
         words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (D // 4, ROWS))
-        a, b, c, d = _four(words, D // 4, ROWS // 4)
+        a, b, c, d = four(words, D // 4, ROWS // 4)
         quads = tl.arange(0, ROWS // 4)
         mask = (first + 4 * quads)[None, :] < padded
         for i in tl.static_range(4):
             channel = 4 * tl.arange(0, D // 4) + i
-            tl.store(out + (channel[:, None] * (padded // 4) + quads[None, :]), _word(a, b, c, d, 8 * i), mask=mask)
+            tl.store(out + (channel[:, None] * (padded // 4) + quads[None, :]), word(a, b, c, d, 8 * i), mask=mask)
     else:
         out += first.to(tl.int64) * (D // 4)
         at = tl.arange(0, ROWS)[:, None] * (D // 4) + tl.arange(0, D // 4)[None, :]

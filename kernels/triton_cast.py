@@ -26,6 +26,7 @@ from fxquant.compat import declare_written
 from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels import reference, triton_producers
 from fxquant.kernels.producers import PRODUCERS
+from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, codes
 from fxquant.kernels.triton_producers import load_tile
 
 _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
@@ -39,12 +40,8 @@ _KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MO
     tl.constexpr(i) for i in range(12)
 )
 """What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _AMAX_LAYOUT = 16, 2, 8
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
-_TORCHAO_FLOOR = 1e-12
-_TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
-"""The least float32 that is not below torchao's least amax."""
 
 
 @triton.jit
@@ -54,7 +51,7 @@ def _quotient(m):
     A reciprocal refined once, and a quotient once with the remainder, are those of the rounded division (Markstein,
     1990); they give its bits for all 2^23 values of m.
     """
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.div_rn(tl.full(m.shape, 1.75, tl.float32), m)
     y = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], dtype=tl.float32, is_pure=True, pack=1
@@ -290,36 +287,6 @@ def _factors(
 
 
 @triton.jit
-def _words(a, b, c, d, E5M2: tl.constexpr):
-    """Four float32 tensors cast to FP8, saturating, as the bytes of uint32, a's the lowest.
-
-    Hopper's instruction makes two codes at a time. Spelled out, since bytes taken apart and put together again, as
-    Triton does for a tile that is transposed, come out corrupted (Triton issue 11111).
-    """
-    if _INTERPRETED:
-        dtype: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-        words = a.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32)
-        words |= b.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
-        words |= c.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
-        words |= d.to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
-    elif E5M2:
-        words = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high}; }""",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        words = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high}; }""",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return words
-
-
-@triton.jit
 def cast_kernel(
     x, in1, in2, in3, in4, recorded, row_data, row_scale, row_arg, column_data, column_scale, column_arg,
     M, K, column_units, row_units, x_step, row_scale_size, column_scale_size,
@@ -393,7 +360,7 @@ def cast_kernel(
             first_row, first_column, down, across, M, K, False, ROW, LAYOUT,
         )  # fmt: skip
         a, b, c, d = parts
-        words = _words(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
+        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (first_row.to(tl.int64) * padded_K + first_column) // 4
         # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
@@ -408,7 +375,7 @@ def cast_kernel(
         out += (first_column.to(tl.int64) * padded_M + first_row) // 4
         for j in tl.static_range(4):
             a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-            words = _words(a, b, c, d, COLUMN_MANTISSA == 2)
+            words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
             place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
             mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
             tl.store(out + place, words, mask=mask)
@@ -636,7 +603,7 @@ def _make_side(
     block_rows, block_columns = row.block
     p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
     largest = torch.finfo(x.dtype if row.family == "block" else torch.float32).max
-    below, most = (_TORCHAO_BELOW, element.max / _TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
     constants = (
         kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
         MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,

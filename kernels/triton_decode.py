@@ -21,6 +21,7 @@ from torch.library import wrap_triton
 
 from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
+from fxquant.kernels.triton_codes import TORCHAO_BELOW, TORCHAO_FLOOR, magnitude, multiplier
 
 MOST_TOKENS = 64
 """Rows of x up to which reading the weight takes longer than anything else."""
@@ -33,32 +34,7 @@ _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
-_TORCHAO_FLOOR = 1e-12
-_TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
-"""The least float32 that is not below torchao's least amax."""
 _Rule = tuple[float, float, float, bool, float, float]
-
-
-@triton.jit
-def _magnitude(x):
-    return tl.where(x == x, tl.abs(x), 0.0)
-
-
-@triton.jit
-def _multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
-                TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr):  # fmt: skip
-    """`reference.multiplier_from_amax`."""
-    if EPS > 0:
-        amax = tl.where(amax < EPS, EPS, amax)
-    scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
-    if TORCHAO_BELOW > 0:
-        scale = tl.where(amax < TORCHAO_BELOW, TORCHAO_MOST, scale)
-    else:
-        scale = tl.where(scale == float("inf"), LARGEST, scale)
-        scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-    if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-    return scale
 
 
 @triton.jit
@@ -124,7 +100,7 @@ def amax_kernel(x, part, x_length, x_step, BK: tl.constexpr):
     """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order."""
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     values = tl.load(x + tl.program_id(0) * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
-    tl.store(part + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(_magnitude(values), axis=0))
+    tl.store(part + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(values), axis=0))
 
 
 @triton.jit
@@ -143,8 +119,8 @@ def quantize_kernel(
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
     if KIND == _BLOCK:
         groups = tl.reshape(values, (BK // 128, 128))
-        amax = tl.max(_magnitude(groups), axis=1)
-        factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+        amax = tl.max(magnitude(groups), axis=1)
+        factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
         values = tl.reshape(groups * factor[:, None], (BK,))
         block = piece * (BK // 128) + tl.arange(0, BK // 128)
         tl.store(scale + m * (K // 128) + block, tl.div_rn(1.0, factor), mask=block < K // 128)
@@ -153,11 +129,11 @@ def quantize_kernel(
             factor = tl.load(arg)
         else:
             if KIND == _ROW:
-                amax = tl.max(_magnitude(values), axis=0)
+                amax = tl.max(magnitude(values), axis=0)
             else:
                 i = tl.arange(0, PARTS)
                 amax = tl.max(tl.load(arg + i, mask=i < parts, other=0.0), axis=0)
-            factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
         values = values * factor
         if KIND == _ROW or (m + piece == 0):
             tl.store(scale + m, tl.div_rn(1.0, factor))
@@ -190,8 +166,8 @@ def gemv_kernel(
         if X_SOURCE == _PAYLOAD:
             scale = tl.load(x_arg + block * x_scale_column_step, mask=block < K // 128, other=0.0)
         else:
-            amax = tl.max(_magnitude(groups), axis=1)
-            factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            amax = tl.max(magnitude(groups), axis=1)
+            factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
             groups = (groups * factor[:, None]).to(w.dtype.element_ty).to(tl.float32)
             scale = tl.div_rn(1.0, factor)
         scale *= tl.load(w_scale + first_n // 128 * (K // 128) + block, mask=block < K // 128, other=0.0)
@@ -202,8 +178,8 @@ def gemv_kernel(
         if X_SOURCE == _GIVEN:
             factor = tl.load(x_arg)
         else:
-            amax = tl.max(_magnitude(tokens), axis=0)
-            factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            amax = tl.max(magnitude(tokens), axis=0)
+            factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
         tokens = (tokens * factor).to(w.dtype.element_ty).to(tl.float32)
         scale = tl.div_rn(1.0, factor)
     out = tl.sum(weights.to(tl.float32) * tokens[None, :], axis=1)
@@ -319,11 +295,11 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
 
 
 def _rule(spec: QuantSpec, dtype: torch.dtype) -> _Rule:
-    """What `_multiplier` wants to know of a format, for tensors of a dtype."""
+    """What `multiplier` wants to know of a format, for tensors of a dtype."""
     assert spec.row.element is not None
     fmax = spec.row.element.max
     largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max
-    below, most = (_TORCHAO_BELOW, fmax / _TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    below, most = (TORCHAO_BELOW, fmax / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
     return fmax, largest, spec.eps, spec.pow2, below, most
 
 

@@ -22,43 +22,15 @@ from torch.library import wrap_triton
 from fxquant.compat import declare_written
 from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels import grouped_reference, reference, triton_cast
+from fxquant.kernels.triton_codes import TORCHAO_BELOW, TORCHAO_FLOOR, four, in_words, magnitude, multiplier, word
 
 _NONE, _GIVEN, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(5))
 """How a side is scaled: not wanted, by a multiplier for each group, from the amax of each row, or in blocks."""
 _KINDS = {"per_tensor": _GIVEN, "per_row": _PER_ROW, "block": _BLOCK, "mxfp8": _MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_TORCHAO_FLOOR = 1e-12
-_TORCHAO_BELOW = torch.nextafter(torch.tensor(_TORCHAO_FLOOR), torch.tensor(1.0)).item()
-"""The least float32 that is not below torchao's least amax."""
 _STRIP = 128
 """Rows that the tables count in."""
-
-
-@triton.jit
-def _magnitude(x):
-    return tl.where(x == x, tl.abs(x), 0.0)
-
-
-@triton.jit
-def _multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
-                TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr):  # fmt: skip
-    """`reference.multiplier_from_amax`. torchao's float64 quotient rounds to the same float32 as this one.
-
-    (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
-    """
-    if EPS > 0:
-        amax = tl.where(amax < EPS, EPS, amax)
-    scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
-    if TORCHAO_BELOW > 0:
-        scale = tl.where(amax < TORCHAO_BELOW, TORCHAO_MOST, scale)
-    else:
-        scale = tl.where(scale == float("inf"), LARGEST, scale)
-        scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-    if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-    return scale
 
 
 @triton.jit
@@ -80,7 +52,7 @@ def _e8m0(amax, FMAX: tl.constexpr, LOG: tl.constexpr, MANTISSA: tl.constexpr, M
 @triton.jit
 def _block_amax(x, P: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The amaxes of blocks of P rows and Q columns: [BM / P, BN / Q]."""
-    amax = _magnitude(x)
+    amax = magnitude(x)
     if Q > 1:
         amax = tl.max(tl.reshape(amax, (BM, BN // Q, Q)), axis=2)
     if P > 1:
@@ -123,7 +95,7 @@ def _side(
         else:
             at = first_row + tl.arange(0, BM)
             first = first_column
-        factor = _multiplier(
+        factor = multiplier(
             tl.load(arg + at, mask=at < length, other=1.0), FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST
         )
         if first == 0:
@@ -132,7 +104,7 @@ def _side(
     else:
         amax = _block_amax(x, P, Q, BM, BN)
         if KIND == _BLOCK:
-            factor = _multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
             stored = tl.div_rn(1.0, factor)
             at_row = first_row // P + tl.arange(0, BM // P)
             at_column = first_column // Q + tl.arange(0, BN // Q)
@@ -146,52 +118,6 @@ def _side(
         tl.store(scale + place, stored, mask=(at_row[:, None] < rows) & (at_column[None, :] < columns))
         y = _scaled(x, factor, P, Q, BM, BN)
     return y
-
-
-@triton.jit
-def _four(x, ROWS: tl.constexpr, QUADS: tl.constexpr):
-    """[ROWS, 4 QUADS] as the first, second, third and fourth of every four neighbours in a row."""
-    even, odd = tl.split(tl.reshape(x, (ROWS, QUADS, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _word(a, b, c, d, SHIFT: tl.constexpr):
-    """One byte of each of four uint32 tensors, that at bit SHIFT, as a word with a's lowest."""
-    low = ((a >> SHIFT) & 0xFF) | (((b >> SHIFT) & 0xFF) << 8)
-    return low | (((c >> SHIFT) & 0xFF) << 16) | (((d >> SHIFT) & 0xFF) << 24)
-
-
-@triton.jit
-def _words(y, E5M2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """float32 [BM, BN] cast to FP8, saturating, four of a row in a uint32: [BM, BN / 4].
-
-    Hopper's instruction makes two codes at a time. Spelled out, since bytes taken apart and put together again, as
-    Triton does for a tile that is transposed, come out corrupted (Triton issue 11111).
-    """
-    a, b, c, d = _four(y, BM, BN // 4)
-    if _INTERPRETED:
-        dtype: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-        a, b = a.to(dtype).to(tl.uint8, bitcast=True), b.to(dtype).to(tl.uint8, bitcast=True)
-        c, d = c.to(dtype).to(tl.uint8, bitcast=True), d.to(dtype).to(tl.uint8, bitcast=True)
-        words = _word(a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32), 0)
-    elif E5M2:
-        words = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high}; }""",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        words = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high}; }""",
-            "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return words
 
 
 @triton.jit
@@ -238,7 +164,7 @@ def grouped_amax_kernel(
         m = first + step * BM + tl.arange(0, BM)
         inside = (m[:, None] < end) & (k[None, :] < K)
         tile = tl.load(x + (m[:, None].to(tl.int64) * x_step + k[None, :]), mask=inside, other=0.0)
-        size = _magnitude(tile.to(tl.float32))
+        size = magnitude(tile.to(tl.float32))
         if ROW:
             bits = tl.max(size, axis=1).to(tl.int32, bitcast=True)
             tl.atomic_max(row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + m, bits, mask=m < end, sem="relaxed")
@@ -308,7 +234,7 @@ def grouped_cast_kernel(
             row_scale_column_step, row_at, first_column, end, False, ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG,
             ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2, ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST, BM, BN,
         )  # fmt: skip
-        words = _words(y, ROW_MANTISSA == 2, BM, BN)
+        words = in_words(y, ROW_MANTISSA == 2, BM, BN)
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (first_row.to(tl.int64) * padded_K + first_column) // 4
         mask = (m[:, None] < end) & ((first_column + 4 * across_quads)[None, :] < padded_K)
@@ -327,14 +253,14 @@ def grouped_cast_kernel(
             COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST, BM, BN,
         )  # fmt: skip
         if not SAME:
-            words = _words(z, COLUMN_MANTISSA == 2, BM, BN)
+            words = in_words(z, COLUMN_MANTISSA == 2, BM, BN)
         out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (known * column_group + first_column.to(tl.int64) * column_step + padded_start + local) // 4
-        a, b, c, d = _four(tl.trans(words), BN // 4, BM // 4)
+        a, b, c, d = four(tl.trans(words), BN // 4, BM // 4)
         for i in tl.static_range(4):
             k = 4 * across_quads + i
             mask = ((first_column + k)[:, None] < K) & ((local + 4 * down_quads)[None, :] < padded_size)
-            tl.store(out + (k[:, None] * (column_step // 4) + down_quads[None, :]), _word(a, b, c, d, 8 * i), mask=mask)
+            tl.store(out + (k[:, None] * (column_step // 4) + down_quads[None, :]), word(a, b, c, d, 8 * i), mask=mask)
 
 
 @triton.jit
@@ -525,7 +451,7 @@ def _constants(spec: QuantSpec, dtype: torch.dtype, *, columnwise: bool) -> tupl
     block_rows, block_columns = row.block
     p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
     largest = torch.finfo(dtype if row.family == "block" else torch.float32).max
-    below, most = (_TORCHAO_BELOW, row.element.max / _TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    below, most = (TORCHAO_BELOW, row.element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
     return (
         _KINDS[row.family].value, max(p, 1), max(q, 1), row.element.max, int(math.log2(row.element.max)),
         row.element.mantissa_bits, MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
