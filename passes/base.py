@@ -24,6 +24,13 @@ VIEWS = (
 """Operators that leave elements where they are."""
 
 
+def behind_views(node: Any, views: tuple[Any, ...] = VIEWS) -> Any:
+    """The tensor that a node is a view of, or the node itself; what is no node stays."""
+    while isinstance(node, fx.Node) and node.target in views:
+        node = node.args[0]
+    return node
+
+
 def is_fxquant(node: fx.Node, name: str | None = None) -> bool:
     """Whether a node calls an operator of fxquant, or the one called `name`."""
     if node.op != "call_function":

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxquant.compat import is_hopper
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_decode
-from fxquant.passes.base import VIEWS, val
+from fxquant.passes.base import behind_views, val
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -85,8 +85,7 @@ def quantizes_few_rows(node: fx.Node) -> bool:
 
 def _is_fused(x: Any) -> bool:
     """Whether Inductor makes a tensor in a kernel of its own, into which it can fuse more."""
-    while x.op == "call_function" and x.target in VIEWS:
-        x = x.args[0]
+    x = behind_views(x)
     tags = getattr(x.target, "tags", ())
     return x.op == "call_function" and (torch.Tag.pointwise in tags or x.target is _CONVERT)
 

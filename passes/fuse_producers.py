@@ -29,7 +29,7 @@ from fxquant.compat import detect_fake_mode, inductor_config, inductor_decomposi
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_cast
 from fxquant.kernels.producers import PRODUCERS, Producer
-from fxquant.passes.base import is_fxquant, val
+from fxquant.passes.base import behind_views, is_fxquant, val
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
@@ -93,7 +93,7 @@ def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
     for node in list(graph.nodes):
         if not any(is_fxquant(node, name) for name in ("quantize", "hybrid_quantize")):
             continue
-        root = _behind_views(node.args[0])
+        root = behind_views(node.args[0], _VIEWS)
         if root in seen:
             continue
         seen.add(root)
@@ -122,12 +122,6 @@ def _readers(root: fx.Node) -> Iterator[fx.Node]:
             yield from _readers(user)
         else:
             yield user
-
-
-def _behind_views(node: Any) -> fx.Node:
-    while node.target in _VIEWS:
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
 
 
 def _transposes(node: fx.Node, device: str) -> bool:
@@ -263,7 +257,7 @@ def _matches(pattern: Any, node: Any, found: dict[fx.Node, fx.Node]) -> bool:
         return type(pattern) is type(node) and bool(pattern == node)
     if not isinstance(node, fx.Node):
         return False
-    node = _behind_views(node)
+    node = behind_views(node, _VIEWS)
     if pattern.op == "placeholder":
         return found.setdefault(pattern, node) is node
     if pattern.op != node.op or pattern.target is not node.target or len(pattern.args) != len(node.args):

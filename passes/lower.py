@@ -47,7 +47,7 @@ from fxquant.kernels import (
 from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes import few_rows
-from fxquant.passes.base import VIEWS, is_fxquant, val
+from fxquant.passes.base import behind_views, is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
@@ -128,8 +128,7 @@ def _by_triton(name: str, node: fx.Node) -> bool:
 
 def _in_memory(x: Any) -> bool:
     """Whether a tensor is a graph's input or the result of a GEMM or an attention, seen through views."""
-    while isinstance(x, fx.Node) and x.target in VIEWS:
-        x = x.args[0]
+    x = behind_views(x)
     if isinstance(x, fx.Node) and x.target is operator.getitem:
         x = x.args[0]
     return isinstance(x, fx.Node) and (x.op in ("placeholder", "get_attr") or x.target in _EXTERNAL)
