@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from fxquant import bench_decode, bench_export, recipes
 from fxquant.backend import Backend
 from fxquant.bench_decode import Decode
-from fxquant.bench_export import Served
+from fxquant.bench_export import DecoderBlock, Served
 from fxquant.compat import inductor_config, unlimited_recompiles
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm
@@ -173,28 +173,18 @@ CASTS = tuple(Cast(16384, k, directions) for k in (4096, 14336) for directions i
 TINY_CASTS = (Cast(128, 256, 2), Cast(128, 256, 1))
 
 
-class Block(nn.Module):
-    """One Llama decoder block (RMSNorm, grouped-query attention with rotary embedding, SwiGLU) in plain PyTorch."""
+class Block(DecoderBlock):
+    """One with rotary embedding and causal attention."""
 
     def __init__(self, size: Stack) -> None:
-        super().__init__()
-        self.head_dim = size.hidden // size.heads
-        kv = size.kv_heads * self.head_dim
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(size.hidden), nn.RMSNorm(size.hidden)
-        self.q, self.o = (nn.Linear(size.hidden, size.hidden, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(size.hidden, kv, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(size.hidden, size.ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(size.ffn, size.hidden, bias=False)
+        super().__init__(size.hidden, size.ffn, size.heads, size.kv_heads)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h = self.attention_norm(x)
-        q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = self.before(x)
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
+        return self.after(x, y)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

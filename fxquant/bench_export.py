@@ -46,31 +46,47 @@ SIZES = (Served(**_LLAMA, tokens=4096), *(Served(**_LLAMA, tokens=m, context=102
 TINY = (Served(64, 128, 4, 2, tokens=16), Served(64, 128, 4, 2, tokens=2, context=8))
 
 
-class Block(nn.Module):
-    """A Llama decoder block whose keys and values so far are inputs; it gives its output and the new ones."""
+class DecoderBlock(nn.Module):
+    """The layers of a Llama decoder block (RMSNorm, grouped-query attention, SwiGLU) around its attention."""
+
+    def __init__(self, hidden: int, ffn: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        kv = kv_heads * self.head_dim
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.q, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(hidden, kv, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [batch, length, hidden] as queries, keys and values [batch, heads, length, head_dim]."""
+        h = self.attention_norm(x)
+        q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return q, k, v
+
+    def after(self, x: Tensor, y: Tensor) -> Tensor:
+        """The block's output, from its input x and its attention's output y [batch, heads, length, head_dim]."""
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
+
+
+class Block(DecoderBlock):
+    """One whose keys and values so far are inputs; it gives its output and the new ones."""
 
     def __init__(self, size: Served) -> None:
-        super().__init__()
-        self.head_dim = size.hidden // size.heads
-        kv = size.kv_heads * self.head_dim
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(size.hidden), nn.RMSNorm(size.hidden)
-        self.q, self.o = (nn.Linear(size.hidden, size.hidden, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(size.hidden, kv, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(size.hidden, size.ffn, bias=False) for _ in range(2))
-        self.down = nn.Linear(size.ffn, size.hidden, bias=False)
+        super().__init__(size.hidden, size.ffn, size.heads, size.kv_heads)
         self.to(torch.bfloat16).requires_grad_(False)
 
     def forward(self, x: Tensor, keys: Tensor | None = None, values: Tensor | None = None) -> tuple[Tensor, ...]:
         """x [batch, length, hidden]; keys and values [batch, kv_heads, context, head_dim] are attended to alone."""
-        h = self.attention_norm(x)
-        q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = self.before(x)
         if keys is None or values is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             y = F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h)), k, v
+        return self.after(x, y), k, v
 
 
 def arguments(size: Served) -> tuple[Tensor, ...]:
