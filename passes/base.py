@@ -23,6 +23,15 @@ VIEWS = (
 )  # fmt: skip
 """Operators that leave elements where they are."""
 
+EXTERNAL = (
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default,
+    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_backward.default,
+    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_cudnn_attention_backward.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+)  # fmt: skip
+"""What no kernel of Inductor's own computes."""
+
 
 def behind_views(node: Any, views: tuple[Any, ...] = VIEWS) -> Any:
     """The tensor that a node is a view of, or the node itself; what is no node stays."""

@@ -47,7 +47,7 @@ from fxquant.kernels import (
 from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes import few_rows
-from fxquant.passes.base import behind_views, is_fxquant, val
+from fxquant.passes.base import EXTERNAL, behind_views, is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
@@ -59,16 +59,6 @@ _READS_VALUES = (
     "quantize_heads", "attention_backward",
 )  # fmt: skip
 """Operators whose result depends on the last bit of what they read."""
-
-_aten = torch.ops.aten
-_EXTERNAL = (
-    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default,
-    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_backward.default,
-    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_cudnn_attention_backward.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_efficient_attention_backward.default,
-)  # fmt: skip
-"""What no kernel of Inductor's own computes."""
 
 
 def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
@@ -131,7 +121,7 @@ def _in_memory(x: Any) -> bool:
     x = behind_views(x)
     if isinstance(x, fx.Node) and x.target is operator.getitem:
         x = x.args[0]
-    return isinstance(x, fx.Node) and (x.op in ("placeholder", "get_attr") or x.target in _EXTERNAL)
+    return isinstance(x, fx.Node) and (x.op in ("placeholder", "get_attr") or x.target in EXTERNAL)
 
 
 def triton_quantize(
