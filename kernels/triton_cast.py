@@ -600,14 +600,8 @@ def _make_side(
     padded = _cdiv(length, row.alignment) * row.alignment
     data = torch.empty((results * rows, padded), dtype=element.dtype, device=x.device)
     kind = _KINDS[row.family] if given is None else _GIVEN
+    constants = _constants(spec, kind, x.dtype, columnwise=columnwise)
     block_rows, block_columns = row.block
-    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
-    largest = torch.finfo(x.dtype if row.family == "block" else torch.float32).max
-    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
-    constants = (
-        kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
-        MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
-    )  # fmt: skip
     if row.family == "per_tensor":
         arg = given if given is not None else tensor_amax
         assert arg is not None
@@ -627,6 +621,20 @@ def _make_side(
     if columnwise:
         return _Side(data, scale, unread, constants, (scale_columns, scale_rows), steps[::-1], transposed, results)
     return _Side(data, scale, unread, constants, (scale_rows, scale_columns), steps, transposed, results)
+
+
+def _constants(spec: QuantSpec, kind: tl.constexpr, dtype: torch.dtype, *, columnwise: bool) -> tuple[Any, ...]:
+    """What a kernel is told of the scaling of one side of an x of this dtype."""
+    element = spec.row.element
+    assert element is not None
+    block_rows, block_columns = spec.row.block
+    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
+    largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max
+    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    return (
+        kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
+        MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
+    )  # fmt: skip
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
