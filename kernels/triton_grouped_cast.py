@@ -171,42 +171,52 @@ def grouped_cast_kernel(
     down = first_down + _axis(R, 4)
     across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
     down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-    source = x + (first_row.to(tl.int64) * x_step + first_column)
-    inside = (first_row + down_6 < end) & (first_column + across_6 < K)
+    left = end - first_row
+    wide_row = first_row.to(tl.int64)
+    source = x + (wide_row * x_step + first_column)
+    inside = (down_6 < left) & (first_column + across_6 < K)
     tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
     parts = _four(tile, R, LAYOUT)
     known = tl.minimum(group, G - 1).to(tl.int64)
     once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
     if ROW_KIND != _NONE:
-        row_at = first_row
-        row_end = end
+        row_at = 0
+        row_left = left
+        row_scale += known * row_scale_group
         if ROW_KIND == _GIVEN:
             row_at = once
             row_arg += known
         elif ROW_P > 1:
             row_at = local
-            row_end = row_scale_rows
+            row_left = row_scale_rows
+        elif ROW_KIND == _PER_ROW:
+            row_arg += wide_row
+            row_scale += wide_row
+        else:
+            row_scale += wide_row * row_scale_step
         factors = _factors(
-            parts, row_arg, row_scale + known * row_scale_group, row_end, row_scale_columns, row_scale_step,
-            row_scale_column_step, row_at, first_column, down, across, end, K, False, ROW, LAYOUT,
+            parts, row_arg, row_scale, row_left, row_scale_columns, row_scale_step, row_scale_column_step, row_at,
+            first_column, down, across, left, K, False, ROW, LAYOUT,
         )  # fmt: skip
         a, b, c, d = parts
         words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (first_row.to(tl.int64) * padded_K + first_column) // 4
+        out += (wide_row * padded_K + first_column) // 4
         place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-        tl.store(out + place, words, mask=(first_row + down < end) & (first_column + across < padded_K))
+        tl.store(out + place, words, mask=(down < left) & (first_column + across < padded_K))
     if COLUMN_KIND != _NONE:
         column_at = once
+        blocks_left = 0
+        column_scale += known * column_scale_group
         if COLUMN_KIND == _BLOCK or COLUMN_KIND == _MX:
-            column_at = padded_start + local
+            column_at = 0
+            blocks_left = (padded_size - local) // COLUMN_P  # those behind are of the next group
+            column_scale += ((padded_start + local) // COLUMN_P).to(tl.int64) * column_scale_step
         else:
             column_arg += known * column_scale_group
-        # blocks behind the group are those of the next
         factors = _factors(
-            parts, column_arg, column_scale + known * column_scale_group, padded_end // COLUMN_P, column_scale_columns,
-            column_scale_step, column_scale_column_step, column_at, first_column, down, across, end, K, True, COLUMN,
-            LAYOUT,
+            parts, column_arg, column_scale, blocks_left, column_scale_columns, column_scale_step,
+            column_scale_column_step, column_at, first_column, down, across, left, K, True, COLUMN, LAYOUT,
         )  # fmt: skip
         column = first_column.to(tl.int64)
         if BATCH:
