@@ -22,7 +22,9 @@ from torch.library import wrap_triton
 from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels import grouped_reference, reference, triton_cast
-from fxquant.kernels.triton_cast import _BLOCK, _GIVEN, _MX, _NONE, _PER_ROW, _ROWS, _axis, _factors, _four
+from fxquant.kernels.triton_cast import (
+    _BLOCK, _GIVEN, _KIND, _MANTISSA, _MX, _NONE, _P, _PER_ROW, _Q, _ROWS, _axis, _factors, _four,
+)  # fmt: skip
 from fxquant.kernels.triton_codes import codes
 
 _STRIP = 128
@@ -32,14 +34,33 @@ _ENTRIES = 32
 
 
 @triton.jit
+def _order(order, entry, last, through, count, g, G):
+    """What comes as the given entries: amaxes of the first group, then by group those of the next and its own cast."""
+    first = through - count
+    # where a group's turn begins: behind the amaxes of its own strips and all that came before
+    begins = tl.where(g <= G, through + 4 * first, 0x7FFFFFFF)
+    group = tl.sum((begins[None, :] <= entry[:, None]).to(tl.int32), 1) - 1
+    own = g[None, :] == group[:, None]
+    place = entry - tl.sum(tl.where(own, begins[None, :], 0), 1)
+    next_strip = tl.sum(tl.where(own, through[None, :], 0), 1)  # 0 before the first group's turn, as it should be
+    following = tl.sum(tl.where(g[None, :] == group[:, None] + 1, count[None, :], 0), 1)
+    takes = (place < following) | (group < 0)
+    cast = place - following
+    strip = tl.where(takes, next_strip + place, tl.sum(tl.where(own, first[None, :], 0), 1) + cast // 4)
+    tl.store(order + 2 * entry, tl.minimum(strip, last))
+    tl.store(order + 2 * entry + 1, tl.where(takes, 4, cast % 4))
+
+
+@triton.jit
 def strips_kernel(
-    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, STRIP: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    offs, strips, order, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, STRIP: tl.constexpr,
+    ENTRIES: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """Where each strip's rows are, for `strip_of`. Groups are padded to the ALIGNMENT.
 
     Every group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
-    GROUPS is a power of two above G.
+    GROUPS is a power of two above G. With ORDER also the order of `grouped_lines_kernel`: a strip, and which quarter of
+    it is cast or, as 4, that its amaxes are taken.
     """
     g = tl.arange(0, GROUPS)
     ends = tl.load(offs + tl.minimum(g, G - 1))
@@ -60,6 +81,10 @@ def strips_kernel(
     tl.store(place + 3, tl.sum(tl.where(own, ends[None, :], 0), 1))
     tl.store(place + 4, tl.sum(tl.where(own, (padded_ends - padded)[None, :], 0), 1))
     tl.store(place + 5, tl.sum(tl.where(own, padded_ends[None, :], 0), 1))
+    if ORDER:
+        for quarter in tl.static_range(5):
+            entry = (tl.program_id(0) * 5 + quarter) * ENTRIES + tl.arange(0, ENTRIES)
+            _order(order, entry, tl.num_programs(0) * ENTRIES - 1, through, count, g, G)
 
 
 @triton.jit
@@ -85,21 +110,15 @@ def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.co
 
 
 @triton.jit
-def grouped_amax_kernel(
-    x, row_amax, column_amax, strips, G, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+def take_amaxes(
+    x, row_amax, column_amax, group, first, end, first_column, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The amaxes of the rows [M], and of the columns of each group [G, K], NaN ignored, into zeroed float32 buffers.
+    """Adds a strip of 256 columns to the amaxes of rows [M] and of the columns of groups [G, K], NaN ignored.
 
-    Goes down a strip in tiles of W * R rows, R for each of W warps, and 256 columns, eight for each thread, as
+    Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as
     `triton_cast.amax_kernel` does.
     """
-    tiles = tl.cdiv(K, 256)
-    group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
-    first = start + local
-    if first >= end:
-        return
-    first_column = (tl.program_id(0) % tiles) * 256
     down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
     across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
     in_k = first_column + across < K
@@ -123,50 +142,26 @@ def grouped_amax_kernel(
 
 
 @triton.jit
-def grouped_cast_kernel(
-    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, strips, G, rows, column_units, K,
-    row_units, x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
-    column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step,
-    ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
-    ROW_MANTISSA: tl.constexpr, ROW_MODE: tl.constexpr, ROW_LARGEST: tl.constexpr, ROW_EPS: tl.constexpr,
-    ROW_POW2: tl.constexpr, ROW_TORCHAO_BELOW: tl.constexpr, ROW_TORCHAO_MOST: tl.constexpr,
-    COLUMN_KIND: tl.constexpr, COLUMN_P: tl.constexpr, COLUMN_Q: tl.constexpr, COLUMN_FMAX: tl.constexpr,
-    COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
-    COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
-    COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr,
-    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
+def cast_tile(
+    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
+    row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
+    column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
+    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
+    """Quantizes the tile at the row `local` of a group, whose place is as `strip_of` gives it.
 
     Tiles, their layout, scales and units are those of `triton_cast.cast_kernel`. A group's scales, and what they come
     from, are `*_scale_group` apart.
     """
     R: tl.constexpr = _ROWS
-    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
-    HEIGHT: tl.constexpr = R * LM * WM
-    WIDTH: tl.constexpr = 4 * LK * WK
-    ROW: tl.constexpr = (
-        ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
-        ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
-    )  # fmt: skip
-    COLUMN: tl.constexpr = (
-        COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
-        COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
-    )  # fmt: skip
+    LK: tl.constexpr = LAYOUT[0]
+    LM: tl.constexpr = LAYOUT[1]
+    WK: tl.constexpr = LAYOUT[2]
+    WM: tl.constexpr = LAYOUT[3]
     padded_M = column_units * 16
     padded_K = row_units * 16
-    tiles = tl.cdiv(padded_K, WIDTH)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what the kernel of amaxes has read last is still in the cache
-    row_tile = program // tiles
-    group, local, start, end, padded_start, padded_end = strip_of(
-        row_tile // (STRIP // HEIGHT), strips, rows, padded_M, STRIP, BATCH
-    )  # fmt: skip
-    local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
     padded_size = padded_end - padded_start
-    if (group > G) | ((local >= padded_size) & (local > 0)):
-        return
     first_row = start + local
-    first_column = (program % tiles) * WIDTH
     first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
     down = first_down + _axis(R, 4)
     across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
@@ -179,17 +174,17 @@ def grouped_cast_kernel(
     parts = _four(tile, R, LAYOUT)
     known = tl.minimum(group, G - 1).to(tl.int64)
     once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
-    if ROW_KIND != _NONE:
+    if ROW[_KIND] != _NONE:
         row_at = 0
         row_left = left
         row_scale += known * row_scale_group
-        if ROW_KIND == _GIVEN:
+        if ROW[_KIND] == _GIVEN:
             row_at = once
             row_arg += known
-        elif ROW_P > 1:
+        elif ROW[_P] > 1:
             row_at = local
             row_left = row_scale_rows
-        elif ROW_KIND == _PER_ROW:
+        elif ROW[_KIND] == _PER_ROW:
             row_arg += wide_row
             row_scale += wide_row
         else:
@@ -199,19 +194,19 @@ def grouped_cast_kernel(
             first_column, down, across, left, K, False, ROW, LAYOUT,
         )  # fmt: skip
         a, b, c, d = parts
-        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
+        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW[_MANTISSA] == 2)
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (wide_row * padded_K + first_column) // 4
         place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
         tl.store(out + place, words, mask=(down < left) & (first_column + across < padded_K))
-    if COLUMN_KIND != _NONE:
+    if COLUMN[_KIND] != _NONE:
         column_at = once
         blocks_left = 0
         column_scale += known * column_scale_group
-        if COLUMN_KIND == _BLOCK or COLUMN_KIND == _MX:
+        if COLUMN[_KIND] == _BLOCK or COLUMN[_KIND] == _MX:
             column_at = 0
-            blocks_left = (padded_size - local) // COLUMN_P  # those behind are of the next group
-            column_scale += ((padded_start + local) // COLUMN_P).to(tl.int64) * column_scale_step
+            blocks_left = (padded_size - local) // COLUMN[_P]  # those behind are of the next group
+            column_scale += ((padded_start + local) // COLUMN[_P]).to(tl.int64) * column_scale_step
         else:
             column_arg += known * column_scale_group
         factors = _factors(
@@ -226,10 +221,146 @@ def grouped_cast_kernel(
         out += (column * padded_M + first) // 4
         for j in tl.static_range(4):
             a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-            words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
+            words = codes(a, b, c, d, COLUMN[_MANTISSA] == 2)
             place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
             mask = (first_column + across + j < K) & (local + first_down < padded_size)
             tl.store(out + place, words, mask=mask)
+
+
+@triton.jit
+def grouped_amax_kernel(
+    x, row_amax, column_amax, strips, G, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The amaxes of the rows [M], and of the columns of each group [G, K], into zeroed float32 buffers."""
+    tiles = tl.cdiv(K, 256)
+    group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
+    if start + local < end:
+        take_amaxes(
+            x, row_amax, column_amax, group, start + local, end, (tl.program_id(0) % tiles) * 256, K, x_step, ROW,
+            COLUMN, STRIP, W, R,
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped_cast_kernel(
+    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, strips, G, rows, column_units, K,
+    row_units, x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
+    column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step,
+    ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
+    ROW_MANTISSA: tl.constexpr, ROW_MODE: tl.constexpr, ROW_LARGEST: tl.constexpr, ROW_EPS: tl.constexpr,
+    ROW_POW2: tl.constexpr, ROW_TORCHAO_BELOW: tl.constexpr, ROW_TORCHAO_MOST: tl.constexpr,
+    COLUMN_KIND: tl.constexpr, COLUMN_P: tl.constexpr, COLUMN_Q: tl.constexpr, COLUMN_FMAX: tl.constexpr,
+    COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
+    COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
+    COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
+    BATCH: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
+):  # fmt: skip
+    """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized."""
+    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
+    HEIGHT: tl.constexpr = _ROWS * LM * WM
+    WIDTH: tl.constexpr = 4 * LK * WK
+    ROW: tl.constexpr = (
+        ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
+        ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
+    )  # fmt: skip
+    COLUMN: tl.constexpr = (
+        COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
+        COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
+    )  # fmt: skip
+    tiles = tl.cdiv(row_units * 16, WIDTH)
+    row_tile = tl.program_id(0) // tiles
+    group, local, start, end, padded_start, padded_end = strip_of(
+        row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
+    )  # fmt: skip
+    local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
+    if (group > G) | ((local >= padded_end - padded_start) & (local > 0)):
+        return
+    cast_tile(
+        x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
+        row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
+        column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
+        padded_end, (tl.program_id(0) % tiles) * WIDTH, ROW, COLUMN, BATCH, LAYOUT,
+    )  # fmt: skip
+
+
+@triton.jit
+def grouped_lines_kernel(
+    x, row_data, row_scale, row_amax, column_data, column_scale, column_amax, strips, order, taken, done, G, rows,
+    column_units, K, row_units, x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step,
+    row_scale_column_step, column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step,
+    ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
+    ROW_MANTISSA: tl.constexpr, ROW_MODE: tl.constexpr, ROW_LARGEST: tl.constexpr, ROW_EPS: tl.constexpr,
+    ROW_POW2: tl.constexpr, ROW_TORCHAO_BELOW: tl.constexpr, ROW_TORCHAO_MOST: tl.constexpr,
+    COLUMN_KIND: tl.constexpr, COLUMN_P: tl.constexpr, COLUMN_Q: tl.constexpr, COLUMN_FMAX: tl.constexpr,
+    COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
+    COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
+    COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
+    BATCH: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
+):  # fmt: skip
+    """Quantizes by the amaxes of rows, and of the columns of groups, which it takes before, in zeroed buffers.
+
+    A program takes the amaxes of a strip of 256 columns or casts a quarter of it. The amaxes of a group come before the
+    cast of the group before, so that a group is read from memory once, and then from the cache, where two fit there.
+    Programs take their numbers from the counter `taken`, so that whoever waits waits for programs that run; `done`
+    [G] counts the strips whose amaxes are taken.
+    """
+    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
+    tl.static_assert((_ROWS * LM * WM == 64) & (4 * LK * WK == 128))
+    ROWWISE: tl.constexpr = ROW_KIND != _NONE
+    COLUMNWISE: tl.constexpr = COLUMN_KIND != _NONE
+    ROW: tl.constexpr = (
+        ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
+        ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
+    )  # fmt: skip
+    COLUMN: tl.constexpr = (
+        COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
+        COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
+    )  # fmt: skip
+    number = tl.atomic_add(taken, 1, sem="relaxed")
+    panels = tl.cdiv(row_units * 16, 256)
+    entry = number // panels
+    first_column = (number % panels) * 256
+    if BATCH:
+        per_group = tl.cdiv(column_units * 16, STRIP)
+        turn = tl.maximum(entry - per_group, 0) // (5 * per_group)
+        place = entry - per_group - turn * (5 * per_group)  # below zero for the first amaxes
+        quarter = 4
+        strip = (turn + 1) * per_group + place
+        if place >= per_group:
+            quarter = (place - per_group) % 4
+            strip = turn * per_group + (place - per_group) // 4
+    else:
+        strip = tl.load(order + 2 * entry)
+        quarter = tl.load(order + 2 * entry + 1)
+    group, local, start, end, padded_start, padded_end = strip_of(
+        strip, strips, rows, column_units * 16, STRIP, BATCH
+    )  # fmt: skip
+    if (group > G) | (BATCH & (group >= G)):
+        return
+    waits = tl.cdiv(end - start, STRIP) * panels
+    if quarter == 4:
+        if start + local < end:
+            take_amaxes(
+                x, row_amax, column_amax, group, start + local, end, first_column, K, x_step, ROWWISE, COLUMNWISE,
+                STRIP, WK * WM, 8,
+            )  # fmt: skip
+            tl.debug_barrier()
+            tl.atomic_add(done + group, 1, sem="release")
+    else:
+        local += (quarter // 2) * 64
+        first_column += (quarter % 2) * 128
+        if (local < padded_end - padded_start) | (local == 0):
+            if waits > 0:
+                while tl.atomic_add(done + group, 0, sem="acquire") < waits:
+                    pass
+                tl.debug_barrier()
+            cast_tile(
+                x, row_data, row_scale, row_amax, column_data, column_scale, column_amax, G, column_units, K, row_units,
+                x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
+                column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step, group, local,
+                start, end, padded_start, padded_end, first_column, ROW, COLUMN, BATCH, LAYOUT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -289,7 +420,9 @@ def quantize(
     batch = offs is None
     alignment = 16 if column is None else column.row.alignment
     inner = x.shape[-1]
-    strips = unread
+    by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
+    lines = all(spec is None or spec.row.family == "per_row" for spec in (row, column))
+    strips, order = unread, unread
     if offs is None:
         groups, rows = x.shape[:2]
         size = _up(rows, alignment)
@@ -297,18 +430,21 @@ def quantize(
     else:
         groups, rows, offs = offs.shape[0], x.shape[0], offs.to(torch.int32)
         size = grouped_reference.padded_rows(rows, groups, alignment)
-        count = size // _STRIP + groups + 2
-        programs = _cdiv(count, _ENTRIES)
-        strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
+        programs = _cdiv(size // _STRIP + groups + 2, _ENTRIES)
+        count = programs * _ENTRIES
+        strips = torch.empty((count, 8), dtype=torch.int32, device=x.device)
+        if lines:
+            order = torch.empty((5 * count, 2), dtype=torch.int32, device=x.device)
         wrap_triton(strips_kernel)[(programs,)](
-            offs, strips, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP, _ENTRIES, num_warps=4
-        )
+            offs, strips, order, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP, _ENTRIES, lines,
+            num_warps=4,
+        )  # fmt: skip
     row_amax, column_amax = unread, unread
-    by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
     if by_row or by_column:
         every = groups * rows if batch else rows
         row_amax = torch.zeros(every if by_row else 1, dtype=torch.float32, device=x.device)
         column_amax = torch.zeros((groups, inner) if by_column else (1, 1), dtype=torch.float32, device=x.device)
+    if (by_row or by_column) and not lines:
         warps, height = 2, 8
         wrap_triton(grouped_amax_kernel)[(count * _cdiv(inner, 256),)](
             x, row_amax, column_amax, strips, groups, rows, size, inner, x.stride(-2), by_row, by_column, batch, _STRIP,
@@ -327,6 +463,15 @@ def quantize(
     right = _side_of(x, offs, column, column_amax, multiplier, column_state, size, unread, columnwise=True)
     lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast._layout(row, column)
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
+    if lines:
+        taken = torch.zeros(1, dtype=torch.int32, device=x.device)
+        done = torch.zeros(groups, dtype=torch.int32, device=x.device)
+        wrap_triton(grouped_lines_kernel)[(5 * count * _cdiv(row_units, 16),)](
+            x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, order, taken, done, groups,
+            rows, size // 16, inner, row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:],
+            *left.constants, *right.constants, batch, _STRIP, *layout, num_warps=warps_k * warps_m,
+        )  # fmt: skip
+        return [*left.parts, *right.parts]
     grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
@@ -390,9 +535,13 @@ def _side_of(
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch of a kernel of this file writes."""
-    for name in ("cleared", "offs"):
-        if name in arguments:
-            return ["cleared"] if name == "cleared" else ["strips"]
+    if "cleared" in arguments:
+        return ["cleared"]
+    if "done" in arguments:
+        sides = [side for side in ("row", "column") if arguments[f"{side.upper()}_KIND"]]
+        return [*(f"{side}_{name}" for side in sides for name in ("data", "scale", "amax")), "taken", "done"]
+    if "offs" in arguments:
+        return ["strips", "order"] if arguments["ORDER"] else ["strips"]
     return triton_cast.written(arguments)
 
 
@@ -414,5 +563,5 @@ def _up(size: Any, to: int) -> Any:
     return _cdiv(size, to) * to
 
 
-for _kernel in (strips_kernel, grouped_amax_kernel, grouped_cast_kernel, clear_kernel):
+for _kernel in (strips_kernel, grouped_amax_kernel, grouped_cast_kernel, grouped_lines_kernel, clear_kernel):
     declare_written(_kernel, written)
