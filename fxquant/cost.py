@@ -313,7 +313,9 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
     of: dict[_Tensor, Matmul] = {}
     for site, gemm, operand, decision in _operands(sites):
         spec, matmul = _spec(decision), decision.matmul
-        if spec is None or matmul is None or (operand == "weight" and matmul.stored):
+        if spec is None or matmul is None:
+            continue
+        if operand == "weight" and matmul.stored and not (spec.is_delayed or spec.stochastic):
             continue
         graph = "backward" if gemm is not Gemm.FPROP and operand != "input" else "forward"
         name = {"input": matmul.input, "weight": matmul.weight, "grad_output": str(site)}[operand]
