@@ -23,8 +23,19 @@ from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels import grouped_reference, reference, triton_cast
 from fxquant.kernels.triton_cast import (
-    _BLOCK, _GIVEN, _KIND, _MANTISSA, _MX, _NONE, _P, _PER_ROW, _Q, _ROWS, _axis, _factors, _four,
-)  # fmt: skip
+    _BLOCK,
+    _GIVEN,
+    _KIND,
+    _MANTISSA,
+    _MX,
+    _NONE,
+    _P,
+    _PER_ROW,
+    _ROWS,
+    _axis,
+    _factors,
+    _four,
+)
 from fxquant.kernels.triton_codes import codes
 
 _STRIP = 128
@@ -112,9 +123,11 @@ def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.co
 @triton.jit
 def take_amaxes(
     x, row_amax, column_amax, group, first, end, first_column, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    GROUP: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Adds a strip of 256 columns to the amaxes of rows [M] and of the columns of groups [G, K], NaN ignored.
+
+    With GROUP alone to those of groups, [G], in the place of the latter.
 
     Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as
     `triton_cast.amax_kernel` does.
@@ -133,8 +146,11 @@ def take_amaxes(
             bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
             out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
             tl.atomic_max(out + down, bits, mask=row + down < end, sem="relaxed")
-        if COLUMN:
+        if COLUMN or GROUP:
             largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
+    if GROUP:
+        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
+        tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + group, bits, sem="relaxed")
     if COLUMN:
         bits = tl.maximum(tl.max(largest, axis=1, keep_dims=True), 0.0).to(tl.int32, bitcast=True)
         out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + (group.to(tl.int64) * K + first_column)
@@ -230,15 +246,15 @@ def cast_tile(
 @triton.jit
 def grouped_amax_kernel(
     x, row_amax, column_amax, strips, G, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    GROUP: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The amaxes of the rows [M], and of the columns of each group [G, K], into zeroed float32 buffers."""
+    """The amaxes of the rows [M], and of the columns of each group [G, K] or of groups, into zeroed float32 buffers."""
     tiles = tl.cdiv(K, 256)
     group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
     if start + local < end:
         take_amaxes(
             x, row_amax, column_amax, group, start + local, end, (tl.program_id(0) % tiles) * 256, K, x_step, ROW,
-            COLUMN, STRIP, W, R,
+            COLUMN, GROUP, STRIP, W, R,
         )  # fmt: skip
 
 
@@ -343,7 +359,7 @@ def grouped_lines_kernel(
         if start + local < end:
             take_amaxes(
                 x, row_amax, column_amax, group, start + local, end, first_column, K, x_step, ROWWISE, COLUMNWISE,
-                STRIP, WK * WM, 8,
+                False, STRIP, WK * WM, 8,
             )  # fmt: skip
             tl.debug_barrier()
             tl.atomic_add(done + group, 1, sem="release")
@@ -402,6 +418,55 @@ def supported(x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: Qua
     return x.dtype != torch.float64 and x.ndim == (2 if offs is not None else 3)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where groups lie: how many there are, their rows, those when padded, and strips; and the tables."""
+
+    sizes: tuple[Any, Any, Any, Any]
+    strips: Tensor
+    order: Tensor
+
+
+def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, *, ordered: bool) -> _Place:
+    if offs is None:
+        groups, rows = x.shape[:2]
+        size = _up(rows, alignment)
+        return _Place((groups, rows, size, groups * _cdiv(size, _STRIP)), unread, unread)
+    groups, rows = offs.shape[0], x.shape[0]
+    size = grouped_reference.padded_rows(rows, groups, alignment)
+    programs = _cdiv(size // _STRIP + groups + 2, _ENTRIES)
+    count = programs * _ENTRIES
+    strips = torch.empty((count, 8), dtype=torch.int32, device=x.device)
+    order = torch.empty((5 * count, 2), dtype=torch.int32, device=x.device) if ordered else unread
+    wrap_triton(strips_kernel)[(programs,)](
+        offs.to(torch.int32), strips, order, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP,
+        _ENTRIES, ordered, num_warps=4,
+    )  # fmt: skip
+    return _Place((groups, rows, size, count), strips, order)
+
+
+def _take(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, place: _Place, by_row: bool, by_column: bool, by_group: bool,
+    batch: bool,
+) -> None:  # fmt: skip
+    groups, rows, size, count = place.sizes
+    warps, height = 2, 8
+    wrap_triton(grouped_amax_kernel)[(count * _cdiv(x.shape[-1], 256),)](
+        x, row_amax, column_amax, place.strips, groups, rows, size, x.shape[-1], x.stride(-2), by_row, by_column,
+        by_group, batch, _STRIP, warps, height, num_warps=warps,
+    )  # fmt: skip
+
+
+def group_amax(x: Tensor, offs: Tensor | None) -> Tensor:
+    """`grouped_reference.group_amax`: float32 [G], from one read."""
+    x = x.contiguous()
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)
+    place = _place(x, offs, 16, unread, ordered=False)
+    amax = torch.zeros(place.sizes[0], dtype=torch.float32, device=x.device)
+    _take(x, unread, amax, place, False, False, True, offs is None)
+    return amax
+
+
 def quantize(
     x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None, row_state: Tensor | None = None,
     column_state: Tensor | None = None, group_amax: Any = grouped_reference.group_amax,
@@ -417,39 +482,19 @@ def quantize(
         return [*swapped[count:], *swapped[:count]]
     x = x.contiguous()
     unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
-    batch = offs is None
     alignment = 16 if column is None else column.row.alignment
-    inner = x.shape[-1]
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
     lines = all(spec is None or spec.row.family == "per_row" for spec in (row, column))
-    strips, order = unread, unread
-    if offs is None:
-        groups, rows = x.shape[:2]
-        size = _up(rows, alignment)
-        count = groups * _cdiv(size, _STRIP)
-    else:
-        groups, rows, offs = offs.shape[0], x.shape[0], offs.to(torch.int32)
-        size = grouped_reference.padded_rows(rows, groups, alignment)
-        programs = _cdiv(size // _STRIP + groups + 2, _ENTRIES)
-        count = programs * _ENTRIES
-        strips = torch.empty((count, 8), dtype=torch.int32, device=x.device)
-        if lines:
-            order = torch.empty((5 * count, 2), dtype=torch.int32, device=x.device)
-        wrap_triton(strips_kernel)[(programs,)](
-            offs, strips, order, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP, _ENTRIES, lines,
-            num_warps=4,
-        )  # fmt: skip
+    place = _place(x, offs, alignment, unread, ordered=lines)
+    batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
+    inner = x.shape[-1]
     row_amax, column_amax = unread, unread
     if by_row or by_column:
         every = groups * rows if batch else rows
         row_amax = torch.zeros(every if by_row else 1, dtype=torch.float32, device=x.device)
         column_amax = torch.zeros((groups, inner) if by_column else (1, 1), dtype=torch.float32, device=x.device)
     if (by_row or by_column) and not lines:
-        warps, height = 2, 8
-        wrap_triton(grouped_amax_kernel)[(count * _cdiv(inner, 256),)](
-            x, row_amax, column_amax, strips, groups, rows, size, inner, x.stride(-2), by_row, by_column, batch, _STRIP,
-            warps, height, num_warps=warps,
-        )  # fmt: skip
+        _take(x, row_amax, column_amax, place, by_row, by_column, False, batch)
     own: Tensor | None = None
 
     def multiplier(spec: QuantSpec, state: Tensor | None) -> Tensor:
@@ -467,8 +512,8 @@ def quantize(
         taken = torch.zeros(1, dtype=torch.int32, device=x.device)
         done = torch.zeros(groups, dtype=torch.int32, device=x.device)
         wrap_triton(grouped_lines_kernel)[(5 * count * _cdiv(row_units, 16),)](
-            x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, order, taken, done, groups,
-            rows, size // 16, inner, row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:],
+            x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, place.order, taken, done,
+            groups, rows, size // 16, inner, row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:],
             *left.constants, *right.constants, batch, _STRIP, *layout, num_warps=warps_k * warps_m,
         )  # fmt: skip
         return [*left.parts, *right.parts]
@@ -542,6 +587,8 @@ def written(arguments: Mapping[str, Any]) -> list[str]:
         return [*(f"{side}_{name}" for side in sides for name in ("data", "scale", "amax")), "taken", "done"]
     if "offs" in arguments:
         return ["strips", "order"] if arguments["ORDER"] else ["strips"]
+    if arguments.get("GROUP"):
+        return ["column_amax"]
     return triton_cast.written(arguments)
 
 

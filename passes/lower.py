@@ -95,8 +95,11 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
             return attention_cuda.quantize_heads
+        if name == "split_amax" and in_memory and _some_groups(*(val(arg) for arg in node.args)):
+            return grouped_cast.group_amax
         if name in ("split_quantize", "hybrid_split_quantize") and _groups_by_triton(name, node, in_memory):
-            return triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
+            split = triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
+            return functools.partial(split, grouped_cast.group_amax if in_memory else _group_amax_of_rounded)
         if name == "produce_quantize":
             return triton_produce_quantize
     if name == "grouped_scaled_mm" and portable:
@@ -165,21 +168,31 @@ def _groups_by_triton(name: str, node: fx.Node, in_memory: bool) -> bool:
     texts, columnwise = (args[:1], args[1] == "columnwise") if name == "split_quantize" else (args[:2], True)
     specs = [QuantSpec.parse(str(text)) for text in texts]
     row, column = specs if len(specs) == 2 else (None, specs[0]) if columnwise else (specs[0], None)
-    some = statically_known_true(x.shape[-1] > 0) and (offs is not None or statically_known_true(x.numel() > 0))
     alone = columnwise or (offs is None and in_memory)
-    return alone and some and grouped_cast.supported(x, offs, row, column) and converts_to_fp8(x.device)
+    known = grouped_cast.supported(x, offs, row, column)
+    return alone and known and _some_groups(x, offs) and converts_to_fp8(x.device)
+
+
+def _some_groups(x: Tensor, offs: Tensor | None) -> bool:
+    """Whether there is something in groups that Triton's kernels take."""
+    some = statically_known_true(x.shape[-1] > 0) and (offs is not None or statically_known_true(x.numel() > 0))
+    return some and x.dtype != torch.float64 and x.ndim == (3 if offs is None else 2)
+
+
+GroupAmax = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def triton_split_quantize(
-    x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
+    amax: GroupAmax, x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
 ) -> list[Tensor]:
     """`fxquant::split_quantize` by a Triton kernel."""
     parsed = QuantSpec.parse(spec)
     row, column = (None, parsed) if direction == "columnwise" else (parsed, None)
-    return grouped_cast.quantize(x, offs, row, column, state, state, _group_amax_of_rounded)
+    return grouped_cast.quantize(x, offs, row, column, state, state, amax)
 
 
 def triton_hybrid_split_quantize(
+    amax: GroupAmax,
     x: Tensor,
     offs: Tensor | None,
     rowwise_spec: str,
@@ -189,7 +202,7 @@ def triton_hybrid_split_quantize(
 ) -> list[Tensor]:
     """`fxquant::hybrid_split_quantize` by a Triton kernel."""
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
-    return grouped_cast.quantize(x, offs, row, column, rowwise_state, columnwise_state, _group_amax_of_rounded)
+    return grouped_cast.quantize(x, offs, row, column, rowwise_state, columnwise_state, amax)
 
 
 def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:
