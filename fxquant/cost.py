@@ -31,7 +31,8 @@ class GemmRate(NamedTuple):
     """What a GEMM kernel reaches.
 
     TFLOP/s of large ones, fprop with fast accumulation where there is one; `read` is the share of the copy rate at
-    which small ones read their operands, and `smallest` the smallest tile [rows, columns] of a multiprocessor.
+    which small ones read their operands, and `smallest` the smallest tile [rows, columns] of a multiprocessor. Of a
+    grouped GEMM `group` is the microseconds that each group takes besides.
     """
 
     fprop: float
@@ -39,6 +40,7 @@ class GemmRate(NamedTuple):
     wgrad: float
     read: float
     smallest: tuple[int, int] = (64, 64)
+    group: float = 0.0
 
 
 class CastRate(NamedTuple):
@@ -216,15 +218,16 @@ def _gemm_us(rates: Rates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsize:
     """Microseconds of a GEMM whose operands have so many bytes an element."""
     m, k, n = (int(getattr(matmul, axis)) for axis in _AXES[gemm])
     tflops = float(getattr(rate, gemm.value))
-    if matmul.groups:
-        busy = 2 * m * k * n / tflops / 1e6
+    start = rates.gemm_start + rate.group * matmul.groups
+    if matmul.groups:  # of the last tile of a group half is used
+        busy = 2 * (matmul.m + matmul.groups * _GROUP_TILE / 2) * matmul.k * matmul.n / tflops / 1e6
     else:
         tiles = (rate.smallest, (128, 128), (128, 256), (256, 128))
         busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in tiles)
     elements = _elements(matmul)
     read = sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
     moved = (itemsize * read + 2 * elements[_RESULTS[gemm]]) / (rates.copy * rate.read) / 1e6
-    return rates.gemm_start + max(busy, moved)
+    return start + max(busy, moved)
 
 
 def _waves_us(rates: Rates, tflops: float, batch: int, m: int, k: int, n: int, tile: tuple[int, int]) -> float:
@@ -236,6 +239,8 @@ def _waves_us(rates: Rates, tflops: float, batch: int, m: int, k: int, n: int, t
     return (waves + last) * 2 * rows * columns * k * rates.multiprocessors / tflops / 1e6
 
 
+_GROUP_TILE = 128
+"""Rows of a tile of a grouped GEMM."""
 _HALVES = (torch.bfloat16, torch.float16)
 """What tensor cores multiply at one rate, that of `Rates.bf16`."""
 
@@ -363,10 +368,12 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
     specs = tuple(spec for spec in (row, column) if spec is not None)
     if any(spec.row.family == "custom" for spec in specs):
         return str(GemmKernel.OWN), None
-    after_amax = specs[0].row.family == "per_tensor" and not specs[0].is_delayed
+    grouped = bool(matmul.groups)
+    after_amax = specs[0].row.family == "per_tensor" and not specs[0].is_delayed and not grouped
     by_triton = choice.casts_by_triton(
-        specs, apart=column is not None or after_amax, dtype=matmul.dtype, fp8=matmul.capability >= (8, 9),
-        matrix=matmul.batch == 1 and not matmul.groups and matmul.m > 0,
+        specs, apart=column is not None or after_amax or (grouped and operand == "weight"), dtype=matmul.dtype,
+        fp8=matmul.capability >= (8, 9), matrix=(matmul.batch == 1 or grouped) and matmul.m > 0,
+        ragged=grouped and operand != "weight", grouped=grouped,
     )  # fmt: skip
     ways = "both directions" if len(specs) == 2 else "rowwise" if column is None else "columnwise"
     kernel = f"{'Triton cast' if by_triton else 'fused by Inductor'}, {ways}"

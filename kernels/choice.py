@@ -12,7 +12,7 @@ import torch
 
 from fxquant.compat import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.kernels import triton_cast
+from fxquant.kernels import triton_cast, triton_grouped_cast
 
 Dim = int | torch.SymInt | None
 """A size, or None for one that is not known."""
@@ -112,12 +112,17 @@ def grouped_gemm(a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype,
     return Chosen(GemmKernel.EMULATED, f"no grouped FP8 GEMM for {a.row.family} scales")
 
 
-def casts_by_triton(specs: tuple[QuantSpec, ...], *, apart: bool, matrix: bool, dtype: torch.dtype, fp8: bool) -> bool:
+def casts_by_triton(
+    specs: tuple[QuantSpec, ...], *, apart: bool, matrix: bool, dtype: torch.dtype, fp8: bool, grouped: bool = False,
+    ragged: bool = False,
+) -> bool:  # fmt: skip
     """Whether a Triton kernel quantizes a tensor, in one direction or both.
 
     Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor comes between,
     and stores transposed payloads a byte at a time: `apart` says that either is so. `matrix` says that the tensor is
-    one and not empty, `fp8` that the device makes FP8.
+    one and not empty, `fp8` that the device makes FP8. Groups are matrices of a batch, or `ragged`.
     """
     known = all(triton_cast.supports(spec) for spec in specs)
+    if grouped:
+        known = known and all(triton_grouped_cast.supports(spec, ragged=ragged) for spec in specs)
     return apart and known and matrix and dtype != torch.float64 and fp8

@@ -22,21 +22,7 @@ from torch.library import wrap_triton
 from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels import grouped_reference, reference, triton_cast
-from fxquant.kernels.triton_cast import (
-    _BLOCK,
-    _GIVEN,
-    _KIND,
-    _MANTISSA,
-    _MX,
-    _NONE,
-    _P,
-    _PER_ROW,
-    _ROWS,
-    _axis,
-    _factors,
-    _four,
-)
-from fxquant.kernels.triton_codes import codes
+from fxquant.kernels.triton_cast import cast_tile, take_amaxes
 
 _STRIP = 128
 """Rows of a strip."""
@@ -121,129 +107,6 @@ def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.co
 
 
 @triton.jit
-def take_amaxes(
-    x, row_amax, column_amax, group, first, end, first_column, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    GROUP: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Adds a strip of 256 columns to the amaxes of rows [M] and of the columns of groups [G, K], NaN ignored.
-
-    With GROUP alone to those of groups, [G], in the place of the latter.
-
-    Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as
-    `triton_cast.amax_kernel` does.
-    """
-    down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
-    across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
-    in_k = first_column + across < K
-    largest = tl.zeros((32, W, 1, 8), tl.float32)
-    for step in range(STRIP // (W * R)):
-        row = first + step * (W * R)
-        source = x + (row.to(tl.int64) * x_step + first_column)
-        tile = tl.load(source + (down * x_step + across), mask=(row + down < end) & in_k, other=0.0)
-        tile = tl.abs(tile.to(tl.float32))
-        if ROW:
-            amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
-            bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
-            out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
-            tl.atomic_max(out + down, bits, mask=row + down < end, sem="relaxed")
-        if COLUMN or GROUP:
-            largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
-    if GROUP:
-        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
-        tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + group, bits, sem="relaxed")
-    if COLUMN:
-        bits = tl.maximum(tl.max(largest, axis=1, keep_dims=True), 0.0).to(tl.int32, bitcast=True)
-        out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + (group.to(tl.int64) * K + first_column)
-        tl.atomic_max(out + across, bits, mask=in_k, sem="relaxed")
-
-
-@triton.jit
-def cast_tile(
-    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
-    row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
-    column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, LAYOUT: tl.constexpr,
-):  # fmt: skip
-    """Quantizes the tile at the row `local` of a group, whose place is as `strip_of` gives it.
-
-    Tiles, their layout, scales and units are those of `triton_cast.cast_kernel`. A group's scales, and what they come
-    from, are `*_scale_group` apart.
-    """
-    R: tl.constexpr = _ROWS
-    LK: tl.constexpr = LAYOUT[0]
-    LM: tl.constexpr = LAYOUT[1]
-    WK: tl.constexpr = LAYOUT[2]
-    WM: tl.constexpr = LAYOUT[3]
-    padded_M = column_units * 16
-    padded_K = row_units * 16
-    padded_size = padded_end - padded_start
-    first_row = start + local
-    first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
-    down = first_down + _axis(R, 4)
-    across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
-    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-    left = end - first_row
-    wide_row = first_row.to(tl.int64)
-    source = x + (wide_row * x_step + first_column)
-    inside = (down_6 < left) & (first_column + across_6 < K)
-    tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
-    parts = _four(tile, R, LAYOUT)
-    known = tl.minimum(group, G - 1).to(tl.int64)
-    once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
-    if ROW[_KIND] != _NONE:
-        row_at = 0
-        row_left = left
-        row_scale += known * row_scale_group
-        if ROW[_KIND] == _GIVEN:
-            row_at = once
-            row_arg += known
-        elif ROW[_P] > 1:
-            row_at = local
-            row_left = row_scale_rows
-        elif ROW[_KIND] == _PER_ROW:
-            row_arg += wide_row
-            row_scale += wide_row
-        else:
-            row_scale += wide_row * row_scale_step
-        factors = _factors(
-            parts, row_arg, row_scale, row_left, row_scale_columns, row_scale_step, row_scale_column_step, row_at,
-            first_column, down, across, left, K, False, ROW, LAYOUT,
-        )  # fmt: skip
-        a, b, c, d = parts
-        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW[_MANTISSA] == 2)
-        out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (wide_row * padded_K + first_column) // 4
-        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-        tl.store(out + place, words, mask=(down < left) & (first_column + across < padded_K))
-    if COLUMN[_KIND] != _NONE:
-        column_at = once
-        blocks_left = 0
-        column_scale += known * column_scale_group
-        if COLUMN[_KIND] == _BLOCK or COLUMN[_KIND] == _MX:
-            column_at = 0
-            blocks_left = (padded_size - local) // COLUMN[_P]  # those behind are of the next group
-            column_scale += ((padded_start + local) // COLUMN[_P]).to(tl.int64) * column_scale_step
-        else:
-            column_arg += known * column_scale_group
-        factors = _factors(
-            parts, column_arg, column_scale, blocks_left, column_scale_columns, column_scale_step,
-            column_scale_column_step, column_at, first_column, down, across, left, K, True, COLUMN, LAYOUT,
-        )  # fmt: skip
-        column = first_column.to(tl.int64)
-        if BATCH:
-            column += known * K
-        first = tl.multiple_of(padded_start + local, 16)
-        out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (column * padded_M + first) // 4
-        for j in tl.static_range(4):
-            a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-            words = codes(a, b, c, d, COLUMN[_MANTISSA] == 2)
-            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
-            mask = (first_column + across + j < K) & (local + first_down < padded_size)
-            tl.store(out + place, words, mask=mask)
-
-
-@triton.jit
 def grouped_amax_kernel(
     x, row_amax, column_amax, strips, G, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
     GROUP: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
@@ -274,7 +137,7 @@ def grouped_cast_kernel(
 ):  # fmt: skip
     """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized."""
     LAYOUT: tl.constexpr = (LK, LM, WK, WM)
-    HEIGHT: tl.constexpr = _ROWS * LM * WM
+    HEIGHT: tl.constexpr = 16 * LM * WM
     WIDTH: tl.constexpr = 4 * LK * WK
     ROW: tl.constexpr = (
         ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
@@ -322,9 +185,9 @@ def grouped_lines_kernel(
     [G] counts the strips whose amaxes are taken.
     """
     LAYOUT: tl.constexpr = (LK, LM, WK, WM)
-    tl.static_assert((_ROWS * LM * WM == 64) & (4 * LK * WK == 128))
-    ROWWISE: tl.constexpr = ROW_KIND != _NONE
-    COLUMNWISE: tl.constexpr = COLUMN_KIND != _NONE
+    tl.static_assert((16 * LM * WM == 64) & (4 * LK * WK == 128))
+    ROWWISE: tl.constexpr = ROW_KIND > 0
+    COLUMNWISE: tl.constexpr = COLUMN_KIND > 0
     ROW: tl.constexpr = (
         ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
         ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
@@ -408,14 +271,17 @@ def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.c
         tl.store(place, tl.zeros((ROWS, COLUMNS), cleared.dtype.element_ty), mask=inside)
 
 
+def supports(spec: QuantSpec, *, ragged: bool) -> bool:
+    """Whether the kernels know a format with its options, for rows in groups or for a batch of matrices."""
+    if not triton_cast.supports(spec) or (ragged and spec.row.block[0] > 1):
+        return False
+    return spec.row.family != "mxfp8" or spec.row.block[0] == 1
+
+
 def supported(x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None) -> bool:
     """Whether the kernels make this quantization."""
-    for spec in filter(None, (row, column)):
-        if not triton_cast.supports(spec) or (offs is not None and spec.row.block[0] > 1):
-            return False
-        if spec.row.family == "mxfp8" and spec.row.block[0] > 1:
-            return False
-    return x.dtype != torch.float64 and x.ndim == (2 if offs is not None else 3)
+    known = all(supports(spec, ragged=offs is not None) for spec in (row, column) if spec is not None)
+    return known and x.dtype != torch.float64 and x.ndim == (2 if offs is not None else 3)
 
 
 @dataclass(frozen=True)
@@ -506,7 +372,7 @@ def quantize(
 
     left = _side_of(x, offs, row, row_amax, multiplier, row_state, size, unread, columnwise=False)
     right = _side_of(x, offs, column, column_amax, multiplier, column_state, size, unread, columnwise=True)
-    lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast._layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast.tile_layout(row, column)
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
     if lines:
         taken = torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -544,7 +410,7 @@ def _side_of(
     padded_rows: Any, unread: Tensor, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
-        constants = (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0)
+        constants = triton_cast.side_constants(None, x.dtype)
         return _Side(unread, unread, unread, (0, 0, 0, 0, 0), constants, [])
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
@@ -552,8 +418,7 @@ def _side_of(
     groups = x.shape[0] if offs is None else offs.shape[0]
     lines, length = (inner, padded_rows) if columnwise else (x.shape[-2], _up(inner, row.alignment))
     data = torch.empty([*batch, lines, length], dtype=row.element.dtype, device=x.device)
-    kind = _GIVEN if row.family == "per_tensor" else triton_cast._KINDS[row.family]
-    constants = triton_cast._constants(spec, kind, x.dtype, columnwise=columnwise)
+    constants = triton_cast.side_constants(spec, x.dtype, columnwise=columnwise, given=row.family == "per_tensor")
     if row.family == "per_tensor":
         scale = torch.empty((groups,), dtype=torch.float32, device=x.device)
         return _Side(data, scale, multiplier(spec, state), (1, 0, 0, 0, 0), constants, [data, scale])
