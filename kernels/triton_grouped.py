@@ -2,7 +2,7 @@
 
 The offsets are read by the kernels. Programs stay on their multiprocessor and take tile after tile, so that the loads
 of one run during the store of another. Tiles are loaded and stored through TMA descriptors of a shape that ends where
-a group does: see `_group_end`.
+a group does.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,import-untyped"
@@ -60,76 +60,92 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
 def rows_kernel(
     a, b, a_scale, b_scale, tiles, count, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_group,
     b_scale_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a [M, K] x b [G, N, K] of its row's group, transposed; rows behind the last group become zeros.
 
-    A tile has BM rows and 2 BN columns. BLOCK is the number of b's rows that share a scale for 128 of K, 1 or 128; 0
-    takes a's scales [M] and b's [G, N]. ALIGNED says that rows of the result start at multiples of 16 bytes.
+    A tile has BM rows and HALVES (1 or 2) times BN columns. BLOCK is the number of b's rows that share a scale for 128
+    of K, 1 or 128; 0 takes a's scales [M] and b's [G, N]. ALIGNED says that rows of the result start at multiples of 16
+    bytes.
     """
     left = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
     if FAST:
-        right = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [2 * BN, BK])
+        right = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [HALVES * BN, BK])
     else:
         right = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [BN, BK])
     if ALIGNED:  # rows M - end behind those of the result, and as many before them: what is behind a group is outside
         result = tl.make_tensor_descriptor(out - tl.cast(M, tl.int64) * N, [M + 1, M, N], [N, N, 1], [1, BM, BN])
-    across = tl.cdiv(N, 2 * BN)
+    across = tl.cdiv(N, HALVES * BN)
     total = tl.load(count) * across
     for tile in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
         entry = tiles + 4 * (tile // across)
         group, first_m, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        first_n = (tile % across) * (2 * BN)
+        first_n = (tile % across) * (HALVES * BN)
         m = first_m + tl.arange(0, BM)
         row = group * N + first_n
         if FAST:
-            acc = tl.zeros((BM, 2 * BN), tl.float32)
+            acc = tl.zeros((BM, HALVES * BN), tl.float32)
             for step in range(0, tl.cdiv(K, BK)):
                 x = left.load([first_m, step * BK])
                 w = right.load([row, step * BK])
                 acc = tl.dot(x, w.T, acc)
-            first, last = _halves(acc, BM, 2 * BN)
+            if HALVES == 2:
+                first, last = _halves(acc, BM, 2 * BN)
+            else:
+                first = acc
         else:
             first = tl.zeros((BM, BN), tl.float32)
-            last = tl.zeros((BM, BN), tl.float32)
+            if HALVES == 2:
+                last = tl.zeros((BM, BN), tl.float32)
             weights = b_scale + group.to(tl.int64) * b_scale_group
             scales = a_scale + m * a_scale_step
             for step in range(0, tl.cdiv(K, BK)):
                 x = left.load([first_m, step * BK])
                 w = right.load([row, step * BK])
-                v = right.load([row + BN, step * BK])
+                if HALVES == 2:
+                    v = right.load([row + BN, step * BK])
                 if BLOCK == 0:
                     first += tl.dot(x, w.T)
-                    last += tl.dot(x, v.T)
+                    if HALVES == 2:
+                        last += tl.dot(x, v.T)
                 else:
                     of_a = tl.load(scales + step * a_scale_column_step, mask=m < M, other=0.0)
                     if BLOCK == BN:
                         at = weights + (first_n // BLOCK) * b_scale_step + step
                         of_w = tl.load(at)
-                        of_v = tl.load(at + b_scale_step, mask=first_n + BN < N, other=0.0)
+                        if HALVES == 2:
+                            of_v = tl.load(at + b_scale_step, mask=first_n + BN < N, other=0.0)
                         first += tl.dot(x, w.T) * (of_a * of_w)[:, None]
-                        last += tl.dot(x, v.T) * (of_a * of_v)[:, None]
+                        if HALVES == 2:
+                            last += tl.dot(x, v.T) * (of_a * of_v)[:, None]
                     else:
                         n = first_n + tl.arange(0, BN)
                         of_w = tl.load(weights + n // BLOCK * b_scale_step + step, mask=n < N, other=0.0)
-                        of_v = tl.load(weights + (n + BN) // BLOCK * b_scale_step + step, mask=n + BN < N, other=0.0)
+                        if HALVES == 2:
+                            of_v = tl.load(
+                                weights + (n + BN) // BLOCK * b_scale_step + step, mask=n < N - BN, other=0.0
+                            )
                         first += tl.dot(x, w.T) * of_a[:, None] * of_w[None, :]
-                        last += tl.dot(x, v.T) * of_a[:, None] * of_v[None, :]
+                        if HALVES == 2:
+                            last += tl.dot(x, v.T) * of_a[:, None] * of_v[None, :]
         n = first_n + tl.arange(0, BN)
         if BLOCK == 0:
             of_a = tl.load(a_scale + m, mask=m < end, other=0.0)[:, None]
             by_column = b_scale + group.to(tl.int64) * N + n
             first = first * of_a * tl.load(by_column, mask=n < N, other=0.0)[None, :]
-            last = last * of_a * tl.load(by_column + BN, mask=n + BN < N, other=0.0)[None, :]
+            if HALVES == 2:
+                last = last * of_a * tl.load(by_column + BN, mask=n + BN < N, other=0.0)[None, :]
         if ALIGNED:
             below = M - end + first_m
             result.store([end, below, first_n], first.to(out.dtype.element_ty).reshape(1, BM, BN))
-            result.store([end, below, first_n + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
+            if HALVES == 2:
+                result.store([end, below, first_n + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
         else:
             place = out + (m[:, None].to(tl.int64) * N + n[None, :])
             in_m = (m < end)[:, None]
             tl.store(place, first.to(out.dtype.element_ty), mask=in_m & (n < N)[None, :])
-            tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_m & (n + BN < N)[None, :])
+            if HALVES == 2:
+                tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_m & (n + BN < N)[None, :])
     n = tl.arange(0, 1024)
     for row in range(tl.load(offs + G - 1) + tl.program_id(0), M, PROGRAMS):
         start = (tl.zeros((1,), tl.int64) + row) * N
@@ -142,80 +158,94 @@ def rows_kernel(
 def columns_kernel(
     a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
     b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out [G, N, K] = a [N, M] x b [K, M], transposed, over the columns of each group; zeros for an empty one.
 
-    A tile has BM of N and 2 BN of K. Groups start and end at multiples of 16. With BLOCK they do so at multiples of
-    128, and the scales are those of 128 columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
+    A tile has BM of N and HALVES (1 or 2) times BN of K. Groups start and end at multiples of 16. With BLOCK they do so
+    at multiples of 128, and the scales are those of 128 columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
     """
     # columns M - end behind those of an operand, and as many before them: what is behind a group is outside, and zero
     left = tl.make_tensor_descriptor(a - M, [M // 16 + 1, N, M], [16, M, 1], [1, BM, BK])
     if FAST:
-        right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, 2 * BN, BK])
+        right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, HALVES * BN, BK])
     else:
         right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, BN, BK])
     if ALIGNED:
         result = tl.make_tensor_descriptor(out, [G, N, K], [tl.cast(N, tl.int64) * K, K, 1], [1, BM, BN])
-    across = tl.cdiv(K, 2 * BN)
+    across = tl.cdiv(K, HALVES * BN)
     per_group = tl.cdiv(N, BM) * across
     for tile in tl.range(tl.program_id(0), G * per_group, PROGRAMS, flatten=FLATTEN):
         group = tile // per_group
         first_n = (tile % per_group) // across * BM
-        first_k = (tile % across) * (2 * BN)
+        first_k = (tile % across) * (HALVES * BN)
         start = tl.load(offs + group - 1, mask=group > 0, other=0)
         end = tl.load(offs + group)
         n, k = first_n + tl.arange(0, BM), first_k + tl.arange(0, BN)
         if FAST:
-            acc = tl.zeros((BM, 2 * BN), tl.float32)
+            acc = tl.zeros((BM, HALVES * BN), tl.float32)
             for step in range(0, tl.cdiv(end - start, BK)):
                 at = M - end + start + step * BK
                 x = left.load([end // 16, first_n, at]).reshape(BM, BK)
-                y = right.load([end // 16, first_k, at]).reshape(2 * BN, BK)
+                y = right.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
                 acc = tl.dot(x, y.T, acc)
-            first, last = _halves(acc, BM, 2 * BN)
+            if HALVES == 2:
+                first, last = _halves(acc, BM, 2 * BN)
+            else:
+                first = acc
         else:
             first = tl.zeros((BM, BN), tl.float32)
-            last = tl.zeros((BM, BN), tl.float32)
+            if HALVES == 2:
+                last = tl.zeros((BM, BN), tl.float32)
             of_n = a_scale + n * a_scale_step
             of_k = b_scale + k * b_scale_step
             for step in range(0, tl.cdiv(end - start, BK)):
                 at = M - end + start + step * BK
                 x = left.load([end // 16, first_n, at]).reshape(BM, BK)
                 y = right.load([end // 16, first_k, at]).reshape(BN, BK)
-                z = right.load([end // 16, first_k + BN, at]).reshape(BN, BK)
+                if HALVES == 2:
+                    z = right.load([end // 16, first_k + BN, at]).reshape(BN, BK)
                 if BLOCK == 0:
                     first += tl.dot(x, y.T)
-                    last += tl.dot(x, z.T)
+                    if HALVES == 2:
+                        last += tl.dot(x, z.T)
                 else:
                     block = start // BK + step
                     of_a = tl.load(of_n + block * a_scale_column_step, mask=n < N, other=0.0)
                     of_b = tl.load(of_k + block * b_scale_column_step, mask=k < K, other=0.0)
-                    of_c = tl.load(of_k + block * b_scale_column_step + BN * b_scale_step, mask=k + BN < K, other=0.0)
+                    if HALVES == 2:
+                        of_c = tl.load(
+                            of_k + (block * b_scale_column_step + BN * b_scale_step), mask=k + BN < K, other=0.0
+                        )
                     first += tl.dot(x, y.T) * of_a[:, None] * of_b[None, :]
-                    last += tl.dot(x, z.T) * of_a[:, None] * of_c[None, :]
+                    if HALVES == 2:
+                        last += tl.dot(x, z.T) * of_a[:, None] * of_c[None, :]
         if BLOCK == 0:
             of_a = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
             by_column = b_scale + group * K + k
             first = first * of_a * tl.load(by_column, mask=k < K, other=0.0)[None, :]
-            last = last * of_a * tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
+            if HALVES == 2:
+                last = last * of_a * tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
         if ALIGNED:
             result.store([group, first_n, first_k], first.to(out.dtype.element_ty).reshape(1, BM, BN))
-            result.store([group, first_n, first_k + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
+            if HALVES == 2:
+                result.store([group, first_n, first_k + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
         else:
             place = out + ((group.to(tl.int64) * N + n[:, None]) * K + k[None, :])
             in_n = (n < N)[:, None]
             tl.store(place, first.to(out.dtype.element_ty), mask=in_n & (k < K)[None, :])
-            tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_n & (k + BN < K)[None, :])
+            if HALVES == 2:
+                tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_n & (k + BN < K)[None, :])
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles [m, 2 n] and steps of a GEMM, its warps and stages, and whether loads run ahead over the end of a tile."""
+    """Tiles [m, halves * n] and steps of a GEMM, its warps and stages, and whether loads run ahead past a tile."""
 
     m: int = 128
     n: int = 128
     k: int = 128
+    halves: int = 2
     warps: int = 8
     stages: int = 4
     flatten: bool = True
@@ -224,7 +254,7 @@ class Config:
 
 _FAST = Config()
 _SLOW = Config(stages=3)
-_BLOCKS = Config(n=64)
+_BLOCKS = Config(halves=1)
 
 
 def _config(block: int, fast_accum: bool) -> Config:
@@ -253,7 +283,7 @@ def grouped_rows(
         wrap_triton(rows_kernel)[(config.programs,)](
             a, b, a_scale, b_scale, tiles, count, offs, out, rows, features, inner, groups, *a_scale.stride(),
             b_scale.stride(0), b_scale.stride(1), block, fast_accum and not block, _aligned(features, out_dtype),
-            config.programs, config.flatten, config.m, config.n, config.k, num_warps=config.warps,
+            config.programs, config.flatten, config.m, config.n, config.k, config.halves, num_warps=config.warps,
             num_stages=config.stages,
         )  # fmt: skip
     return out
@@ -275,7 +305,8 @@ def grouped_columns(
         wrap_triton(columns_kernel)[(config.programs,)](
             a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, *a_scale.stride(),
             *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs,
-            config.flatten, config.m, config.n, config.k, num_warps=config.warps, num_stages=config.stages,
+            config.flatten, config.m, config.n, config.k, config.halves, num_warps=config.warps,
+            num_stages=config.stages,
         )  # fmt: skip
     return out
 
