@@ -56,7 +56,7 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["a_scale_column_step", "b_scale_group", "b_scale_step"])
 def rows_kernel(
     a, b, a_scale, b_scale, tiles, count, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_group,
     b_scale_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -97,9 +97,17 @@ def rows_kernel(
             first = tl.zeros((BM, BN), tl.float32)
             if HALVES == 2:
                 last = tl.zeros((BM, BN), tl.float32)
-            weights = b_scale + group.to(tl.int64) * b_scale_group
-            scales = a_scale + m * a_scale_step
-            for step in range(0, tl.cdiv(K, BK)):
+            steps = tl.cdiv(K, BK)
+            if BLOCK > 0:  # a scale is asked for a step before it is used
+                weights = b_scale + group.to(tl.int64) * b_scale_group
+                scales = a_scale + m * a_scale_step
+                of_a = tl.load(scales, mask=m < M, other=0.0)
+                if BLOCK == BN:
+                    at = weights + (first_n // BLOCK) * b_scale_step
+                    of_w = tl.load(at)
+                    if HALVES == 2:
+                        of_v = tl.load(at + b_scale_step, mask=first_n + BN < N, other=0.0)
+            for step in range(0, steps):
                 x = left.load([first_m, step * BK])
                 w = right.load([row, step * BK])
                 if HALVES == 2:
@@ -109,25 +117,26 @@ def rows_kernel(
                     if HALVES == 2:
                         last += tl.dot(x, v.T)
                 else:
-                    of_a = tl.load(scales + step * a_scale_column_step, mask=m < M, other=0.0)
+                    following = tl.minimum(step + 1, steps - 1)
+                    next_a = tl.load(scales + following * a_scale_column_step, mask=m < M, other=0.0)
                     if BLOCK == BN:
-                        at = weights + (first_n // BLOCK) * b_scale_step + step
-                        of_w = tl.load(at)
+                        next_w = tl.load(at + following)
                         if HALVES == 2:
-                            of_v = tl.load(at + b_scale_step, mask=first_n + BN < N, other=0.0)
+                            next_v = tl.load(at + b_scale_step + following, mask=first_n + BN < N, other=0.0)
                         first += tl.dot(x, w.T) * (of_a * of_w)[:, None]
+                        of_w = next_w
                         if HALVES == 2:
                             last += tl.dot(x, v.T) * (of_a * of_v)[:, None]
+                            of_v = next_v
                     else:
                         n = first_n + tl.arange(0, BN)
                         of_w = tl.load(weights + n // BLOCK * b_scale_step + step, mask=n < N, other=0.0)
-                        if HALVES == 2:
-                            of_v = tl.load(
-                                weights + (n + BN) // BLOCK * b_scale_step + step, mask=n < N - BN, other=0.0
-                            )
                         first += tl.dot(x, w.T) * of_a[:, None] * of_w[None, :]
                         if HALVES == 2:
+                            behind = (n + BN) // BLOCK
+                            of_v = tl.load(weights + behind * b_scale_step + step, mask=n + BN < N, other=0.0)
                             last += tl.dot(x, v.T) * of_a[:, None] * of_v[None, :]
+                    of_a = next_a
         n = first_n + tl.arange(0, BN)
         if BLOCK == 0:
             of_a = tl.load(a_scale + m, mask=m < end, other=0.0)[:, None]
@@ -154,7 +163,7 @@ def rows_kernel(
             tl.store(out + (start + at), tl.zeros((1024,), out.dtype.element_ty), mask=at < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["a_scale_column_step", "b_scale_column_step"])
 def columns_kernel(
     a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
     b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
