@@ -56,7 +56,7 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
-@triton.jit(do_not_specialize=["a_scale_column_step", "b_scale_group", "b_scale_step"])
+@triton.jit(do_not_specialize=["G", "a_scale_column_step", "b_scale_group", "b_scale_step"])
 def rows_kernel(
     a, b, a_scale, b_scale, tiles, count, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_group,
     b_scale_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -163,7 +163,7 @@ def rows_kernel(
             tl.store(out + (start + at), tl.zeros((1024,), out.dtype.element_ty), mask=at < N)
 
 
-@triton.jit(do_not_specialize=["a_scale_column_step", "b_scale_column_step"])
+@triton.jit(do_not_specialize=["G", "a_scale_column_step", "b_scale_column_step"])
 def columns_kernel(
     a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
     b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -266,8 +266,10 @@ _SLOW = Config(stages=3)
 _BLOCKS = Config(halves=1)
 
 
-def _config(block: int, fast_accum: bool) -> Config:
-    return _BLOCKS if block else _FAST if fast_accum else _SLOW
+def _config(block: int, fast_accum: bool, dtype: torch.dtype) -> Config:
+    if block:
+        return _BLOCKS
+    return _FAST if fast_accum and dtype.itemsize == 2 else _SLOW  # of a stage less: the result stands in its place
 
 
 def grouped_rows(
@@ -281,7 +283,7 @@ def grouped_rows(
     """
     rows, inner = a.shape
     groups, features = b.shape[:2]
-    config = config or _config(block, fast_accum)
+    config = config or _config(block, fast_accum, out_dtype)
     out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
     most = _cdiv(_cdiv(rows, config.m) + groups, _ENTRIES)
     tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=a.device)
@@ -308,7 +310,7 @@ def grouped_columns(
     multiples of 128: [N, M/128] and [K, M/128], of any strides.
     """
     groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
-    config = config or _config(block, fast_accum)
+    config = config or _config(block, fast_accum, out_dtype)
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
     with triton_workspace(a.device):
         wrap_triton(columns_kernel)[(config.programs,)](

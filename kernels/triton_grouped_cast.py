@@ -23,41 +23,23 @@ from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels import grouped_reference, reference, triton_cast
 from fxquant.kernels.triton_cast import cast_tile, take_amaxes
+from fxquant.kernels.triton_codes import TORCHAO_BELOW, TORCHAO_FLOOR, in_words, magnitude, multiplier
 
 _STRIP = 128
 """Rows of a strip."""
-_ENTRIES = 32
+_ENTRIES = 16
 """Strips that a program of `strips_kernel` looks up."""
 
 
 @triton.jit
-def _order(order, entry, last, through, count, g, G):
-    """What comes as the given entries: amaxes of the first group, then by group those of the next and its own cast."""
-    first = through - count
-    # where a group's turn begins: behind the amaxes of its own strips and all that came before
-    begins = tl.where(g <= G, through + 4 * first, 0x7FFFFFFF)
-    group = tl.sum((begins[None, :] <= entry[:, None]).to(tl.int32), 1) - 1
-    own = g[None, :] == group[:, None]
-    place = entry - tl.sum(tl.where(own, begins[None, :], 0), 1)
-    next_strip = tl.sum(tl.where(own, through[None, :], 0), 1)  # 0 before the first group's turn, as it should be
-    following = tl.sum(tl.where(g[None, :] == group[:, None] + 1, count[None, :], 0), 1)
-    takes = (place < following) | (group < 0)
-    cast = place - following
-    strip = tl.where(takes, next_strip + place, tl.sum(tl.where(own, first[None, :], 0), 1) + cast // 4)
-    tl.store(order + 2 * entry, tl.minimum(strip, last))
-    tl.store(order + 2 * entry + 1, tl.where(takes, 4, cast % 4))
-
-
-@triton.jit
 def strips_kernel(
-    offs, strips, order, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, STRIP: tl.constexpr,
-    ENTRIES: tl.constexpr, ORDER: tl.constexpr,
+    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, STRIP: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Where each strip's rows are, for `strip_of`. Groups are padded to the ALIGNMENT.
 
     Every group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
-    GROUPS is a power of two above G. With ORDER also the order of `grouped_lines_kernel`: a strip, and which quarter of
-    it is cast or, as 4, that its amaxes are taken.
+    GROUPS is a power of two above G.
     """
     g = tl.arange(0, GROUPS)
     ends = tl.load(offs + tl.minimum(g, G - 1))
@@ -78,10 +60,6 @@ def strips_kernel(
     tl.store(place + 3, tl.sum(tl.where(own, ends[None, :], 0), 1))
     tl.store(place + 4, tl.sum(tl.where(own, (padded_ends - padded)[None, :], 0), 1))
     tl.store(place + 5, tl.sum(tl.where(own, padded_ends[None, :], 0), 1))
-    if ORDER:
-        for quarter in tl.static_range(5):
-            entry = (tl.program_id(0) * 5 + quarter) * ENTRIES + tl.arange(0, ENTRIES)
-            _order(order, entry, tl.num_programs(0) * ENTRIES - 1, through, count, g, G)
 
 
 @triton.jit
@@ -148,7 +126,8 @@ def grouped_cast_kernel(
         COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
     )  # fmt: skip
     tiles = tl.cdiv(row_units * 16, WIDTH)
-    row_tile = tl.program_id(0) // tiles
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what the kernel of amaxes has read last is still in the cache
+    row_tile = program // tiles
     group, local, start, end, padded_start, padded_end = strip_of(
         row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
     )  # fmt: skip
@@ -159,87 +138,34 @@ def grouped_cast_kernel(
         x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
         row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
         column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-        padded_end, (tl.program_id(0) % tiles) * WIDTH, ROW, COLUMN, BATCH, LAYOUT,
+        padded_end, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, LAYOUT,
     )  # fmt: skip
 
 
 @triton.jit
-def grouped_lines_kernel(
-    x, row_data, row_scale, row_amax, column_data, column_scale, column_amax, strips, order, taken, done, G, rows,
-    column_units, K, row_units, x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step,
-    row_scale_column_step, column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step,
-    ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
-    ROW_MANTISSA: tl.constexpr, ROW_MODE: tl.constexpr, ROW_LARGEST: tl.constexpr, ROW_EPS: tl.constexpr,
-    ROW_POW2: tl.constexpr, ROW_TORCHAO_BELOW: tl.constexpr, ROW_TORCHAO_MOST: tl.constexpr,
-    COLUMN_KIND: tl.constexpr, COLUMN_P: tl.constexpr, COLUMN_Q: tl.constexpr, COLUMN_FMAX: tl.constexpr,
-    COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
-    COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
-    COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    BATCH: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
+def whole_rows_kernel(
+    x, row_data, row_scale, M, K, row_units, x_step, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
+    POW2: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes by the amaxes of rows, and of the columns of groups, which it takes before, in zeroed buffers.
-
-    A program takes the amaxes of a strip of 256 columns or casts a quarter of it. The amaxes of a group come before the
-    cast of the group before, so that a group is read from memory once, and then from the cache, where two fit there.
-    Programs take their numbers from the counter `taken`, so that whoever waits waits for programs that run; `done`
-    [G] counts the strips whose amaxes are taken.
-    """
-    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
-    tl.static_assert((16 * LM * WM == 64) & (4 * LK * WK == 128))
-    ROWWISE: tl.constexpr = ROW_KIND > 0
-    COLUMNWISE: tl.constexpr = COLUMN_KIND > 0
-    ROW: tl.constexpr = (
-        ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
-        ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
-    )  # fmt: skip
-    COLUMN: tl.constexpr = (
-        COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
-        COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
-    )  # fmt: skip
-    number = tl.atomic_add(taken, 1, sem="relaxed")
-    panels = tl.cdiv(row_units * 16, 256)
-    entry = number // panels
-    first_column = (number % panels) * 256
-    if BATCH:
-        per_group = tl.cdiv(column_units * 16, STRIP)
-        turn = tl.maximum(entry - per_group, 0) // (5 * per_group)
-        place = entry - per_group - turn * (5 * per_group)  # below zero for the first amaxes
-        quarter = 4
-        strip = (turn + 1) * per_group + place
-        if place >= per_group:
-            quarter = (place - per_group) % 4
-            strip = turn * per_group + (place - per_group) // 4
-    else:
-        strip = tl.load(order + 2 * entry)
-        quarter = tl.load(order + 2 * entry + 1)
-    group, local, start, end, padded_start, padded_end = strip_of(
-        strip, strips, rows, column_units * 16, STRIP, BATCH
-    )  # fmt: skip
-    if (group > G) | (BATCH & (group >= G)):
-        return
-    waits = tl.cdiv(end - start, STRIP) * panels
-    if quarter == 4:
-        if start + local < end:
-            take_amaxes(
-                x, row_amax, column_amax, group, start + local, end, first_column, K, x_step, ROWWISE, COLUMNWISE,
-                False, STRIP, WK * WM, 8,
-            )  # fmt: skip
-            tl.debug_barrier()
-            tl.atomic_add(done + group, 1, sem="release")
-    else:
-        local += (quarter // 2) * 64
-        first_column += (quarter % 2) * 128
-        if (local < padded_end - padded_start) | (local == 0):
-            if waits > 0:
-                while tl.atomic_add(done + group, 0, sem="acquire") < waits:
-                    pass
-                tl.debug_barrier()
-            cast_tile(
-                x, row_data, row_scale, row_amax, column_data, column_scale, column_amax, G, column_units, K, row_units,
-                x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
-                column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step, group, local,
-                start, end, padded_start, padded_end, first_column, ROW, COLUMN, BATCH, LAYOUT,
-            )  # fmt: skip
+    """ROWS rows of x [M, K] quantized by their amaxes, which are read first: the second read finds the cache."""
+    padded_K = row_units * 16
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = x + row.to(tl.int64)[:, None] * x_step
+    in_m = (row < M)[:, None]
+    k = tl.arange(0, WIDTH)[None, :]
+    largest = tl.zeros((ROWS, WIDTH), tl.float32)
+    for first in range(0, K, WIDTH):
+        tile = tl.load(source + (first + k), mask=in_m & (first + k < K), other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, magnitude(tile))
+    factor = multiplier(tl.max(largest, axis=1), FMAX, LARGEST, EPS, POW2, BELOW, MOST)
+    tl.store(row_scale + row, tl.div_rn(1.0, factor), mask=row < M)
+    quads = tl.arange(0, WIDTH // 4)[None, :]
+    out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True) + row.to(tl.int64)[:, None] * (padded_K // 4)
+    for first in range(0, padded_K, WIDTH):
+        tile = tl.load(source + (first + k), mask=in_m & (first + k < K), other=0.0).to(tl.float32)
+        words = in_words(tile * factor[:, None], E5M2, ROWS, WIDTH)
+        tl.store(out + (first // 4 + quads), words, mask=in_m & (first + 4 * quads < padded_K))
 
 
 @triton.jit
@@ -286,29 +212,27 @@ def supported(x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: Qua
 
 @dataclass(frozen=True)
 class _Place:
-    """Where groups lie: how many there are, their rows, those when padded, and strips; and the tables."""
+    """Where groups lie: how many there are, their rows, those when padded, and strips; and the table of them."""
 
     sizes: tuple[Any, Any, Any, Any]
     strips: Tensor
-    order: Tensor
 
 
-def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, *, ordered: bool) -> _Place:
+def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor) -> _Place:
     if offs is None:
         groups, rows = x.shape[:2]
         size = _up(rows, alignment)
-        return _Place((groups, rows, size, groups * _cdiv(size, _STRIP)), unread, unread)
+        return _Place((groups, rows, size, groups * _cdiv(size, _STRIP)), unread)
     groups, rows = offs.shape[0], x.shape[0]
     size = grouped_reference.padded_rows(rows, groups, alignment)
     programs = _cdiv(size // _STRIP + groups + 2, _ENTRIES)
     count = programs * _ENTRIES
     strips = torch.empty((count, 8), dtype=torch.int32, device=x.device)
-    order = torch.empty((5 * count, 2), dtype=torch.int32, device=x.device) if ordered else unread
     wrap_triton(strips_kernel)[(programs,)](
-        offs.to(torch.int32), strips, order, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP,
-        _ENTRIES, ordered, num_warps=4,
+        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP, _ENTRIES,
+        num_warps=4,
     )  # fmt: skip
-    return _Place((groups, rows, size, count), strips, order)
+    return _Place((groups, rows, size, count), strips)
 
 
 def _take(
@@ -327,7 +251,7 @@ def group_amax(x: Tensor, offs: Tensor | None) -> Tensor:
     """`grouped_reference.group_amax`: float32 [G], from one read."""
     x = x.contiguous()
     unread = torch.empty(1, dtype=torch.float32, device=x.device)
-    place = _place(x, offs, 16, unread, ordered=False)
+    place = _place(x, offs, 16, unread)
     amax = torch.zeros(place.sizes[0], dtype=torch.float32, device=x.device)
     _take(x, unread, amax, place, False, False, True, offs is None)
     return amax
@@ -347,11 +271,12 @@ def quantize(
         count = 0 if column is None else 2
         return [*swapped[count:], *swapped[:count]]
     x = x.contiguous()
+    if offs is None and column is None and row is not None and row.row.family == "per_row":
+        return _whole_rows(x, row)
     unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
     alignment = 16 if column is None else column.row.alignment
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
-    lines = all(spec is None or spec.row.family == "per_row" for spec in (row, column))
-    place = _place(x, offs, alignment, unread, ordered=lines)
+    place = _place(x, offs, alignment, unread)
     batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
     inner = x.shape[-1]
     row_amax, column_amax = unread, unread
@@ -359,30 +284,21 @@ def quantize(
         every = groups * rows if batch else rows
         row_amax = torch.zeros(every if by_row else 1, dtype=torch.float32, device=x.device)
         column_amax = torch.zeros((groups, inner) if by_column else (1, 1), dtype=torch.float32, device=x.device)
-    if (by_row or by_column) and not lines:
+    if by_row or by_column:
         _take(x, row_amax, column_amax, place, by_row, by_column, False, batch)
     own: Tensor | None = None
 
-    def multiplier(spec: QuantSpec, state: Tensor | None) -> Tensor:
+    def given(spec: QuantSpec, state: Tensor | None) -> Tensor:
         nonlocal own
         if state is not None:
             return state
         own = group_amax(x, offs) if own is None else own
         return reference.multiplier_from_amax(own, spec)
 
-    left = _side_of(x, offs, row, row_amax, multiplier, row_state, size, unread, columnwise=False)
-    right = _side_of(x, offs, column, column_amax, multiplier, column_state, size, unread, columnwise=True)
+    left = _side_of(x, offs, row, row_amax, given, row_state, size, unread, columnwise=False)
+    right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
     lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast.tile_layout(row, column)
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
-    if lines:
-        taken = torch.zeros(1, dtype=torch.int32, device=x.device)
-        done = torch.zeros(groups, dtype=torch.int32, device=x.device)
-        wrap_triton(grouped_lines_kernel)[(5 * count * _cdiv(row_units, 16),)](
-            x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, place.order, taken, done,
-            groups, rows, size // 16, inner, row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:],
-            *left.constants, *right.constants, batch, _STRIP, *layout, num_warps=warps_k * warps_m,
-        )  # fmt: skip
-        return [*left.parts, *right.parts]
     grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
@@ -390,6 +306,23 @@ def quantize(
         batch, _STRIP, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*left.parts, *right.parts]
+
+
+def _whole_rows(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """A batch quantized by row in one direction alone."""
+    element = spec.row.element
+    assert element is not None
+    *lines, inner = x.shape
+    units = _cdiv(inner, 16)
+    data = torch.empty([*lines, 16 * units], dtype=element.dtype, device=x.device)
+    scale = torch.empty([*lines, 1], dtype=torch.float32, device=x.device)
+    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    height, width, count = 4, 1024, lines[0] * lines[1]
+    wrap_triton(whole_rows_kernel)[(_cdiv(count, height),)](
+        x, data, scale, count, inner, units, x.stride(-2), element.max, torch.finfo(torch.float32).max, spec.eps,
+        spec.pow2, below, most, element.mantissa_bits == 2, height, width, num_warps=4,
+    )  # fmt: skip
+    return [data, scale]
 
 
 @dataclass(frozen=True)
@@ -406,7 +339,7 @@ class _Side:
 
 
 def _side_of(
-    x: Tensor, offs: Tensor | None, spec: QuantSpec | None, amax: Tensor, multiplier: Any, state: Tensor | None,
+    x: Tensor, offs: Tensor | None, spec: QuantSpec | None, amax: Tensor, given: Any, state: Tensor | None,
     padded_rows: Any, unread: Tensor, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
@@ -421,7 +354,7 @@ def _side_of(
     constants = triton_cast.side_constants(spec, x.dtype, columnwise=columnwise, given=row.family == "per_tensor")
     if row.family == "per_tensor":
         scale = torch.empty((groups,), dtype=torch.float32, device=x.device)
-        return _Side(data, scale, multiplier(spec, state), (1, 0, 0, 0, 0), constants, [data, scale])
+        return _Side(data, scale, given(spec, state), (1, 0, 0, 0, 0), constants, [data, scale])
     if row.family == "per_row":
         ragged = [groups, lines] if columnwise else [lines, 1]
         scale = torch.empty([*batch, lines, 1] if batch else ragged, dtype=torch.float32, device=x.device)
@@ -447,11 +380,10 @@ def written(arguments: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch of a kernel of this file writes."""
     if "cleared" in arguments:
         return ["cleared"]
-    if "done" in arguments:
-        sides = [side for side in ("row", "column") if arguments[f"{side.upper()}_KIND"]]
-        return [*(f"{side}_{name}" for side in sides for name in ("data", "scale", "amax")), "taken", "done"]
     if "offs" in arguments:
-        return ["strips", "order"] if arguments["ORDER"] else ["strips"]
+        return ["strips"]
+    if "WIDTH" in arguments:
+        return ["row_data", "row_scale"]
     if arguments.get("GROUP"):
         return ["column_amax"]
     return triton_cast.written(arguments)
@@ -475,5 +407,5 @@ def _up(size: Any, to: int) -> Any:
     return _cdiv(size, to) * to
 
 
-for _kernel in (strips_kernel, grouped_amax_kernel, grouped_cast_kernel, grouped_lines_kernel, clear_kernel):
+for _kernel in (strips_kernel, grouped_amax_kernel, grouped_cast_kernel, whole_rows_kernel, clear_kernel):
     declare_written(_kernel, written)
