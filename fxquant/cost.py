@@ -80,7 +80,7 @@ class Rates:
     rowwise: float
     transposed: float
     amax: float
-    masked: float
+    ragged: float
 
 
 RATES: dict[str, Rates] = {
@@ -117,7 +117,7 @@ RATES: dict[str, Rates] = {
         rowwise=0.80,
         transposed=0.37,
         amax=0.83,
-        masked=0.6,
+        ragged=0.75,
     ),
 }
 
@@ -295,9 +295,7 @@ def _quantized_us(rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, 
     if kernel not in rates.gemm:
         return None
     time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, 1)
-    if kernel is GemmKernel.GROUPED:
-        time += rates.launch + 4 * _elements(matmul)[_RESULTS[gemm]] / (rates.copy * rates.masked) / 1e6
-    return time
+    return time + (2 * rates.launch if kernel is GemmKernel.GROUPED else 0.0)  # zeros where no group wrote
 
 
 def _spec(decision: Decision) -> QuantSpec | None:
@@ -385,10 +383,12 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
         return kernel, None
     elements = _elements(matmul)[operand]
     written = sum(spec.row.bytes_per_element for spec in specs)
-    time = rates.launch + elements * (2 + written) / (rates.copy * _share(rates, specs, by_triton, column)) / 1e6
+    ragged = rates.ragged if matmul.groups and operand != "weight" else 1.0
+    copy = rates.copy * ragged
+    time = rates.launch + elements * (2 + written) / (copy * _share(rates, specs, by_triton, column)) / 1e6
     if whole or lines:
         time += rates.lines_start if lines else rates.amax_start
-        time += 2 * elements / (rates.copy * rates.amax) / 1e6
+        time += 2 * elements / (copy * rates.amax) / 1e6
     return kernel, time
 
 

@@ -267,6 +267,32 @@ def test_auto_with_nothing_left_is_the_plain_graph() -> None:
     assert "fxquant" not in report.graphs["forward"] + report.graphs["backward"]
 
 
+class Experts(nn.Module):
+    def __init__(self, experts: int, k: int, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, n, k, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.mT, offs=offs)
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_experts_of_few_rows_stay_in_high_precision() -> None:
+    """128 with 512 rows each lose more in casts than their GEMMs save; 8 with 4096 do not."""
+
+    def decided(experts: int, m: int, k: int, n: int) -> Report:
+        with torch.device("meta"):
+            x, offs = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(experts, dtype=torch.int32)
+            return fxquant.explain(Experts(experts, k, n), "auto(rowwise)", x.requires_grad_(), offs)
+
+    few, many = decided(128, 65536, 2048, 768), decided(8, 32768, 7168, 2048)
+    assert {d.skip_reason for d in few.decisions} == {SkipReason.NOT_PROFITABLE}
+    assert "us in high precision" in few.decisions[0].detail and "fxquant" not in few.graphs["forward"]
+    assert many.coverage == 1.0
+    kernels = {each.what: each.kernel for _, _, each in many.work()}
+    assert kernels["cast input"] == kernels["cast grad_output"] == "Triton cast, both directions, after its amaxes"
+
+
 def test_auto_without_rates_leaves_nothing_out_and_says_so() -> None:
     report = explained("auto(rowwise)")
     assert report.coverage == 1.0 and "no measured rates for meta" in str(report)
