@@ -96,15 +96,16 @@ RATES: dict[str, Rates] = {
         lines_start=7.5,
         headroom=1.25,
         bf16=GemmRate(715, 715, 715, 0.95),
-        bf16_grouped=GemmRate(720, 720, 720, 0.95),
+        bf16_grouped=GemmRate(759, 759, 759, 0.95, group=0.73),
         gemm={
             GemmKernel.PER_TENSOR: GemmRate(1340, 1290, 1290, 0.95),
             GemmKernel.PER_ROW: GemmRate(1320, 1170, 1170, 0.82, (128, 128)),
             GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
             GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
-            GemmKernel.GROUPED: GemmRate(1234, 1055, 1046, 0.85),
-            GemmKernel.GROUPED_TRITON: GemmRate(860, 858, 575, 0.85),
-            GemmKernel.GROUPED_BLOCKS: GemmRate(810, 814, 311, 0.85),
+            GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
+            GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
+            GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),
+            GemmKernel.GROUPED_BLOCKS: GemmRate(909, 875, 635, 0.85, group=0.6),
         },
         casts={
             "per_tensor": CastRate(0.88, 0.92),
@@ -117,7 +118,7 @@ RATES: dict[str, Rates] = {
         rowwise=0.80,
         transposed=0.37,
         amax=0.83,
-        ragged=0.75,
+        ragged=0.88,
     ),
 }
 
@@ -279,7 +280,12 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> ch
         return choice.Chosen(GemmKernel.REFERENCE, "the reference")
     if matmul.groups:
         return choice.grouped_gemm(
-            left, right, wgrad=gemm is Gemm.WGRAD, dtype=matmul.dtype, capability=matmul.capability
+            left,
+            right,
+            wgrad=gemm is Gemm.WGRAD,
+            dtype=matmul.dtype,
+            capability=matmul.capability,
+            fast=gemm is Gemm.FPROP or left.torchao,
         )
     if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
         return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")
@@ -295,7 +301,7 @@ def _quantized_us(rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, 
     if kernel not in rates.gemm:
         return None
     time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, 1)
-    return time + (2 * rates.launch if kernel is GemmKernel.GROUPED else 0.0)  # zeros where no group wrote
+    return time + (2 * rates.launch if matmul.groups else 0.0)  # zeros where no group wrote, or a table of tiles
 
 
 def _spec(decision: Decision) -> QuantSpec | None:

@@ -26,6 +26,7 @@ class GemmKernel(str, Enum):
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
     GROUPED = "_scaled_grouped_mm"
+    GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"
     GROUPED_BLOCKS = "Triton, grouped FP8, block scales"
     EMULATED = "bf16 GEMM of dequantized operands"
@@ -96,13 +97,18 @@ def exact_in_bfloat16(spec: QuantSpec) -> bool:
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
 
 
-def grouped_gemm(a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Chosen:
-    """The kernel on a CUDA device for a GEMM of groups of rows, whose result has `dtype`."""
+def grouped_gemm(
+    a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, fast: bool, capability: tuple[int, int]
+) -> Chosen:
+    """The kernel on a CUDA device for a GEMM of groups of rows, whose result has `dtype`: the faster that was measured.
+
+    `fast` says that sums may be kept in tensor cores throughout.
+    """
     hopper = capability[0] == 9
     if a.row.family in ("per_tensor", "per_row"):
         both_e4m3 = all(spec.row.element is not None and spec.row.element.name == "e4m3" for spec in (a, b))
         if both_e4m3 and (dtype == torch.bfloat16 or not hopper):
-            return Chosen(GemmKernel.GROUPED)
+            return Chosen(GemmKernel.GROUPED_FAST if hopper and fast and not wgrad else GemmKernel.GROUPED)
         return (
             Chosen(GemmKernel.GROUPED_TRITON) if hopper else Chosen(GemmKernel.EMULATED, "no FP8 GEMM of e5m2 groups")
         )

@@ -56,7 +56,7 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
-@triton.jit(do_not_specialize=["G", "a_scale_column_step", "b_scale_group", "b_scale_step"])
+@triton.jit
 def rows_kernel(
     a, b, a_scale, b_scale, tiles, count, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_group,
     b_scale_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -163,7 +163,7 @@ def rows_kernel(
             tl.store(out + (start + at), tl.zeros((1024,), out.dtype.element_ty), mask=at < N)
 
 
-@triton.jit(do_not_specialize=["G", "a_scale_column_step", "b_scale_column_step"])
+@triton.jit
 def columns_kernel(
     a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
     b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,

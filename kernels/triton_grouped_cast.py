@@ -111,9 +111,13 @@ def grouped_cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    BATCH: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
+    BATCH: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr,
+    WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized."""
+    """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
+
+    BACKWARDS after a kernel of amaxes: what that has read last is still in the cache.
+    """
     LAYOUT: tl.constexpr = (LK, LM, WK, WM)
     HEIGHT: tl.constexpr = 16 * LM * WM
     WIDTH: tl.constexpr = 4 * LK * WK
@@ -126,7 +130,9 @@ def grouped_cast_kernel(
         COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
     )  # fmt: skip
     tiles = tl.cdiv(row_units * 16, WIDTH)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what the kernel of amaxes has read last is still in the cache
+    program = tl.program_id(0)
+    if BACKWARDS:
+        program = tl.num_programs(0) - 1 - program
     row_tile = program // tiles
     group, local, start, end, padded_start, padded_end = strip_of(
         row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
@@ -303,7 +309,7 @@ def quantize(
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
         row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
-        batch, _STRIP, *layout, num_warps=warps_k * warps_m,
+        batch, by_row or by_column, _STRIP, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*left.parts, *right.parts]
 

@@ -55,6 +55,16 @@ BLOCKS = {"current_scaling": (160.5, 120.5), "rowwise": (160.5, 127.4), "float8_
 """Milliseconds of four Llama3-8B blocks, bf16 and quantized (docs/performance.md)."""
 
 
+EXPERTS = {
+    # microseconds of forward and backward of 128 experts, 65536 x 2048 x 768, and of 8, 32768 x 7168 x 2048; same card
+    ("bf16", False): (1208, 3862),
+    ("float8_blockwise", False): (2049, 5219),
+    ("float8_blockwise", True): (1645, 4768),
+    ("current_scaling", False): (2131, 4053),
+}
+"""By recipe, and whether weights stay quantized (docs/performance.md)."""
+
+
 def linear(
     recipe: str, m: int, k: int, n: int, *, site: int = 0, training: bool = True, **facts: Any
 ) -> list[Decision]:
@@ -129,6 +139,14 @@ def test_blocks_are_as_fast_as_measured(recipe: str) -> None:
     saved = sum(each.unquantized - each.quantized for each in estimate(decisions).values())
     plain, quantized = BLOCKS[recipe]
     assert plain / (plain - 4 * saved / 1000) == pytest.approx(plain / quantized, rel=0.05)
+
+
+@pytest.mark.parametrize(("recipe", "stored"), EXPERTS)
+def test_experts_are_as_fast_as_measured(recipe: str, stored: bool) -> None:
+    sizes = ((65536, 2048, 768, 128), (32768, 7168, 2048, 8))
+    for (m, k, n, groups), measured in zip(sizes, EXPERTS[recipe, stored], strict=True):
+        found = weighed("rowwise" if recipe == "bf16" else recipe, m, k, n, groups=groups, stored=stored)
+        assert (found.unquantized if recipe == "bf16" else found.quantized) == pytest.approx(measured, rel=0.15)
 
 
 def test_a_weight_cast_in_each_call_makes_decoding_slower() -> None:
