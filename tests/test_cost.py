@@ -163,6 +163,14 @@ def test_a_program_keeps_its_weights_quantized() -> None:
         assert list(dict.fromkeys(found))[:2] == casts
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_weights_that_stay_quantized_have_no_cast_to_weigh(cached: bool) -> None:
+    layer, x = nn.Linear(64, 32, dtype=torch.bfloat16), torch.randn(16, 64, dtype=torch.bfloat16)
+    backend = fxquant.Backend("rowwise", inner="aot_eager", cache_weights=cached)
+    torch.compile(layer, backend=backend)(x)
+    assert ("cast weight" in {each.what for _, _, each in backend.report().work()}) is not cached
+
+
 def test_emulated_formats_are_slower_at_every_size() -> None:
     for recipe in ("mxfp8", "nvfp4"):
         for size in SIZES:
