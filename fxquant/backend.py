@@ -110,7 +110,9 @@ class Backend:
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
         """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""
-        rewriter = Rewriter(self.recipe, allow_float64=self.allow_float64, names=self._names())
+        rewriter = Rewriter(
+            self.recipe, allow_float64=self.allow_float64, names=self._names(), stored_weights=self.weights is not None
+        )
         first = 1 + max((d.site for d in self._decisions), default=-1)
         decisions, roles, slots = rewriter(gm, autocast=_ambient_autocast(example_inputs), first_site=first)
         self._decisions += decisions

@@ -53,8 +53,10 @@ from fxquant.report import aligned
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
+CACHED = ("rowwise cached", "float8_blockwise cached")
+"""Recipes whose weights stay quantized: all micro-batches of a step but the first."""
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
-PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
+PROVIDERS = ("bf16", *QUANTIZED, *CACHED, *TORCHAO)
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
     "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms",
@@ -254,8 +256,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Backend | None]:
     """The model compiled as a provider does it, and fxquant's backend where that is the provider."""
-    if provider in QUANTIZED:
-        backend = Backend(provider)
+    if provider in (*QUANTIZED, *CACHED):
+        backend = Backend(provider.removesuffix(" cached"), cache_weights=provider in CACHED)
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False), backend
     if provider in TORCHAO and isinstance(model, Experts):
         model.multiply = torchao_grouped_mm(provider)
@@ -537,7 +539,7 @@ def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
     from fxquant.__main__ import runs_as
 
-    provider = provider.removesuffix(" calibrated")
+    provider = provider.removesuffix(" calibrated").removesuffix(" cached")
     if provider not in QUANTIZED:
         return "native"
     return runs_as(
@@ -618,10 +620,10 @@ def measure_inference(
 def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> Row:
     """What a provider's time is to those of bf16 and torchao and to its floor, where these were measured."""
     own, row = medians[provider], {}
-    peer = "torchao rowwise" if provider == "rowwise" else "torchao tensorwise"
+    peer = "torchao rowwise" if provider.startswith("rowwise") else "torchao tensorwise"
     if "bf16" in medians:
         row["over_bf16"] = f"{medians['bf16'] / own:.2f}x"
-    if provider in QUANTIZED and peer in medians:
+    if provider in (*QUANTIZED, *CACHED) and peer in medians:
         row["over_torchao"] = f"{medians[peer] / own:.2f}x"
     if floor is not None:
         row |= {"of_floor": f"{own / floor:.2f}x", "floor_ms": f"{floor:.4g}"}
@@ -721,9 +723,9 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
     )
     block.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
-    block.set_defaults(sizes=_stack, providers=known)
+    block.set_defaults(sizes=_stack, providers=[p for p in known if p not in CACHED])
     linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
-    linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4")])
+    linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4", *CACHED)])
     grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")
     grouped.set_defaults(sizes=_groups, providers=[p for p in known if p != "torchao tensorwise"])
     decode = kinds.add_parser("decode", help="inference of one linear layer with few tokens")

@@ -31,7 +31,8 @@ class GemmRate(NamedTuple):
     """What a GEMM kernel reaches.
 
     TFLOP/s of large ones, fprop with fast accumulation where there is one; `read` is the share of the copy rate at
-    which small ones read their operands, and `smallest` the smallest tile [rows, columns] of a multiprocessor.
+    which small ones read their operands, and `smallest` the smallest tile [rows, columns] of a multiprocessor. Of a
+    grouped GEMM `group` is the microseconds that each group takes besides.
     """
 
     fprop: float
@@ -39,6 +40,7 @@ class GemmRate(NamedTuple):
     wgrad: float
     read: float
     smallest: tuple[int, int] = (64, 64)
+    group: float = 0.0
 
 
 class CastRate(NamedTuple):
@@ -78,7 +80,7 @@ class Rates:
     rowwise: float
     transposed: float
     amax: float
-    masked: float
+    ragged: float
 
 
 RATES: dict[str, Rates] = {
@@ -94,15 +96,16 @@ RATES: dict[str, Rates] = {
         lines_start=7.5,
         headroom=1.25,
         bf16=GemmRate(715, 715, 715, 0.95),
-        bf16_grouped=GemmRate(720, 720, 720, 0.95),
+        bf16_grouped=GemmRate(759, 759, 759, 0.95, group=0.73),
         gemm={
             GemmKernel.PER_TENSOR: GemmRate(1340, 1290, 1290, 0.95),
             GemmKernel.PER_ROW: GemmRate(1320, 1170, 1170, 0.82, (128, 128)),
             GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
             GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
-            GemmKernel.GROUPED: GemmRate(1234, 1055, 1046, 0.85),
-            GemmKernel.GROUPED_TRITON: GemmRate(860, 858, 575, 0.85),
-            GemmKernel.GROUPED_BLOCKS: GemmRate(810, 814, 311, 0.85),
+            GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
+            GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
+            GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),
+            GemmKernel.GROUPED_BLOCKS: GemmRate(909, 875, 635, 0.85, group=0.6),
         },
         casts={
             "per_tensor": CastRate(0.88, 0.92),
@@ -115,7 +118,7 @@ RATES: dict[str, Rates] = {
         rowwise=0.80,
         transposed=0.37,
         amax=0.83,
-        masked=0.6,
+        ragged=0.88,
     ),
 }
 
@@ -216,15 +219,16 @@ def _gemm_us(rates: Rates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsize:
     """Microseconds of a GEMM whose operands have so many bytes an element."""
     m, k, n = (int(getattr(matmul, axis)) for axis in _AXES[gemm])
     tflops = float(getattr(rate, gemm.value))
-    if matmul.groups:
-        busy = 2 * m * k * n / tflops / 1e6
+    start = rates.gemm_start + rate.group * matmul.groups
+    if matmul.groups:  # of the last tile of a group half is used
+        busy = 2 * (matmul.m + matmul.groups * _GROUP_TILE / 2) * matmul.k * matmul.n / tflops / 1e6
     else:
         tiles = (rate.smallest, (128, 128), (128, 256), (256, 128))
         busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in tiles)
     elements = _elements(matmul)
     read = sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
     moved = (itemsize * read + 2 * elements[_RESULTS[gemm]]) / (rates.copy * rate.read) / 1e6
-    return rates.gemm_start + max(busy, moved)
+    return start + max(busy, moved)
 
 
 def _waves_us(rates: Rates, tflops: float, batch: int, m: int, k: int, n: int, tile: tuple[int, int]) -> float:
@@ -236,6 +240,8 @@ def _waves_us(rates: Rates, tflops: float, batch: int, m: int, k: int, n: int, t
     return (waves + last) * 2 * rows * columns * k * rates.multiprocessors / tflops / 1e6
 
 
+_GROUP_TILE = 128
+"""Rows of a tile of a grouped GEMM."""
 _HALVES = (torch.bfloat16, torch.float16)
 """What tensor cores multiply at one rate, that of `Rates.bf16`."""
 
@@ -274,7 +280,12 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> ch
         return choice.Chosen(GemmKernel.REFERENCE, "the reference")
     if matmul.groups:
         return choice.grouped_gemm(
-            left, right, wgrad=gemm is Gemm.WGRAD, dtype=matmul.dtype, capability=matmul.capability
+            left,
+            right,
+            wgrad=gemm is Gemm.WGRAD,
+            dtype=matmul.dtype,
+            capability=matmul.capability,
+            fast=gemm is Gemm.FPROP or left.torchao,
         )
     if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
         return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")
@@ -290,9 +301,7 @@ def _quantized_us(rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, 
     if kernel not in rates.gemm:
         return None
     time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, 1)
-    if kernel is GemmKernel.GROUPED:
-        time += rates.launch + 4 * _elements(matmul)[_RESULTS[gemm]] / (rates.copy * rates.masked) / 1e6
-    return time
+    return time + (2 * rates.launch if matmul.groups else 0.0)  # zeros where no group wrote, or a table of tiles
 
 
 def _spec(decision: Decision) -> QuantSpec | None:
@@ -313,7 +322,9 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
     of: dict[_Tensor, Matmul] = {}
     for site, gemm, operand, decision in _operands(sites):
         spec, matmul = _spec(decision), decision.matmul
-        if spec is None or matmul is None or (operand == "weight" and matmul.stored):
+        if spec is None or matmul is None:
+            continue
+        if operand == "weight" and matmul.stored and not (spec.is_delayed or spec.stochastic):
             continue
         graph = "backward" if gemm is not Gemm.FPROP and operand != "input" else "forward"
         name = {"input": matmul.input, "weight": matmul.weight, "grad_output": str(site)}[operand]
@@ -361,10 +372,12 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
     specs = tuple(spec for spec in (row, column) if spec is not None)
     if any(spec.row.family == "custom" for spec in specs):
         return str(GemmKernel.OWN), None
-    after_amax = specs[0].row.family == "per_tensor" and not specs[0].is_delayed
+    grouped = bool(matmul.groups)
+    after_amax = specs[0].row.family == "per_tensor" and not specs[0].is_delayed and not grouped
     by_triton = choice.casts_by_triton(
-        specs, apart=column is not None or after_amax, dtype=matmul.dtype, fp8=matmul.capability >= (8, 9),
-        matrix=matmul.batch == 1 and not matmul.groups and matmul.m > 0,
+        specs, apart=column is not None or after_amax or (grouped and operand == "weight"), dtype=matmul.dtype,
+        fp8=matmul.capability >= (8, 9), matrix=(matmul.batch == 1 or grouped) and matmul.m > 0,
+        ragged=grouped and operand != "weight", grouped=grouped,
     )  # fmt: skip
     ways = "both directions" if len(specs) == 2 else "rowwise" if column is None else "columnwise"
     kernel = f"{'Triton cast' if by_triton else 'fused by Inductor'}, {ways}"
@@ -376,10 +389,12 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
         return kernel, None
     elements = _elements(matmul)[operand]
     written = sum(spec.row.bytes_per_element for spec in specs)
-    time = rates.launch + elements * (2 + written) / (rates.copy * _share(rates, specs, by_triton, column)) / 1e6
+    ragged = rates.ragged if matmul.groups and operand != "weight" else 1.0
+    copy = rates.copy * ragged
+    time = rates.launch + elements * (2 + written) / (copy * _share(rates, specs, by_triton, column)) / 1e6
     if whole or lines:
         time += rates.lines_start if lines else rates.amax_start
-        time += 2 * elements / (rates.copy * rates.amax) / 1e6
+        time += 2 * elements / (copy * rates.amax) / 1e6
     return kernel, time
 
 

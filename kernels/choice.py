@@ -12,7 +12,7 @@ import torch
 
 from fxquant.compat import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.kernels import triton_cast
+from fxquant.kernels import triton_cast, triton_grouped_cast
 
 Dim = int | torch.SymInt | None
 """A size, or None for one that is not known."""
@@ -26,6 +26,7 @@ class GemmKernel(str, Enum):
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
     GROUPED = "_scaled_grouped_mm"
+    GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"
     GROUPED_BLOCKS = "Triton, grouped FP8, block scales"
     EMULATED = "bf16 GEMM of dequantized operands"
@@ -96,13 +97,18 @@ def exact_in_bfloat16(spec: QuantSpec) -> bool:
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
 
 
-def grouped_gemm(a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, capability: tuple[int, int]) -> Chosen:
-    """The kernel on a CUDA device for a GEMM of groups of rows, whose result has `dtype`."""
+def grouped_gemm(
+    a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, fast: bool, capability: tuple[int, int]
+) -> Chosen:
+    """The kernel on a CUDA device for a GEMM of groups of rows, whose result has `dtype`: the faster that was measured.
+
+    `fast` says that sums may be kept in tensor cores throughout.
+    """
     hopper = capability[0] == 9
     if a.row.family in ("per_tensor", "per_row"):
         both_e4m3 = all(spec.row.element is not None and spec.row.element.name == "e4m3" for spec in (a, b))
         if both_e4m3 and (dtype == torch.bfloat16 or not hopper):
-            return Chosen(GemmKernel.GROUPED)
+            return Chosen(GemmKernel.GROUPED_FAST if hopper and fast and not wgrad else GemmKernel.GROUPED)
         return (
             Chosen(GemmKernel.GROUPED_TRITON) if hopper else Chosen(GemmKernel.EMULATED, "no FP8 GEMM of e5m2 groups")
         )
@@ -112,12 +118,17 @@ def grouped_gemm(a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype,
     return Chosen(GemmKernel.EMULATED, f"no grouped FP8 GEMM for {a.row.family} scales")
 
 
-def casts_by_triton(specs: tuple[QuantSpec, ...], *, apart: bool, matrix: bool, dtype: torch.dtype, fp8: bool) -> bool:
+def casts_by_triton(
+    specs: tuple[QuantSpec, ...], *, apart: bool, matrix: bool, dtype: torch.dtype, fp8: bool, grouped: bool = False,
+    ragged: bool = False,
+) -> bool:  # fmt: skip
     """Whether a Triton kernel quantizes a tensor, in one direction or both.
 
     Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor comes between,
     and stores transposed payloads a byte at a time: `apart` says that either is so. `matrix` says that the tensor is
-    one and not empty, `fp8` that the device makes FP8.
+    one and not empty, `fp8` that the device makes FP8. Groups are matrices of a batch, or `ragged`.
     """
     known = all(triton_cast.supports(spec) for spec in specs)
+    if grouped:
+        known = known and all(triton_grouped_cast.supports(spec, ragged=ragged) for spec in specs)
     return apart and known and matrix and dtype != torch.float64 and fp8

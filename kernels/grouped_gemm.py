@@ -40,8 +40,8 @@ def grouped_scaled_mm(
 ) -> Tensor:
     """The meaning is `grouped_reference.scaled_mm`.
 
-    On Hopper, elements of per-tensor, rowwise and 1x128 scaling are multiplied as FP8: by `_scaled_grouped_mm` where
-    both are e4m3 and the result is bfloat16, which is all it has, else by Triton. Elsewhere they are multiplied as
+    On Hopper, elements of per-tensor, rowwise and 1x128 scaling are multiplied as FP8: by `_scaled_grouped_mm` or by
+    Triton, as `choice.grouped_gemm` says. Elsewhere they are multiplied as
     bfloat16, which holds them exactly, and scaled behind. Other blocks are dequantized to bfloat16, exactly for
     power-of-two scales, and torch's grouped GEMM rounds the result to bfloat16.
     """
@@ -50,11 +50,11 @@ def grouped_scaled_mm(
         return _batched(a, b, left, right, out_dtype, fast_accum)
     offs = offs.to(torch.int32)
     kernel, _ = choice.grouped_gemm(
-        left, right, wgrad=b[0].ndim == 2, dtype=out_dtype, capability=capability(a[0].device)
+        left, right, wgrad=b[0].ndim == 2, dtype=out_dtype, fast=fast_accum, capability=capability(a[0].device)
     )
     if kernel is GemmKernel.GROUPED:
         return _fp8(a, b, offs, left, right, fast_accum).to(out_dtype)
-    if kernel in (GemmKernel.GROUPED_TRITON, GemmKernel.GROUPED_BLOCKS):
+    if kernel in (GemmKernel.GROUPED_FAST, GemmKernel.GROUPED_TRITON, GemmKernel.GROUPED_BLOCKS):
         return _triton(a, b, offs, left, right, out_dtype, fast_accum)
     if left.row.family in ("per_tensor", "per_row"):
         return _scaled_after(a, b, offs, left, right, _multiplied).to(out_dtype)

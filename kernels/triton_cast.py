@@ -420,6 +420,129 @@ def amax_kernel(
         tl.atomic_max(out + across, bits, mask=first_column + across < K, sem="relaxed")
 
 
+@triton.jit
+def take_amaxes(
+    x, row_amax, column_amax, group, first, end, first_column, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    GROUP: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Adds a strip of 256 columns to the amaxes of rows [M] and of the columns of groups [G, K], NaN ignored.
+
+    With GROUP alone to those of groups, [G], in the place of the latter.
+
+    Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as
+    `triton_cast.amax_kernel` does.
+    """
+    down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
+    across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
+    in_k = first_column + across < K
+    largest = tl.zeros((32, W, 1, 8), tl.float32)
+    for step in range(STRIP // (W * R)):
+        row = first + step * (W * R)
+        source = x + (row.to(tl.int64) * x_step + first_column)
+        tile = tl.load(source + (down * x_step + across), mask=(row + down < end) & in_k, other=0.0)
+        tile = tl.abs(tile.to(tl.float32))
+        if ROW:
+            amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
+            bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
+            out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
+            tl.atomic_max(out + down, bits, mask=row + down < end, sem="relaxed")
+        if COLUMN or GROUP:
+            largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
+    if GROUP:
+        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
+        tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + group, bits, sem="relaxed")
+    if COLUMN:
+        bits = tl.maximum(tl.max(largest, axis=1, keep_dims=True), 0.0).to(tl.int32, bitcast=True)
+        out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + (group.to(tl.int64) * K + first_column)
+        tl.atomic_max(out + across, bits, mask=in_k, sem="relaxed")
+
+
+@triton.jit
+def cast_tile(
+    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
+    row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
+    column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
+    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Quantizes the tile at the row `local` of a group, whose place is as `strip_of` gives it.
+
+    Tiles, their layout, scales and units are those of `triton_cast.cast_kernel`. A group's scales, and what they come
+    from, are `*_scale_group` apart.
+    """
+    R: tl.constexpr = _ROWS
+    LK: tl.constexpr = LAYOUT[0]
+    LM: tl.constexpr = LAYOUT[1]
+    WK: tl.constexpr = LAYOUT[2]
+    WM: tl.constexpr = LAYOUT[3]
+    padded_M = column_units * 16
+    padded_K = row_units * 16
+    padded_size = padded_end - padded_start
+    first_row = start + local
+    first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
+    down = first_down + _axis(R, 4)
+    across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
+    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
+    left = end - first_row
+    wide_row = first_row.to(tl.int64)
+    source = x + (wide_row * x_step + first_column)
+    inside = (down_6 < left) & (first_column + across_6 < K)
+    tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
+    parts = _four(tile, R, LAYOUT)
+    known = tl.minimum(group, G - 1).to(tl.int64)
+    once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
+    if ROW[_KIND] != _NONE:
+        row_at = 0
+        row_left = left
+        row_scale += known * row_scale_group
+        if ROW[_KIND] == _GIVEN:
+            row_at = once
+            row_arg += known
+        elif ROW[_P] > 1:
+            row_at = local
+            row_left = row_scale_rows
+        elif ROW[_KIND] == _PER_ROW:
+            row_arg += wide_row
+            row_scale += wide_row
+        else:
+            row_scale += wide_row * row_scale_step
+        factors = _factors(
+            parts, row_arg, row_scale, row_left, row_scale_columns, row_scale_step, row_scale_column_step, row_at,
+            first_column, down, across, left, K, False, ROW, LAYOUT,
+        )  # fmt: skip
+        a, b, c, d = parts
+        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW[_MANTISSA] == 2)
+        out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+        out += (wide_row * padded_K + first_column) // 4
+        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
+        tl.store(out + place, words, mask=(down < left) & (first_column + across < padded_K))
+    if COLUMN[_KIND] != _NONE:
+        column_at = once
+        blocks_left = 0
+        column_scale += known * column_scale_group
+        if COLUMN[_KIND] == _BLOCK or COLUMN[_KIND] == _MX:
+            column_at = 0
+            blocks_left = (padded_size - local) // COLUMN[_P]  # those behind are of the next group
+            column_scale += ((padded_start + local) // COLUMN[_P]).to(tl.int64) * column_scale_step
+        else:
+            column_arg += known * column_scale_group
+        factors = _factors(
+            parts, column_arg, column_scale, blocks_left, column_scale_columns, column_scale_step,
+            column_scale_column_step, column_at, first_column, down, across, left, K, True, COLUMN, LAYOUT,
+        )  # fmt: skip
+        column = first_column.to(tl.int64)
+        if BATCH:
+            column += known * K
+        first = tl.multiple_of(padded_start + local, 16)
+        out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+        out += (column * padded_M + first) // 4
+        for j in tl.static_range(4):
+            a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
+            words = codes(a, b, c, d, COLUMN[_MANTISSA] == 2)
+            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
+            mask = (first_column + across + j < K) & (local + first_down < padded_size)
+            tl.store(out + place, words, mask=mask)
+
+
 @dataclass(frozen=True)
 class _Side:
     """One direction of a cast: its outputs, and what the kernel is told."""
@@ -537,7 +660,7 @@ def _launch(
     size_m, size_k = x.shape
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
-    lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m = layout = tile_layout(row, column)
     grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
@@ -557,7 +680,7 @@ def _cdiv(size: Any, by: int) -> Any:
     return (size + by - 1) // by
 
 
-def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int]:
+def tile_layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int]:
     """Threads across and down, warps across and down: the quickest of those tried (docs/performance.md)."""
     families = {spec.row.family for spec in (row, column) if spec is not None}
     if "block" in families:
@@ -592,22 +715,15 @@ def _make_side(
 ) -> _Side:  # fmt: skip
     """Outputs and arguments of one direction."""
     if spec is None:
-        return _Side(unread, unread, unread, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), results=0)
+        return _Side(unread, unread, unread, side_constants(None, x.dtype), results=0)
     row = spec.row
     element = row.element
     assert element is not None and row.scale_dtype is not None
     rows, length = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
     padded = _cdiv(length, row.alignment) * row.alignment
     data = torch.empty((results * rows, padded), dtype=element.dtype, device=x.device)
-    kind = _KINDS[row.family] if given is None else _GIVEN
+    constants = side_constants(spec, x.dtype, columnwise=columnwise, given=given is not None)
     block_rows, block_columns = row.block
-    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
-    largest = torch.finfo(x.dtype if row.family == "block" else torch.float32).max
-    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
-    constants = (
-        kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
-        MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
-    )  # fmt: skip
     if row.family == "per_tensor":
         arg = given if given is not None else tensor_amax
         assert arg is not None
@@ -627,6 +743,28 @@ def _make_side(
     if columnwise:
         return _Side(data, scale, unread, constants, (scale_columns, scale_rows), steps[::-1], transposed, results)
     return _Side(data, scale, unread, constants, (scale_rows, scale_columns), steps, transposed, results)
+
+
+def side_constants(
+    spec: QuantSpec | None, dtype: torch.dtype, *, columnwise: bool = False, given: bool = False
+) -> tuple[Any, ...]:
+    """What a kernel is told of the scaling of one side of an x of this dtype; None for a side that is not wanted.
+
+    `given` says that the multiplier of a tensor is, and not its amax.
+    """
+    if spec is None:
+        return (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0)
+    element = spec.row.element
+    assert element is not None
+    kind = _GIVEN if given else _KINDS[spec.row.family]
+    block_rows, block_columns = spec.row.block
+    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
+    largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max
+    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    return (
+        kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
+        MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
+    )  # fmt: skip
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:

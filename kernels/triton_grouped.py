@@ -1,224 +1,342 @@
 """Triton GEMMs of FP8 elements for groups of rows: scales in blocks of 128, or per tensor and row behind the product.
 
-The offsets are read by the kernels. A grid is as large as any split can need: groups of M rows fill at most
-M / BM + G tiles of rows, and tiles that are not needed return at once.
+The offsets are read by the kernels. Programs stay on their multiprocessor and take tile after tile, so that the loads
+of one run during the store of another. Tiles are loaded and stored through TMA descriptors of a shape that ends where
+a group does.
 """
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def,import-untyped"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,import-untyped"
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 
-from fxquant.compat import fake_kernel, operator_library
+from fxquant.compat import declare_written, statically_known_true, triton_workspace
 
-_library = operator_library("fxquant_kernels", more=True)
-for _name in ("grouped_rows", "grouped_columns"):
-    _library.define(
-        f"{_name}(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offs, int block, ScalarType out_dtype,"
-        " bool fast_accum) -> Tensor",
-        tags=torch.Tag.pt2_compliant_tag,
-    )
+_MULTIPROCESSORS = 132
+"""Of an H100: as many programs stay."""
+_ENTRIES = 64
+"""Tiles of rows that a program of `tiles_kernel` looks up."""
 
 
 @triton.jit
-def _accumulate(acc, a, b, FAST: tl.constexpr):
-    """acc + a x b; the tensor core's own accumulator keeps fewer bits."""
-    if FAST:
-        acc = tl.dot(a, b, acc)
-    else:
-        acc += tl.dot(a, b)
-    return acc
+def tiles_kernel(offs, tiles, count, G, GROUPS: tl.constexpr, BM: tl.constexpr, ENTRIES: tl.constexpr):
+    """What rows each tile of BM has, none of two groups: its group, first row, and the end of the group, in `tiles`.
+
+    `count` becomes the number of tiles. GROUPS is a power of two, no less than G.
+    """
+    g = tl.arange(0, GROUPS)
+    ends = tl.load(offs + g, mask=g < G, other=0)
+    starts = tl.load(offs + g - 1, mask=(g > 0) & (g < G), other=0)
+    of_group = tl.where(g < G, (ends - starts + BM - 1) // BM, 0)
+    through = tl.cumsum(of_group, 0)
+    if tl.program_id(0) == 0:
+        tl.store(count, tl.sum(of_group, 0))
+    tile = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    group = tl.sum((through[None, :] <= tile[:, None]).to(tl.int32), 1)
+    own = g[None, :] == group[:, None]
+    start = tl.sum(tl.where(own, (starts - (through - of_group) * BM)[None, :], 0), 1)
+    end = tl.sum(tl.where(own, ends[None, :], 0), 1)
+    place = tiles + 4 * tile
+    tl.store(place, group)
+    tl.store(place + 1, start + tile * BM)
+    tl.store(place + 2, end)
+
+
+@triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The first and the last columns of x [BM, BN]."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def rows_kernel(
-    a, b, a_scale, b_scale, offs, out, M, N, K, G, a_step, b_step, a_scale_step, b_scale_group, b_scale_step,
-    BLOCK: tl.constexpr, FAST: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    a, b, a_scale, b_scale, tiles, count, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_group,
+    b_scale_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a [M, K] x b [G, N, K] of its row's group, transposed; rows behind the last group become zeros.
 
-    BLOCK is the number of b's rows that share a scale for 128 of K, 1 or 128; 0 takes a's scales [M] and b's [G, N].
-    GROUPS is a power of two above G: the rows of no group are one more.
+    A tile has BM rows and HALVES (1 or 2) times BN columns. BLOCK is the number of b's rows that share a scale for 128
+    of K, 1 or 128; 0 takes a's scales [M] and b's [G, N]. ALIGNED says that rows of the result start at multiples of 16
+    bytes.
     """
-    columns = tl.cdiv(N, BN)
-    tile = tl.program_id(0) // columns
-    first_n = (tl.program_id(0) % columns) * BN
-    g = tl.arange(0, GROUPS)
-    ends = tl.where(g < G, tl.load(offs + g, mask=g < G, other=0), M)
-    starts = tl.where(g > G, M, tl.load(offs + g - 1, mask=(g > 0) & (g <= G), other=0))
-    tiles = (ends - starts + BM - 1) // BM
-    through = tl.cumsum(tiles, 0)
-    group = tl.sum((through <= tile).to(tl.int32), 0)
-    if group > G:
-        return
-    own = g == group
-    start = tl.sum(tl.where(own, starts, 0), 0) + (tile - tl.sum(tl.where(own, through - tiles, 0), 0)) * BM
-    m = start + tl.arange(0, BM)
-    n = first_n + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    in_m = m < tl.sum(tl.where(own, ends, 0), 0)
-    in_n = n < N
-    acc = tl.zeros((BM, BN), tl.float32)
-    if group < G:
-        left = a + (m[:, None].to(tl.int64) * a_step + k[None, :])
-        right = b + (group.to(tl.int64) * N * b_step + (n[None, :] * b_step + k[:, None]))
-        weights = b_scale + group.to(tl.int64) * b_scale_group
-        if BLOCK > 0:
+    left = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
+    if FAST:
+        right = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [HALVES * BN, BK])
+    else:
+        right = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [BN, BK])
+    if ALIGNED:  # rows M - end behind those of the result, and as many before them: what is behind a group is outside
+        result = tl.make_tensor_descriptor(out - tl.cast(M, tl.int64) * N, [M + 1, M, N], [N, N, 1], [1, BM, BN])
+    across = tl.cdiv(N, HALVES * BN)
+    total = tl.load(count) * across
+    for tile in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
+        entry = tiles + 4 * (tile // across)
+        group, first_m, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        first_n = (tile % across) * (HALVES * BN)
+        m = first_m + tl.arange(0, BM)
+        row = group * N + first_n
+        if FAST:
+            acc = tl.zeros((BM, HALVES * BN), tl.float32)
             for step in range(0, tl.cdiv(K, BK)):
-                x = tl.load(left + step * BK, mask=in_m[:, None], other=0.0)
-                w = tl.load(right + step * BK, mask=in_n[None, :], other=0.0)
-                of_a = tl.load(a_scale + m * a_scale_step + step, mask=in_m, other=0.0)
-                if BLOCK >= BN:
-                    of_b = tl.load(weights + (first_n // BLOCK) * b_scale_step + step)
-                    acc += tl.dot(x, w) * (of_a * of_b)[:, None]
-                else:
-                    of_b = tl.load(weights + (n // BLOCK) * b_scale_step + step, mask=in_n, other=0.0)
-                    acc += tl.dot(x, w) * of_a[:, None] * of_b[None, :]
+                x = left.load([first_m, step * BK])
+                w = right.load([row, step * BK])
+                acc = tl.dot(x, w.T, acc)
+            if HALVES == 2:
+                first, last = _halves(acc, BM, 2 * BN)
+            else:
+                first = acc
         else:
-            for step in range(0, tl.cdiv(K, BK)):
-                in_k = k < K - step * BK
-                x = tl.load(left + step * BK, mask=in_m[:, None] & in_k[None, :], other=0.0)
-                w = tl.load(right + step * BK, mask=in_n[None, :] & in_k[:, None], other=0.0)
-                acc = _accumulate(acc, x, w, FAST)
-            of_a = tl.load(a_scale + m, mask=in_m, other=0.0)
-            acc = acc * of_a[:, None] * tl.load(weights + n, mask=in_n, other=0.0)[None, :]
-    place = out + (m[:, None].to(tl.int64) * N + n[None, :])
-    tl.store(place, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+            first = tl.zeros((BM, BN), tl.float32)
+            if HALVES == 2:
+                last = tl.zeros((BM, BN), tl.float32)
+            steps = tl.cdiv(K, BK)
+            if BLOCK > 0:  # a scale is asked for a step before it is used
+                weights = b_scale + group.to(tl.int64) * b_scale_group
+                scales = a_scale + m * a_scale_step
+                of_a = tl.load(scales, mask=m < M, other=0.0)
+                if BLOCK == BN:
+                    at = weights + (first_n // BLOCK) * b_scale_step
+                    of_w = tl.load(at)
+                    if HALVES == 2:
+                        of_v = tl.load(at + b_scale_step, mask=first_n + BN < N, other=0.0)
+            for step in range(0, steps):
+                x = left.load([first_m, step * BK])
+                w = right.load([row, step * BK])
+                if HALVES == 2:
+                    v = right.load([row + BN, step * BK])
+                if BLOCK == 0:
+                    first += tl.dot(x, w.T)
+                    if HALVES == 2:
+                        last += tl.dot(x, v.T)
+                else:
+                    following = tl.minimum(step + 1, steps - 1)
+                    next_a = tl.load(scales + following * a_scale_column_step, mask=m < M, other=0.0)
+                    if BLOCK == BN:
+                        next_w = tl.load(at + following)
+                        if HALVES == 2:
+                            next_v = tl.load(at + b_scale_step + following, mask=first_n + BN < N, other=0.0)
+                        first += tl.dot(x, w.T) * (of_a * of_w)[:, None]
+                        of_w = next_w
+                        if HALVES == 2:
+                            last += tl.dot(x, v.T) * (of_a * of_v)[:, None]
+                            of_v = next_v
+                    else:
+                        n = first_n + tl.arange(0, BN)
+                        of_w = tl.load(weights + n // BLOCK * b_scale_step + step, mask=n < N, other=0.0)
+                        first += tl.dot(x, w.T) * of_a[:, None] * of_w[None, :]
+                        if HALVES == 2:
+                            behind = (n + BN) // BLOCK
+                            of_v = tl.load(weights + behind * b_scale_step + step, mask=n + BN < N, other=0.0)
+                            last += tl.dot(x, v.T) * of_a[:, None] * of_v[None, :]
+                    of_a = next_a
+        n = first_n + tl.arange(0, BN)
+        if BLOCK == 0:
+            of_a = tl.load(a_scale + m, mask=m < end, other=0.0)[:, None]
+            by_column = b_scale + group.to(tl.int64) * N + n
+            first = first * of_a * tl.load(by_column, mask=n < N, other=0.0)[None, :]
+            if HALVES == 2:
+                last = last * of_a * tl.load(by_column + BN, mask=n + BN < N, other=0.0)[None, :]
+        if ALIGNED:
+            below = M - end + first_m
+            result.store([end, below, first_n], first.to(out.dtype.element_ty).reshape(1, BM, BN))
+            if HALVES == 2:
+                result.store([end, below, first_n + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
+        else:
+            place = out + (m[:, None].to(tl.int64) * N + n[None, :])
+            in_m = (m < end)[:, None]
+            tl.store(place, first.to(out.dtype.element_ty), mask=in_m & (n < N)[None, :])
+            if HALVES == 2:
+                tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_m & (n + BN < N)[None, :])
+    n = tl.arange(0, 1024)
+    for row in range(tl.load(offs + G - 1) + tl.program_id(0), M, PROGRAMS):
+        start = (tl.zeros((1,), tl.int64) + row) * N
+        for step in range(0, tl.cdiv(N, 1024)):
+            at = step * 1024 + n
+            tl.store(out + (start + at), tl.zeros((1024,), out.dtype.element_ty), mask=at < N)
 
 
 @triton.jit
 def columns_kernel(
-    a, b, a_scale, b_scale, offs, out, N, K, a_step, b_step, a_scale_step, b_scale_step, BLOCK: tl.constexpr,
-    FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
+    b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """out [G, N, K] = a [N, M] x b [K, M], transposed, over the columns of each group; zeros for an empty one.
 
-    Groups start and end at multiples of 16. With BLOCK they do so at multiples of 128, and the scales are those of 128
-    columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
+    A tile has BM of N and HALVES (1 or 2) times BN of K. Groups start and end at multiples of 16. With BLOCK they do so
+    at multiples of 128, and the scales are those of 128 columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
     """
-    across = tl.cdiv(K, BN)
-    per_group = tl.cdiv(N, BM) * across
-    group = tl.program_id(0) // per_group
-    tile = tl.program_id(0) % per_group
-    n = (tile // across) * BM + tl.arange(0, BM)
-    k = (tile % across) * BN + tl.arange(0, BN)
-    m = tl.arange(0, BK)
-    in_n, in_k = n < N, k < K
-    start = tl.multiple_of(tl.load(offs + group - 1, mask=group > 0, other=0), 16)
-    size = tl.multiple_of(tl.load(offs + group) - start, 16)
-    left = a + (n[:, None].to(tl.int64) * a_step + (start + m)[None, :])
-    right = b + (k[None, :].to(tl.int64) * b_step + (start + m)[:, None])
-    acc = tl.zeros((BM, BN), tl.float32)
-    if BLOCK > 0:
-        for step in range(0, tl.cdiv(size, BK)):
-            block = start // BK + step
-            x = tl.load(left + step * BK, mask=in_n[:, None], other=0.0)
-            y = tl.load(right + step * BK, mask=in_k[None, :], other=0.0)
-            of_a = tl.load(a_scale + n * a_scale_step + block, mask=in_n, other=0.0)
-            of_b = tl.load(b_scale + k * b_scale_step + block, mask=in_k, other=0.0)
-            acc += tl.dot(x, y) * of_a[:, None] * of_b[None, :]
+    # columns M - end behind those of an operand, and as many before them: what is behind a group is outside, and zero
+    left = tl.make_tensor_descriptor(a - M, [M // 16 + 1, N, M], [16, M, 1], [1, BM, BK])
+    if FAST:
+        right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, HALVES * BN, BK])
     else:
-        for step in range(0, tl.cdiv(size, BK)):
-            in_m = m < size - step * BK
-            x = tl.load(left + step * BK, mask=in_n[:, None] & in_m[None, :], other=0.0)
-            y = tl.load(right + step * BK, mask=in_k[None, :] & in_m[:, None], other=0.0)
-            acc = _accumulate(acc, x, y, FAST)
-        of_a = tl.load(a_scale + group * N + n, mask=in_n, other=0.0)
-        of_b = tl.load(b_scale + group * K + k, mask=in_k, other=0.0)
-        acc = acc * of_a[:, None] * of_b[None, :]
-    place = out + ((group.to(tl.int64) * N + n[:, None]) * K + k[None, :])
-    tl.store(place, acc.to(out.dtype.element_ty), mask=in_n[:, None] & in_k[None, :])
+        right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, BN, BK])
+    if ALIGNED:
+        result = tl.make_tensor_descriptor(out, [G, N, K], [tl.cast(N, tl.int64) * K, K, 1], [1, BM, BN])
+    across = tl.cdiv(K, HALVES * BN)
+    per_group = tl.cdiv(N, BM) * across
+    for tile in tl.range(tl.program_id(0), G * per_group, PROGRAMS, flatten=FLATTEN):
+        group = tile // per_group
+        first_n = (tile % per_group) // across * BM
+        first_k = (tile % across) * (HALVES * BN)
+        start = tl.load(offs + group - 1, mask=group > 0, other=0)
+        end = tl.load(offs + group)
+        n, k = first_n + tl.arange(0, BM), first_k + tl.arange(0, BN)
+        if FAST:
+            acc = tl.zeros((BM, HALVES * BN), tl.float32)
+            for step in range(0, tl.cdiv(end - start, BK)):
+                at = M - end + start + step * BK
+                x = left.load([end // 16, first_n, at]).reshape(BM, BK)
+                y = right.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
+                acc = tl.dot(x, y.T, acc)
+            if HALVES == 2:
+                first, last = _halves(acc, BM, 2 * BN)
+            else:
+                first = acc
+        else:
+            first = tl.zeros((BM, BN), tl.float32)
+            if HALVES == 2:
+                last = tl.zeros((BM, BN), tl.float32)
+            of_n = a_scale + n * a_scale_step
+            of_k = b_scale + k * b_scale_step
+            for step in range(0, tl.cdiv(end - start, BK)):
+                at = M - end + start + step * BK
+                x = left.load([end // 16, first_n, at]).reshape(BM, BK)
+                y = right.load([end // 16, first_k, at]).reshape(BN, BK)
+                if HALVES == 2:
+                    z = right.load([end // 16, first_k + BN, at]).reshape(BN, BK)
+                if BLOCK == 0:
+                    first += tl.dot(x, y.T)
+                    if HALVES == 2:
+                        last += tl.dot(x, z.T)
+                else:
+                    block = start // BK + step
+                    of_a = tl.load(of_n + block * a_scale_column_step, mask=n < N, other=0.0)
+                    of_b = tl.load(of_k + block * b_scale_column_step, mask=k < K, other=0.0)
+                    if HALVES == 2:
+                        of_c = tl.load(
+                            of_k + (block * b_scale_column_step + BN * b_scale_step), mask=k + BN < K, other=0.0
+                        )
+                    first += tl.dot(x, y.T) * of_a[:, None] * of_b[None, :]
+                    if HALVES == 2:
+                        last += tl.dot(x, z.T) * of_a[:, None] * of_c[None, :]
+        if BLOCK == 0:
+            of_a = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
+            by_column = b_scale + group * K + k
+            first = first * of_a * tl.load(by_column, mask=k < K, other=0.0)[None, :]
+            if HALVES == 2:
+                last = last * of_a * tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
+        if ALIGNED:
+            result.store([group, first_n, first_k], first.to(out.dtype.element_ty).reshape(1, BM, BN))
+            if HALVES == 2:
+                result.store([group, first_n, first_k + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
+        else:
+            place = out + ((group.to(tl.int64) * N + n[:, None]) * K + k[None, :])
+            in_n = (n < N)[:, None]
+            tl.store(place, first.to(out.dtype.element_ty), mask=in_n & (k < K)[None, :])
+            if HALVES == 2:
+                tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_n & (k + BN < K)[None, :])
 
 
-_TILE = {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 4}
-"""Two accumulators of 128x128 fit the registers of 8 warps; larger tiles spill."""
+@dataclass(frozen=True)
+class Config:
+    """Tiles [m, halves * n] and steps of a GEMM, its warps and stages, and whether loads run ahead past a tile."""
+
+    m: int = 128
+    n: int = 128
+    k: int = 128
+    halves: int = 2
+    warps: int = 8
+    stages: int = 4
+    flatten: bool = True
+    programs: int = _MULTIPROCESSORS
 
 
-def _rows(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    rows, inner = a.shape
-    groups, features = b.shape[:2]
-    out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
-    grid = ((triton.cdiv(rows, _TILE["BM"]) + groups + 1) * triton.cdiv(features, _TILE["BN"]),)
-    launch: Any = rows_kernel[grid]
-    with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
-        launch(
-            a, b, a_scale, b_scale, offs, out, rows, features, inner, groups, a.stride(0), b.stride(1),
-            a_scale.stride(0), b_scale.stride(0), b_scale.stride(1), block, fast_accum,
-            triton.next_power_of_2(groups + 1), **_TILE,
-        )  # fmt: skip
-    return out
+_FAST = Config()
+_SLOW = Config(stages=3)
+_BLOCKS = Config(halves=1)
 
 
-def _columns(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
-    out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
-    grid = (groups * triton.cdiv(outputs, _TILE["BM"]) * triton.cdiv(inputs, _TILE["BN"]),)
-    launch: Any = columns_kernel[grid]
-    with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
-        launch(
-            a, b, a_scale, b_scale, offs, out, outputs, inputs, a.stride(0), b.stride(0), a_scale.stride(0),
-            b_scale.stride(0), block, fast_accum, **_TILE,
-        )  # fmt: skip
-    return out
-
-
-_library.impl("grouped_rows", _rows, "CompositeExplicitAutograd")
-_library.impl("grouped_columns", _columns, "CompositeExplicitAutograd")
-
-
-@fake_kernel(_library, "grouped_rows")
-def _rows_fake(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
-@fake_kernel(_library, "grouped_columns")
-def _columns_fake(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    return a.new_empty((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
+def _config(block: int, fast_accum: bool, dtype: torch.dtype) -> Config:
+    if block:
+        return _BLOCKS
+    return _FAST if fast_accum and dtype.itemsize == 2 else _SLOW  # of a stage less: the result stands in its place
 
 
 def grouped_rows(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
+    fast_accum: bool, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """a [M, K] x b [G, N, K]^T by groups of rows, FP8, in `out_dtype`; rows of no group are zero.
 
-    `block` 0: a_scale [M, 1], b_scale [G, N]. 1 or 128, with K in multiples of 128: a_scale [M, K/128] and b_scale
-    [G, N or N/128, K/128] (rounded up). Scales are float32.
+    `block` 0: a_scale [M, 1], b_scale [G, N]. 1 or 128, with K in multiples of 128: a_scale [M, K/128], of any strides,
+    and b_scale [G, N or N/128, K/128] (rounded up). Scales are float32. K is a multiple of 16.
     """
-    return torch.ops.fxquant_kernels.grouped_rows(  # type: ignore[no-any-return]
-        a, b, a_scale, b_scale, offs, block, out_dtype, fast_accum
-    )
+    rows, inner = a.shape
+    groups, features = b.shape[:2]
+    config = config or _config(block, fast_accum, out_dtype)
+    out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
+    most = _cdiv(_cdiv(rows, config.m) + groups, _ENTRIES)
+    tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=a.device)
+    count = torch.empty(1, dtype=torch.int32, device=a.device)
+    enough = triton.next_power_of_2(groups)
+    wrap_triton(tiles_kernel)[(most,)](offs, tiles, count, groups, enough, config.m, _ENTRIES, num_warps=4)
+    with triton_workspace(a.device):
+        wrap_triton(rows_kernel)[(config.programs,)](
+            a, b, a_scale, b_scale, tiles, count, offs, out, rows, features, inner, groups, *a_scale.stride(),
+            b_scale.stride(0), b_scale.stride(1), block, fast_accum and not block, _aligned(features, out_dtype),
+            config.programs, config.flatten, config.m, config.n, config.k, config.halves, num_warps=config.warps,
+            num_stages=config.stages,
+        )  # fmt: skip
+    return out
 
 
 def grouped_columns(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
+    fast_accum: bool, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """a [N, M] x b [K, M]^T over the columns of each group, FP8, to [G, N, K] of `out_dtype`; `offs` are their ends.
 
-    `block` 0: scales [G, N] and [G, K]. 1, with groups that start and end at multiples of 128: [N, M/128], [K, M/128].
+    M and the ends are multiples of 16. `block` 0: scales [G, N] and [G, K]. 1, with groups that start and end at
+    multiples of 128: [N, M/128] and [K, M/128], of any strides.
     """
-    return torch.ops.fxquant_kernels.grouped_columns(  # type: ignore[no-any-return]
-        a, b, a_scale, b_scale, offs, block, out_dtype, fast_accum
-    )
+    groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
+    config = config or _config(block, fast_accum, out_dtype)
+    out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
+    with triton_workspace(a.device):
+        wrap_triton(columns_kernel)[(config.programs,)](
+            a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, *a_scale.stride(),
+            *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs,
+            config.flatten, config.m, config.n, config.k, config.halves, num_warps=config.warps,
+            num_stages=config.stages,
+        )  # fmt: skip
+    return out
 
 
-__all__ = ["grouped_columns", "grouped_rows"]
+def _aligned(features: Any, dtype: torch.dtype) -> bool:
+    """Whether rows of a result start at multiples of 16 bytes, which TMA wants."""
+    return statically_known_true(features * dtype.itemsize % 16 == 0)
+
+
+def _cdiv(size: Any, by: int) -> Any:
+    return (size + by - 1) // by
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments that a launch of a kernel of this file writes."""
+    return ["out"] if "out" in arguments else ["tiles", "count"]
+
+
+for _kernel in (tiles_kernel, rows_kernel, columns_kernel):
+    declare_written(_kernel, written)
+
+__all__ = ["Config", "grouped_columns", "grouped_rows"]

@@ -85,8 +85,11 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
             return attention_cuda.quantize_heads
-        if name in ("split_quantize", "hybrid_split_quantize") and _transposes_groups(name, node):
-            return triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
+        if name == "split_amax" and in_memory and _some_groups(*(val(arg) for arg in node.args)):
+            return grouped_cast.group_amax
+        if name in ("split_quantize", "hybrid_split_quantize") and _groups_by_triton(name, node, in_memory):
+            split = triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
+            return functools.partial(split, grouped_cast.group_amax if in_memory else _group_amax_of_rounded)
         if name == "produce_quantize":
             return triton_produce_quantize
     if name == "grouped_scaled_mm" and portable:
@@ -146,24 +149,40 @@ def triton_hybrid_quantize(
     return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, amax)
 
 
-def _transposes_groups(name: str, node: fx.Node) -> bool:
-    """As `_by_triton`, for groups of rows. How many rows there are may be known on the device alone."""
+def _groups_by_triton(name: str, node: fx.Node, in_memory: bool) -> bool:
+    """As `_by_triton`, for groups of rows, and for weights that lie in memory, which nothing can be fused with.
+
+    How many rows there are may be known on the device alone.
+    """
     x, offs, *args = (val(arg) for arg in node.args)
     texts, columnwise = (args[:1], args[1] == "columnwise") if name == "split_quantize" else (args[:2], True)
     specs = [QuantSpec.parse(str(text)) for text in texts]
-    row, column = (None, specs[0]) if len(specs) == 1 else specs
+    row, column = specs if len(specs) == 2 else (None, specs[0]) if columnwise else (specs[0], None)
+    alone = columnwise or (offs is None and in_memory)
+    known = grouped_cast.supported(x, offs, row, column)
+    return alone and known and _some_groups(x, offs) and converts_to_fp8(x.device)
+
+
+def _some_groups(x: Tensor, offs: Tensor | None) -> bool:
+    """Whether there is something in groups that Triton's kernels take."""
     some = statically_known_true(x.shape[-1] > 0) and (offs is not None or statically_known_true(x.numel() > 0))
-    return columnwise and some and grouped_cast.supported(x, offs, row, column) and converts_to_fp8(x.device)
+    return some and x.dtype != torch.float64 and x.ndim == (3 if offs is None else 2)
+
+
+GroupAmax = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def triton_split_quantize(
-    x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
+    amax: GroupAmax, x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
 ) -> list[Tensor]:
-    """`fxquant::split_quantize` by a Triton kernel, columnwise."""
-    return grouped_cast.quantize(x, offs, None, QuantSpec.parse(spec), None, state, _group_amax_of_rounded)
+    """`fxquant::split_quantize` by a Triton kernel."""
+    parsed = QuantSpec.parse(spec)
+    row, column = (None, parsed) if direction == "columnwise" else (parsed, None)
+    return grouped_cast.quantize(x, offs, row, column, state, state, amax)
 
 
 def triton_hybrid_split_quantize(
+    amax: GroupAmax,
     x: Tensor,
     offs: Tensor | None,
     rowwise_spec: str,
@@ -173,7 +192,7 @@ def triton_hybrid_split_quantize(
 ) -> list[Tensor]:
     """`fxquant::hybrid_split_quantize` by a Triton kernel."""
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
-    return grouped_cast.quantize(x, offs, row, column, rowwise_state, columnwise_state, _group_amax_of_rounded)
+    return grouped_cast.quantize(x, offs, row, column, rowwise_state, columnwise_state, amax)
 
 
 def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:

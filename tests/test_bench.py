@@ -18,7 +18,9 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(provider: str, model: nn.Module) -> tuple[Any, Backend | None]:
         if provider == "rowwise":
             raise RuntimeError("no room")
-        backend = Backend(provider, inner="aot_eager") if provider in bench.QUANTIZED else None
+        recipe, cached = provider.removesuffix(" cached"), provider in bench.CACHED
+        known = cached or provider in bench.QUANTIZED
+        backend = Backend(recipe, inner="aot_eager", cache_weights=cached) if known else None
         return (model if backend is None else torch.compile(model, backend=backend)), backend
 
     monkeypatch.setattr(bench, "prepare", prepare)
@@ -111,9 +113,9 @@ def test_a_floor_has_the_fewest_bytes() -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_grouped(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["grouped", "--device", "cpu", "--providers", "bf16,mxfp8,nvfp4"]) == 0
+    assert bench.main(["grouped", "--device", "cpu", "--providers", "bf16,mxfp8,nvfp4,rowwise cached"]) == 0
     shown = capsys.readouterr().out
-    assert "4 experts 64x32x48" in shown and shown.count("100%") == 2, "all FLOPs of the experts are quantized"
+    assert "4 experts 64x32x48" in shown and shown.count("100%") == 3, "all FLOPs of the experts are quantized"
 
 
 def test_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,16 @@ BLOCKS = {"current_scaling": (160.5, 120.5), "rowwise": (160.5, 127.4), "float8_
 """Milliseconds of four Llama3-8B blocks, bf16 and quantized (docs/performance.md)."""
 
 
+EXPERTS = {
+    # microseconds of forward and backward of 128 experts, 65536 x 2048 x 768, and of 8, 32768 x 7168 x 2048; same card
+    ("bf16", False): (1208, 3862),
+    ("float8_blockwise", False): (2049, 5219),
+    ("float8_blockwise", True): (1645, 4768),
+    ("current_scaling", False): (2131, 4053),
+}
+"""By recipe, and whether weights stay quantized (docs/performance.md)."""
+
+
 def linear(
     recipe: str, m: int, k: int, n: int, *, site: int = 0, training: bool = True, **facts: Any
 ) -> list[Decision]:
@@ -131,6 +141,14 @@ def test_blocks_are_as_fast_as_measured(recipe: str) -> None:
     assert plain / (plain - 4 * saved / 1000) == pytest.approx(plain / quantized, rel=0.05)
 
 
+@pytest.mark.parametrize(("recipe", "stored"), EXPERTS)
+def test_experts_are_as_fast_as_measured(recipe: str, stored: bool) -> None:
+    sizes = ((65536, 2048, 768, 128), (32768, 7168, 2048, 8))
+    for (m, k, n, groups), measured in zip(sizes, EXPERTS[recipe, stored], strict=True):
+        found = weighed("rowwise" if recipe == "bf16" else recipe, m, k, n, groups=groups, stored=stored)
+        assert (found.unquantized if recipe == "bf16" else found.quantized) == pytest.approx(measured, rel=0.15)
+
+
 def test_a_weight_cast_in_each_call_makes_decoding_slower() -> None:
     assert weighed("current_scaling", 1, 4096, 14336, training=False).slower
     assert not weighed("current_scaling", 1, 4096, 14336, training=False, stored=True).slower
@@ -143,6 +161,14 @@ def test_a_program_keeps_its_weights_quantized() -> None:
         report = fxquant.report_of(fxquant.quantize_program(exported, "auto(rowwise)", fold_weights=fold))
         found = [each.what for _, _, each in report.work() if each.what.startswith("cast")]
         assert list(dict.fromkeys(found))[:2] == casts
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_weights_that_stay_quantized_have_no_cast_to_weigh(cached: bool) -> None:
+    layer, x = nn.Linear(64, 32, dtype=torch.bfloat16), torch.randn(16, 64, dtype=torch.bfloat16)
+    backend = fxquant.Backend("rowwise", inner="aot_eager", cache_weights=cached)
+    torch.compile(layer, backend=backend)(x)
+    assert ("cast weight" in {each.what for _, _, each in backend.report().work()}) is not cached
 
 
 def test_emulated_formats_are_slower_at_every_size() -> None:
@@ -265,6 +291,32 @@ def test_auto_with_nothing_left_is_the_plain_graph() -> None:
     report = explained(recipes.auto("mxfp8"))
     assert {d.skip_reason for d in report.decisions} == {SkipReason.NOT_PROFITABLE}
     assert "fxquant" not in report.graphs["forward"] + report.graphs["backward"]
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: int, k: int, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, n, k, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.mT, offs=offs)
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_experts_of_few_rows_stay_in_high_precision() -> None:
+    """128 with 512 rows each lose more in casts than their GEMMs save; 8 with 4096 do not."""
+
+    def decided(experts: int, m: int, k: int, n: int) -> Report:
+        with torch.device("meta"):
+            x, offs = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(experts, dtype=torch.int32)
+            return fxquant.explain(Experts(experts, k, n), "auto(rowwise)", x.requires_grad_(), offs)
+
+    few, many = decided(128, 65536, 2048, 768), decided(8, 32768, 7168, 2048)
+    assert {d.skip_reason for d in few.decisions} == {SkipReason.NOT_PROFITABLE}
+    assert "us in high precision" in few.decisions[0].detail and "fxquant" not in few.graphs["forward"]
+    assert many.coverage == 1.0
+    kernels = {each.what: each.kernel for _, _, each in many.work()}
+    assert kernels["cast input"] == kernels["cast grad_output"] == "Triton cast, both directions, after its amaxes"
 
 
 def test_auto_without_rates_leaves_nothing_out_and_says_so() -> None:
