@@ -20,11 +20,19 @@ from torch.library import wrap_triton
 
 from fxquant.compat import declare_written, is_hopper, statically_known_true, triton_workspace
 from fxquant.kernels.triton_head_cast import (
-    BLOCK, BLOCK_LEN, HEAD, KINDS, Scaling, dequantize_qkv, quantize_heads, scale_place,
+    BLOCK,
+    BLOCK_LEN,
+    KINDS,
+    Scaling,
+    dequantize_qkv,
+    quantize_heads,
+    scale_place,
 )  # fmt: skip
 
 _NO_MASK, _BOOL_MASK, _ADDED_MASK, _KEY_MASK = (tl.constexpr(i) for i in range(4))
 """What hides scores: nothing, a boolean or an added [Sq, Sk], a boolean [Sk] that is the same for all queries."""
+_E4M3, _WIDE, _WIDE_TWICE = (tl.constexpr(i) for i in range(3))
+"""Operands of a backward: e4m3, or of 16 bits, with one do for both its products or one for each."""
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
 _P_LOG = tl.constexpr(8.0)
@@ -84,7 +92,7 @@ def _masked_step(
     SCALING: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. `most` is the running maximum of scores in units of log2, `unit` what acc is to be scaled by."""
+    """One tile of keys. `most` is the running maximum of scores, in units of log2, `unit` the scale of acc."""
     factor = q_factor
     own = unit
     if SCALING == BLOCK:
@@ -255,7 +263,7 @@ def dkdv_kernel(
 
     q_wide holds the values of q, do_wide the unquantized do, both of 16 bits; log_sum is the log-sum-exp in units of
     log2, infinite where there is nothing. Keys are rows here, queries columns. WIDE: q, k, v and do are 16-bit values
-    too, and q_wide and do_wide not read.
+    too, q_wide is not read, and do_wide only where it is another.
     """
     blocks = tl.cdiv(kv_len, BN)
     kv_head = tl.program_id(0) // blocks
@@ -275,9 +283,10 @@ def dkdv_kernel(
     grads = tl.make_tensor_descriptor(do, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
     keys = tl.make_tensor_descriptor(k, [batches * kv_heads, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
     values = tl.make_tensor_descriptor(v, [batches * kv_heads, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
+    if WIDE != _WIDE:
+        wide_grads = tl.make_tensor_descriptor(do_wide, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
     if not WIDE:
         wide_queries = tl.make_tensor_descriptor(q_wide, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
-        wide_grads = tl.make_tensor_descriptor(do_wide, [batches * heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
     key = _tile(keys, kv_head, first, BN, D)
     value = _tile(values, kv_head, first, BN, D)
     columns = first + tl.arange(0, BN)
@@ -321,11 +330,13 @@ def dkdv_kernel(
             kept = tl.trans(_survivors(draw, at.to(tl.int32), first, DROPPED, BM, BN))
             weights = tl.where(kept, p * RAISED, 0.0)
             dp = tl.where(kept, dp * RAISED, 0.0)
-        if WIDE:
+        if WIDE == _WIDE:
             wide_grad = grad
-            wide_query = query
         else:
             wide_grad = _tile(wide_grads, head, j, BM, D)
+        if WIDE:
+            wide_query = query
+        else:
             wide_query = _tile(wide_queries, head, j, BM, D)
         acc_v = tl.dot(weights.to(wide_grad.dtype), wide_grad, acc_v)
         ds = p * (dp - tl.load(delta + at, mask=rows < q_len, other=0.0)[None, :])
@@ -514,35 +525,39 @@ def backward(
     wide_q, wide_k, rows = dequantize_qkv((q, q_scale_inv), (k, k_scale_inv), (v, v_scale_inv), scaling, do.dtype, True)
     return _backward(
         do8, q, k, rows, (do, wide_q, wide_k), o, lse, (*scales, do_scale_inv), causal, scale, KINDS[scaling], mask,
-        dropout, seed,
+        dropout, seed, delta_of=do,
     )  # fmt: skip
 
 
 def wide_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float,
     mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `forward` in high precision, from 16-bit operands [B, H, S, D] of the dtype of do."""
-    nothing = (None,) * 4
+    """The gradients of `forward` in high precision, from 16-bit operands [B, H, S, D] of the dtype of do.
+
+    `rounded` is what of do is multiplied with v, and with P.
+    """
+    do = do.contiguous()
+    row, column = (do, None) if rounded is None else rounded
     return _backward(
-        do.contiguous(), q, k, v, (None,) * 3, o, lse, nothing, causal, scale, 0, mask, dropout, seed
+        row, q, k, v, (column, None, None), o, lse, (None,) * 4, causal, scale, 0, mask, dropout, seed, delta_of=do
     )  # fmt: skip
 
 
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, wide: Sequence[Tensor | None], o: Tensor, lse: Tensor,
     scales: Sequence[Tensor | None], causal: bool, scale: float, scaling: int, mask: Tensor | None, dropout: float,
-    seed: Tensor | None,
+    seed: Tensor | None, delta_of: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Both kernels. `wide` are do, q and k in 16 bits where the operands are of e4m3."""
     batches, heads, q_len = q.shape[:3]
     head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    is_wide = wide[0] is None
-    given = do if wide[0] is None else wide[0]
-    delta = (given.float() * o.float()).sum(-1)
-    log_sum = torch.where(lse == -math.inf, math.inf, lse) * _LOG2_E.value  # a row that saw nothing has no P
-    dq, dk, dv = (torch.empty(x.shape, dtype=given.dtype, device=do.device) for x in (q, k, k))
+    operands = _E4M3 if wide[1] is not None else _WIDE if wide[0] is None else _WIDE_TWICE
+    is_wide = operands.value != _E4M3.value
+    delta, log_sum = row_terms(delta_of, o, lse)
+    dq, dk, dv = (torch.empty(x.shape, dtype=delta_of.dtype, device=do.device) for x in (q, k, k))
     kind, mask, seen, mask_steps = _mask_arguments(mask, q.device)
     wide_do, wide_q, wide_k = _given(*wide, device=do.device)
     shared = (*_given(*scales, device=do.device), mask, seen, *_given(seed, device=do.device), scale)
@@ -553,22 +568,27 @@ def _backward(
         grid = (triton.cdiv(kv_len, block_n) * (batches * kv_heads),)
         wrap_triton(dkdv_kernel)[grid](
             q, k, v, do, wide_q, wide_do, log_sum, delta, dk, dv, *shared, heads, kv_heads, batches, q_len, kv_len,
-            *mask_steps, scaling, causal, even, kind, *_dropped(dropout), is_wide, stages, block_m, block_n, head_dim,
-            num_warps=warps, num_stages=stages,
+            *mask_steps, scaling, causal, even, kind, *_dropped(dropout), operands.value, stages, block_m, block_n,
+            head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         block_m, block_n, warps, stages = query_tiles[head_dim]
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
             q, k, v, do, wide_k, log_sum, delta, dq, *shared, heads, kv_heads, q_len, kv_len, *mask_steps, scaling,
-            causal, even, kind, *_dropped(dropout), is_wide, stages, block_m, block_n, head_dim,
+            causal, even, kind, *_dropped(dropout), operands.value, stages, block_m, block_n, head_dim,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv
 
 
+def row_terms(do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """rowsum(do o), and the log-sum-exp in units of log2, infinite for a row that saw nothing, which has no P."""
+    return (do.float() * o.float()).sum(-1), torch.where(lse == -math.inf, math.inf, lse) * _LOG2_E.value
+
+
 def _given(*tensors: Tensor | None, device: torch.device) -> list[Tensor]:
-    """What stands in the place of arguments that a kernel does not read; never another argument (Inductor copies it)."""
+    """With something in the place of what a kernel does not read: not another argument, or Inductor copies that."""
     return [torch.empty(1, device=device) if tensor is None else tensor for tensor in tensors]
 
 
@@ -582,17 +602,20 @@ def _mask_arguments(mask: Tensor | None, device: torch.device) -> tuple[int, Ten
     if mask is None:
         return _NO_MASK.value, *_given(None, None, device=device), (0, 0, 0, 0, 0, 0)
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-    steps = [0 if statically_known_true(size == 1) else step for size, step in zip(mask.shape, mask.stride(), strict=True)]
+    steps = _steps(mask)
     if mask.dtype != torch.bool or not statically_known_true(mask.shape[2] == 1):
         kind = _BOOL_MASK if mask.dtype == torch.bool else _ADDED_MASK
         return kind.value, mask, *_given(None, device=device), (*steps, 0, 0)
     keys = torch.arange(mask.shape[3], device=device)
-    hidden = mask.shape[3]
-    first = torch.where(mask, keys, hidden).amin((2, 3))
+    first = torch.where(mask, keys, mask.shape[3]).amin((2, 3))
     after = torch.where(mask, keys + 1, 0).amax((2, 3))
     seen = torch.stack((first, after), -1).to(torch.int32)
-    outer = [0 if statically_known_true(size == 1) else step for size, step in zip(seen.shape[:2], seen.stride()[:2], strict=True)]
-    return _KEY_MASK.value, mask, seen, (*steps, *outer)
+    return _KEY_MASK.value, mask, seen, (*steps, *_steps(seen)[:2])
+
+
+def _steps(x: Tensor) -> list[Any]:
+    """Strides, 0 for axes that are broadcast."""
+    return [0 if statically_known_true(size == 1) else step for size, step in zip(x.shape, x.stride(), strict=True)]
 
 
 _WRITTEN = {

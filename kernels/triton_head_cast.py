@@ -339,10 +339,10 @@ def qkv_dequantize_kernel(
     SCALING: tl.constexpr, CODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """The values of contiguous e4m3 q8, k8 and transposed v8 as q, k and v [B, H, S, D], in one launch; CODES: of v its codes.
+    """The values of contiguous e4m3 q8, k8 and transposed v8 as q, k and v [B, H, S, D], in one launch.
 
     A step of ROWS rows has as many elements for a thread as fill one store of 16 bytes, so that what is loaded lies in
-    the threads that store it.
+    the threads that store it. CODES: v's codes instead of its values.
     """
     q_blocks, kv_blocks = tl.cdiv(q_len, ROWS * STEPS), tl.cdiv(kv_len, ROWS * STEPS)
     all_q, all_kv = batches * heads, batches * kv_heads

@@ -54,7 +54,7 @@ SPECS: dict[Any, QuantSpec] = {
 }  # fmt: skip
 CASTS = ((1, 2, 2, 77, 150, 64), (2, 4, 2, 150, 70, 64), (1, 2, 1, 130, 40, 128), (1, 1, 1, 40, 33, 256))
 FORWARD = (
-    # B, H, Hkv, Sq, Sk, D, causal, mask, scales, dropout, keys of a tile and bytes of keys and values worked on at a time
+    # B, H, Hkv, Sq, Sk, D, causal, mask, scales, dropout, keys of a tile and bytes of keys and values at a time
     (1, 2, 1, 100, 177, 64, False, None, "head", 0.0, (64, 4 << 20)),
     (2, 2, 1, 70, 150, 128, True, None, "tensor", 0.0, (64, 0)),
     (1, 2, 2, 150, 70, 64, True, None, "head", 0.0, None),
@@ -73,6 +73,7 @@ BACKWARD = (
     (1, 2, 1, 140, 150, 64, False, None, "block", 0.0),
     (3, 2, 1, 40, 150, 64, False, "keys", "block", 0.3),
     (2, 2, 1, 40, 70, 64, True, None, None, 0.3),
+    (1, 2, 2, 40, 70, 64, False, "seen", None, 0.0),
 )
 
 
@@ -174,16 +175,29 @@ def check_backward() -> None:
         o, lse = (x.float() for x in rounding.forward(*wide, **options))
         o = o.to(torch.bfloat16)
         if scaling is None:
-            got = attention.wide_backward(do, *given[:3], o, lse, **options)
+            rounded = None if causal else (do, do.clone())
+            got = attention.wide_backward(do, *given[:3], o, lse, **options, rounded=rounded)
         else:
             got = attention.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
         want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
-            case = (name, batches, heads, kv_heads, queries, keys, width, causal, kind, scaling, rounding.relative(a, b))
+            case = (
+                name,
+                batches,
+                heads,
+                kv_heads,
+                queries,
+                keys,
+                width,
+                causal,
+                kind,
+                scaling,
+                rounding.relative(a, b),
+            )
             assert rounding.relative(a, b) < 2**-6, case
 
 
 if __name__ == "__main__":
-    if "-f" not in sys.argv: check_casts()
+    check_casts()
     check_forward()
     check_backward()
