@@ -52,7 +52,10 @@ SPECS: dict[Any, QuantSpec] = {
     "tensor": QuantSpec(format="per_tensor_e4m3"), "head": QuantSpec(format="per_head_e4m3"),
     "block": QuantSpec(format="per_head_128_e4m3"),
 }  # fmt: skip
-CASTS = ((1, 2, 2, 77, 150, 64), (2, 4, 2, 150, 70, 64), (1, 2, 1, 130, 40, 128), (1, 1, 1, 40, 33, 256))
+CASTS = (
+    ("tensor", 1, 2, 2, 77, 40, 64), ("head", 2, 4, 2, 50, 70, 64), ("block", 1, 2, 1, 140, 150, 64),
+    ("block", 1, 1, 1, 40, 33, 256),
+)  # fmt: skip
 FORWARD = (
     # B, H, Hkv, Sq, Sk, D, causal, mask, scales, dropout, keys of a tile and bytes of keys and values at a time
     (1, 2, 1, 100, 177, 64, False, None, "head", 0.0, (64, 4 << 20)),
@@ -101,27 +104,27 @@ def make(batches: int, heads: int, kv_heads: int, queries: int, keys: int, width
 
 
 def check_casts() -> None:
-    for batches, heads, kv_heads, queries, keys, width in CASTS:
+    for scaling, batches, heads, kv_heads, queries, keys, width in CASTS:
         q, k, v, _ = make(batches, heads, kv_heads, queries, keys, width, None)
         q[0, 0, 3, 5], v[-1, -1] = float("nan"), 0.0
         sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
-        for scaling, spec in SPECS.items():
-            case = (queries, width, scaling)
-            got = head_cast.quantize_qkv(q, k, v, scaling)
-            want = [part for x, groups, t in sides for part in reference.quantize_heads(x, spec, groups, t)]
-            assert all(map(same, got, want)), case
-            pairs = (got[:2], got[2:4], got[4:])
-            back = head_cast.dequantize_qkv(*pairs, scaling, torch.float32)
-            codes = head_cast.dequantize_qkv(*pairs, scaling, torch.float32, True)[2]
-            assert same(codes, reference.key_order(got[4], back=True)[..., :keys].mT), case
-            for values, parts, (x, groups, t) in zip(back, pairs, sides, strict=True):
-                exact = reference.dequantize_heads(parts, spec, groups, t, x.shape[-2:])
-                there = ~exact.isnan()  # the interpreter knows no NaN of e4m3
-                assert torch.equal(values[there], exact[there]), case
-            if scaling != "tensor":
-                for x, groups, t in (*sides, (v, 1, False)):
-                    assert all(map(same, head_cast.quantize_heads(x, groups, t, scaling),
-                                   reference.quantize_heads(x, spec, groups, t))), case  # fmt: skip
+        spec = SPECS[scaling]
+        case = (queries, width, scaling)
+        got = head_cast.quantize_qkv(q, k, v, scaling)
+        want = [part for x, groups, t in sides for part in reference.quantize_heads(x, spec, groups, t)]
+        assert all(map(same, got, want)), case
+        pairs = (got[:2], got[2:4], got[4:])
+        back = head_cast.dequantize_qkv(*pairs, scaling, torch.float32)
+        codes = head_cast.dequantize_qkv(*pairs, scaling, torch.float32, True)[2]
+        assert same(codes, reference.key_order(got[4], back=True)[..., :keys].mT), case
+        for values, parts, (x, groups, t) in zip(back, pairs, sides, strict=True):
+            exact = reference.dequantize_heads(parts, spec, groups, t, x.shape[-2:])
+            there = ~exact.isnan()  # the interpreter knows no NaN of e4m3
+            assert torch.equal(values[there], exact[there]), case
+        if scaling != "tensor":
+            for x, groups, t in (*sides, (v, 1, False)):
+                assert all(map(same, head_cast.quantize_heads(x, groups, t, scaling),
+                               reference.quantize_heads(x, spec, groups, t))), case  # fmt: skip
 
 
 def same(a: Tensor, b: Tensor) -> bool:
