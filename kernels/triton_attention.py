@@ -114,9 +114,28 @@ def _masked_step(
 
 
 @triton.jit
+def _without_hidden(s, j, kv_len, mask, mask_column_step, MASK: tl.constexpr, BN: tl.constexpr):
+    """Scores of the tile of keys at j, -inf where a mask of keys hides them."""
+    if MASK == _KEY_MASK:
+        column = j + tl.arange(0, BN)
+        seen = tl.load(mask + column.to(tl.int64) * mask_column_step, mask=column < kv_len, other=0)
+        s = tl.where((seen != 0)[None, :], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _finite(most, MASK: tl.constexpr):
+    """Maxima to subtract: under a mask a row may have seen no key yet."""
+    if MASK != _NO_MASK:
+        most = tl.where(most == float("-inf"), 0.0, most)
+    return most
+
+
+@triton.jit
 def _lagged_step(
-    acc, total, most, unit, s, p, factor, q, keys, values, k_scale, v_scale, j, q_factor,
-    SCALING: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    acc, total, most, unit, s, p, factor, q, keys, values, k_scale, v_scale, j, start, q_factor, kv_len, mask,
+    mask_column_step,
+    SCALING: tl.constexpr, MASK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
     while the scores of the tile at j are computed. `factor` is that of s, `unit` the scale of the v that p meets.
@@ -129,10 +148,12 @@ def _lagged_step(
     if SCALING == BLOCK:
         next_factor = q_factor * tl.load(k_scale + j // BLOCK_LEN)
         next_unit = tl.load(v_scale + (j - BN) // BLOCK_LEN)
-    acc = _times_values(acc, p, values, tl.maximum(j - 2 * BN, 0), False, BM, BN)
+    acc = _times_values(acc, p, values, tl.maximum(j - 2 * BN, start), False, BM, BN)
+    s = _without_hidden(s, j - BN, kv_len, mask, mask_column_step, MASK, BN)
     new = tl.maximum(most, tl.max(s, 1) * factor)
-    alpha = tl.exp2(most - new)
-    exponent = s * factor - (new - _P_LOG)[:, None]
+    finite = _finite(new, MASK)
+    alpha = tl.exp2(most - finite)
+    exponent = s * factor - (finite - _P_LOG)[:, None]
     s = tl.dot(q, keys.load([j, 0]).T)
     p = tl.exp2(exponent)
     total = total * alpha + tl.sum(p, 1)
@@ -195,22 +216,35 @@ def fprop_kernel(
     end = kv_len
     if CAUSAL:
         end = tl.minimum(kv_len, first + BM)
-    if MASK == _NO_MASK and DROPPED == 0 and not WIDE:
-        s = tl.dot(query, keys.load([0, 0]).T)
+    start = 0
+    if MASK == _KEY_MASK:
+        seen += batch.to(tl.int64) * seen_batch_step + (head % heads).to(tl.int64) * seen_head_step
+        start = tl.load(seen) // BN * BN
+        end = tl.minimum(end, tl.load(seen + 1))
+        end = tl.maximum(end, start + 1)  # a tile that is hidden as a whole, where the mask leaves nothing
+    if MASK != _NO_MASK:
+        mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
+    if (MASK == _NO_MASK or MASK == _KEY_MASK) and DROPPED == 0 and not WIDE:
+        if SCALING == BLOCK:
+            factor = q_factor * tl.load(k_scale + start // BLOCK_LEN)
+            unit = tl.load(v_scale + start // BLOCK_LEN)
+        s = tl.dot(query, keys.load([start, 0]).T)
         p = tl.zeros((BM, BN), tl.float32)
-        for j in tl.range(BN, end, BN, num_stages=STAGES):
+        for j in tl.range(start + BN, end, BN, num_stages=STAGES):
             acc, total, most, unit, s, p, factor = _lagged_step(
-                acc, total, most, unit, s, p, factor, query, keys, values, k_scale, v_scale, j, q_factor,
-                SCALING, BM, BN,
+                acc, total, most, unit, s, p, factor, query, keys, values, k_scale, v_scale, j, start, q_factor,
+                kv_len, mask, mask_column_step, SCALING, MASK, BM, BN,
             )  # fmt: skip
         last = (end - 1) // BN * BN
-        acc = _times_values(acc, p, values, tl.maximum(last - BN, 0), WIDE, BM, BN)
+        acc = _times_values(acc, p, values, tl.maximum(last - BN, start), WIDE, BM, BN)
+        s = _without_hidden(s, last, kv_len, mask, mask_column_step, MASK, BN)
         if CAUSAL or not EVEN:
             columns = last + tl.arange(0, BN)
-            s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, MASK)
+            s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, 0, 0, 0, CAUSAL, _NO_MASK)
         new = tl.maximum(most, tl.max(s, 1) * factor)
-        alpha = tl.exp2(most - new)
-        p = tl.exp2(s * factor - (new - _P_LOG)[:, None])
+        finite = _finite(new, MASK)
+        alpha = tl.exp2(most - finite)
+        p = tl.exp2(s * factor - (finite - _P_LOG)[:, None])
         total = total * alpha + tl.sum(p, 1)
         if SCALING == BLOCK:
             own = tl.load(v_scale + last // BLOCK_LEN)
@@ -219,13 +253,6 @@ def fprop_kernel(
         acc = _times_values(acc * alpha[:, None], p, values, last, WIDE, BM, BN)
         most = new
     else:
-        start = 0
-        if MASK == _KEY_MASK:
-            seen += batch.to(tl.int64) * seen_batch_step + (head % heads).to(tl.int64) * seen_head_step
-            start = tl.load(seen) // BN * BN
-            end = tl.minimum(end, tl.load(seen + 1))
-        if MASK != _NO_MASK:
-            mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
         draw = tl.full([], 0, tl.int64)
         if DROPPED > 0:
             draw = tl.load(seed)
@@ -489,11 +516,11 @@ def forward(
     batches, heads, q_len = q.shape[:3]
     head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len, v_len = k.shape[1], k.shape[2], v.shape[3]
-    config = config or _config(head_dim, mask is None and not dropout and not wide)
+    kind, mask, seen, mask_steps = _mask_arguments(mask, q.device)
+    config = config or _config(head_dim, kind in (_NO_MASK.value, _KEY_MASK.value) and not dropout and not wide)
     even = statically_known_true(kv_len % config.block_n == 0)
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
-    kind, mask, seen, mask_steps = _mask_arguments(mask, q.device)
     grid = (triton.cdiv(q_len, config.block_m) * (batches * heads),)
     together = config.cached // (2 * k.element_size() * head_dim * kv_len) * (heads // kv_heads)
     with triton_workspace(q.device):
@@ -607,7 +634,7 @@ def _mask_arguments(mask: Tensor | None, device: torch.device) -> tuple[int, Ten
         kind = _BOOL_MASK if mask.dtype == torch.bool else _ADDED_MASK
         return kind.value, mask, *_given(None, device=device), (*steps, 0, 0)
     keys = torch.arange(mask.shape[3], device=device)
-    first = torch.where(mask, keys, mask.shape[3]).amin((2, 3))
+    first = torch.where(mask, keys, mask.shape[3] - 1).amin((2, 3))
     after = torch.where(mask, keys + 1, 0).amax((2, 3))
     seen = torch.stack((first, after), -1).to(torch.int32)
     return _KEY_MASK.value, mask, seen, (*steps, *_steps(seen)[:2])

@@ -41,6 +41,7 @@ CASES = (
     (1, 4, 4, 300, 400, 64, True, "added", "head", 0.0),
     (1, 2, 1, 100, 50, 256, False, "added", "block", 0.0),
     (3, 4, 2, 300, 400, 128, False, "keys", "head", 0.0),
+    (3, 4, 2, 300, 400, 128, True, "keys", "block", 0.0),
     (3, 4, 2, 300, 400, 64, False, "keys", "block", 0.2),
     (1, 4, 2, 300, 400, 128, True, None, "block", 0.2),
     (1, 4, 2, 300, 400, 128, True, None, None, 0.2),

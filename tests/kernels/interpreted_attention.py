@@ -66,6 +66,7 @@ FORWARD = (
     (2, 2, 1, 40, 50, 64, False, "seen", "head", 0.0, None),
     (1, 2, 2, 40, 50, 64, True, "added", "head", 0.0, None),
     (3, 2, 1, 40, 150, 64, False, "keys", "block", 0.3, None),
+    (3, 2, 1, 170, 150, 64, True, "keys", "block", 0.0, None),
     (2, 2, 1, 40, 70, 64, True, None, None, 0.3, None),
 )
 BACKWARD = (
