@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written, is_hopper, statically_known_true, triton_workspace
+from fxquant.kernels.triton_codes import INTERPRETED
 from fxquant.kernels.triton_head_cast import (
     BLOCK,
     BLOCK_LEN,
@@ -132,6 +133,18 @@ def _finite(most, MASK: tl.constexpr):
 
 
 @triton.jit
+def _scale_at(place):
+    """A scale, by an instruction that Triton does not pipeline: copies to shared memory cost a barrier a step."""
+    if INTERPRETED:
+        scale = tl.load(place)
+    else:
+        scale = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [place.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return scale
+
+
+@triton.jit
 def _lagged_step(
     acc, total, most, unit, s, p, factor, q, keys, values, k_scale, v_scale, j, start, q_factor, kv_len, mask,
     mask_column_step,
@@ -146,8 +159,8 @@ def _lagged_step(
     """
     next_factor, next_unit = factor, unit
     if SCALING == BLOCK:
-        next_factor = q_factor * tl.load(k_scale + j // BLOCK_LEN)
-        next_unit = tl.load(v_scale + (j - BN) // BLOCK_LEN)
+        next_factor = q_factor * _scale_at(k_scale + j // BLOCK_LEN)
+        next_unit = _scale_at(v_scale + (j - BN) // BLOCK_LEN)
     acc = _times_values(acc, p, values, tl.maximum(j - 2 * BN, start), False, BM, BN)
     s = _without_hidden(s, j - BN, kv_len, mask, mask_column_step, MASK, BN)
     new = tl.maximum(most, tl.max(s, 1) * factor)
@@ -163,7 +176,7 @@ def _lagged_step(
     return acc, total, new, next_unit, s, p, next_factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_heads"])
 def fprop_kernel(
     q, k, v, out, lse, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads, batch_heads, q_len, kv_len,
     v_len, most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
@@ -477,7 +490,7 @@ def _config(head_dim: int, lagged: bool) -> _Config:
 
 _KEY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
 """Queries of a step and keys of a program of `dkdv_kernel`, its warps and stages, by head size."""
-_QUERY_TILES = {64: (128, 128, 8, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
+_QUERY_TILES = {64: (128, 128, 8, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 """Queries of a program and keys of a step of `dq_kernel`, its warps and stages."""
 _WIDE_KEY_TILES = {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 64, 8, 1)}
 """As `_KEY_TILES`, for 16-bit operands."""
@@ -566,7 +579,7 @@ def wide_backward(
     `rounded` is what of do is multiplied with v, and with P.
     """
     do = do.contiguous()
-    row, column = (do, None) if rounded is None else rounded
+    row, column = (do, None) if rounded is None else (x.contiguous() for x in rounded)
     return _backward(
         row, q, k, v, (column, None, None), o, lse, (None,) * 4, causal, scale, 0, mask, dropout, seed, delta_of=do
     )  # fmt: skip

@@ -150,7 +150,7 @@ def _block_cast(
     _head_store(tile, out, first, scale, length, padded, TRANSPOSED, ROWS, D)
     for _ in range(1, GROUPS):
         source += head_step
-        out += padded.to(tl.int64) * D
+        out += tl.cast(padded, tl.int64) * D
         tile = _head_tile(source, first, length, row_step, ROWS, D)
         _head_store(tile, out, first, scale, length, padded, TRANSPOSED, ROWS, D)
 
