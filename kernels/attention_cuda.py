@@ -79,7 +79,7 @@ def casts(x: Tensor, spec: str) -> bool:
 
 
 def casts_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str) -> bool:
-    """Whether kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together."""
+    """Whether kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together, by scales of their own."""
     known = spec in _SCALINGS and q.ndim == 4 and q.dtype in (torch.bfloat16, torch.float16)
     return known and q.shape[-1] == v.shape[-1] and q.shape[-1] in triton_attention.HEAD_DIMS
 
@@ -151,13 +151,14 @@ def attention_backward(
         options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
         more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed}
         grads: Sequence[Tensor] | None = None
+        unquantized = attention_reference.UNQUANTIZED_SOFTMAX
         if not parsed.has_fp8_backward:
             wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
             if plain.mask is None and not parsed.dropout:
                 grads = cudnn_attention_backward(do, wide_q, wide_k, wide_v, o, lse, **options)
             else:
                 grads = triton_attention.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
-        elif _is_mx(parsed.qkv) and _is_mx(parsed.do) and _is_mx(parsed.dp):
+        elif _is_mx(parsed.qkv) and _is_mx(parsed.do) and parsed.dp.row.family in unquantized:
             wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
             rows, columns = attention_reference.rows_and_columns(do, parsed.do)
             grads = triton_attention.wide_backward(

@@ -117,8 +117,8 @@ def _values(node: fx.Node) -> tuple[Any, str]:
 
 
 def _casts_qkv(node: fx.Node) -> bool:
-    q, k, v, spec = node.args[:4]
-    return attention_cuda.casts_qkv(val(q), val(k), val(v), str(spec))
+    q, k, v, spec, *given = node.args
+    return not any(given) and attention_cuda.casts_qkv(val(q), val(k), val(v), str(spec))
 
 
 def _by_triton(name: str, node: fx.Node) -> bool:

@@ -72,3 +72,18 @@ def test_no_scores_in_memory(
     assert sum("cudnn_attention" in str(n.target) for n in graph.nodes) == library
     shapes = [value.shape for n in graph.nodes if isinstance(value := n.meta.get("val"), Tensor)]
     assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
+
+
+def test_a_given_scale_is_used() -> None:
+    """The kernels take amaxes, where a delayed scale has one from before."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> list[Tensor]:
+        return ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scale)  # type: ignore[no-any-return]
+
+    with FakeTensorMode():
+        x = torch.empty(2, 4, KEYS, 64, dtype=torch.bfloat16, device="cuda")
+        graph = make_fx(run)(x, x, x, torch.empty(1, device="cuda")).graph
+    lower(graph)
+    scale = next(n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].numel() == 1)
+    assert scale.users
+    assert triton_kernel_wrapper_functional not in [n.target for n in graph.nodes]
