@@ -481,11 +481,13 @@ class _Config:
     """Bytes of keys and values that are worked on at a time."""
 
 
-def _config(head_dim: int, lagged: bool) -> _Config:
-    """The quickest of those tried on an H100 (docs/performance.md)."""
-    if lagged:
-        return _Config(block_n=64 if head_dim == 256 else 128)
-    return _Config(block_n=64 if head_dim == 256 else 32)
+def _config(head_dim: int, *, lagged: bool, plain: bool) -> _Config:
+    """The quickest of those tried on an H100 (docs/performance.md); `plain` has neither masks nor scales of blocks."""
+    if head_dim == 256:
+        return _Config(block_n=64)
+    if plain:
+        return _Config(block_n=64, stages=3)
+    return _Config(block_n=128 if lagged else 32)
 
 
 _KEY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
@@ -530,7 +532,9 @@ def forward(
     head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len, v_len = k.shape[1], k.shape[2], v.shape[3]
     kind, mask, seen, mask_steps = _mask_arguments(mask, q.device)
-    config = config or _config(head_dim, kind in (_NO_MASK.value, _KEY_MASK.value) and not dropout and not wide)
+    lagged = kind in (_NO_MASK.value, _KEY_MASK.value) and not dropout and not wide
+    plain = lagged and kind == _NO_MASK.value and scaling != "block"
+    config = config or _config(head_dim, lagged=lagged, plain=plain)
     even = statically_known_true(kv_len % config.block_n == 0)
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)

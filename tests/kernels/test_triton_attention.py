@@ -80,20 +80,24 @@ def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool)
     sizes = "heads kv_heads batch_heads batches q_len kv_len v_len most_heads"
     steps = "mask_batch_step mask_head_step mask_row_step mask_column_step seen_batch_step seen_head_step"
     numbers = dict.fromkeys(f"{sizes} {steps}".split(), "i32")
-    codes = dict.fromkeys(("q", "k", "v", "do", "mask"), "*fp8e4nv")
+    codes = dict.fromkeys(("q", "k", "v", "do"), "*fp8e4nv")
     wide = dict.fromkeys(("out", "q_wide", "k_wide", "do_wide", "dq", "dk", "dv"), "*bf16")
     floats = dict.fromkeys(("lse", "log_sum", "delta", "q_scale", "k_scale", "v_scale", "do_scale"), "*fp32")
-    types = {**numbers, **codes, **wide, **floats, "scale": "fp64", "seen": "*i32", "seed": "*i64"}
+    others = {"scale": "fp64", "mask": "*i1", "seen": "*i32", "seed": "*i64"}
+    types = {**numbers, **codes, **wide, **floats, **others}
     common = {"CAUSAL": causal, "EVEN": False, "MASK": 0, "DROPPED": 0, "RAISED": 1.0, "WIDE": 0, "D": head_dim}
-    common["SCALING"] = head_cast.KINDS["block"]
-    config = attention._config(head_dim, True)
-    tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
-    runs = [(attention.fprop_kernel, tiles, config.warps, config.stages)]
+    runs = []
+    for plain, scaling, mask in ((True, "head", 0), (False, "block", 0), (False, "head", attention._KEY_MASK.value)):
+        config = attention._config(head_dim, lagged=True, plain=plain)
+        tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
+        chosen = {**tiles, "SCALING": head_cast.KINDS[scaling], "MASK": mask}
+        runs.append((attention.fprop_kernel, chosen, config.warps, config.stages))
     for kernel, table in (
         (attention.dkdv_kernel, attention._KEY_TILES), (attention.dq_kernel, attention._QUERY_TILES)
     ):  # fmt: skip
         block_m, block_n, warps, stages = table[head_dim]
-        runs.append((kernel, {"BM": block_m, "BN": block_n, "STAGES": stages}, warps, stages))
+        tiles = {"BM": block_m, "BN": block_n, "STAGES": stages, "SCALING": head_cast.KINDS["block"]}
+        runs.append((kernel, tiles, warps, stages))
     for kernel, constants, warps, stages in runs:
         taken = {name: kind for name, kind in types.items() if name in {p.name for p in kernel.params}}
         log = compiled_for_hopper(kernel, taken, {**common, **constants}, warps, stages)
