@@ -4,6 +4,7 @@
     python -m fxquant bench linear  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench grouped [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench decode  [--providers NAME,NAME] [--csv FILE]
+    python -m fxquant bench attention [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench export  [--providers NAME,NAME] [--csv FILE]
     python -m fxquant bench cast    [--providers SPEC,SPEC] [--csv FILE]
 
@@ -41,8 +42,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxquant import bench_decode, bench_export, recipes
+from fxquant import bench_attention, bench_decode, bench_export, recipes
 from fxquant.backend import Backend
+from fxquant.bench_attention import Attention
 from fxquant.bench_decode import Decode
 from fxquant.bench_export import DecoderBlock, Served
 from fxquant.compat import inductor_config, unlimited_recompiles
@@ -551,7 +553,7 @@ def gemms(provider: str, device: str) -> str:
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
     device, cuda = options.device, options.device == "cuda"
-    sizes: Sequence[Size | Cast | Decode | Served] = options.sizes(cuda, options)
+    sizes: Sequence[Size | Cast | Decode | Served | Attention] = options.sizes(cuda, options)
     where = setting(device, command)
     how = (device, options.seconds if cuda else 0.0, options.repeats if cuda else ROUNDS)
     rows = []
@@ -559,7 +561,7 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
         providers = options.providers
         if isinstance(size, Cast):
             measured: Iterable[Row] = measure_casts(providers, size, *how)
-        elif isinstance(size, (Decode, Served)):
+        elif isinstance(size, (Decode, Served, Attention)):
             measured = measure_inference(providers, size, *how)
         else:
             measured = measure(providers, size, *how)
@@ -596,16 +598,20 @@ def measure(providers: Sequence[str], size: Size, device: str, seconds: float, r
 
 
 def measure_inference(
-    providers: Sequence[str], size: Decode | Served, device: str, seconds: float, repeats: int
+    providers: Sequence[str], size: Decode | Served | Attention, device: str, seconds: float, repeats: int
 ) -> Iterator[Row]:
-    """Times inference under one provider after another."""
+    """Times inference, or an attention, under one provider after another."""
     how = (device, seconds, repeats)
     baseline = 0.0
     for provider in providers:
+        if isinstance(size, Attention) and not size.takes(provider):
+            continue
         row = {"provider": provider, "gemms": gemms(provider, device)}
         try:
             if isinstance(size, Decode):
                 row |= bench_decode.measure(provider, size, *how)
+            elif isinstance(size, Attention):
+                row |= bench_attention.measure(provider, size, *how)
             else:
                 row |= bench_export.measure(provider, size, *how)
         except Exception as error:
@@ -705,9 +711,13 @@ def _served(cuda: bool, _options: argparse.Namespace) -> Sequence[Served]:
     return bench_export.SIZES if cuda else bench_export.TINY
 
 
+def _attentions(cuda: bool, _options: argparse.Namespace) -> Sequence[Attention]:
+    return bench_attention.SIZES if cuda else bench_attention.TINY
+
+
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
-    known = dict.fromkeys((*PROVIDERS, *bench_decode.PROVIDERS, "copy", *SPECS))
+    known = dict.fromkeys((*PROVIDERS, *bench_decode.PROVIDERS, *bench_attention.PROVIDERS, "copy", *SPECS))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(known)}")
@@ -732,10 +742,13 @@ def _parser() -> argparse.ArgumentParser:
     decode.set_defaults(sizes=_decodes, providers=[p for p in bench_decode.PROVIDERS if p not in TORCHAO or p in known])
     export = kinds.add_parser("export", help="inference of a decoder block compiled ahead of time")
     export.set_defaults(sizes=_served, providers=bench_export.PROVIDERS)
+    attention = kinds.add_parser("attention", help="attention in FP8, forward and backward")
+    attention.set_defaults(sizes=_attentions, providers=bench_attention.PROVIDERS)
     cast = kinds.add_parser("cast", help="quantizations, beside a copy")
     cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
-    for kind in (block, linear, grouped, decode, export, cast):
+    for kind in (block, linear, grouped, decode, export, attention, cast):
         own = {cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS, export: bench_export.PROVIDERS}
+        own[attention] = bench_attention.PROVIDERS
         names = own.get(kind, known)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")

@@ -270,6 +270,14 @@ def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
     return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
 
 
+def cudnn_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * scale) v by cuDNN: o [B, H, Sq, D], and what `cudnn_attention_backward` takes as lse."""
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return o.contiguous(), lse.reshape(q.shape[:3])
+
+
 def cudnn_attention_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
     causal: bool, scale: float,
@@ -339,6 +347,7 @@ __all__ = [
     "compile_with_inductor",
     "converts_to_fp8",
     "copy_sources",
+    "cudnn_attention",
     "cudnn_attention_backward",
     "declare_written",
     "detect_fake_mode",

@@ -1,6 +1,6 @@
 """`fxquant::attention`: softmax(steps(q k^T)) v with every tensor quantized as its spec says, forward and backward.
 
-As `fxquant::linear` it is CompositeImplicitAutograd: AOTAutograd traces through it to `fxquant::quantize_heads`,
+As `fxquant::linear` it is CompositeImplicitAutograd: AOTAutograd traces through it to `fxquant::quantize_qkv`,
 `::attention_forward` and `::attention_backward`. What is kept for the backward is q, k and v as they were quantized,
 the output and the log-sum-exp of the scores.
 """
@@ -18,7 +18,6 @@ from torch import Tensor
 from fxquant.compat import operator_library
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels import attention_ops
-from fxquant.kernels.attention_reference import heads_of
 from fxquant.kernels.linear import StateTensors
 
 _library = operator_library("fxquant", more=True)
@@ -61,8 +60,11 @@ class _Attention(torch.autograd.Function):
         spec = AttentionSpec.parse(spec_text)
         for x in (q, k, v):
             _record(state, "forward", x, spec.qkv)
-        groups = heads_of(q) // heads_of(k)
-        parts = [_quantize(x, spec.qkv, g, t, state) for x, g, t in ((q, groups, False), (k, 1, False), (v, 1, True))]
+        if spec.qkv.is_identity:
+            parts = [[q], [k], [v]]
+        else:
+            made = _ops.quantize_qkv(q, k, v, str(_shared(spec.qkv)), _scale(spec.qkv, state))
+            parts = [made[:2], made[2:4], made[4:]]
         core = str(replace(spec.each(_shared), autocast="", name=""))
         o, lse, s_amax = _ops.attention_forward(
             *parts, extras, seed, _scale(spec.s, state), core, q.shape[-1], q.dtype

@@ -1,7 +1,8 @@
-"""Quantized attention on CUDA: Triton kernels where they take it, cuDNN for a high-precision backward.
+"""Quantized attention on CUDA: Triton kernels where they take it, cuDNN for what is in high precision.
 
 Each function has the meaning, and the arguments, of its namesake in `fxquant.kernels.attention_ops`, whose reference
-runs where no kernel does: for scales of blocks, MXFP8, dropout, and what scores may be besides scaled and masked.
+runs where no kernel does: for delayed scales, and what scores may be besides scaled and masked. MXFP8, which Hopper
+does not multiply, is dequantized, exactly to bfloat16.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.compat import cudnn_attention_backward
-from fxquant.formats import AttentionSpec
-from fxquant.kernels import attention_ops, attention_reference, triton_attention
+from fxquant.compat import cudnn_attention, cudnn_attention_backward
+from fxquant.formats import AttentionSpec, QuantSpec
+from fxquant.kernels import attention_ops, attention_reference, triton_attention, triton_head_cast
+from fxquant.kernels.triton_head_cast import Scaling
 
-_HEAD = "per_head_e4m3"
-_TAKEN = (_HEAD, "per_tensor_e4m3")
+_SCALINGS: dict[str, Scaling] = {
+    "per_tensor_e4m3": "tensor", "per_head_e4m3": "head", "per_head_128_e4m3": "block",
+}  # fmt: skip
+"""The formats that kernels multiply, and cast."""
 
 
 class _Plain(NamedTuple):
@@ -50,10 +54,13 @@ def _known(
 ) -> _Plain | None:
     """The steps, where the kernels take an attention of these payloads."""
     plain = _plain(spec, extras)
-    if plain is None or k.ndim != 4 or str(spec.qkv) not in _TAKEN or v.shape[-2] != width:
+    if plain is None or k.ndim != 4 or v.shape[-2] != width:
         return None
     softmax = spec.s.row
-    taken = softmax.family in ("per_tensor", "per_head") and softmax.element == spec.qkv.row.element
+    if str(spec.qkv) in _SCALINGS:
+        taken = softmax.family in ("per_tensor", "per_head") and softmax.element == spec.qkv.row.element
+    else:
+        taken = _is_mx(spec.qkv) and softmax.family in attention_reference.UNQUANTIZED_SOFTMAX
     taken = taken and triton_attention.supports(
         head_dim=width, kv_len=k.shape[-2], causal=plain.causal, has_mask=plain.mask is not None, dropout=spec.dropout,
         dtype=dtype, device=k.device,
@@ -61,15 +68,49 @@ def _known(
     return plain if taken else None
 
 
+def _is_mx(spec: QuantSpec) -> bool:
+    return spec.row.family == "mxfp8"
+
+
 def casts(x: Tensor, spec: str) -> bool:
     """Whether a kernel quantizes x [B, H, S, D]."""
-    known = spec == _HEAD and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
+    known = _SCALINGS.get(spec) in ("head", "block") and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
     return known and x.shape[-1] in triton_attention.HEAD_DIMS
+
+
+def casts_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str) -> bool:
+    """Whether kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together, by scales of their own."""
+    known = spec in _SCALINGS and q.ndim == 4 and q.dtype in (torch.bfloat16, torch.float16)
+    return known and q.shape[-1] == v.shape[-1] and q.shape[-1] in triton_attention.HEAD_DIMS
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
     """Payload and scale of x [B, H, S, D], where `casts` says so."""
-    return list(triton_attention.quantize_heads(x if x.stride(-1) == 1 else x.contiguous(), groups, transposed))
+    scaling: Any = _SCALINGS[spec]
+    return list(triton_head_cast.quantize_heads(_dense(x), groups, transposed, scaling))
+
+
+def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None) -> list[Tensor]:
+    """Payloads and scales of q, k and v, where `casts_qkv` says so."""
+    return triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), _SCALINGS[spec])
+
+
+def _dequantized(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], spec: QuantSpec, width: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """q, k and v in a 16-bit dtype."""
+    scaling = _SCALINGS.get(str(spec))
+    if scaling is not None:
+        return triton_head_cast.dequantize_qkv(q, k, v, scaling, dtype)
+    groups = q[0].shape[1] // k[0].shape[1]
+    queries, keys = q[0].shape[-2], k[0].shape[-2]
+    sides = ((q, groups, False, queries), (k, 1, False, keys), (v, 1, True, keys))
+    wide = (attention_reference.dequantize_heads(x, spec, g, t, (length, width)) for x, g, t, length in sides)
+    return [x.to(dtype).contiguous() for x in wide]
 
 
 def attention_forward(
@@ -82,10 +123,18 @@ def attention_forward(
     if plain is None:
         run: Any = attention_ops.IMPLEMENTATIONS["attention_forward"]
         return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-    o, lse = triton_attention.forward(
-        q8, k8, v8, q_scale, k_scale, v_scale, causal=plain.causal, scale=plain.scale, out_dtype=dtype, mask=plain.mask
-    )
+    options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
+    more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed, "out_dtype": dtype}
+    if not _is_mx(parsed.qkv):
+        (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
+        scaling = _SCALINGS[str(parsed.qkv)]
+        o, lse = triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, scaling=scaling, **options, **more)
+    else:
+        wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
+        if plain.mask is None and not parsed.dropout:
+            o, lse = cudnn_attention(wide_q, wide_k, wide_v, **options)
+        else:
+            o, lse = triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
     return [o, lse, torch.ones(1, device=o.device)]
 
 
@@ -98,29 +147,31 @@ def attention_backward(
     parsed = AttentionSpec.parse(spec)
     delayed = any(scale is not None for scale in (s_scale, do_scale, dp_scale))
     plain = None if delayed or wanted else _known(parsed, extras, do.dtype, k[0], v[0], width)
-    one = torch.ones(1, device=do.device)
-    if plain is not None and not parsed.has_fp8_backward and plain.mask is None:
-        groups = q[0].shape[1] // k[0].shape[1]
-        queries, keys = q[0].shape[-2], k[0].shape[-2]
-        sides = ((q, groups, False, queries), (k, 1, False, keys), (v, 1, True, keys))
-        q_wide, k_wide, v_wide = (
-            attention_reference.dequantize_heads(parts, parsed.qkv, g, transposed, (length, width))
-            .to(do.dtype)
-            .contiguous()
-            for parts, g, transposed, length in sides
-        )
-        grads = cudnn_attention_backward(
-            do, q_wide, k_wide, v_wide, o, lse, causal=plain.causal, scale=plain.scale
-        )  # fmt: skip
-        return [*grads, one]
-    if plain is not None and str(parsed.do) in _TAKEN and str(parsed.dp) in _TAKEN:
-        (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        rows = attention_reference.key_order(v8, back=True)[..., : k8.shape[-2]].mT.contiguous()
-        grads = triton_attention.backward(
-            do, q8, k8, rows, o, lse, q_scale, k_scale, v_scale, causal=plain.causal, scale=plain.scale,
-            mask=plain.mask,
-        )  # fmt: skip
-        return [*grads, one]
+    if plain is not None:
+        options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
+        more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed}
+        grads: Sequence[Tensor] | None = None
+        unquantized = attention_reference.UNQUANTIZED_SOFTMAX
+        if not parsed.has_fp8_backward:
+            wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
+            if plain.mask is None and not parsed.dropout:
+                grads = cudnn_attention_backward(do, wide_q, wide_k, wide_v, o, lse, **options)
+            else:
+                grads = triton_attention.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
+        elif _is_mx(parsed.qkv) and _is_mx(parsed.do) and parsed.dp.row.family in unquantized:
+            wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
+            rows, columns = attention_reference.rows_and_columns(do, parsed.do)
+            grads = triton_attention.wide_backward(
+                do, wide_q, wide_k, wide_v, o, lse, **options, **more, rounded=(rows.to(do.dtype), columns.to(do.dtype))
+            )
+        elif str(parsed.do) in _SCALINGS and str(parsed.dp) in _SCALINGS and not _is_mx(parsed.qkv):
+            (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
+            scaling = _SCALINGS[str(parsed.qkv)]
+            grads = triton_attention.backward(
+                do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, scaling=scaling, **options, **more
+            )
+        if grads is not None:
+            return [*grads, torch.ones(1, device=do.device)]
     run: Any = attention_ops.IMPLEMENTATIONS["attention_backward"]
     return run(  # type: ignore[no-any-return]
         do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, width
@@ -131,4 +182,4 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "attention_forward": attention_forward,
     "attention_backward": attention_backward,
 }
-"""What runs on CUDA in the place of the operators of these names; see `quantize_heads` for the third."""
+"""What runs on CUDA in the place of the operators of these names; see `casts` and `casts_qkv` for the others."""

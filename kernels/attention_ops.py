@@ -20,6 +20,7 @@ _library = operator_library("fxquant", more=True)
 
 _SCHEMAS = {
     "quantize_heads": "(Tensor x, str spec, SymInt groups, bool transposed, Tensor? scale=None) -> Tensor[]",
+    "quantize_qkv": "(Tensor q, Tensor k, Tensor v, str spec, Tensor? scale=None) -> Tensor[]",
     "dequantize_heads": (
         "(Tensor[] parts, str spec, SymInt groups, bool transposed, SymInt[] size, ScalarType dtype) -> Tensor"
     ),
@@ -39,6 +40,12 @@ for _name, _schema in _SCHEMAS.items():
 def _quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
     parts = reference.quantize_heads(x, QuantSpec.parse(spec), groups, transposed, scale)
     return [part.contiguous() for part in parts]
+
+
+def _quantize_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None) -> list[Tensor]:
+    groups = reference.heads_of(q) // reference.heads_of(k)
+    sides = ((q, groups, False), (k, 1, False), (v, 1, True))
+    return [part for x, g, transposed in sides for part in _quantize_heads(x, spec, g, transposed, scale)]
 
 
 def _dequantize_heads(
@@ -67,6 +74,7 @@ def _backward(
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize_heads": _quantize_heads,
+    "quantize_qkv": _quantize_qkv,
     "dequantize_heads": _dequantize_heads,
     "attention_forward": _forward,
     "attention_backward": _backward,
@@ -96,6 +104,13 @@ def _quantize_heads_fake(
     dtype = torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype
     payload = x.new_empty([*batch, rows, padded], dtype=row.element.dtype)
     return [payload, x.new_empty(shape, dtype=dtype)]
+
+
+@fake_kernel(_library, "quantize_qkv")
+def _quantize_qkv_fake(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None) -> list[Tensor]:
+    groups = reference.heads_of(q) // reference.heads_of(k)
+    sides = ((q, groups, False), (k, 1, False), (v, 1, True))
+    return [part for x, g, transposed in sides for part in _quantize_heads_fake(x, spec, g, transposed)]
 
 
 @fake_kernel(_library, "dequantize_heads")

@@ -253,7 +253,7 @@ def backward(
     row = column = do.float()
     weights = p
     if spec.has_fp8_backward:
-        row, column = through(do, spec.do, do_scale), _through_columns(do, spec.do, do_scale)
+        row, column = rows_and_columns(do, spec.do, do_scale)
         if spec.s.row.family not in UNQUANTIZED_SOFTMAX:
             weights = through(p, spec.s, _unit_multiplier(p, spec.s) if s_scale is None else s_scale)
     dp = row @ operands.v.mT
@@ -290,11 +290,12 @@ def backward(
     return [*results, amax, *(_sum_to(grads[i], extras[i]) for i in wanted)]
 
 
-def _through_columns(x: Tensor, spec: QuantSpec, multiplier: Tensor | None) -> Tensor:
-    """`through` with blocks along the sequence, where a format has blocks along its last axis."""
+def rows_and_columns(do: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """do [*batch, H, S, D] as its two products read it: with MXFP8's blocks along D, and along S."""
+    row = through(do, spec, multiplier)
     if spec.row.family != "mxfp8":
-        return through(x, spec, multiplier)
-    return dequantize_heads(quantize_heads(x, spec, 1, True), spec, 1, True, x.shape[-2:])
+        return row, row
+    return row, dequantize_heads(quantize_heads(do, spec, 1, True), spec, 1, True, do.shape[-2:])
 
 
 def _add(grads: dict[int, Tensor], extra: int, grad: Tensor) -> None:

@@ -56,7 +56,7 @@ _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
-    "quantize_heads", "attention_backward",
+    "quantize_heads", "quantize_qkv", "attention_backward",
 )  # fmt: skip
 """Operators whose result depends on the last bit of what they read."""
 
@@ -85,6 +85,8 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
             return attention_cuda.quantize_heads
+        if name == "quantize_qkv" and _casts_qkv(node):
+            return attention_cuda.quantize_qkv
         if name == "split_amax" and in_memory and _some_groups(*(val(arg) for arg in node.args)):
             return grouped_cast.group_amax
         if name in ("split_quantize", "hybrid_split_quantize") and _groups_by_triton(name, node, in_memory):
@@ -97,12 +99,19 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     if name == "grouped_scaled_mm" and device.type == "cuda":
         return grouped_gemm.grouped_scaled_mm
     meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
+    if name == "quantize_qkv":
+        return functools.partial(_of_three_rounded, meaning)
     return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
 
 
 def _values(node: fx.Node) -> tuple[Any, str]:
     """What a quantization is of, and its spec."""
     return val(node.args[0]), str(node.args[1])
+
+
+def _casts_qkv(node: fx.Node) -> bool:
+    q, k, v, spec, *given = node.args
+    return not any(given) and attention_cuda.casts_qkv(val(q), val(k), val(v), str(spec))
 
 
 def _by_triton(name: str, node: fx.Node) -> bool:
@@ -232,6 +241,10 @@ def _of_rounded(run: Any, x: Tensor, *args: Any) -> Any:
     if x.device.type == "cuda":  # the conversion to a 16-bit integer is not dropped, and costs a fraction
         return run((x.view(torch.int16).to(torch.int32) << 16).view(torch.float32).bfloat16(), *args)
     return run(reference.round_to_bfloat16(x.float()).bfloat16(), *args)
+
+
+def _of_three_rounded(run: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+    return run(*(_of_rounded(lambda x: x, each) for each in (q, k, v)), *args)
 
 
 def _round_to_float16(y: Tensor) -> Tensor:

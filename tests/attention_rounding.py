@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant.formats import ELEMENTS
-from fxquant.kernels import reference
+from fxquant.kernels import attention_reference, reference
 
 KEYS = 16
 
@@ -54,8 +54,9 @@ def scores(q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None, rounded: bool = False
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None, rounded: bool = False,
+    dropout: float = 0.0, seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp of dequantized operands in float64; `rounded` casts P, times 256, to e4m3."""
     s = scores(q.double(), k.double(), causal, scale, mask)
     most = s.amax(-1, keepdim=True)
@@ -63,15 +64,16 @@ def forward(
     total = p.sum(-1, keepdim=True)
     if rounded:
         p = cast((p * 256).float()).double() / 256
+    p = dropped(p, dropout, seed)
     o = p @ v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
     return o / torch.where(total == 0, 1.0, total), (most + total.log()).squeeze(-1)
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`triton_attention.backward` in float32, given dequantized q, k and v."""
+    """`triton_attention.backward`, or `wide_backward`, in float32, given dequantized q, k and v."""
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(torch.bfloat16).float()
@@ -82,9 +84,17 @@ def backward(
     groups = q.shape[1] // k.shape[1]
     wide_k, wide_v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     p = torch.exp(scores(q, k, causal, scale, mask) - torch.where(lse == -math.inf, math.inf, lse)[..., None])
-    dp = dequantize(*quantize(do, 1, False)) @ wide_v.mT
-    ds = rounded(p * (dp - (do.float() * o.float()).sum(-1, keepdim=True)))
-    return ds @ wide_k * scale, of_keys(ds.mT @ q) * scale, of_keys(rounded(p).mT @ do.float())
+    dp = (do.float() if wide else dequantize(*quantize(do, 1, False))) @ wide_v.mT
+    ds = rounded(p * (dropped(dp, dropout, seed) - (do.float() * o.float()).sum(-1, keepdim=True)))
+    p = dropped(p, dropout, seed)
+    return ds @ rounded(wide_k) * scale, of_keys(ds.mT @ rounded(q)) * scale, of_keys(rounded(p).mT @ do.float())
+
+
+def dropped(x: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+    """What dropout leaves of weights or their gradients."""
+    if seed is None:
+        return x
+    return torch.where(attention_reference.kept(seed, x.shape, dropout), x / (1 - dropout), 0.0)
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxquant import Backend, bench, bench_decode, bench_export
+from fxquant import Backend, bench, bench_attention, bench_decode, bench_export
 
 
 @pytest.fixture
@@ -137,6 +137,19 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert len(compiled) == 2 * len(providers)
     names = [[node.name for node in graph.nodes if "quantize" in node.name] for graph in compiled]
     assert [len(each) for each in names] == [0, 1, 1, 1] * 2
+
+
+def test_attention(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel alone has no backward, and a forward has no gradients to quantize."""
+
+    def compiler(provider: str) -> Any:
+        return "eager" if provider == "bf16" else Backend(bench_attention.recipe(provider), inner="aot_eager")
+
+    monkeypatch.setattr(bench_attention, "compiler", compiler)
+    assert bench.main(["attention", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("forward and backward") == 5 and shown.count("fp8 kernel") == 1
+    assert shown.count("+ fp8 backward") == 2
 
 
 def test_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

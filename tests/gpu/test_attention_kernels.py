@@ -2,79 +2,186 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attention_rounding as rounding
 import pytest
 import torch
 from torch import Tensor
 
+from fxquant.compat import cudnn_attention, cudnn_attention_backward
+from fxquant.formats import QuantSpec
+from fxquant.kernels import attention_cuda, attention_ops, triton_head_cast
+from fxquant.kernels import attention_reference as reference
 from fxquant.kernels import triton_attention as attention
 
 pytestmark = pytest.mark.gpu
 
+SPECS: dict[Any, QuantSpec] = {
+    "tensor": QuantSpec(format="per_tensor_e4m3"), "head": QuantSpec(format="per_head_e4m3"),
+    "block": QuantSpec(format="per_head_128_e4m3"),
+}  # fmt: skip
+CAST_SHAPES = (
+    # B, H, Hkv, Sq, Sk, D
+    (2, 4, 2, 333, 150, 64), (1, 8, 2, 1000, 1000, 128), (1, 2, 2, 77, 300, 256), (1, 32, 8, 4096, 4096, 128)
+)  # fmt: skip
 CASES = (
-    # B, H, Hkv, Sq, Sk, D, causal, mask
-    (1, 32, 32, 1024, 1024, 128, False, None),
-    (2, 8, 2, 1024, 1024, 128, True, None),
-    (2, 4, 2, 333, 777, 64, False, None),
-    (1, 4, 1, 1000, 1000, 64, True, None),
-    (1, 2, 2, 300, 513, 256, True, None),
-    (1, 4, 2, 500, 1024, 256, False, None),
-    (1, 4, 2, 700, 130, 128, True, None),
-    (1, 2, 1, 1, 77, 128, False, None),
-    (1, 4, 2, 300, 400, 128, False, "seen"),
-    (1, 4, 4, 300, 400, 64, True, "added"),
-    (1, 2, 1, 100, 50, 256, False, "added"),
+    # B, H, Hkv, Sq, Sk, D, causal, mask, scales, dropout
+    (1, 32, 32, 1024, 1024, 128, False, None, "head", 0.0),
+    (2, 8, 2, 1024, 1024, 128, True, None, "tensor", 0.0),
+    (2, 4, 2, 333, 777, 64, False, None, "head", 0.0),
+    (1, 4, 1, 1000, 1000, 64, True, None, "block", 0.0),
+    (1, 2, 2, 300, 513, 256, True, None, "head", 0.0),
+    (1, 4, 2, 500, 1024, 256, False, None, "block", 0.0),
+    (2, 4, 2, 1024, 1024, 128, True, None, "block", 0.0),
+    (1, 4, 2, 1000, 900, 128, False, None, "block", 0.0),
+    (1, 4, 2, 700, 130, 128, True, None, "head", 0.0),
+    (1, 2, 1, 1, 77, 128, False, None, "head", 0.0),
+    (1, 4, 2, 300, 400, 128, False, "seen", "head", 0.0),
+    (1, 4, 4, 300, 400, 64, True, "added", "head", 0.0),
+    (1, 2, 1, 100, 50, 256, False, "added", "block", 0.0),
+    (3, 4, 2, 300, 400, 128, False, "keys", "head", 0.0),
+    (3, 4, 2, 300, 400, 128, True, "keys", "block", 0.0),
+    (3, 4, 2, 300, 400, 64, False, "keys", "block", 0.2),
+    (1, 4, 2, 300, 400, 128, True, None, "block", 0.2),
+    (1, 4, 2, 300, 400, 128, True, None, None, 0.2),
+    (3, 4, 2, 300, 400, 64, False, "keys", None, 0.0),
+    (1, 2, 2, 300, 400, 256, False, "seen", None, 0.0),
 )
 
 
-def noise(*shape: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(sum(shape))
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
 
 
-def make_mask(kind: str | None, heads: int, queries: int, keys: int) -> Tensor | None:
+def make_mask(kind: str | None, batches: int, heads: int, queries: int, keys: int) -> Tensor | None:
     if kind is None:
         return None
     if kind == "added":
         return noise(heads, queries, keys)
+    if kind == "keys":
+        ranges = torch.tensor([[0, 70], [135, keys], [0, 0]], device="cuda")[:batches, None, None]
+        place = torch.arange(keys, device="cuda")
+        return (place >= ranges[..., :1]) & (place < ranges[..., 1:])
     mask = noise(1, 1, queries, keys) > 0
     mask[..., 7, :] = False
     return mask
 
 
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("shape", ((2, 4, 333, 64, 2), (1, 8, 1000, 128, 4), (1, 2, 77, 256, 1), (1, 32, 4096, 128, 1)))
-def test_casts_have_the_bytes_of_the_reference(shape: tuple[int, ...], transposed: bool) -> None:
-    batches, heads, length, width, groups = shape
-    x = noise(batches, length, heads, width).transpose(1, 2) * 3
-    x[0, 0, 3, 5] = float("nan")
-    x[-1, -1] = 0.0
-    got, want = attention.quantize_heads(x, groups, transposed), rounding.quantize(x, groups, transposed)
-    assert torch.equal(got[1], want[1])
-    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("scaling", SPECS)
+@pytest.mark.parametrize("shape", CAST_SHAPES)
+def test_casts_have_the_bytes_of_the_reference_and_go_back(shape: tuple[int, ...], scaling: Any) -> None:
+    batches, heads, kv_heads, queries, keys, width = shape
+    q, k, v = (
+        noise(batches, length, own, width, seed=i).transpose(1, 2) * 3
+        for i, (own, length) in enumerate(((heads, queries), (kv_heads, keys), (kv_heads, keys)))
+    )
+    q[0, 0, 3, 5], v[-1, -1] = float("nan"), 0.0
+    spec, sides = SPECS[scaling], ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
+    got = triton_head_cast.quantize_qkv(q, k, v, scaling)
+    want = [part for x, groups, transposed in sides for part in reference.quantize_heads(x, spec, groups, transposed)]
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert same(a, b), i
+    pairs = (got[:2], got[2:4], got[4:])
+    back = triton_head_cast.dequantize_qkv(*pairs, scaling, torch.bfloat16)
+    for values, parts, (x, groups, transposed) in zip(back, pairs, sides, strict=True):
+        exact = reference.dequantize_heads(parts, spec, groups, transposed, x.shape[-2:]).to(torch.bfloat16)
+        torch.testing.assert_close(values, exact, rtol=0, atol=0, equal_nan=True)
+    codes = triton_head_cast.dequantize_qkv(*pairs, scaling, torch.bfloat16, True)[2]
+    assert same(codes, reference.key_order(got[4], back=True)[..., :keys].mT)
+    if scaling != "tensor":
+        for x, groups, transposed in (*sides, (v, 1, False)):
+            one = triton_head_cast.quantize_heads(x, groups, transposed, scaling)
+            assert all(map(same, one, reference.quantize_heads(x, spec, groups, transposed)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_values(case: tuple[int, int, int, int, int, int, bool, str | None]) -> None:
-    batches, heads, kv_heads, queries, keys, width, causal, kind = case
-    q, k, v = (noise(batches, *shape, width) for shape in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
-    v, do = v * 3, noise(batches, heads, queries, width)
-    mask = make_mask(kind, heads, queries, keys)
-    groups = heads // kv_heads
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (
-        attention.quantize_heads(x, g, False) for x, g in ((q, groups), (k, 1), (v, 1))
-    )
-    transposed, _ = attention.quantize_heads(v, 1, True)
-    scales, options = (q_scale, k_scale, v_scale), {"causal": causal, "scale": width**-0.5, "mask": mask}
-    o, lse = attention.forward(q8, k8, transposed, *scales, **options, out_dtype=torch.bfloat16)
-    wide = [rounding.dequantize(*part) for part in ((q8, q_scale), (k8, k_scale), (v8, v_scale))]
+def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any, float]) -> None:
+    batches, heads, kv_heads, queries, keys, width, causal, kind, scaling, dropout = case
+    sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries))
+    q, k, v, do = (noise(batches, *size, width, seed=i) for i, size in enumerate(sizes))
+    v = v * 3
+    v[:, :, : keys // 2] *= 8
+    mask = make_mask(kind, batches, heads, queries, keys)
+    seed = torch.tensor([2**40 + 5], device="cuda") if dropout else None
+    options: dict[str, Any] = {
+        "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
+    }  # fmt: skip
+    sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
+    if scaling is None:
+        given: list[Any] = [q, k, v, None, None, None]
+        wide = [x.float() for x in (q, k, v)]
+    else:
+        parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
+        given = [*(data.contiguous() for data, _ in parts), *(scale for _, scale in parts)]
+        wide = [
+            reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
+            for part, (x, g, t) in zip(parts, sides, strict=True)
+        ]
+    o, lse = attention.forward(*given, **options, scaling=scaling or "head", out_dtype=torch.bfloat16)
     exact, exact_lse = rounding.forward(*wide, **options)
-    rounded, _ = rounding.forward(*wide, **options, rounded=True)
-    assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-8
+    rounded, _ = rounding.forward(*wide, **options, rounded=scaling is not None)
+    assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-7
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
     if kind == "seen":
         assert not o[:, :, 7].any()
-    got = attention.backward(do, q8, k8, v8, o, lse, *scales, **options)
-    want = rounding.backward(do, *wide, o, lse, **options)
+    if kind == "keys":
+        assert not o[2].any()
+    if scaling is None:
+        got = attention.wide_backward(do, *given[:3], o, lse, **options, rounded=(do, do.clone()) if kind else None)
+    else:
+        got = attention.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
+    want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert rounding.relative(a, b) < 2**-6, name
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_cudnn_gives_what_its_backward_takes(causal: bool) -> None:
+    q, k, v, do = (noise(2, heads, 512, 128, seed=i) for i, heads in enumerate((8, 2, 2, 8)))
+    options: dict[str, Any] = {"causal": causal, "scale": 0.1}
+    o, lse = cudnn_attention(q, k, v, **options)
+    wide = [x.float() for x in (q, k, v)]
+    exact, exact_lse = rounding.forward(*wide, **options)
+    assert rounding.relative(o, exact) < 2**-6
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
+    got = cudnn_attention_backward(do, q, k, v, o, lse, **options)
+    for a, b in zip(got, rounding.backward(do, *wide, o, lse, **options, wide=True), strict=True):
+        assert rounding.relative(a, b) < 2**-6
+
+
+OPERATORS = (
+    # qkv, s, do and dp, steps, dropout
+    ("per_head_e4m3", "per_head_e4m3", "identity", "mul:0.125:-1", 0.0),
+    ("per_head_128_e4m3", "per_head_128_e4m3", "identity", "mul:0.125:-1;keep:0.0:0", 0.1),
+    ("per_tensor_e4m3", "per_tensor_e4m3", "per_tensor_e4m3", "mul:0.125:-1;keep:0.0:0", 0.0),
+    ("mxfp8_e4m3", "mxfp8_e4m3", "identity", "mul:0.125:-1;causal:0.0:-1", 0.0),
+    ("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3", "mul:0.125:-1;keep:0.0:0", 0.1),
+)
+
+
+@pytest.mark.parametrize("case", OPERATORS, ids=str)
+def test_operators_are_near_the_reference(case: tuple[str, str, str, str, float]) -> None:
+    """As near as it is to round P at another scale, and in FP8 not to round the gradient of the scores."""
+    qkv, s, do_format, steps, dropout = case
+    spec = (
+        f"qkv={qkv} s={s} do={do_format} dp={do_format} o=identity dqkv=identity steps={steps} dropout={dropout} name="
+    )
+    sizes = ((4, 200), (2, 300), (2, 300), (4, 200))
+    q, k, v, do = (noise(2, *size, 64, seed=i) for i, size in enumerate(sizes))
+    extras = [make_mask("keys", 2, 4, 200, 300)] if "keep" in steps else []
+    seed = torch.tensor([11], device="cuda") if dropout else None
+    parts = attention_ops.IMPLEMENTATIONS["quantize_qkv"](q, k, v, qkv)
+    pairs = (parts[:2], parts[2:4], parts[4:])
+    outputs = []
+    for table in (attention_ops.IMPLEMENTATIONS, attention_cuda.IMPLEMENTATIONS):
+        o, lse, _ = table["attention_forward"](*pairs, extras, seed, None, spec, 64, torch.bfloat16)
+        grads = table["attention_backward"](do, *pairs, o, lse, extras, seed, None, None, None, [], spec, 64)
+        outputs.append([o, lse, *grads[:3]])
+    for a, b in zip(*outputs, strict=True):
+        assert rounding.relative(b, a) < (0.12 if do_format.startswith("per") else 0.06)

@@ -17,7 +17,10 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import attention_rounding as rounding  # noqa: E402
 from interpreted_cast import Launcher  # noqa: E402
 
+from fxquant.formats import QuantSpec  # noqa: E402
+from fxquant.kernels import attention_reference as reference  # noqa: E402
 from fxquant.kernels import triton_attention as attention  # noqa: E402
+from fxquant.kernels import triton_head_cast as head_cast  # noqa: E402
 
 Builder: Any = interpreter.InterpreterBuilder
 dot = Builder.create_dot
@@ -43,33 +46,50 @@ def patched(tensor: Any, scope: Any) -> None:
 
 Builder.create_dot = create_dot
 interpreter._patch_lang_tensor = patched
-attention.wrap_triton = Launcher  # type: ignore[assignment]
+attention.wrap_triton = head_cast.wrap_triton = Launcher  # type: ignore[assignment]
 
+SPECS: dict[Any, QuantSpec] = {
+    "tensor": QuantSpec(format="per_tensor_e4m3"), "head": QuantSpec(format="per_head_e4m3"),
+    "block": QuantSpec(format="per_head_128_e4m3"),
+}  # fmt: skip
+CASTS = (
+    ("tensor", 1, 2, 2, 77, 40, 64), ("head", 2, 4, 2, 50, 70, 64), ("block", 1, 2, 1, 140, 150, 64),
+    ("block", 1, 1, 1, 40, 33, 256),
+)  # fmt: skip
 FORWARD = (
-    # B, H, Hkv, Sq, Sk, D, causal, mask, keys of a tile and bytes of keys and values worked on at a time
-    (1, 2, 1, 100, 177, 64, False, None, (64, 4 << 20)),
-    (2, 2, 1, 70, 150, 128, True, None, (64, 0)),
-    (1, 2, 2, 150, 70, 64, True, None, None),
-    (1, 1, 1, 33, 128, 256, False, None, None),
-    (2, 2, 1, 40, 50, 64, False, "seen", None),
-    (1, 2, 2, 40, 50, 64, True, "added", None),
+    # B, H, Hkv, Sq, Sk, D, causal, mask, scales, dropout, keys of a tile and bytes of keys and values at a time
+    (1, 2, 1, 100, 177, 64, False, None, "head", 0.0, (64, 4 << 20)),
+    (2, 2, 1, 70, 150, 128, True, None, "tensor", 0.0, (64, 0)),
+    (1, 2, 2, 150, 70, 64, True, None, "head", 0.0, None),
+    (1, 1, 1, 33, 128, 256, False, None, "block", 0.0, None),
+    (1, 2, 1, 140, 400, 64, False, None, "block", 0.0, None),
+    (2, 2, 1, 40, 50, 64, False, "seen", "head", 0.0, None),
+    (1, 2, 2, 40, 50, 64, True, "added", "head", 0.0, None),
+    (3, 2, 1, 40, 150, 64, False, "keys", "block", 0.3, None),
+    (3, 2, 1, 170, 150, 64, True, "keys", "block", 0.0, None),
+    (2, 2, 1, 40, 70, 64, True, None, None, 0.3, None),
 )
 BACKWARD = (
-    (1, 2, 1, 100, 77, 64, False, None),
-    (1, 2, 2, 70, 150, 128, True, None),
-    (2, 2, 1, 40, 50, 64, False, "seen"),
-    (1, 2, 1, 40, 50, 64, True, "added"),
+    (1, 2, 1, 100, 77, 64, False, None, "head", 0.0),
+    (1, 2, 2, 70, 150, 128, True, None, "tensor", 0.0),
+    (2, 2, 1, 40, 50, 64, False, "seen", "head", 0.0),
+    (1, 2, 1, 40, 50, 64, True, "added", "head", 0.0),
+    (1, 2, 1, 140, 150, 64, False, None, "block", 0.0),
+    (3, 2, 1, 40, 150, 64, False, "keys", "block", 0.3),
+    (2, 2, 1, 40, 70, 64, True, None, None, 0.3),
+    (1, 2, 2, 40, 70, 64, False, "seen", None, 0.0),
 )
 
 
 def make(batches: int, heads: int, kv_heads: int, queries: int, keys: int, width: int, kind: str | None) -> list[Any]:
-    """q, k and v, and a mask that hides everything from a row or is added."""
+    """q, k and v, and a mask that hides everything from a row, or from the last of the batch, or is added."""
     generator = torch.Generator().manual_seed(queries + keys)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
     q, v = noise(batches, heads, queries, width), noise(batches, kv_heads, keys, width) * 3
+    v[:, :, : keys // 2] *= 8
     k = noise(batches, keys, kv_heads, width).transpose(1, 2)
     mask = None
     if kind == "seen":
@@ -77,53 +97,107 @@ def make(batches: int, heads: int, kv_heads: int, queries: int, keys: int, width
         mask[:, :, 3] = False
     elif kind == "added":
         mask = noise(heads, queries, keys)
+    elif kind == "keys":
+        ranges = torch.tensor([[0, 70], [135, keys], [0, 0]])[:batches, None, None]
+        place = torch.arange(keys)
+        mask = (place >= ranges[..., :1]) & (place < ranges[..., 1:])
     return [q, k, v, mask]
 
 
 def check_casts() -> None:
-    for batches, heads, length, width, groups in ((1, 2, 77, 64, 1), (2, 4, 150, 64, 2), (1, 1, 40, 256, 1)):
-        x = make(batches, heads, heads, length, length, width, None)[2]
-        x[0, 0, 3, 5], x[-1, -1] = float("nan"), 0.0
-        for transposed in (False, True):
-            got, want = attention.quantize_heads(x, groups, transposed), rounding.quantize(x, groups, transposed)
-            assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)), (x.shape, transposed)
-            assert torch.equal(got[1], want[1]), (x.shape, transposed)
+    for scaling, batches, heads, kv_heads, queries, keys, width in CASTS:
+        q, k, v, _ = make(batches, heads, kv_heads, queries, keys, width, None)
+        q[0, 0, 3, 5], v[-1, -1] = float("nan"), 0.0
+        sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
+        spec = SPECS[scaling]
+        case = (queries, width, scaling)
+        got = head_cast.quantize_qkv(q, k, v, scaling)
+        want = [part for x, groups, t in sides for part in reference.quantize_heads(x, spec, groups, t)]
+        assert all(map(same, got, want)), case
+        pairs = (got[:2], got[2:4], got[4:])
+        back = head_cast.dequantize_qkv(*pairs, scaling, torch.float32)
+        codes = head_cast.dequantize_qkv(*pairs, scaling, torch.float32, True)[2]
+        assert same(codes, reference.key_order(got[4], back=True)[..., :keys].mT), case
+        for values, parts, (x, groups, t) in zip(back, pairs, sides, strict=True):
+            exact = reference.dequantize_heads(parts, spec, groups, t, x.shape[-2:])
+            there = ~exact.isnan()  # the interpreter knows no NaN of e4m3
+            assert torch.equal(values[there], exact[there]), case
+        if scaling != "tensor":
+            for x, groups, t in (*sides, (v, 1, False)):
+                assert all(map(same, head_cast.quantize_heads(x, groups, t, scaling),
+                               reference.quantize_heads(x, spec, groups, t))), case  # fmt: skip
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def prepared(q: Tensor, k: Tensor, v: Tensor, scaling: Any) -> tuple[list[Any], list[Tensor]]:
+    """Arguments of the kernels, and the values that they stand for."""
+    if scaling is None:
+        return [q, k.contiguous(), v, None, None, None], [q.float(), k.float(), v.float()]
+    spec, groups = SPECS[scaling], q.shape[1] // k.shape[1]
+    sides = ((q, groups, False), (k, 1, False), (v, 1, True))
+    parts = [reference.quantize_heads(x, spec, g, t) for x, g, t in sides]
+    values = [
+        reference.dequantize_heads(part, spec, g, t, x.shape[-2:]) for part, (x, g, t) in zip(parts, sides, strict=True)
+    ]
+    return [*(data.contiguous() for data, _ in parts), *(scale for _, scale in parts)], values
 
 
 def check_forward() -> None:
-    for batches, heads, kv_heads, queries, keys, width, causal, kind, chosen in FORWARD:
+    for batches, heads, kv_heads, queries, keys, width, causal, kind, scaling, dropout, chosen in FORWARD:
         q, k, v, mask = make(batches, heads, kv_heads, queries, keys, width, kind)
-        parts = [rounding.quantize(x, g, t) for x, g, t in ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))]
-        options = {"causal": causal, "scale": width**-0.5, "mask": mask}
+        given, wide = prepared(q, k, v, scaling)
+        seed = torch.tensor([2**40 + 5]) if dropout else None
+        options: dict[str, Any] = {
+            "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
+        }  # fmt: skip
         o, lse = attention.forward(
-            *(data for data, _ in parts), *(scale for _, scale in parts), **options, out_dtype=torch.float32,
+            *given, **options, scaling=scaling or "head", out_dtype=torch.float32,
             config=None if chosen is None else attention._Config(block_n=chosen[0], cached=chosen[1]),
         )  # fmt: skip
-        wide = [
-            rounding.dequantize(*rounding.quantize(x, g, False)) for x, g in ((q, heads // kv_heads), (k, 1), (v, 1))
-        ]
         exact, exact_lse = rounding.forward(*wide, **options)
-        rounded, _ = rounding.forward(*wide, **options, rounded=True)
-        case = (batches, heads, kv_heads, queries, keys, width, causal, kind, chosen)
-        assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact), case
+        rounded, _ = rounding.forward(*wide, **options, rounded=scaling is not None)
+        case = (batches, heads, kv_heads, queries, keys, width, causal, kind, scaling, dropout, chosen)
+        error = rounding.relative(o, exact), rounding.relative(rounded, exact)
+        assert error[0] < 1.2 * error[1] + (0 if scaling else 2**-7), (case, error)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5, msg=str(case))
         assert kind != "seen" or not o[:, :, 3].any(), case
+        assert kind != "keys" or not o[2].any(), case
 
 
 def check_backward() -> None:
-    for batches, heads, kv_heads, queries, keys, width, causal, kind in BACKWARD:
+    for batches, heads, kv_heads, queries, keys, width, causal, kind, scaling, dropout in BACKWARD:
         q, k, v, mask = make(batches, heads, kv_heads, queries, keys, width, kind)
         do = make(batches, heads, heads, queries, queries, width, None)[0]
-        parts = [rounding.quantize(x, g, False) for x, g in ((q, heads // kv_heads), (k, 1), (v, 1))]
-        wide = [rounding.dequantize(*part) for part in parts]
-        options = {"causal": causal, "scale": width**-0.5, "mask": mask}
+        given, wide = prepared(q, k, v, scaling)
+        seed = torch.tensor([2**40 + 5]) if dropout else None
+        options: dict[str, Any] = {
+            "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
+        }  # fmt: skip
         o, lse = (x.float() for x in rounding.forward(*wide, **options))
-        got = attention.backward(
-            do, *(data for data, _ in parts), o.to(torch.bfloat16), lse, *(scale for _, scale in parts), **options
-        )
-        want = rounding.backward(do, *wide, o.to(torch.bfloat16), lse, **options)
+        o = o.to(torch.bfloat16)
+        if scaling is None:
+            rounded = None if causal else (do, do.clone())
+            got = attention.wide_backward(do, *given[:3], o, lse, **options, rounded=rounded)
+        else:
+            got = attention.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
+        want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
-            case = (name, batches, heads, kv_heads, queries, keys, width, causal, kind, rounding.relative(a, b))
+            case = (
+                name,
+                batches,
+                heads,
+                kv_heads,
+                queries,
+                keys,
+                width,
+                causal,
+                kind,
+                scaling,
+                rounding.relative(a, b),
+            )
             assert rounding.relative(a, b) < 2**-6, case
 
 

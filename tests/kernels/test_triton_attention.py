@@ -16,8 +16,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
+from fxquant.compat import make_fx, triton_kernel_wrapper_mutation, written_by
 from fxquant.kernels import triton_attention as attention
+from fxquant.kernels import triton_head_cast as head_cast
 
 
 def test_values_in_the_interpreter() -> None:
@@ -33,18 +34,22 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
 
     def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        (q8, qs), (k8, ks), (v8, vs) = (attention.quantize_heads(x, g, False) for x, g in ((q, 2), (k, 1), (v, 1)))
-        transposed, _ = attention.quantize_heads(v, 1, True)
-        o, lse = attention.forward(q8, k8, transposed, qs, ks, vs, causal=True, scale=0.125, out_dtype=torch.bfloat16)
-        grads = attention.backward(do, q8, k8, v8, o, lse, qs, ks, vs, causal=True, scale=0.125)
-        return o, lse, *grads
+        results: list[Tensor] = []
+        for scaling in ("head", "block"):
+            q8, qs, k8, ks, v8, vs = head_cast.quantize_qkv(q, k, v, scaling)
+            given: Any = {"causal": True, "scale": 0.125, "scaling": scaling}
+            o, lse = attention.forward(q8, k8, v8, qs, ks, vs, **given, out_dtype=torch.bfloat16)
+            grads = attention.backward(do, q8, k8, v8, o, lse, qs, ks, vs, **given)
+            results = [o, lse, *grads]
+        return tuple(results)
 
     q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16)
     k = torch.empty(2, 75, 2, 64, dtype=torch.bfloat16)
     graph = make_fx(run, tracing_mode="symbolic")(q, k, torch.empty_like(k), torch.empty_like(q)).graph
-    launches = [n.kwargs["kwargs"] for n in graph.nodes if n.target is triton_kernel_wrapper_mutation]
-    names = [",".join(attention.written(given)) for given in launches]
-    assert set(names) == {"amax", "data,scale_inv", "out,lse", "dk,dv", "dq"}
+    launches = [n.kwargs for n in graph.nodes if n.target is triton_kernel_wrapper_mutation]
+    names = [",".join(written_by(launch)) for launch in launches]
+    cast = "q8,k8,v8,q_scale,k_scale,v_scale"
+    assert set(names) == {"amax", cast, "data,scale_inv", "q,k,v", "out,lse", "dk,dv", "dq"}
     output = next(n for n in graph.nodes if n.op == "output").args[0]
     sizes = [tuple(map(int, n.meta["val"].shape)) for n in output]
     assert sizes == [(2, 4, 100, 64), (2, 4, 100), (2, 4, 100, 64), (2, 2, 75, 64), (2, 2, 75, 64)]
@@ -73,21 +78,26 @@ def compiled_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str,
 @pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
 def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool) -> None:
     sizes = "heads kv_heads batch_heads batches q_len kv_len v_len most_heads"
-    steps = "mask_batch_step mask_head_step mask_row_step mask_column_step"
+    steps = "mask_batch_step mask_head_step mask_row_step mask_column_step seen_batch_step seen_head_step"
     numbers = dict.fromkeys(f"{sizes} {steps}".split(), "i32")
-    codes = dict.fromkeys(("q", "k", "v", "do", "mask"), "*fp8e4nv")
+    codes = dict.fromkeys(("q", "k", "v", "do"), "*fp8e4nv")
     wide = dict.fromkeys(("out", "q_wide", "k_wide", "do_wide", "dq", "dk", "dv"), "*bf16")
     floats = dict.fromkeys(("lse", "log_sum", "delta", "q_scale", "k_scale", "v_scale", "do_scale"), "*fp32")
-    types = {**numbers, **codes, **wide, **floats, "scale": "fp64"}
-    common = {"PER_HEAD": True, "CAUSAL": causal, "EVEN": False, "MASK": 0, "D": head_dim}
-    config = attention._config(head_dim, False)
-    tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
-    runs = [(attention.fprop_kernel, tiles, config.warps, config.stages)]
+    others = {"scale": "fp64", "mask": "*i1", "seen": "*i32", "seed": "*i64"}
+    types = {**numbers, **codes, **wide, **floats, **others}
+    common = {"CAUSAL": causal, "EVEN": False, "MASK": 0, "DROPPED": 0, "RAISED": 1.0, "WIDE": 0, "D": head_dim}
+    runs = []
+    for plain, scaling, mask in ((True, "head", 0), (False, "block", 0), (False, "head", attention._KEY_MASK.value)):
+        config = attention._config(head_dim, lagged=True, plain=plain)
+        tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
+        chosen = {**tiles, "SCALING": head_cast.KINDS[scaling], "MASK": mask}
+        runs.append((attention.fprop_kernel, chosen, config.warps, config.stages))
     for kernel, table in (
         (attention.dkdv_kernel, attention._KEY_TILES), (attention.dq_kernel, attention._QUERY_TILES)
     ):  # fmt: skip
         block_m, block_n, warps, stages = table[head_dim]
-        runs.append((kernel, {"BM": block_m, "BN": block_n, "STAGES": stages}, warps, stages))
+        tiles = {"BM": block_m, "BN": block_n, "STAGES": stages, "SCALING": head_cast.KINDS["block"]}
+        runs.append((kernel, tiles, warps, stages))
     for kernel, constants, warps, stages in runs:
         taken = {name: kind for name, kind in types.items() if name in {p.name for p in kernel.params}}
         log = compiled_for_hopper(kernel, taken, {**common, **constants}, warps, stages)
@@ -104,7 +114,8 @@ def test_what_is_taken() -> None:
 
     assert all(taken(head_dim) for head_dim in (64, 128, 256))
     assert not taken(96)
-    assert not taken(dropout=0.1)
+    assert taken(dropout=0.1)
+    assert not taken(dropout=1.0)
     assert not taken(dtype=torch.float32)
 
 
