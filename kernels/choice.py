@@ -12,7 +12,7 @@ import torch
 
 from fxquant.compat import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.kernels import triton_cast
+from fxquant.kernels import triton_cast, triton_grouped_cast
 
 Dim = int | torch.SymInt | None
 """A size, or None for one that is not known."""
@@ -121,3 +121,11 @@ def casts_by_triton(specs: tuple[QuantSpec, ...], *, apart: bool, matrix: bool, 
     """
     known = all(triton_cast.supports(spec) for spec in specs)
     return apart and known and matrix and dtype != torch.float64 and fp8
+
+
+def casts_groups_by_triton(
+    row: QuantSpec | None, column: QuantSpec | None, *, ragged: bool, dtype: torch.dtype, fp8: bool
+) -> bool:
+    """As `casts_by_triton`, for a tensor of groups of rows, which are `ragged` or have a size in common."""
+    x = torch.empty((0,) * (2 if ragged else 3), dtype=dtype, device="meta")
+    return column is not None and fp8 and triton_grouped_cast.supported(x, x if ragged else None, row, column)
