@@ -210,35 +210,20 @@ def _block_scale(amax, SIDE: tl.constexpr):
 
 @triton.jit
 def _store_scales(
-    v, scale, first_row, first_column, rows, columns, row_step, column_step, COLUMN: tl.constexpr, SIDE: tl.constexpr
+    v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
 ):  # fmt: skip
-    """Stores the scales v [LK, LM, WK, WM, 16, 2, 2, STEPS] of blocks in tiles from a row and a column of x on.
+    """Stores scales v [LK, LM, WK, WM, 16, 2, 2], the last axes for four columns, from a row and a column on.
 
-    The sixth and seventh axis are for four columns. `scale` has `rows` x `columns` in tile order.
+    Each stands in DOWN rows and ACROSS columns.
     """
-    KIND: tl.constexpr = SIDE[_KIND]
-    P: tl.constexpr = SIDE[_P]
-    Q: tl.constexpr = SIDE[_Q]
-    # a 32x32 tile's code stands in each of its rows, of the side's own orientation
-    DOWN: tl.constexpr = P if KIND == _MX and Q > 1 and not COLUMN else 1
-    ACROSS: tl.constexpr = Q if KIND == _MX and P > 1 and COLUMN else 1
-    A: tl.constexpr = v.shape[7] * v.shape[3] * v.shape[1] * v.shape[4]
+    A: tl.constexpr = v.shape[3] * v.shape[1] * v.shape[4]
     B: tl.constexpr = v.shape[2] * v.shape[0] * v.shape[5] * v.shape[6]
-    v = tl.reshape(tl.permute(v, (7, 3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
+    v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
     v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
-    row = first_row // P * DOWN + tl.arange(0, A * DOWN)[:, None]
-    column = first_column // Q * ACROSS + tl.arange(0, B * ACROSS)[None, :]
+    row = first_row + tl.arange(0, A * DOWN)[:, None]
+    column = first_column + tl.arange(0, B * ACROSS)[None, :]
     place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
     tl.store(scale + place, v, mask=(row < rows) & (column < columns))
-
-
-@triton.jit
-def _zero(step, STEPS: tl.constexpr):
-    """0, but not to the compiler, which would keep the addresses in a tile in registers over all steps."""
-    if INTERPRETED or STEPS == 1:
-        return 0
-    zero = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [step], dtype=tl.int32, is_pure=False, pack=1)
-    return zero * 16
 
 
 @triton.jit
@@ -253,14 +238,13 @@ def _line_factor(amax, scale, at, length, first, SIDE: tl.constexpr):
 
 @triton.jit
 def _factors(
-    parts, arg, scale, first_row, first_column, down, across, M, K,
+    parts, arg, scale, rows, columns, row_step, column_step, first_row, first_column, down, across, M, K,
     COLUMN: tl.constexpr, SIDE: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """What the four parts of a tile are multiplied by for one side, and the scales of its blocks.
+    """What the four parts of a tile are multiplied by for one side, whose scales it stores.
 
-    Scales that are not of blocks are stored here; `arg` holds what they are made of.
+    `scale` has `rows` x `columns` of them in tile order. `arg` holds what the scales are made of, if not of the tile.
     """
-    stored = 0
     KIND: tl.constexpr = SIDE[_KIND]
     P: tl.constexpr = SIDE[_P]
     Q: tl.constexpr = SIDE[_Q]
@@ -294,7 +278,12 @@ def _factors(
                 factors += (_spread(factor, LAYOUT),)
                 scales += (stored,)
             stored = tl.join(tl.join(scales[0], scales[2]), tl.join(scales[1], scales[3]))
-    return factors, stored
+        # a 32x32 tile's code stands in each of its rows, of the side's own orientation
+        DOWN: tl.constexpr = P if KIND == _MX and Q > 1 and not COLUMN else 1
+        ACROSS: tl.constexpr = Q if KIND == _MX and P > 1 and COLUMN else 1
+        row, column = first_row // P * DOWN, first_column // Q * ACROSS
+        _store_scales(stored, scale, row, column, rows, columns, row_step, column_step, DOWN, ACROSS)
+    return factors
 
 
 @triton.jit
@@ -311,9 +300,9 @@ def cast_kernel(
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
     PRODUCER: tl.constexpr, RESULTS: tl.constexpr, RECORD: tl.constexpr,
-    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr, BAND: tl.constexpr,
+    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns, STEPS of them one below the other.
+    """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
 
     A thread has 16 rows of four columns. In a warp LK threads stand side by side and LM one below the other; WK and WM
     warps likewise. A tile is a tensor [LK, LM, WK, WM, 16] for each of the four columns: in that order the layouts
@@ -350,77 +339,46 @@ def cast_kernel(
         column_arg += result * (K if COLUMN_KIND == _PER_ROW else 1)
         recorded += result
     tiles = tl.cdiv(padded_K, 4 * LK * WK)
-    top = (program // tiles) * (R * LM * WM * STEPS)
+    first_row = (program // tiles) * (R * LM * WM)
     first_column = (program % tiles) * (4 * LK * WK)
-    if BAND > 1:  # programs one below the other store into the same sectors of scales
-        band = program // (tiles * BAND)
-        height = tl.minimum(tl.cdiv(M, R * LM * WM * STEPS) - band * BAND, BAND)
-        top = (band * BAND + program % (tiles * BAND) % height) * (R * LM * WM * STEPS)
-        first_column = program % (tiles * BAND) // height * (4 * LK * WK)
-    if STEPS > 1:
-        tl.static_assert(COLUMN_KIND == _MX)
-        WORD: tl.constexpr = tl.uint32 if STEPS <= 4 else tl.uint64
-        if COLUMN_Q > 1:
-            kept = tl.zeros((4 * LK // COLUMN_Q, R * LM // COLUMN_P, WK, WM, 1, 1, 1), WORD)
-        else:
-            kept = tl.zeros((LK, R * LM // COLUMN_P, WK, WM, 1, 2, 2), WORD)
-    for step in range(STEPS):
-        first_row = top + step * (R * LM * WM)
-        zero = _zero(step, STEPS)
-        first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R + zero
-        down = first_down + _axis(R, 4)
-        across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4 + zero
-        down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-        tile = load_tile(
-            x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, result, PRODUCER
+    first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
+    down = first_down + _axis(R, 4)
+    across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
+    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
+    tile = load_tile(
+        x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, result, PRODUCER
+    )  # fmt: skip
+    parts = _four(tile, R, LAYOUT)
+    if RECORD:
+        a, b, c, d = parts
+        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
+        tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+    if ROW_KIND != _NONE:
+        factors = _factors(
+            parts, row_arg, row_scale, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
+            first_row, first_column, down, across, M, K, False, ROW, LAYOUT,
         )  # fmt: skip
-        parts = _four(tile, R, LAYOUT)
-        if RECORD:
-            a, b, c, d = parts
-            largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-            bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
-            tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
-        if ROW_KIND != _NONE:
-            factors, stored = _factors(
-                parts, row_arg, row_scale, first_row, first_column, down, across, M, K, False, ROW, LAYOUT
-            )  # fmt: skip
-            if ROW_KIND == _BLOCK or ROW_KIND == _MX:
-                _store_scales(
-                    tl.expand_dims(stored, 7), row_scale, first_row, first_column, row_scale_rows, row_scale_columns,
-                    row_scale_step, row_scale_column_step, False, ROW,
-                )  # fmt: skip
-            a, b, c, d = parts
-            words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
-            out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-            out += (first_row.to(tl.int64) * padded_K + first_column) // 4
-            # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
-            place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-            tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
-        if COLUMN_KIND != _NONE:
-            factors, stored = _factors(
-                parts, column_arg, column_scale, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT
-            )  # fmt: skip
-            if STEPS > 1:
-                kept |= stored.to(kept.dtype) << (8 * step)
-            elif COLUMN_KIND == _BLOCK or COLUMN_KIND == _MX:
-                _store_scales(
-                    tl.expand_dims(stored, 7), column_scale, first_row, first_column, column_scale_rows,
-                    column_scale_columns, column_scale_step, column_scale_column_step, True, COLUMN,
-                )  # fmt: skip
-            out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-            out += (first_column.to(tl.int64) * padded_M + first_row) // 4
-            for j in tl.static_range(4):
-                a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-                words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
-                place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
-                mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
-                tl.store(out + place, words, mask=mask)
-    if STEPS > 1:
-        scales = (tl.expand_dims(kept, 7) >> (8 * _axis(STEPS, 7, 8))).to(tl.uint8)
-        _store_scales(
-            scales, column_scale, top, first_column, column_scale_rows, column_scale_columns, column_scale_step,
-            column_scale_column_step, True, COLUMN,
+        a, b, c, d = parts
+        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
+        out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+        out += (first_row.to(tl.int64) * padded_K + first_column) // 4
+        # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
+        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
+        tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
+    if COLUMN_KIND != _NONE:
+        factors = _factors(
+            parts, column_arg, column_scale, column_scale_rows, column_scale_columns, column_scale_step,
+            column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
         )  # fmt: skip
+        out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+        out += (first_column.to(tl.int64) * padded_M + first_row) // 4
+        for j in tl.static_range(4):
+            a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
+            words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
+            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
+            mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
+            tl.store(out + place, words, mask=mask)
 
 
 @triton.jit
@@ -579,8 +537,8 @@ def _launch(
     size_m, size_k = x.shape
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
-    lanes_k, lanes_m, warps_k, warps_m, steps, _ = layout = _layout(row, column)
-    grid = (_cdiv(column_units, lanes_m * warps_m * steps) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
+    lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
+    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
         right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
@@ -599,12 +557,12 @@ def _cdiv(size: Any, by: int) -> Any:
     return (size + by - 1) // by
 
 
-def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int, int, int]:
+def _layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int]:
     """Threads across and down, warps across and down: the quickest of those tried (docs/performance.md)."""
     families = {spec.row.family for spec in (row, column) if spec is not None}
     if "block" in families:
-        return 16, 2, 2, 4, 1, 1
-    return (8, 4, 4, 1, 1, 1) if "mxfp8" in families else (16, 2, 2, 2, 1, 1)
+        return 16, 2, 2, 4
+    return (8, 4, 4, 1) if "mxfp8" in families else (16, 2, 2, 2)
 
 
 def _line_amaxes(
