@@ -1,6 +1,6 @@
 """Launches every Triton kernel at small and odd sizes, for compute-sanitizer to watch: `make sanitize`.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [casts | producers | decode | grouped | attention]
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [casts | block_casts | producers | decode | ...]
 
 What the kernels compute is for the other tests; here every access must lie within its tensor. torch must not take its
 tensors from larger blocks of its own: PYTORCH_NO_CUDA_MEMORY_CACHING=1, which is set here if it is not.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
@@ -33,13 +33,15 @@ from fxquant.kernels import (
 from fxquant.kernels.producers import PRODUCERS
 
 DEVICE = "cuda"
-SHAPES = ((1, 8), (33, 50), (200, 392), (385, 136))
-"""M=1, M that no block divides, K that no block of 128 or of 32 divides, K of less than a vector's length."""
-CASTS: tuple[tuple[str | None, str | None], ...] = (
-    ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3(pow2,torchao)", "per_row_e5m2"),
+SHAPES = ((1, 8), (33, 50), (200, 392))
+"""M=1; K that no vector, no block of 32 and none of 128 divides; several tiles of either axis, cut short."""
+CASTS = (
+    ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3(pow2,torchao)", "per_row_e5m2"), (None, "per_row_e4m3"),
+    ("per_row_e4m3", "mxfp8_2d_e4m3"),
+)  # fmt: skip
+BLOCK_CASTS = (
     ("block_1x128_e4m3(pow2)", "block_1x128_e4m3"), ("block_128x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"),
-    ("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp8_2d_e4m3", "mxfp8_2d_e4m3"), ("mxfp8_e4m3", None), (None, "mxfp8_e4m3"),
-    (None, "per_row_e4m3"), ("per_row_e4m3", "mxfp8_2d_e4m3"),
+    ("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp8_2d_e4m3", "mxfp8_2d_e4m3"), (None, "mxfp8_e4m3"),
 )  # fmt: skip
 PRODUCED = ("per_tensor_e4m3", "per_tensor_e5m2(slot=1)", "per_row_e4m3", "block_1x128_e4m3(pow2)", "mxfp8_e4m3")
 DECODED = (
@@ -71,20 +73,30 @@ def parsed(text: str | None) -> QuantSpec | None:
     return QuantSpec.parse(text) if text else None
 
 
+def part(shape: tuple[int, int]) -> Tensor:
+    rows, columns = shape
+    return noise(rows + 3, columns + 8)[1 : 1 + rows, 5 : 5 + columns]
+
+
+def quantized(pairs: Iterable[tuple[str | None, str | None]]) -> Iterator[str]:
+    """A dense tensor, a part of a larger one, and one that is stored by columns."""
+    for texts in pairs:
+        row, column = map(parsed, texts)
+        for x in (noise(*SHAPES[0]), part(SHAPES[1]), noise(*SHAPES[2][::-1]).t()):
+            triton_cast.quantize(x, row, column, amax=triton_amax.tensor_amax)
+            yield f"{texts}, {tuple(x.shape)} stored as {x.stride()}"
+
+
 def casts() -> Iterator[str]:
-    for shape in SHAPES:
-        x = noise(*shape)
-        triton_amax.tensor_amax(x)
-        inside = noise(shape[0] + 3, shape[1] + 8)[1 : 1 + shape[0], 5 : 5 + shape[1]]
-        for texts in CASTS:
-            row, column = map(parsed, texts)
-            for stored in (x, x.t().contiguous().t(), inside):
-                triton_cast.quantize(stored, row, column, amax=triton_amax.tensor_amax)
-            yield f"{texts} of {shape}"
+    yield from quantized(CASTS)
     for text in ("per_tensor_e4m3", "mxfp8_e4m3", "nvfp4"):
         for direction in ("rowwise", "columnwise"):
             torch.ops.fxquant.quantize(noise(0, 64), text, direction)
     yield "empty"
+
+
+def block_casts() -> Iterator[str]:
+    yield from quantized(BLOCK_CASTS)
 
 
 def producers() -> Iterator[str]:
@@ -160,7 +172,7 @@ def attention() -> Iterator[str]:
         yield str((batches, heads, kv_heads, queries, keys, width, causal, kind))
 
 
-FAMILIES = {each.__name__: each for each in (casts, producers, decode, grouped, attention)}
+FAMILIES = {each.__name__: each for each in (casts, block_casts, producers, decode, grouped, attention)}
 
 
 def main(names: list[str]) -> None:
