@@ -79,10 +79,10 @@ def part(shape: tuple[int, int]) -> Tensor:
 
 
 def quantized(pairs: Iterable[tuple[str | None, str | None]]) -> Iterator[str]:
-    """A dense tensor, a part of a larger one, and one that is stored by columns."""
+    """A part of a larger tensor, a dense one, and one that is stored by columns."""
     for texts in pairs:
         row, column = map(parsed, texts)
-        for x in (noise(*SHAPES[0]), part(SHAPES[1]), noise(*SHAPES[2][::-1]).t()):
+        for x in (part(SHAPES[0]), noise(*SHAPES[1]), noise(*SHAPES[2][::-1]).t()):
             triton_cast.quantize(x, row, column, amax=triton_amax.tensor_amax)
             yield f"{texts}, {tuple(x.shape)} stored as {x.stride()}"
 
