@@ -157,7 +157,8 @@ class StateTensors:
             for node in gm.graph.find_nodes(op="get_attr"):
                 tensor = getattr(gm, str(node.target), None)
                 if isinstance(tensor, Tensor) and self.bodies.can_reach(gm.graph):
-                    made = self.add(str(node.target), tensor)
+                    alike = (n for n in self.lifted if (t := self.tensor(n)).dtype == tensor.dtype and t.equal(tensor))
+                    made = next(alike, None) or self.add(str(node.target), tensor)
                     self.lifted.add(made)
                     node.replace_all_uses_with(self.bodies.reach(gm.graph, made))
                     gm.graph.erase_node(node)

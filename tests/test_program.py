@@ -447,29 +447,50 @@ class Twice(nn.Module):
         return self.last(self.second(self.first(x).relu()).relu())
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
-def test_a_quantizer_of_the_users_own_has_its_weights_stored(decomposed: bool, tmp_path: Path) -> None:
+def test_a_quantizer_of_the_users_own_has_its_weights_stored(tmp_path: Path) -> None:
     model, x = Twice().eval(), torch.randn(8, 64)
     recipe = per_role(input=MXFP8Quantizer(), weight=Levels(), grad_output=IdentityQuantizer())
-    program = quantize_program(exported(model, x, decomposed=decomposed), recipe)
-    program.validate()
     with torch.no_grad():
         want = compiled(model, recipe)(x)
+    for decomposed in (False, True):
+        program = quantize_program(exported(model, x, decomposed=decomposed), recipe)
+        program.validate()
         assert torch.equal(run(program, x), want)
-        torch.testing.assert_close(run(lower_program(program), x), want)
-    codes = {name: t for name, t in program.state_dict.items() if t.dtype == torch.int8}
-    assert sorted(tuple(t.shape) for t in codes.values()) == [(64, 64), (96, 64)], "one for both layers that share it"
-    names = {name.removesuffix("_data") for name in codes}
-    assert names | {"last.weight"} == names and not names & set(program.state_dict), "the originals are gone"
-    for name, data in codes.items():
-        made = Levels().quantize(model.get_parameter(name.removesuffix("_data")).detach(), columnwise=False).rowwise
-        assert torch.equal(data, made.data)
-        assert torch.equal(program.state_dict[name.replace("_data", "_scale")], made.scale)
-    details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
-    first = f"stored in {64 * 64 + 64 * 4} bytes instead of {64 * 64 * 4}"
-    assert details == [first, first, f"stored in {96 * 64 + 96 * 4} bytes instead of {96 * 64 * 4}"]
+        codes = {name: t for name, t in program.state_dict.items() if t.dtype == torch.int8}
+        assert sorted(tuple(t.shape) for t in codes.values()) == [(64, 64), (96, 64)], "one for both that share it"
+        names = {name.removesuffix("_data") for name in codes}
+        assert "last.weight" in names and not names & set(program.state_dict), "the originals are gone"
+        for name in names:
+            made = Levels().quantize(model.get_parameter(name).detach(), columnwise=False).rowwise
+            assert torch.equal(codes[f"{name}_data"], made.data)
+            assert torch.equal(program.state_dict[f"{name}_scale"], made.scale)
+        details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
+        first = f"stored in {64 * 64 + 64 * 4} bytes instead of {64 * 64 * 4}"
+        assert details == [first, first, f"stored in {96 * 64 + 96 * 4} bytes instead of {96 * 64 * 4}"]
+    torch.testing.assert_close(run(lower_program(program), x), want)
     torch.export.save(program, tmp_path / "model.pt2")
-    assert torch.equal(run(torch.export.load(tmp_path / "model.pt2"), x), run(program, x))
+    assert torch.equal(run(torch.export.load(tmp_path / "model.pt2"), x), want)
+
+
+def test_graphs_inside_share_what_a_quantizer_of_the_users_own_made() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x).relu()
+            with torch.no_grad():
+                z = self.b(self.a(x + 1))
+            return y * z
+
+    model, x = Frozen().eval(), torch.randn(8, 64)
+    recipe, source = per_role(input=Levels(), weight=Levels(), grad_output=Levels()), torch.export.export(model, (x,))
+    program = quantize_program(source, recipe)
+    program.validate()
+    stored = {f"{name}.{part}" for name in "ab" for part in ("weight_data", "weight_scale", "bias")}
+    assert set(program.state_dict) == stored | {"constant_0"}
+    assert torch.equal(run(program, x), run(quantize_program(source, recipe, fold_weights=False), x))
 
 
 def test_a_weight_whose_quantizer_is_no_function_of_it_is_not_stored_and_says_why() -> None:
