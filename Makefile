@@ -1,4 +1,4 @@
-# make demo | test | sweep | lint | docs    Each makes $(VENV) first, if it is not there.
+# make demo | test | sweep | sanitize | lint | docs    Each makes $(VENV) first, if it is not there.
 # Another torch: make test TORCH=torch==2.11.0 VENV=.venv211
 
 PYTHON ?= python3
@@ -7,13 +7,14 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test sweep lint docs clean
+.PHONY: help demo test sweep sanitize lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   trains a small transformer under every recipe and compares (results in demo_out/)"
 	@echo "make test   lint and tests"
 	@echo "make sweep  more cases of the slow tests"
+	@echo "make sanitize  the Triton kernels under compute-sanitizer (needs a GPU; TOOL=racecheck, initcheck)"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   regenerates the tables in README.md and docs/"
 	@echo "make clean  removes $(VENV) and everything that was built"
@@ -29,6 +30,12 @@ test: lint $(VENV)/.test
 sweep: $(VENV)/.test
 	@echo "==> running the tests that take long"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m sweep
+
+TOOL ?= memcheck
+sanitize: $(VENV)/.test
+	@echo "==> running the kernels under compute-sanitizer $(TOOL)"
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --target-processes all --error-exitcode 1 \
+		$(BIN)/python tests/gpu/sanitize.py
 
 lint: $(VENV)/.lint
 	@echo "==> ruff"

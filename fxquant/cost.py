@@ -57,8 +57,8 @@ class Rates:
     `copy` is in TB/s, bytes read and written. Rates of GEMMs are those of random data in the steady state under the
     card's power limit; a multiprocessor reaches `headroom` times its part of them while others are idle. `casts` are by
     scaling family, with ``_2d`` for tiles; `rowwise` is what Inductor's fused casts reach, `transposed` what it reaches
-    where there is no Triton kernel, `amax` the reading of a tensor for an amax, and `masked` the clearing of rows that
-    belong to no group.
+    where there is no Triton kernel, `amax` the reading of a tensor for an amax; `ragged` is the part of a cast's rate
+    that ragged groups reach.
 
     Microseconds in a CUDA graph, before anything is moved: `gemm_start` of a GEMM, `launch` of another kernel,
     `amax_start` of the amax of a tensor, and `lines_start` of those of rows and columns.
@@ -108,16 +108,16 @@ RATES: dict[str, Rates] = {
             GemmKernel.GROUPED_BLOCKS: GemmRate(909, 875, 635, 0.85, group=0.6),
         },
         casts={
-            "per_tensor": CastRate(0.88, 0.92),
-            "per_row": CastRate(0.83, 0.92),
-            "block": CastRate(0.60, 0.73),
-            "block_2d": CastRate(0.81, 0.81),
-            "mxfp8": CastRate(0.58, 0.80),
-            "mxfp8_2d": CastRate(0.77, 0.88),
+            "per_tensor": CastRate(0.96, 0.95),
+            "per_row": CastRate(0.93, 0.95),
+            "block": CastRate(0.92, 0.95),
+            "block_2d": CastRate(0.96, 0.97),
+            "mxfp8": CastRate(0.80, 0.86),
+            "mxfp8_2d": CastRate(0.80, 0.87),
         },
         rowwise=0.80,
         transposed=0.37,
-        amax=0.83,
+        amax=1.0,
         ragged=0.88,
     ),
 }
@@ -333,9 +333,13 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
         specs = wanted.setdefault(tensor, {direction: {} for direction in Direction})[decision.direction]
         specs.setdefault(spec, {})[site] = decision.flops
     work: dict[int, list[Work]] = {site: [] for site in sites}
+    scaled: set[tuple[str, str]] = set()
     for tensor, directions in wanted.items():
+        known = (tensor.operand, tensor.name) in scaled
         for row, column, readers in _pairs(directions[Direction.ROWWISE], directions[Direction.COLUMNWISE]):
-            kernel, time = _cast(of[tensor], tensor.operand, row, column)
+            kernel, time = _cast(of[tensor], tensor.operand, row, column, amax_known=known)
+            if any(spec is not None and spec.row.family == "per_tensor" for spec in (row, column)):
+                scaled.add((tensor.operand, tensor.name))
             kernel += f", once for {len(readers)} layers" if len(readers) > 1 else ""
             total = sum(readers.values())
             for site, flops in readers.items():
@@ -367,21 +371,28 @@ def _pairs(
         yield None, column, readers
 
 
-def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec | None) -> tuple[str, float | None]:
-    """The kernel of a cast, and its microseconds."""
+def _cast(
+    matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec | None, *, amax_known: bool
+) -> tuple[str, float | None]:
+    """The kernel of a cast, and its microseconds. Per-tensor scales need no amax that is known from the forward."""
     specs = tuple(spec for spec in (row, column) if spec is not None)
     if any(spec.row.family == "custom" for spec in specs):
         return str(GemmKernel.OWN), None
+    own_amax = [
+        spec.row.family == "nvfp4" or (spec.row.family == "per_tensor" and not spec.is_delayed and not amax_known)
+        for spec in specs
+    ]
     grouped = bool(matmul.groups)
-    after_amax = specs[0].row.family == "per_tensor" and not specs[0].is_delayed and not grouped
+    after_amax = specs[0].row.family == "per_tensor" and own_amax[0] and not grouped
     by_triton = choice.casts_by_triton(
         specs, apart=column is not None or after_amax or (grouped and operand == "weight"), dtype=matmul.dtype,
         fp8=matmul.capability >= (8, 9), matrix=(matmul.batch == 1 or grouped) and matmul.m > 0,
         ragged=grouped and operand != "weight", grouped=grouped,
     )  # fmt: skip
     ways = "both directions" if len(specs) == 2 else "rowwise" if column is None else "columnwise"
-    kernel = f"{'Triton cast' if by_triton else 'fused by Inductor'}, {ways}"
-    whole = any(spec.row.family in ("per_tensor", "nvfp4") and not spec.is_delayed for spec in specs)
+    made = "Triton cast of groups" if matmul.groups else "Triton cast"
+    kernel = f"{made if by_triton else 'fused by Inductor'}, {ways}"
+    whole = any(own_amax)
     lines = any(spec.row.family == "per_row" for spec in specs) and column is not None
     kernel += ", after its amaxes" if whole or lines else ""
     rates = RATES.get(matmul.device)

@@ -103,6 +103,7 @@ def quantize_program(
         open_calls(module.graph, linears=fold_weights)
     forget(bodies)
     state = StateTensors(bodies, signature, ep.state_dict, ep.constants)
+    state.lift_constants()
     if fold_weights:
         decisions = _with_details(decisions, 1, {site: _text(each) for site, each in fold(state).items()})
     bodies.recompile()
@@ -130,8 +131,10 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
         forget(bodies)
         lower(module.graph, portable=True)
     signature = copy.deepcopy(program.graph_signature)
+    state = StateTensors(bodies, signature, program.state_dict, program.constants)
+    state.lift_constants()
     bodies.recompile()
-    return _program(program, gm, StateTensors(bodies, signature, program.state_dict, program.constants), signature)
+    return _program(program, gm, state, signature)
 
 
 def aoti_compile_and_package(
@@ -239,6 +242,8 @@ def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int
 
 
 def _text(folded: Folded) -> str:
+    if folded.obstacle:
+        return f"quantized in every call: {folded.obstacle}"
     text = f"stored in {folded.after} bytes instead of {folded.before}"
     if folded.kept_for:
         text += f", and the original {' and '.join(folded.sources)} for {' and '.join(folded.kept_for)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -41,6 +43,29 @@ def get(spec: QuantSpec) -> CustomQuantizer:
     if spec.key not in _registered:
         raise RecipeError(f"the custom quantizer {spec.key!r} is not known in this process: construct it first")
     return _registered[spec.key]
+
+
+_recorded: ContextVar[list[list[Tensor]] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[list[list[Tensor]]]:
+    """The parts of everything that is quantized inside, as they are made."""
+    made: list[list[Tensor]] = []
+    token = _recorded.set(made)
+    try:
+        yield made
+    finally:
+        _recorded.reset(token)
+
+
+def quantize(x: Tensor, spec: QuantSpec, direction: str) -> list[Tensor]:
+    """One direction of x [*, M, K] by the quantizer of a spec."""
+    parts = get(spec).quantize_side(x, direction)
+    made = _recorded.get()
+    if made is not None:
+        made.append(parts)
+    return parts
 
 
 def gemm(

@@ -279,7 +279,7 @@ def _one_side(x: Tensor, spec: QuantSpec, direction: str, scales: Tensor | None,
     if spec.is_identity:
         return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]
     if spec.key:
-        return custom.get(spec).quantize_side(x, direction)
+        return custom.quantize(x, spec, direction)
     state = None
     if spec.is_delayed:
         assert scales is not None, spec

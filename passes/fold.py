@@ -10,6 +10,7 @@ The bytes are those that the operator would have given when run. What else reads
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -20,33 +21,40 @@ from fxquant.compat import OpOverload
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.forms_weights import op_name
 from fxquant.passes.insert import SITE
+from fxquant.passes.open_calls import PART
 from fxquant.passes.state_tensors import StateTensors
 
 PARTS = ("data", "scale", "global_amax")
 """What the buffers of a quantized weight are called, behind the weight's own name."""
 
 
+_Found = tuple[int, set[fx.Node], int, int]
+"""A site, what its weight was made of, and the bytes of that and of what is stored."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Folded:
     """One quantized weight: what it was made from, and the bytes of that and of what it became.
 
-    `kept_for` names the operators that still read a source, which therefore stays.
+    `kept_for` names the operators that still read a source, which therefore stays. `obstacle` says why nothing is
+    stored.
     """
 
-    sources: tuple[str, ...]
-    before: int
-    after: int
+    sources: tuple[str, ...] = ()
+    before: int = 0
+    after: int = 0
     kept_for: tuple[str, ...] = ()
+    obstacle: str = ""
 
 
 def fold(state: StateTensors) -> dict[int, Folded]:
     """Folds every weight of the program; returns them by the sites that multiply them."""
     made: dict[Any, list[fx.Node]] = {}
-    found: list[tuple[int, set[fx.Node], int, int]] = []
+    found: list[_Found] = []
     for gm in state.bodies.modules:
         for node in [each for each in gm.graph.nodes if _quantizes_alone(each)]:
             value = state.value(node.args[0]) if state.bodies.can_reach(gm.graph) else None
-            if value is None:
+            if value is None or not value[1]:
                 continue
             weight, roots = value
             readers = readers_of(node)
@@ -58,7 +66,9 @@ def fold(state: StateTensors) -> dict[int, Folded]:
             before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (roots, made[key]))
             found += [(reader.meta[SITE], set(roots), before, after) for reader in readers]
             _replace(node, made[key], state)
-    replaced = {root for _, roots, _, _ in found for root in roots}
+    parts, obstacles = _fold_parts(state, made)
+    found += parts
+    replaced = {root for _, roots, _, _ in found for root in roots} | state.lifted
     names = {root: state.name(root) for root in replaced}
     for gm in state.bodies.modules:
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -69,12 +79,63 @@ def fold(state: StateTensors) -> dict[int, Folded]:
         _erase_unused_users(root)
     kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
     state.drop_unused(replaced)
-    folded: dict[int, Folded] = {}
+    folded = {site: Folded(obstacle=text) for site, text in obstacles.items()}
     for site, originals, before, after in found:
         sources = tuple(sorted(names[root] for root in originals))
         kept_for = tuple(sorted({user for root in originals for user in kept[root]}))
         folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for)
     return folded
+
+
+def _fold_parts(state: StateTensors, made: dict[Any, list[fx.Node]]) -> tuple[list[_Found], dict[int, str]]:
+    """Stores what users' own quantizers made of weights; returns that, and by site why of others nothing is stored."""
+    constants = state.constant_nodes()
+    values: dict[fx.Node, Any] = {}
+    sites: dict[fx.Node, set[int]] = {}
+    obstacles: dict[int, str] = {}
+    for gm in state.bodies.modules:
+        sides: dict[int, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if PART in node.meta and node in constants and not state.roots(node):
+                sides.setdefault(node.meta[SITE], []).append(node)
+                sites[node] = _sites(node, constants)
+        for parts in sides.values():
+            values |= state.values(parts)
+    for node, value in values.items():
+        if value is None:
+            obstacles |= dict.fromkeys(sites[node], "; ".join(state.obstacles(node)))
+    stored: dict[int, tuple[set[fx.Node], set[fx.Node]]] = {}
+    for node, value in values.items():
+        if value is None or not value[1] or not state.bodies.can_reach(node.graph):
+            continue
+        tensor, roots = value
+        key = _story(state, node)
+        if key not in made:
+            base = state.name(next(iter(roots))) if len(roots) == 1 else f"{layer_of(node)}.weight".strip(".")
+            made[key] = [state.add(f"{base}_{PARTS[node.meta[PART]]}", tensor.contiguous())]
+        for site in sites[node]:
+            of, to = stored.setdefault(site, (set(), set()))
+            of.update(roots)
+            to.update(made[key])
+        node.replace_all_uses_with(state.bodies.reach(node.graph, made[key][0]))
+    found: list[_Found] = []
+    for site, (of, to) in stored.items():
+        before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (of, to))
+        found.append((site, of, before, after))
+    return found, obstacles
+
+
+def _sites(node: fx.Node, constants: set[fx.Node]) -> set[int]:
+    """The sites whose product reads what comes of a node and of other constants alone."""
+    sites: set[int] = set()
+    seen, left = {node}, [node]
+    while left:
+        for user in left.pop().users:
+            sites |= {user.meta[SITE]} if SITE in user.meta else set()
+            if user not in seen and user in constants:
+                seen.add(user)
+                left.append(user)
+    return sites
 
 
 def _quantizes_alone(node: fx.Node) -> bool:
@@ -102,13 +163,18 @@ def _replace(node: fx.Node, placeholders: list[fx.Node], state: StateTensors) ->
     node.graph.erase_node(node)
 
 
-def _story(state: StateTensors, node: fx.Node) -> Any:
+def _story(state: StateTensors, node: fx.Node, told: dict[fx.Node, str] | None = None) -> str:
     """Equal for nodes that make the same tensor from the same state, in whatever graph."""
+    told = {} if told is None else told
+    if node in told:
+        return told[node]
     if node.op == "placeholder":
         outer = node.graph is state.bodies.top.graph
-        return node.name if outer else _story(state, state.bodies.passed(node)[0])
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _story(state, n))
-    return str((node.target, args, kwargs))
+        told[node] = node.name if outer else _story(state, state.bodies.passed(node)[0], told)
+    else:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _story(state, n, told))
+        told[node] = hashlib.sha256(str((node.target, args, kwargs)).encode()).hexdigest()
+    return told[node]
 
 
 def _erase_unused_users(node: fx.Node) -> None:

@@ -9,10 +9,13 @@
 
 A program may hold operators only, so Python functions such as `torch.permute` are opened in any case. What several
 opened calls do to one tensor is done once, and so are equal views, of which a decomposed program has one a call.
+
+A user's own quantizer is there as its torch code, in which `PART` marks what it made: data, scale and so on.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +23,14 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat import OpOverload, enable_python_dispatcher, fake_mode_of, make_fx, tree_flatten, tree_unflatten
+from fxquant.kernels import custom
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.facts import Builder, value_of
 from fxquant.passes.forms_weights import op_name
 from fxquant.passes.insert import SITE
+
+PART = "fxquant_part"
+"""The key in a node's meta of its place among the tensors that a user's own quantizer made."""
 
 _SHARED = frozenset(("view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "select"))
 """Operators of which two equal ones are the same memory anyway."""
@@ -78,13 +85,15 @@ def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:
     def run(*values: Any) -> Any:
         given = dict(zip(inputs, values, strict=True))
         args, kwargs = tree_unflatten([given[x] if isinstance(x, fx.Node) else x for x in leaves], spec)
-        return target(*args, **kwargs)
+        with custom.recorded() as made:
+            return target(*args, **kwargs), made
 
     fakes = [value_of(each) for each in inputs]
     mode = fake_mode_of(fakes)
     assert mode is not None, node.format_node()
     with torch.no_grad(), mode, enable_python_dispatcher():
         traced = make_fx(run)(*fakes)
+    parts = _take_parts(traced.graph)
     traced.graph.eliminate_dead_code()
     builder = Builder(node)
     copies: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
@@ -94,6 +103,9 @@ def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:
         if inner.op == "output":
             result = copies[inner.args[0]]
             break
+        if inner.op == "get_attr":
+            copies[inner] = _constant(node, getattr(traced, str(inner.target)), mode)
+            continue
         args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), copies.__getitem__)
         key: Any = (inner.target, _key(args), _key(kwargs))
         if key not in made:
@@ -102,11 +114,38 @@ def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:
             if SITE in node.meta:
                 made[key].meta[SITE] = node.meta[SITE]
         copies[inner] = made[key]
+        if inner in parts:
+            made[key].meta[PART] = parts[inner]
     for name, value in node.meta.items():
         if name not in ("val", "example_value"):
             result.meta.setdefault(name, value)
     node.replace_all_uses_with(result)
     node.graph.erase_node(node)
+
+
+def _take_parts(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Leaves of the outputs, a result and the parts of operands, the result; returns the places of the parts."""
+    (output,) = graph.find_nodes(op="output")
+    result, operands = output.args[0]
+    output.args = (result,)
+    return {part: i for parts in operands for i, part in enumerate(parts)}
+
+
+def _constant(anchor: fx.Node, tensor: Tensor, mode: Any) -> fx.Node:
+    """A tensor of its own that traced code has, in front of a node; of equal ones there is one a graph."""
+    graph, owner = anchor.graph, anchor.graph.owning_module
+    assert owner is not None
+    node: fx.Node
+    for node in graph.find_nodes(op="get_attr"):
+        known = getattr(owner, str(node.target), None)
+        if isinstance(known, Tensor) and known.dtype == tensor.dtype and torch.equal(known, tensor):
+            return node
+    name = next(name for i in itertools.count() if not hasattr(owner, name := f"constant_{i}"))
+    owner.register_buffer(name, tensor)
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        node = graph.get_attr(name)
+    node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
+    return node
 
 
 def _key(value: Any) -> Any:

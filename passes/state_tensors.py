@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from fxquant.passes.base import is_fxquant
 from fxquant.passes.bodies import Bodies
 from fxquant.passes.forms_weights import VIEWS, op_name
 
+Value = tuple[Tensor, frozenset[fx.Node]]
+Values = dict[fx.Node, Value | None]
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -30,6 +33,8 @@ class StateTensors:
         self._specs = {spec.arg.name: spec for spec in self.inputs if spec.kind in _STATE}
         written = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
         self._changing = {spec.target for spec in signature.output_specs if spec.kind in written}
+        self.lifted: set[fx.Node] = set()
+        """The placeholders of constants that were in the graphs."""
         self._rewritten: set[fx.Node] = set()
         for gm in bodies.modules:
             for node in gm.graph.nodes:
@@ -51,33 +56,113 @@ class StateTensors:
             return set()
         return self.roots(node.args[0])
 
-    def value(self, node: fx.Node) -> tuple[Tensor, frozenset[fx.Node]] | None:
+    def value(self, node: fx.Node) -> Value | None:
         """The tensor that a node always has, and the state it is made from; None where it depends on an input."""
+        known: Values = {}
+        left = [node]
+        while left:
+            each = left[-1]
+            sources = self._sources(each)
+            if any(source in known and known[source] is None for source in sources):
+                known[each] = None
+            missing = next((source for source in sources if source not in known), None)
+            if each not in known and missing is not None:
+                left.append(missing)
+                continue
+            if each not in known:
+                known[each] = self._value(each, known)
+            left.pop()
+        return known[node]
+
+    def values(self, nodes: Iterable[fx.Node]) -> Values:
+        """`value` of several nodes, none of which depends on an input; what they have in common is made once."""
+        wanted = dict.fromkeys(nodes)
+        needed: dict[fx.Node, None] = {}  # each behind its sources
+        left = list(wanted)[::-1]
+        while left:
+            missing = [source for source in self._sources(left[-1]) if source not in needed]
+            left += missing
+            if not missing:
+                needed[left.pop()] = None
+        uses = Counter(source for each in needed for source in self._sources(each))
+        known: Values = {}
+        for each in needed:
+            known[each] = self._value(each, known)
+            for source in self._sources(each):
+                uses[source] -= 1
+                if not uses[source] and source not in wanted:
+                    del known[source]
+        return {each: known[each] for each in wanted}
+
+    def constant_nodes(self) -> set[fx.Node]:
+        """The nodes that depend on no input, whether or not they are the same in every call."""
+        found: set[fx.Node] = set()
+        for gm in self.bodies.modules:
+            for node in gm.graph.nodes:
+                if self.roots(node) if node.op == "placeholder" else found.issuperset(node.all_input_nodes):
+                    found.add(node)
+        return found
+
+    def obstacles(self, node: fx.Node) -> list[str]:
+        """Why a constant node has no value."""
+        found: dict[str, None] = {}
+        seen, left = set(), [node]
+        while left:
+            each = left.pop()
+            if each not in seen:
+                seen.add(each)
+                if each.op == "placeholder":
+                    written = each.name in self._specs and self._specs[each.name].target in self._changing
+                    text = f"the program writes to {self.name(each)}" if written else ""
+                else:
+                    text = obstacle(each)
+                found |= dict.fromkeys(filter(None, [text]))
+                left += each.all_input_nodes
+        return list(found)
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """What a value is made from."""
+        if node.op == "placeholder":
+            return [] if node.graph is self.bodies.top.graph else self.bodies.passed(node)
+        return [] if obstacle(node) or node in self._rewritten else node.all_input_nodes
+
+    def _value(self, node: fx.Node, known: Values) -> Value | None:
+        """The value of a node whose sources are known."""
         if node.op == "placeholder":
             if node.graph is not self.bodies.top.graph:
-                found = [self.value(each) for each in dict.fromkeys(self.bodies.passed(node))]
+                found = [known[each] for each in dict.fromkeys(self.bodies.passed(node))]
                 return found[0] if len(found) == 1 else None
             spec = self._specs.get(node.name)
             if spec is None or spec.target in self._changing:
                 return None
             tensor = self._tensor(node)
-            return None if tensor is None or fake_mode_of(tensor) is not None else (tensor.detach(), frozenset((node,)))
-        target = node.target
-        if not isinstance(target, OpOverload) or target._schema.is_mutable or is_fxquant(node):
+            if tensor is None or fake_mode_of(tensor) is not None:
+                return None
+            return tensor.detach(), frozenset() if node in self.lifted else frozenset((node,))
+        if obstacle(node) or node in self._rewritten:
             return None
-        if node in self._rewritten:
-            return None
-        if torch.Tag.nondeterministic_seeded in target.tags or not node.all_input_nodes:
-            return None
-        values = {each: self.value(each) for each in node.all_input_nodes}
+        values = {each: known[each] for each in node.all_input_nodes}
         if any(value is None for value in values.values()):
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][0])  # type: ignore[index]
         with torch.no_grad():
-            result = target(*args, **kwargs)
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
         if not isinstance(result, Tensor):
             return None
         return result, frozenset().union(*(value[1] for value in values.values() if value is not None))
+
+    def lift_constants(self) -> None:
+        """Makes buffers of the program of tensors that its graphs hold themselves."""
+        for gm in self.bodies.modules:
+            for node in gm.graph.find_nodes(op="get_attr"):
+                tensor = getattr(gm, str(node.target), None)
+                if isinstance(tensor, Tensor) and self.bodies.can_reach(gm.graph):
+                    alike = (n for n in self.lifted if (t := self.tensor(n)).dtype == tensor.dtype and t.equal(tensor))
+                    made = next(alike, None) or self.add(str(node.target), tensor)
+                    self.lifted.add(made)
+                    node.replace_all_uses_with(self.bodies.reach(gm.graph, made))
+                    gm.graph.erase_node(node)
+                    delattr(gm, str(node.target))
 
     def add(self, name: str, tensor: Tensor) -> fx.Node:
         """Adds a buffer under `name`, or a name like it that is free; returns its placeholder."""
@@ -127,6 +212,20 @@ class StateTensors:
         name = str(self._specs[node.name].target)
         tensor = self.state.get(name, self.constants.get(name))
         return tensor if isinstance(tensor, Tensor) else None
+
+
+def obstacle(node: fx.Node) -> str:
+    """Why an operator is no function of its inputs alone that can be computed beforehand; empty where it is one."""
+    target = node.target
+    if not isinstance(target, OpOverload) or is_fxquant(node):
+        return f"{op_name(node) or node.target} cannot be computed beforehand"
+    if target._schema.is_mutable:
+        return f"{op_name(node)} writes in place"
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return f"{op_name(node)} draws random numbers"
+    if not node.all_input_nodes and "empty" in op_name(node):
+        return f"{op_name(node)} has no values"
+    return ""
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:

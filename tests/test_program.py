@@ -414,21 +414,92 @@ def test_a_weight_made_from_others_is_stored_in_their_place() -> None:
     assert torch.equal(stored.view(torch.uint8), weight.data.view(torch.uint8))
 
 
-def test_a_quantizer_of_the_users_own() -> None:
-    class Halves(Quantizer):
-        def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
-            row = fxquant.quantizers.QuantizedOperand((x * 2).round() / 2) if rowwise else None
-            column = fxquant.quantizers.QuantizedOperand((x.mT * 2).round() / 2) if columnwise else None
-            return fxquant.QuantizedTensor(row, column)
+class Levels(Quantizer):
+    """Codes of the nearest of five levels, with a scale for each row."""
 
-        def dequantize(self, operand: Any) -> Tensor:
-            return operand.data
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+        def half(y: Tensor) -> fxquant.quantizers.QuantizedOperand:
+            scale = y.abs().amax(1, keepdim=True).float()
+            levels = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0])
+            codes = ((y / scale).unsqueeze(-1) - levels).abs().argmin(-1).to(torch.int8)
+            return fxquant.quantizers.QuantizedOperand(codes, scale)
 
-    model, x = block()
-    recipe = CustomRecipe(qfactory=lambda role: Halves() if role.module_type == "linear" else IdentityQuantizer())
-    program = quantize_program(exported(model, x), recipe)
+        return fxquant.QuantizedTensor(half(x) if rowwise else None, half(x.mT) if columnwise else None)
+
+    def dequantize(self, operand: Any) -> Tensor:
+        return (operand.data.float() - 2) / 2 * operand.scale
+
+
+class Dithered(Levels):
+    """With noise in front, which is another in every call."""
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+        return super().quantize(x + 0.1 * torch.rand_like(x), rowwise=rowwise, columnwise=columnwise)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 96)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).relu()).relu())
+
+
+def test_a_quantizer_of_the_users_own_has_its_weights_stored(tmp_path: Path) -> None:
+    model, x = Twice().eval(), torch.randn(8, 64)
+    recipe = per_role(input=MXFP8Quantizer(), weight=Levels(), grad_output=IdentityQuantizer())
     with torch.no_grad():
-        torch.testing.assert_close(run(program, x), compiled(model, recipe)(x))
+        want = compiled(model, recipe)(x)
+    for decomposed in (False, True):
+        program = quantize_program(exported(model, x, decomposed=decomposed), recipe)
+        program.validate()
+        assert torch.equal(run(program, x), want)
+        codes = {name: t for name, t in program.state_dict.items() if t.dtype == torch.int8}
+        assert sorted(tuple(t.shape) for t in codes.values()) == [(64, 64), (96, 64)], "one for both that share it"
+        names = {name.removesuffix("_data") for name in codes}
+        assert "last.weight" in names and not names & set(program.state_dict), "the originals are gone"
+        for name in names:
+            made = Levels().quantize(model.get_parameter(name).detach(), columnwise=False).rowwise
+            assert torch.equal(codes[f"{name}_data"], made.data)
+            assert torch.equal(program.state_dict[f"{name}_scale"], made.scale)
+        details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
+        first = f"stored in {64 * 64 + 64 * 4} bytes instead of {64 * 64 * 4}"
+        assert details == [first, first, f"stored in {96 * 64 + 96 * 4} bytes instead of {96 * 64 * 4}"]
+    torch.testing.assert_close(run(lower_program(program), x), want)
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert torch.equal(run(torch.export.load(tmp_path / "model.pt2"), x), want)
+
+
+def test_graphs_inside_share_what_a_quantizer_of_the_users_own_made() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x).relu()
+            with torch.no_grad():
+                z = self.b(self.a(x + 1))
+            return y * z
+
+    model, x = Frozen().eval(), torch.randn(8, 64)
+    recipe, source = per_role(input=Levels(), weight=Levels(), grad_output=Levels()), torch.export.export(model, (x,))
+    program = quantize_program(source, recipe)
+    program.validate()
+    stored = {f"{name}.{part}" for name in "ab" for part in ("weight_data", "weight_scale", "bias")}
+    assert set(program.state_dict) == stored | {"constant_0"}
+    assert torch.equal(run(program, x), run(quantize_program(source, recipe, fold_weights=False), x))
+
+
+def test_a_weight_whose_quantizer_is_no_function_of_it_is_not_stored_and_says_why() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 96)).eval(), torch.randn(8, 64)
+    recipe = per_role(input=Levels(), weight=Dithered(), grad_output=IdentityQuantizer())
+    program = quantize_program(exported(model, x), recipe)
+    assert set(program.state_dict) >= {"0.weight", "0.bias"} and run(program, x).isfinite().all()
+    (detail,) = (d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight")
+    assert detail == "quantized in every call: rand_like draws random numbers"
 
 
 def test_recipes_that_mix() -> None:

@@ -1,0 +1,189 @@
+"""Launches every Triton kernel at small and odd sizes, for compute-sanitizer to watch: `make sanitize`.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [casts | block_casts | producers | decode | ...]
+
+What the kernels compute is for the other tests; here every access must lie within its tensor. torch must not take its
+tensors from larger blocks of its own: PYTORCH_NO_CUDA_MEMORY_CACHING=1, which is set here if it is not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+import torch
+from torch import Tensor
+
+import fxquant.kernels.grouped
+import fxquant.kernels.linear  # noqa: F401  registers the operators
+from fxquant.formats import QuantSpec
+from fxquant.kernels import (
+    grouped_gemm,
+    reference,
+    triton_amax,
+    triton_attention,
+    triton_cast,
+    triton_decode,
+    triton_grouped_cast,
+)
+from fxquant.kernels.producers import PRODUCERS
+
+DEVICE = "cuda"
+SHAPES = ((1, 8), (33, 50), (200, 392))
+"""M=1; K that no vector, no block of 32 and none of 128 divides; several tiles of either axis, cut short."""
+CASTS = (
+    ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3(pow2,torchao)", "per_row_e5m2"), (None, "per_row_e4m3"),
+    ("per_row_e4m3", "mxfp8_2d_e4m3"),
+)  # fmt: skip
+BLOCK_CASTS = (
+    ("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp8_2d_e4m3", "mxfp8_2d_e4m3"), (None, "mxfp8_e4m3"),
+    ("block_1x128_e4m3(pow2)", "block_1x128_e4m3"), ("block_128x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"),
+)  # fmt: skip
+"""The last takes Triton 3.6 minutes to compile for sizes that are no multiple of 16."""
+PRODUCED = ("per_tensor_e4m3", "per_tensor_e5m2(slot=1)", "per_row_e4m3", "block_1x128_e4m3(pow2)", "mxfp8_e4m3")
+DECODED = (
+    ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_row_e4m3(pow2,torchao)", "per_row_e4m3"),
+    ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"),
+)  # fmt: skip
+DECODE_SHAPES = ((1, 272, 8), (3, 200, 136), (17, 1100, 8), (64, 392, 264))
+"""M, K, N: a product of one row, N down to 8, and K that is split over programs."""
+EXPERTS = (
+    ("per_tensor_e4m3", "per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3", "per_row_e4m3", "per_row_e5m2"),
+    ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)", "block_1x128_e4m3(pow2)"),
+)  # fmt: skip
+SPLITS = ([0, 1, 38, 38, 165], [0, 0, 0], [128, 128, 257])
+ATTENTION = (
+    # B, H, Hkv, Sq, Sk, D, causal, mask
+    (1, 2, 1, 100, 77, 64, False, None),
+    (2, 2, 2, 33, 150, 128, True, None),
+    (1, 2, 1, 1, 130, 256, True, None),
+    (1, 2, 2, 40, 50, 128, False, "seen"),
+    (1, 1, 1, 40, 50, 64, True, "added"),
+)
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def parsed(text: str | None) -> QuantSpec | None:
+    return QuantSpec.parse(text) if text else None
+
+
+def part(shape: tuple[int, int]) -> Tensor:
+    rows, columns = shape
+    return noise(rows + 3, columns + 8)[1 : 1 + rows, 5 : 5 + columns]
+
+
+def quantized(pairs: Iterable[tuple[str | None, str | None]]) -> Iterator[str]:
+    """A part of a larger tensor, a dense one, and one that is stored by columns."""
+    for texts in pairs:
+        row, column = map(parsed, texts)
+        for x in (part(SHAPES[0]), noise(*SHAPES[1]), noise(*SHAPES[2][::-1]).t()):
+            triton_cast.quantize(x, row, column, amax=triton_amax.tensor_amax)
+            yield f"{texts}, {tuple(x.shape)} stored as {x.stride()}"
+
+
+def casts() -> Iterator[str]:
+    yield from quantized(CASTS)
+    for text in ("per_tensor_e4m3", "mxfp8_e4m3", "nvfp4"):
+        for direction in ("rowwise", "columnwise"):
+            torch.ops.fxquant.quantize(noise(0, 64), text, direction)
+    yield "empty"
+
+
+def block_casts() -> Iterator[str]:
+    yield from quantized(BLOCK_CASTS)
+
+
+def producers() -> Iterator[str]:
+    rows, length = 200, 392
+    shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,)}
+    for name, producer in PRODUCERS.items():
+        inputs = [noise(*shapes[k], dtype=torch.float32 if k == "row" else torch.bfloat16) for k in producer.inputs]
+        for text in PRODUCED:
+            spec = QuantSpec.parse(text)
+            scales = [torch.ones(1, device=DEVICE) if spec.is_delayed else None] * producer.results
+            triton_cast.produce(name, inputs, spec, spec, scales, scales, spec.is_delayed)
+        yield name
+
+
+def decode() -> Iterator[str]:
+    for texts in DECODED:
+        a_spec, b_spec = map(QuantSpec.parse, texts)
+        for m, k, n in DECODE_SHAPES:
+            x, bias = noise(m, k), noise(n)
+            a, b = reference.quantize(x, a_spec), reference.quantize(noise(n, k), b_spec)
+            multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
+            sources = [a]
+            for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
+                if triton_decode.quantizes_itself(x):
+                    sources.append([x, *given])
+                else:
+                    triton_decode.quantize(x, a_spec, *given)
+            for source in sources:
+                for term in (None, bias):
+                    triton_decode.scaled_mm(source, a_spec, b, b_spec, term, torch.bfloat16)
+            yield f"{texts}, {(m, k, n)}"
+
+
+def grouped() -> Iterator[str]:
+    k, n = 136, 200
+    for input, weight, grad in EXPERTS:
+        for ends in SPLITS:
+            offs, rows = torch.tensor(ends, dtype=torch.int32, device=DEVICE), ends[-1] + 7
+            x, dy, w = noise(rows, k), noise(rows, n), noise(len(ends), n, k)
+            for tensor, text, where in ((x, input, offs), (dy, grad, offs), (w, weight, None)):
+                spec = QuantSpec.parse(text)
+                if triton_grouped_cast.supported(tensor, where, spec, spec):
+                    triton_grouped_cast.quantize(tensor, where, spec, spec)
+            of_x, of_dy, of_w = (x, offs, input), (dy, offs, grad), (w, None, weight)
+            for left, right, way in ((of_x, of_w, ("rowwise",) * 2), (of_dy, of_w, ("rowwise", "columnwise")),
+                                     (of_dy, of_x, ("columnwise",) * 2)):  # fmt: skip
+                a, b = (torch.ops.fxquant.split_quantize(*s, d) for s, d in zip((left, right), way, strict=True))
+                for fast in (False, True):
+                    grouped_gemm.grouped_scaled_mm(a, b, offs, left[2], right[2], torch.float32, fast)
+            triton_grouped_cast.clear(noise(rows, n), offs)
+            triton_grouped_cast.clear(noise(len(ends), n, k), offs)
+            yield f"{(input, weight, grad)}, groups to {ends}"
+    offs = torch.tensor([3, 3, 70], dtype=torch.int32, device=DEVICE)
+    spec = QuantSpec.parse("mxfp8_e4m3")
+    triton_grouped_cast.quantize(noise(77, 50), offs, spec, spec)
+    yield spec.format
+
+
+def attention() -> Iterator[str]:
+    for batches, heads, kv_heads, queries, keys, width, causal, kind in ATTENTION:
+        q, k, v = (noise(batches, *s, width) for s in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
+        mask = noise(heads, queries, keys) if kind else None
+        if kind == "seen":
+            assert mask is not None
+            mask = mask > 0
+        parts = [triton_attention.quantize_heads(x, g, False) for x, g in ((q, heads // kv_heads), (k, 1), (v, 1))]
+        transposed, _ = triton_attention.quantize_heads(v.transpose(1, 2).contiguous().transpose(1, 2), 1, True)
+        (q8, _), (k8, _), (v8, _) = parts
+        scales = [scale for _, scale in parts]
+        case = {"causal": causal, "scale": width**-0.5, "mask": mask}
+        o, lse = triton_attention.forward(q8, k8, transposed, *scales, **case, out_dtype=torch.bfloat16)
+        triton_attention.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **case)
+        yield str((batches, heads, kv_heads, queries, keys, width, causal, kind))
+
+
+FAMILIES = {each.__name__: each for each in (casts, block_casts, producers, decode, grouped, attention)}
+
+
+def main(names: list[str]) -> None:
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    for name in names or FAMILIES:
+        for what in FAMILIES[name]():
+            torch.cuda.synchronize()
+            print(f"{time.perf_counter() - start:5.0f} s  {name}: {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
