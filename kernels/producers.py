@@ -20,13 +20,14 @@ class Producer:
 
     `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first always is), a float32 ``row``
     vector [M, 1], or a ``column`` vector [K]. A producer of several results is made of `parts` that each take the
-    inputs named by their positions.
+    inputs named by their positions. A `slow` one takes longer to compute than to read.
     """
 
     name: str
     run: Callable[..., Tensor | list[Tensor]]
     inputs: tuple[str, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    slow: bool = False
 
     @property
     def results(self) -> int:
@@ -39,6 +40,10 @@ class Producer:
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         made = self.run(*inputs)
         return made if isinstance(made, list) else [made]
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -81,6 +86,8 @@ def _layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Ten
     return ((x.float() - mean) * rstd * weight + bias).to(x.dtype)
 
 
+IDENTITY = Producer(name="identity", run=_identity, inputs=("matrix",))
+"""Of a tensor that is there already; what is asked of it is its amax along with the cast."""
 _TWO, _THREE = ("matrix",) * 2, ("matrix",) * 3
 
 PRODUCERS: dict[str, Producer] = {
@@ -92,13 +99,14 @@ PRODUCERS: dict[str, Producer] = {
         ),
         Producer(name="silu_mul", run=_silu_mul, inputs=_TWO),
         Producer(name="silu_mul_grad_gate", run=_silu_mul_grad_gate, inputs=_THREE),
-        Producer(name="gelu", run=_gelu, inputs=("matrix",)),
-        Producer(name="gelu_tanh", run=_gelu_tanh, inputs=("matrix",)),
-        Producer(name="gelu_grad", run=_gelu_grad, inputs=_TWO),
-        Producer(name="gelu_tanh_grad", run=_gelu_tanh_grad, inputs=_TWO),
+        Producer(name="gelu", run=_gelu, inputs=("matrix",), slow=True),
+        Producer(name="gelu_tanh", run=_gelu_tanh, inputs=("matrix",), slow=True),
+        Producer(name="gelu_grad", run=_gelu_grad, inputs=_TWO, slow=True),
+        Producer(name="gelu_tanh_grad", run=_gelu_tanh_grad, inputs=_TWO, slow=True),
         Producer(name="rms_norm", run=_rms_norm, inputs=("matrix", "row", "column")),
         Producer(name="rms_norm_rounded", run=_rms_norm_rounded, inputs=("matrix", "row", "column")),
         Producer(name="layer_norm", run=_layer_norm, inputs=("matrix", "row", "row", "column", "column")),
+        IDENTITY,
     )
 }  # fmt: skip
 """Every producer, by name."""

@@ -443,14 +443,15 @@ class _Side:
         """Scales of one result."""
         return self.scale.shape[0] * self.scale.stride(0) // self.results if self.results else 0
 
-    def parts(self, result: int) -> list[Tensor]:
+    def parts(self, result: int, given: Tensor | None = None) -> list[Tensor]:
+        """Data and scale of a result, whose multiplier [1] may have been `given`."""
         if self.results < 2:
             return [self.data, self.scale.t() if self.transposed else self.scale] if self.results else []
         rows, scale_rows = self.data.shape[0] // self.results, self.scale.shape[0] // self.results
         data = self.data.narrow(0, result * rows, rows)
+        if given is not None:  # Inductor's GEMMs take no part of a tensor for a scale
+            return [data, torch.ones_like(given) / given]
         scale = self.scale.narrow(0, result * scale_rows, scale_rows)
-        if scale_rows == 1:  # Inductor's GEMMs take no part of a tensor for a scale
-            scale = scale.clone()
         return [data, scale.t() if self.transposed else scale]
 
 
@@ -517,7 +518,9 @@ def produce(
     _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
     for result in range(results):
-        parts += [*left.parts(result), *right.parts(result), *([recorded.narrow(0, result, 1)] if record else [])]
+        parts += left.parts(result, row_scales[result] if row_scales else None)
+        parts += right.parts(result, column_scales[result] if column_scales else None)
+        parts += [recorded.narrow(0, result, 1)] if record else []
     return parts
 
 

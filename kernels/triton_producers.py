@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxquant.kernels.producers import PRODUCERS
+from fxquant.kernels.producers import IDENTITY, PRODUCERS
 
 UNMADE = tl.constexpr(0)
 """The tensor itself is read."""
-_KINDS = {name: i + 1 for i, name in enumerate(PRODUCERS)}
+_KINDS = {name: i for i, name in enumerate(PRODUCERS, 1)} | {IDENTITY.name: 0}
 _SILU_MUL, _SILU_MUL_GRAD, _SILU_MUL_GRAD_GATE = (
     tl.constexpr(_KINDS[name]) for name in ("silu_mul", "silu_mul_grad", "silu_mul_grad_gate")
 )
