@@ -182,7 +182,7 @@ def _produce_quantize_fake(
     record: bool,
 ) -> list[Tensor]:
     parts: list[Tensor] = []
-    x = inputs[0]
+    x = inputs[0].new_empty(PRODUCERS[producer].shape(inputs[0]))
     for i in range(PRODUCERS[producer].results):
         if rowwise_specs:
             parts += _fake_operand(x, QuantSpec.parse(rowwise_specs[i]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from torch.nn.functional import gelu, silu
 class Producer:
     """`run` makes tensors [M, K] of one dtype of its inputs.
 
-    `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first always is), a float32 ``row``
-    vector [M, 1], or a ``column`` vector [K]. A producer of several results is made of `parts` that each take the
-    inputs named by their positions. A `slow` one takes longer to compute than to read.
+    `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first is, unless it has ``heads``
+    [B, H, S, D] whose result is [B S, H D]), a float32 ``row`` vector [M, 1], or a ``column`` vector [K]. A producer
+    of several results is made of `parts` that each take the inputs named by their positions. A `slow` one takes longer
+    to compute than to read.
     """
 
     name: str
@@ -35,7 +37,13 @@ class Producer:
 
     @property
     def matrices(self) -> int:
-        return self.inputs.count("matrix")
+        return self.inputs.count("matrix") + self.inputs.count("heads")
+
+    def shape(self, x: Tensor) -> tuple[Any, Any]:
+        """M and K, from the first input."""
+        if self.inputs[0] == "heads":
+            return x.shape[0] * x.shape[2], x.shape[1] * x.shape[3]
+        return x.shape[0], x.shape[1]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         made = self.run(*inputs)
@@ -44,6 +52,10 @@ class Producer:
 
 def _identity(x: Tensor) -> Tensor:
     return x
+
+
+def _joined_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], x.shape[1] * x.shape[3])
 
 
 def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -88,6 +100,8 @@ def _layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Ten
 
 IDENTITY = Producer(name="identity", run=_identity, inputs=("matrix",))
 """Of a tensor that is there already; what is asked of it is its amax along with the cast."""
+JOINED_HEADS = Producer(name="joined_heads", run=_joined_heads, inputs=("heads",))
+"""What comes out of attention, as the next linear reads it. It has the amax of its input."""
 _TWO, _THREE = ("matrix",) * 2, ("matrix",) * 3
 
 PRODUCERS: dict[str, Producer] = {
@@ -106,6 +120,7 @@ PRODUCERS: dict[str, Producer] = {
         Producer(name="rms_norm", run=_rms_norm, inputs=("matrix", "row", "column")),
         Producer(name="rms_norm_rounded", run=_rms_norm_rounded, inputs=("matrix", "row", "column")),
         Producer(name="layer_norm", run=_layer_norm, inputs=("matrix", "row", "row", "column", "column")),
+        JOINED_HEADS,
         IDENTITY,
     )
 }  # fmt: skip

@@ -299,7 +299,7 @@ def cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    PRODUCER: tl.constexpr, RESULTS: tl.constexpr, RECORD: tl.constexpr,
+    PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, RECORD: tl.constexpr,
     LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
@@ -346,7 +346,7 @@ def cast_kernel(
     across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
     down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
     tile = load_tile(
-        x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, result, PRODUCER
+        x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, result, PRODUCER, S, D
     )  # fmt: skip
     parts = _four(tile, R, LAYOUT)
     if RECORD:
@@ -384,7 +384,8 @@ def cast_kernel(
 @triton.jit
 def amax_kernel(
     x, in1, in2, in3, in4, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    STEPS: tl.constexpr, PRODUCER: tl.constexpr, RESULTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    STEPS: tl.constexpr, PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of the rows and of the columns of x [M, K], NaN ignored, into zeroed float32 buffers.
 
@@ -406,7 +407,10 @@ def amax_kernel(
     largest = tl.zeros((32, W, 1, 8), tl.float32)
     for step in range(STEPS):
         row = first_row + step * (W * R)
-        tile = tl.abs(load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, result, PRODUCER))
+        tile = load_tile(
+            x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, result, PRODUCER, S, D
+        )  # fmt: skip
+        tile = tl.abs(tile)
         if ROW:
             amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
             bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
@@ -485,8 +489,9 @@ def quantize(
     if any(s is not None and s.row.family == "per_tensor" and g is None
            for s, g in ((row, row_scale), (column, column_scale))):  # fmt: skip
         tensor_amax = amax(x)
-    left = _make_side(x, row, row_scale, tensor_amax, row_amax, unread, columnwise=False)
-    right = _make_side(x, column, column_scale, tensor_amax, column_amax, unread, columnwise=True)
+    shape = x.shape[0], x.shape[1]
+    left = _make_side(x, shape, row, row_scale, tensor_amax, row_amax, unread, columnwise=False)
+    right = _make_side(x, shape, column, column_scale, tensor_amax, column_amax, unread, columnwise=True)
     _launch((x,), None, row, column, left, right, unread, unread)
     return [*left.parts(0), *right.parts(0)]
 
@@ -501,6 +506,7 @@ def produce(
     pass of its own, with the same arithmetic.
     """
     x, results = inputs[0], PRODUCERS[name].results
+    shape = PRODUCERS[name].shape(x)
     unread = _unread(x)
     recorded, tensor_amax = unread, None
     own = [spec for spec, given in ((row, row_scales), (column, column_scales)) if spec is not None and None in given]
@@ -508,13 +514,15 @@ def produce(
         recorded = torch.zeros(results, dtype=torch.float32, device=x.device)
     if any(spec.row.family == "per_tensor" for spec in own):
         tensor_amax = torch.zeros(results, dtype=torch.float32, device=x.device)
-        nothing = _make_side(x, None, None, None, unread, unread, columnwise=False)
+        nothing = _make_side(x, shape, None, None, None, unread, unread, columnwise=False)
         _launch(inputs, name, None, None, nothing, nothing, tensor_amax, unread)
     row_amax, column_amax = _line_amaxes(inputs, name, row, column, unread)
     row_scale = _in_one(row_scales)
     column_scale = row_scale if all(map(operator.is_, row_scales, column_scales)) else _in_one(column_scales)
-    left = _make_side(x, row, row_scale, tensor_amax, row_amax, unread, columnwise=False, results=results)
-    right = _make_side(x, column, column_scale, tensor_amax, column_amax, unread, columnwise=True, results=results)
+    left = _make_side(x, shape, row, row_scale, tensor_amax, row_amax, unread, columnwise=False, results=results)
+    right = _make_side(
+        x, shape, column, column_scale, tensor_amax, column_amax, unread, columnwise=True, results=results
+    )
     _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
     for result in range(results):
@@ -537,7 +545,7 @@ def _launch(
     """Casts what is made of the inputs; `recorded` is where amaxes go, or `unread`."""
     x = inputs[0]
     results = 1 if producer is None else PRODUCERS[producer].results
-    size_m, size_k = x.shape
+    size_m, size_k = x.shape if producer is None else PRODUCERS[producer].shape(x)
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
     lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
@@ -546,7 +554,7 @@ def _launch(
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
         right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
-        *left.constants, *right.constants, triton_producers.kind(producer), results, recorded is not unread,
+        *left.constants, *right.constants, *triton_producers.kind(producer, x), results, recorded is not unread,
         *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
 
@@ -577,29 +585,29 @@ def _line_amaxes(
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
         return unread, unread
-    size_m, size_k = x.shape
+    size_m, size_k = x.shape if producer is None else PRODUCERS[producer].shape(x)
     row_amax = torch.zeros(results * size_m if by_row else 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(results * size_k if by_column else 1, dtype=torch.float32, device=x.device)
     steps, warps, rows = _AMAX_LAYOUT
     grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256) * results,)
     wrap_triton(amax_kernel)[grid](
         *triton_producers.filled(inputs, unread), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,
-        steps, triton_producers.kind(producer), results, warps, rows, num_warps=warps,
+        steps, *triton_producers.kind(producer, x), results, warps, rows, num_warps=warps,
     )  # fmt: skip
     return row_amax, column_amax
 
 
 def _make_side(
-    x: Tensor, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor,
-    unread: Tensor, *, columnwise: bool, results: int = 1,
+    x: Tensor, shape: tuple[Any, Any], spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None,
+    line_amax: Tensor, unread: Tensor, *, columnwise: bool, results: int = 1,
 ) -> _Side:  # fmt: skip
-    """Outputs and arguments of one direction."""
+    """Outputs and arguments of one direction of matrices of a shape, made of x."""
     if spec is None:
         return _Side(unread, unread, unread, (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0), results=0)
     row = spec.row
     element = row.element
     assert element is not None and row.scale_dtype is not None
-    rows, length = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
+    rows, length = shape[::-1] if columnwise else shape
     padded = _cdiv(length, row.alignment) * row.alignment
     data = torch.empty((results * rows, padded), dtype=element.dtype, device=x.device)
     kind = _KINDS[row.family] if given is None else _GIVEN

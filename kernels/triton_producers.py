@@ -27,6 +27,7 @@ _GELU, _GELU_TANH, _GELU_GRAD, _GELU_TANH_GRAD = (
 _RMS_NORM, _RMS_NORM_ROUNDED, _LAYER_NORM = (
     tl.constexpr(_KINDS[name]) for name in ("rms_norm", "rms_norm_rounded", "layer_norm")
 )
+_JOINED_HEADS = tl.constexpr(_KINDS["joined_heads"])
 _SQRT_HALF, _INV_SQRT_2PI = tl.constexpr(0.7071067811865476), tl.constexpr(0.3989422804014327)
 _SQRT_2_PI, _CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 
@@ -36,9 +37,13 @@ def filled(inputs: Sequence[Tensor], unread: Tensor) -> list[Tensor]:
     return [*inputs, *[unread] * (5 - len(inputs))]
 
 
-def kind(name: str | None) -> int:
-    """What the kernels call a producer; None reads a tensor."""
-    return 0 if name is None else _KINDS[name]
+def kind(name: str | None, x: Tensor) -> tuple[int, int, int]:
+    """What the kernels are told of a producer and its first input: its number, and S and D of heads.
+
+    None reads a tensor.
+    """
+    heads = (x.shape[2], x.shape[3]) if name == "joined_heads" else (0, 0)
+    return (0 if name is None else _KINDS[name], *heads)
 
 
 @triton.jit
@@ -66,17 +71,21 @@ def _load(pointer, offsets, mask):
 @triton.jit
 def load_tile(
     x, in1, in2, in3, in4, x_step, first_row, first_column, down, across, M, K, result, PRODUCER: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Elements of x [M, K] as float32, or of the `result` of a producer whose inputs are x and in1 to in4.
 
     They are those of rows `first_row + down` and columns `first_column + across`, 0 outside of x. `down` and `across`
     broadcast against each other. They are apart from where the tile begins, since within a tile 32 bits are enough.
+    Heads [B, H, S, D] have fewer than 2^31 elements.
     """
     rows, columns = first_row + down, first_column + across
     mask = (rows < M) & (columns < K)
     start, offsets = first_row.to(tl.int64) * x_step + first_column, down * x_step + across
     if PRODUCER == UNMADE:
         y = _load(x + start, offsets, mask)
+    elif PRODUCER == _JOINED_HEADS:
+        y = _load(x, rows // S * (S * K) + rows % S * D + columns // D * (S * D) + columns % D, mask)
     else:
         if PRODUCER == _SILU_MUL:
             gate = _load(x + start, offsets, mask)

@@ -37,13 +37,15 @@ from fxquant.compat import (
 )
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_cast
-from fxquant.kernels.producers import IDENTITY, PRODUCERS, Producer
+from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Producer
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.partition import scale_of
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
 _COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
+_EXCHANGES = ((_aten.permute.default, [0, 2, 1, 3]), (_aten.transpose.int, 1, 2))
+"""What exchanges heads and positions."""
 _NARROW = (torch.bfloat16, torch.float16)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -54,8 +56,8 @@ def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for producer in PRODUCERS.values():
-        if producer is not IDENTITY and inductor_config.emulate_precision_casts:
-            continue
+        if inductor_config.emulate_precision_casts and producer not in (IDENTITY, JOINED_HEADS):
+            continue  # its arithmetic is not to the bit that of Inductor's kernels
         for group in _groups(producer, sites):
             if _pays(producer, group[0]) and _insert(graph, producer, group, order):
                 sites = [site for site in sites if site not in group]
@@ -224,15 +226,16 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     if not all(_is_there(node, anchor, order) for node in inputs):
         return False
     states = [list(side) for side in zip(*(_states(site, order) for site in group), strict=True)]
+    if producer is JOINED_HEADS:
+        for amax in filter(None, map(_own_amax, (state for side in states for state in side))):
+            amax.args = (inputs[0],)
     if not all(_is_there(state, anchor, order) for side in states for state in side if state is not None):
         return False
     rows, length = val(group[0].quantize.args[0]).shape
     record = group[0].amax is not None
     with graph.inserting_before(anchor):
-        shaped = [
-            _shaped(node, {"matrix": [rows, length], "row": [rows, 1], "column": [length]}[kind])
-            for node, kind in zip(inputs, producer.inputs, strict=True)
-        ]
+        shapes = {"matrix": [rows, length], "row": [rows, 1], "column": [length], "heads": list(val(inputs[0]).shape)}
+        shaped = [_shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
         specs = [[s for s in side if s] for side in zip(*((site.row, site.column) for site in group), strict=True)]
         target = torch.ops.fxquant.produce_quantize.default
         fused = graph.call_function(target, (shaped, producer.name, *specs, *states, record))
@@ -305,6 +308,8 @@ def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[f
     value = val(root)
     if not isinstance(value, Tensor):
         return None
+    if producer is JOINED_HEADS:
+        return _heads(root, rows, length)
     outputs, names = _pattern(producer.name, value.dtype)
     found: dict[fx.Node, fx.Node] = {}
     if not _matches(outputs, root, found):
@@ -319,6 +324,21 @@ def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[f
         if not fits or (kind == "matrix" and (x.dtype != value.dtype or not x.is_contiguous())):
             return None
     return inputs
+
+
+def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
+    """The heads [B, H, S, D], dense and of static sizes, of which `root` is the copy that has them side by side."""
+    if root.target is not _aten.clone.default:
+        return None
+    moved = behind_views(root.args[0], _VIEWS)
+    if not isinstance(moved, fx.Node) or (moved.target, *moved.args[1:]) not in _EXCHANGES:
+        return None
+    x = moved.args[0]
+    assert isinstance(x, fx.Node)
+    heads = val(x)
+    static = heads.ndim == 4 and all(isinstance(size, int) for size in heads.shape)
+    fits = static and heads.is_contiguous() and heads.numel() < 2**31 and heads.shape[3] % 16 == 0
+    return (x,) if fits and JOINED_HEADS.shape(heads) == (rows, length) else None
 
 
 def _matches(pattern: Any, node: Any, found: dict[fx.Node, fx.Node]) -> bool:

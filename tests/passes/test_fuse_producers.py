@@ -97,7 +97,7 @@ silu_mul_grad([32, 128], [32, 128], [32, 128])
     assert_expected_inline(fused(run, *inputs, torch.arange(1.0, 9)), """\
 silu_mul_grad([32, 128], [32, 128], [32, 128]) and amax
   rowwise: per_tensor_e4m3(slot=2) by scale_1, per_tensor_e4m3(slot=5) by scale_1
-  columnwise: per_tensor_e4m3(slot=2) by scale_1, per_tensor_e4m3(slot=5) by scale_1""")
+  columnwise: per_tensor_e4m3(slot=2) by scale_1, per_tensor_e4m3(slot=5) by scale_1""")  # fmt: skip
 
 
 def test_scales_of_the_tensors_own_amax() -> None:
@@ -118,7 +118,7 @@ amax
 scale_from_amax
 silu_mul_grad([32, 128], [32, 128], [32, 128])
   rowwise: per_tensor_e4m3 by amax_default, per_tensor_e4m3 by amax_default_1
-  columnwise: per_tensor_e4m3 by amax_default, per_tensor_e4m3 by amax_default_1""")
+  columnwise: per_tensor_e4m3 by amax_default, per_tensor_e4m3 by amax_default_1""")  # fmt: skip
 
 
 def test_scales_of_rows() -> None:
@@ -129,7 +129,31 @@ def test_scales_of_rows() -> None:
 silu_mul([32, 128], [32, 128])
   rowwise: per_row_e4m3(pow2,torchao)
   columnwise: per_row_e4m3(pow2,torchao)
-hybrid_quantize""")
+hybrid_quantize""")  # fmt: skip
+
+
+def test_heads_are_joined_by_the_cast() -> None:
+    """Which reads them as attention left them, and so does the amax."""
+
+    def run(heads: Tensor, scale: Tensor) -> list[Tensor]:
+        flat = lambda: heads.transpose(1, 2).flatten(2).reshape(32, 64)  # noqa: E731
+        if scale.numel() == 1:
+            return [*both(flat(), BLOCK), *both(flat() + 0, TENSOR)]
+        own = torch.ops.fxquant.scale_from_amax(amax(x := flat()), TENSOR)
+        return both(x, TENSOR, own)
+
+    (heads,) = tensors((2, 4, 16, 16))
+    assert_expected_inline(fused(run, heads, torch.ones(1)), """\
+joined_heads([2, 4, 16, 16])
+  rowwise: block_1x128_e4m3(pow2)
+  columnwise: block_1x128_e4m3(pow2)
+hybrid_quantize""")  # fmt: skip
+    assert_expected_inline(fused(run, heads, torch.ones(2)), """\
+amax
+scale_from_amax
+joined_heads([2, 4, 16, 16])
+  rowwise: per_tensor_e4m3 by amax
+  columnwise: per_tensor_e4m3 by amax""")  # fmt: skip
 
 
 def test_the_amax_that_is_recorded_comes_with_the_cast() -> None:
@@ -148,7 +172,7 @@ identity([32, 128]) and amax
   rowwise: per_tensor_e4m3(slot=1) by scale_1
   columnwise: per_tensor_e4m3(slot=1) by scale_1
 amax
-quantize""")
+quantize""")  # fmt: skip
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
