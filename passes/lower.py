@@ -43,6 +43,7 @@ from fxquant.kernels import (
     reference,
     triton_amax,
     triton_cast,
+    triton_delayed,
 )
 from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
@@ -89,6 +90,8 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
             return triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
         if name == "produce_quantize":
             return triton_produce_quantize
+        if name == "delayed_update":
+            return triton_delayed.update
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":

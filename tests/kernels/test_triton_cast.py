@@ -24,7 +24,7 @@ from fxquant.kernels import triton_cast
 from fxquant.passes.lower import implementation, lower
 
 
-@pytest.mark.parametrize("name", ["cast", "producers"])
+@pytest.mark.parametrize("name", ["cast", "producers", "delayed"])
 def test_bytes_in_the_interpreter(name: str) -> None:
     """Another process, since Triton decides at import whether it interprets."""
     script = Path(__file__).with_name(f"interpreted_{name}.py")
