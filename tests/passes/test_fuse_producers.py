@@ -265,8 +265,8 @@ class Decomposed(Backend):
         return run(gm, list(example_inputs))  # type: ignore[no-any-return]
 
 
-_MORE = (("delayed_scaling", 0), ("current_scaling", 0))
-RECIPES = [("float8_blockwise", 4), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)]
+_MORE = (("current_scaling", 3), ("rowwise", 4))
+RECIPES = [("float8_blockwise", 4), ("delayed_scaling", 8), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)]
 
 
 @pytest.mark.parametrize(("recipe", "count"), RECIPES)
