@@ -266,7 +266,9 @@ class Decomposed(Backend):
 
 
 _MORE = (("current_scaling", 3), ("rowwise", 4))
-RECIPES = [("float8_blockwise", 4), ("delayed_scaling", 8), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)]
+RECIPES = [
+    ("float8_blockwise", 4), ("delayed_scaling", 8), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "count"), RECIPES)
