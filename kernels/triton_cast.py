@@ -27,7 +27,7 @@ from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels import reference, triton_producers
 from fxquant.kernels.producers import PRODUCERS
 from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, codes
-from fxquant.kernels.triton_producers import load_tile
+from fxquant.kernels.triton_producers import load_pair, load_tile
 
 _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
 """How a side is scaled: not wanted, by a multiplier, from an amax of the tensor or of each row, or in blocks."""
@@ -309,9 +309,8 @@ def cast_kernel(
     that Triton gives to loads and stores are all the same one, so that a payload is transposed in registers, and an
     amax of 16 rows is taken in them.
 
-    A PRODUCER makes what is cast from x and more inputs. Of several RESULTS, whose outputs lie one behind the other,
-    programs next to each other make the same tile, so that the second finds the inputs in the cache. RECORD takes the
-    amax of each, NaN ignored, into a zeroed buffer.
+    A PRODUCER makes what is cast from x and more inputs. The outputs of two RESULTS lie one behind the other. RECORD
+    takes the amax of each, NaN ignored, into a zeroed buffer.
 
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
     of 16 bytes, a factor that the compiler sees in the alignment of stores.
@@ -328,57 +327,53 @@ def cast_kernel(
     )  # fmt: skip
     padded_M = column_units * 16
     padded_K = row_units * 16
-    program, result = tl.program_id(0), 0
-    if RESULTS > 1:
-        program, result = program // RESULTS, program % RESULTS
-        row_data += result.to(tl.int64) * M * padded_K
-        column_data += result.to(tl.int64) * K * padded_M
-        row_scale += result.to(tl.int64) * row_scale_size
-        column_scale += result.to(tl.int64) * column_scale_size
-        row_arg += result * (M if ROW_KIND == _PER_ROW else 1)
-        column_arg += result * (K if COLUMN_KIND == _PER_ROW else 1)
-        recorded += result
-    tiles = tl.cdiv(padded_K, 4 * LK * WK)
-    first_row = (program // tiles) * (R * LM * WM)
-    first_column = (program % tiles) * (4 * LK * WK)
+    tiles_across = tl.cdiv(padded_K, 4 * LK * WK)
+    first_row = (tl.program_id(0) // tiles_across) * (R * LM * WM)
+    first_column = (tl.program_id(0) % tiles_across) * (4 * LK * WK)
     first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
     down = first_down + _axis(R, 4)
     across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
     down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-    tile = load_tile(
-        x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, result, PRODUCER, S, D
-    )  # fmt: skip
-    parts = _four(tile, R, LAYOUT)
-    if RECORD:
-        a, b, c, d = parts
-        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
-        tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
-    if ROW_KIND != _NONE:
-        factors = _factors(
-            parts, row_arg, row_scale, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
-            first_row, first_column, down, across, M, K, False, ROW, LAYOUT,
+    if RESULTS == 2:
+        tiles = load_pair(x, in1, in2, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER)
+    else:
+        tiles = (
+            load_tile(x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER, S, D),
         )  # fmt: skip
-        a, b, c, d = parts
-        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
-        out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (first_row.to(tl.int64) * padded_K + first_column) // 4
-        # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
-        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-        tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
-    if COLUMN_KIND != _NONE:
-        factors = _factors(
-            parts, column_arg, column_scale, column_scale_rows, column_scale_columns, column_scale_step,
-            column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
-        )  # fmt: skip
-        out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (first_column.to(tl.int64) * padded_M + first_row) // 4
-        for j in tl.static_range(4):
-            a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-            words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
-            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
-            mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
-            tl.store(out + place, words, mask=mask)
+    for result in tl.static_range(RESULTS):
+        parts = _four(tiles[result].to(tl.float32), R, LAYOUT)
+        if RECORD:
+            a, b, c, d = parts
+            largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+            bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
+            tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True) + result, bits, sem="relaxed")
+        if ROW_KIND != _NONE:
+            factors = _factors(
+                parts, row_arg + result * (M if ROW_KIND == _PER_ROW else 1), row_scale + result * row_scale_size,
+                row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, first_row, first_column, down,
+                across, M, K, False, ROW, LAYOUT,
+            )  # fmt: skip
+            a, b, c, d = parts
+            words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
+            out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+            out += ((first_row.to(tl.int64) + result * M) * padded_K + first_column) // 4
+            # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
+            place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
+            tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
+        if COLUMN_KIND != _NONE:
+            factors = _factors(
+                parts, column_arg + result * (K if COLUMN_KIND == _PER_ROW else 1),
+                column_scale + result * column_scale_size, column_scale_rows, column_scale_columns, column_scale_step,
+                column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
+            )  # fmt: skip
+            out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+            out += ((first_column.to(tl.int64) + result * K) * padded_M + first_row) // 4
+            for j in tl.static_range(4):
+                a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
+                words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
+                place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
+                mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
+                tl.store(out + place, words, mask=mask)
 
 
 @triton.jit
@@ -394,34 +389,48 @@ def amax_kernel(
     Goes down STEPS tiles of W * R rows, R for each of W warps, and 256 columns, eight for each thread. Magnitudes are
     ordered as their bits are.
     """
-    program, result = tl.program_id(0), 0
-    if RESULTS > 1:
-        program, result = program // RESULTS, program % RESULTS
-        row_amax += result * M
-        column_amax += result * K
-    tiles = tl.cdiv(K, 256)
-    first_row = (program // tiles) * (W * R * STEPS)
-    first_column = (program % tiles) * 256
+    tiles_across = tl.cdiv(K, 256)
+    first_row = (tl.program_id(0) // tiles_across) * (W * R * STEPS)
+    first_column = (tl.program_id(0) % tiles_across) * 256
     down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
     across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
     largest = tl.zeros((32, W, 1, 8), tl.float32)
+    largest_of_second = tl.zeros((32, W, 1, 8), tl.float32)
     for step in range(STEPS):
         row = first_row + step * (W * R)
-        tile = load_tile(
-            x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, result, PRODUCER, S, D
-        )  # fmt: skip
-        tile = tl.abs(tile)
+        if RESULTS == 2:
+            first, second = load_pair(x, in1, in2, x_step, row, first_column, down, across, M, K, PRODUCER)
+            tile, other = tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32))
+        else:
+            tile = load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, PRODUCER, S, D)
+            tile = tl.abs(tile)
         if ROW:
-            amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
-            bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
-            out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
-            tl.atomic_max(out + down, bits, mask=row + down < M, sem="relaxed")
+            _raise_rows(tile, row_amax, row, down, M)
+            if RESULTS == 2:
+                _raise_rows(other, row_amax + M, row, down, M)
         if COLUMN:
             largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
+            if RESULTS == 2:
+                largest_of_second = tl.maximum(largest_of_second, tl.max(other, axis=2, keep_dims=True))
     if COLUMN:
-        bits = tl.max(largest, axis=1, keep_dims=True).to(tl.int32, bitcast=True)
-        out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + first_column
-        tl.atomic_max(out + across, bits, mask=first_column + across < K, sem="relaxed")
+        _raise_columns(largest, column_amax, first_column, across, K)
+        if RESULTS == 2:
+            _raise_columns(largest_of_second, column_amax + K, first_column, across, K)
+
+
+@triton.jit
+def _raise_rows(tile, row_amax, row, down, M):
+    amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
+    bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
+    out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
+    tl.atomic_max(out + down, bits, mask=row + down < M, sem="relaxed")
+
+
+@triton.jit
+def _raise_columns(largest, column_amax, first_column, across, K):
+    bits = tl.max(largest, axis=1, keep_dims=True).to(tl.int32, bitcast=True)
+    out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + first_column
+    tl.atomic_max(out + across, bits, mask=first_column + across < K, sem="relaxed")
 
 
 @dataclass(frozen=True)
@@ -447,15 +456,14 @@ class _Side:
         """Scales of one result."""
         return self.scale.shape[0] * self.scale.stride(0) // self.results if self.results else 0
 
-    def parts(self, result: int, given: Tensor | None = None) -> list[Tensor]:
-        """Data and scale of a result, whose multiplier [1] may have been `given`."""
+    def parts(self, result: int) -> list[Tensor]:
         if self.results < 2:
             return [self.data, self.scale.t() if self.transposed else self.scale] if self.results else []
         rows, scale_rows = self.data.shape[0] // self.results, self.scale.shape[0] // self.results
         data = self.data.narrow(0, result * rows, rows)
-        if given is not None:  # Inductor's GEMMs take no part of a tensor for a scale
-            return [data, torch.ones_like(given) / given]
         scale = self.scale.narrow(0, result * scale_rows, scale_rows)
+        if scale_rows == 1:  # Inductor's GEMMs take no part of a tensor for a scale, and cuBLAS none that is unaligned
+            scale = scale.clone()
         return [data, scale.t() if self.transposed else scale]
 
 
@@ -526,9 +534,7 @@ def produce(
     _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
     for result in range(results):
-        parts += left.parts(result, row_scales[result] if row_scales else None)
-        parts += right.parts(result, column_scales[result] if column_scales else None)
-        parts += [recorded.narrow(0, result, 1)] if record else []
+        parts += [*left.parts(result), *right.parts(result), *([recorded.narrow(0, result, 1)] if record else [])]
     return parts
 
 
@@ -549,7 +555,7 @@ def _launch(
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
     lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
-    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
+    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
         right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
@@ -589,7 +595,7 @@ def _line_amaxes(
     row_amax = torch.zeros(results * size_m if by_row else 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(results * size_k if by_column else 1, dtype=torch.float32, device=x.device)
     steps, warps, rows = _AMAX_LAYOUT
-    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256) * results,)
+    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256),)
     wrap_triton(amax_kernel)[grid](
         *triton_producers.filled(inputs, unread), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,
         steps, *triton_producers.kind(producer, x), results, warps, rows, num_warps=warps,
