@@ -366,6 +366,7 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
         specs, apart=column is not None or after_amax, dtype=matmul.dtype, fp8=matmul.capability >= (8, 9),
         matrix=matmul.batch == 1 and not matmul.groups and matmul.m > 0,
     )  # fmt: skip
+    by_triton |= operand == "weight" and specs[0].row.family == "per_row" and matmul.capability >= (8, 9)
     ways = "both directions" if len(specs) == 2 else "rowwise" if column is None else "columnwise"
     kernel = f"{'Triton cast' if by_triton else 'fused by Inductor'}, {ways}"
     whole = any(spec.row.family in ("per_tensor", "nvfp4") and not spec.is_delayed for spec in specs)

@@ -74,7 +74,7 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     if name == "scaled_mm" and device.type == "cuda":
         return few_rows.scaled_mm if not portable and few_rows.decodes(node) else gemm.scaled_mm
     if device.type == "cuda" and not portable:
-        if name == "quantize" and few_rows.quantizes_few_rows(node):
+        if name == "quantize" and (few_rows.quantizes_few_rows(node) or few_rows.quantizes_rows_in_memory(node)):
             return few_rows.quantize
         lies = name in _READS_VALUES and in_memory(node.args[0])
         if name == "amax" and lies and 0 not in val(node.args[0]).shape:

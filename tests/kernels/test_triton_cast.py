@@ -110,8 +110,8 @@ def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
     assert lowered("per_row_e4m3", 64, 96) == ["column_amax", "column_data,column_scale"]
 
 
-def test_rowwise_casts_after_an_amax_or_in_tiles_are_the_kernels_on_cuda() -> None:
-    """A weight's: of a tile, and with the scale of its own amax, which the backward takes again."""
+def test_rowwise_casts_of_weights_are_the_kernels_on_cuda() -> None:
+    """With the scale of its own amax, which the backward takes again, with scales of tiles, and of rows."""
 
     def weight(w: Tensor) -> list[Tensor]:
         scale = torch.ops.fxquant.scale_from_amax(torch.ops.fxquant.amax(w), "per_tensor_e4m3")
@@ -121,6 +121,7 @@ def test_rowwise_casts_after_an_amax_or_in_tiles_are_the_kernels_on_cuda() -> No
         graph = make_fx(weight)(torch.empty(64, 128, device="cuda", dtype=torch.bfloat16)).graph
     assert launches_of(graph) == ["out", "row_data,row_scale"]
     assert lowered("block_128x128_e4m3", 128, 256, direction="rowwise") == ["row_data,row_scale"]
+    assert lowered("per_row_e4m3", 128, 256, direction="rowwise") == ["data,scale"]
 
 
 def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None:
