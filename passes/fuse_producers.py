@@ -108,9 +108,13 @@ class _Site:
 
     @property
     def scales_by_own_amax(self) -> bool:
-        """Whether the scale of the whole tensor is made of its own amax."""
-        states = [state for spec, state in ((self.row, self.row_state), (self.column, self.column_state)) if spec]
-        return "per_tensor" in self.families and any(_own_amax(state) is not None or state is None for state in states)
+        """Whether a scale of the whole tensor is made of its own amax."""
+        sides = ((self.row, self.row_state), (self.column, self.column_state))
+        return any(_per_tensor(spec) and (state is None or _own_amax(state) is not None) for spec, state in sides)
+
+
+def _per_tensor(spec: str | None) -> bool:
+    return spec is not None and QuantSpec.parse(spec).row.family == "per_tensor"
 
 
 def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
@@ -269,7 +273,7 @@ def _states(site: _Site, order: dict[fx.Node, int]) -> list[fx.Node | None]:
     states = [site.row_state, site.column_state]
     made: dict[str, fx.Node] = {}
     for i, spec in enumerate((site.row, site.column)):
-        if spec is not None and states[i] is None and site.scales_by_own_amax:
+        if spec is not None and _per_tensor(spec) and states[i] is None:
             if spec not in made:
                 made[spec] = scale_of(site.quantize, "amax", 1, spec)
                 order[made[spec]] = order[made[spec].args[0]] = order[site.quantize]  # type: ignore[index]

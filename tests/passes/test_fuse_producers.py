@@ -121,6 +121,20 @@ silu_mul_grad([32, 128], [32, 128], [32, 128])
   columnwise: per_tensor_e4m3 by amax_default, per_tensor_e4m3 by amax_default_1""")  # fmt: skip
 
 
+def test_a_scale_of_the_tensor_beside_those_of_blocks() -> None:
+    def run(x: Tensor, rstd: Tensor, weight: Tensor) -> list[Tensor]:
+        y = (x.float() * rstd.float() * weight).to(x.dtype)
+        return torch.ops.fxquant.hybrid_quantize(y, TENSOR, BLOCK)  # type: ignore[no-any-return]
+
+    x, rstd, weight = tensors((32, 128), (32, 1), (128,))
+    assert_expected_inline(fused(run, x, rstd.float(), weight), """\
+amax
+scale_from_amax
+rms_norm([32, 128], [32, 1], [128])
+  rowwise: per_tensor_e4m3 by amax_default
+  columnwise: block_1x128_e4m3(pow2)""")  # fmt: skip
+
+
 def test_scales_of_rows() -> None:
     def run(gate: Tensor, up: Tensor, grad: Tensor) -> list[Tensor]:
         return [*both(silu(gate) * up, ROWS), *both(gelu(grad), ROWS)]
