@@ -25,6 +25,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_mutation,
 )
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._inductor import inductor_prims
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -40,6 +41,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxquant.errors import FxQuantError
 
 OLDEST_TORCH = (2, 11)
+
+force_stride_order = inductor_prims.force_stride_order
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
@@ -350,6 +353,7 @@ __all__ = [
     "fake_kernel",
     "fake_mode_of",
     "flex_attention_op",
+    "force_stride_order",
     "get_hash_for_files",
     "inductor_config",
     "inductor_decompositions",

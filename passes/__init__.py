@@ -33,6 +33,7 @@ from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
 from fxquant.passes.resolve_attention import SLOTS
 from fxquant.passes.weigh import weigh
+from fxquant.passes.write_once import write_once
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
 from fxquant.roles import QuantizerRole
@@ -42,6 +43,7 @@ LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
     ("merge", merge),
     ("fuse_producers", fuse_producers),
     ("lower", lower),
+    ("write_once", write_once),
 )
 """Passes over ATen graphs, in order."""
 

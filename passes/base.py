@@ -24,8 +24,7 @@ VIEWS = (
 )  # fmt: skip
 """Operators that leave elements where they are."""
 
-
-_EXTERNAL = (
+EXTERNAL = (
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_backward.default,
     _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_cudnn_attention_backward.default,
@@ -60,7 +59,7 @@ def in_memory(x: Any) -> bool:
         return False
     if is_fxquant(x, "scaled_mm"):  # with a bias of another dtype something elementwise follows
         return x.args[4] is None or val(x).dtype == torch.bfloat16
-    return x.op in ("placeholder", "get_attr") or x.target in _EXTERNAL
+    return x.op in ("placeholder", "get_attr") or x.target in EXTERNAL
 
 
 def run_pass(name: str, run: Callable[[fx.Graph], int], graph: fx.Graph) -> int:

@@ -1,0 +1,63 @@
+"""Write once: a tensor that several kernels read is written by one.
+
+    y = silu(gate) * up            # Inductor would compute it again, and write it, for each launch that reads it
+    amax(y), cast(y)
+    # becomes
+    y = force_stride_order(silu(gate) * up, [K, 1])
+
+Inductor holds the arguments of a Triton kernel to their strides, and does that to a tensor which is not in memory yet
+by a copy for every launch.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from fxquant.compat import OpOverload, detect_fake_mode, force_stride_order, triton_kernel_wrapper_functional
+from fxquant.passes.base import EXTERNAL, VIEWS, behind_views, val
+
+
+def write_once(graph: fx.Graph) -> int:
+    """Rewrites `graph` in place, after lowering; returns how many tensors it concerns."""
+    bases = dict.fromkeys(
+        behind_views(source)
+        for launch in graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+        for source in launch.all_input_nodes
+    )
+    count = 0
+    for base in bases:
+        readers = _in_memory(base)
+        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or len(readers) < 2 or not _plain(base):
+            continue
+        users = [user for user in base.users if user.target in VIEWS or user in readers]
+        with graph.inserting_after(base):
+            written = graph.call_function(force_stride_order, (base, [int(step) for step in val(base).stride()]))
+        mode = detect_fake_mode([val(base)])
+        assert mode is not None
+        with mode:
+            written.meta = {**base.meta, "val": val(base).clone()}
+        for user in users:
+            user.replace_input_with(base, written)
+        count += 1
+    return count
+
+
+def _in_memory(node: fx.Node) -> set[fx.Node]:
+    """The readers of a tensor, or of views of it, into which Inductor cannot fuse what makes it."""
+    readers = set()
+    for user in node.users:
+        if user.target in VIEWS:
+            readers |= _in_memory(user)
+        elif user.op == "output" or user.target in (triton_kernel_wrapper_functional, *EXTERNAL):
+            readers.add(user)
+    return readers
+
+
+def _plain(node: fx.Node) -> bool:
+    value = val(node)
+    return (
+        isinstance(value, Tensor)
+        and value.is_contiguous()
+        and value.numel() > 1
+        and all(isinstance(step, int) for step in value.stride())
+    )
