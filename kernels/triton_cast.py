@@ -40,7 +40,7 @@ _KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MO
     tl.constexpr(i) for i in range(12)
 )
 """What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
-_AMAX_LAYOUT = 16, 2, 8
+_AMAX_LAYOUT, _AMAX_LAYOUT_OF_PRODUCERS = (16, 2, 8), (8, 2, 4)
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
 
 
@@ -299,7 +299,8 @@ def cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, RECORD: tl.constexpr,
+    PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    RECORD: tl.constexpr,
     LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
@@ -309,8 +310,9 @@ def cast_kernel(
     that Triton gives to loads and stores are all the same one, so that a payload is transposed in registers, and an
     amax of 16 rows is taken in them.
 
-    A PRODUCER makes what is cast from x and more inputs. The outputs of two RESULTS lie one behind the other. RECORD
-    takes the amax of each, NaN ignored, into a zeroed buffer.
+    A PRODUCER makes what is cast from x and more inputs. The outputs of two RESULTS lie one behind the other; a
+    program makes both AT_ONCE, or the next one makes the second and finds the inputs in the cache. RECORD takes the
+    amax of each, NaN ignored, into a zeroed buffer.
 
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
     of 16 bytes, a factor that the compiler sees in the alignment of stores.
@@ -327,21 +329,28 @@ def cast_kernel(
     )  # fmt: skip
     padded_M = column_units * 16
     padded_K = row_units * 16
+    program, first_result = tl.program_id(0), 0
+    if RESULTS == 2 and not AT_ONCE:
+        program, first_result = program // 2, program % 2
     tiles_across = tl.cdiv(padded_K, 4 * LK * WK)
-    first_row = (tl.program_id(0) // tiles_across) * (R * LM * WM)
-    first_column = (tl.program_id(0) % tiles_across) * (4 * LK * WK)
+    first_row = (program // tiles_across) * (R * LM * WM)
+    first_column = (program % tiles_across) * (4 * LK * WK)
     first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
     down = first_down + _axis(R, 4)
     across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
     down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-    if RESULTS == 2:
+    if AT_ONCE:
         tiles = load_pair(x, in1, in2, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER)
     else:
         tiles = (
-            load_tile(x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER, S, D),
+            load_tile(
+                x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, first_result, PRODUCER,
+                S, D,
+            ),
         )  # fmt: skip
-    for result in tl.static_range(RESULTS):
-        parts = _four(tiles[result].to(tl.float32), R, LAYOUT)
+    for i in tl.static_range(2 if AT_ONCE else 1):
+        result = first_result + i
+        parts = _four(tiles[i].to(tl.float32), R, LAYOUT)
         if RECORD:
             a, b, c, d = parts
             largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
@@ -402,7 +411,7 @@ def amax_kernel(
             first, second = load_pair(x, in1, in2, x_step, row, first_column, down, across, M, K, PRODUCER)
             tile, other = tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32))
         else:
-            tile = load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, PRODUCER, S, D)
+            tile = load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, 0, PRODUCER, S, D)
             tile = tl.abs(tile)
         if ROW:
             _raise_rows(tile, row_amax, row, down, M)
@@ -555,13 +564,16 @@ def _launch(
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
     lanes_k, lanes_m, warps_k, warps_m = layout = _layout(row, column)
-    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
+    # scales of blocks, or of lines, take the registers that a second result would
+    at_once = results > 1 and all(spec.row.family == "per_tensor" for spec in (row, column) if spec is not None)
+    tiles = _cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k)
+    grid = (tiles if at_once else tiles * results,)
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
         right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
-        *left.constants, *right.constants, *triton_producers.kind(producer, x), results, recorded is not unread,
-        *layout, num_warps=warps_k * warps_m,
+        *left.constants, *right.constants, *triton_producers.kind(producer, x), results, at_once,
+        recorded is not unread, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
 
 
@@ -594,7 +606,7 @@ def _line_amaxes(
     size_m, size_k = x.shape if producer is None else PRODUCERS[producer].shape(x)
     row_amax = torch.zeros(results * size_m if by_row else 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(results * size_k if by_column else 1, dtype=torch.float32, device=x.device)
-    steps, warps, rows = _AMAX_LAYOUT
+    steps, warps, rows = _AMAX_LAYOUT if triton_producers.reads(producer) else _AMAX_LAYOUT_OF_PRODUCERS
     grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256),)
     wrap_triton(amax_kernel)[grid](
         *triton_producers.filled(inputs, unread), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,

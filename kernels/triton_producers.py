@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxquant.kernels.producers import IDENTITY, PRODUCERS
+from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS
 from fxquant.kernels.triton_codes import INTERPRETED
 
 UNMADE = tl.constexpr(0)
@@ -38,12 +38,17 @@ def filled(inputs: Sequence[Tensor], unread: Tensor) -> list[Tensor]:
     return [*inputs, *[unread] * (5 - len(inputs))]
 
 
+def reads(name: str | None) -> bool:
+    """Whether nothing is computed of what is read."""
+    return name in (None, IDENTITY.name, JOINED_HEADS.name)
+
+
 def kind(name: str | None, x: Tensor) -> tuple[int, int, int]:
     """What the kernels are told of a producer and its first input: its number, and S and D of heads.
 
     None reads a tensor.
     """
-    heads = (x.shape[2], x.shape[3]) if name == "joined_heads" else (0, 0)
+    heads = (x.shape[2], x.shape[3]) if name == JOINED_HEADS.name else (0, 0)
     return (0 if name is None else _KINDS[name], *heads)
 
 
@@ -101,10 +106,10 @@ def _load(pointer, offsets, mask):
 
 @triton.jit
 def load_tile(
-    x, in1, in2, in3, in4, x_step, first_row, first_column, down, across, M, K, PRODUCER: tl.constexpr,
+    x, in1, in2, in3, in4, x_step, first_row, first_column, down, across, M, K, result, PRODUCER: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Elements of x [M, K] as float32, or of what a producer makes whose inputs are x and in1 to in4.
+    """Elements of x [M, K] as float32, or of the `result` of a producer whose inputs are x and in1 to in4.
 
     They are those of rows `first_row + down` and columns `first_column + across`, 0 outside of x. `down` and `across`
     broadcast against each other. They are apart from where the tile begins, since within a tile 32 bits are enough.
@@ -125,6 +130,13 @@ def load_tile(
             y = _silu_grad(
                 _load(x + start, offsets, mask), _load(in2 + start, offsets, mask) * _load(in1 + start, offsets, mask)
             )
+        elif PRODUCER == _SILU_MUL_GRAD:
+            # without a branch: with one the registers of both sides are taken
+            gate = _load(x + start, offsets, mask)
+            sigmoid = _sigmoid(gate)
+            slope = tl.where(result == 0, 1.0 + gate * (1.0 - sigmoid), 1.0)
+            other = tl.where(result == 0, in1, x) + start
+            y = _load(in2 + start, offsets, mask) * sigmoid * _load(other, offsets, mask) * slope
         elif PRODUCER == _GELU:
             v = _load(x + start, offsets, mask)
             y = v * 0.5 * (tl.erf(v * _SQRT_HALF) + 1.0)

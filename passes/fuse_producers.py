@@ -59,9 +59,10 @@ def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
         if inductor_config.emulate_precision_casts and producer not in (IDENTITY, JOINED_HEADS):
             continue  # its arithmetic is not to the bit that of Inductor's kernels
         for group in _groups(producer, sites):
-            if _pays(producer, group[0]) and _insert(graph, producer, group, order):
+            fused = _pays(producer, group[0]) and _insert(graph, producer, group, order)
+            if fused or producer.parts:  # one kernel makes all results, Inductor's if not ours
                 sites = [site for site in sites if site not in group]
-                count += len(group)
+            count += len(group) if fused else 0
     if count:
         graph.eliminate_dead_code()
         graph.lint()
@@ -211,14 +212,14 @@ def _pays(producer: Producer, site: _Site) -> bool:
 
     An element that is written, and read by its cast, costs 4 bytes, and 2 more where amaxes of its lines are taken
     first. Unless blocks have the scales or they are given, the fused kernel comes after amaxes of what is not written:
-    then the producer's inputs are read once more.
+    then the producer's inputs are read, and it is computed, once more. For two results that did not pay.
     """
     if producer is IDENTITY:
         return site.amax is not None and site.families == {"per_tensor"} and not site.scales_by_own_amax
     if site.families == {"per_row"}:
-        return producer.matrices < 3 * producer.results and not producer.slow
+        return producer.matrices < 3 and producer.results == 1 and not producer.slow
     if site.scales_by_own_amax:
-        return producer.matrices < 2 * producer.results and not producer.slow
+        return producer.matrices < 2 and not producer.slow
     return site.families <= {"block", "mxfp8", "per_tensor"}
 
 

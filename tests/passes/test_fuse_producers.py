@@ -112,13 +112,8 @@ def test_scales_of_the_tensors_own_amax() -> None:
 amax
 scale_from_amax
 hybrid_quantize
-amax
-scale_from_amax
-amax
-scale_from_amax
-silu_mul_grad([32, 128], [32, 128], [32, 128])
-  rowwise: per_tensor_e4m3 by amax_default, per_tensor_e4m3 by amax_default_1
-  columnwise: per_tensor_e4m3 by amax_default, per_tensor_e4m3 by amax_default_1""")  # fmt: skip
+hybrid_quantize
+hybrid_quantize""")  # fmt: skip
 
 
 def test_a_scale_of_the_tensor_beside_those_of_blocks() -> None:
@@ -279,7 +274,7 @@ class Decomposed(Backend):
         return run(gm, list(example_inputs))  # type: ignore[no-any-return]
 
 
-_MORE = (("current_scaling", 3), ("rowwise", 4))
+_MORE = (("current_scaling", 1), ("rowwise", 2))
 RECIPES = [
     ("float8_blockwise", 4), ("delayed_scaling", 8), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)
 ]  # fmt: skip
