@@ -181,6 +181,11 @@ def artificial_source(name: str) -> Any:
     return ConstantSource(name)
 
 
+def mark_static(node: fx.Node) -> None:
+    """Says of an input that it lies at one address in every call, so that a CUDA graph may write it."""
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
 def must_save(node: fx.Node) -> None:
     """Forbids the partitioner to compute a node of a joint graph again in the backward, checkpointed or not."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -369,6 +374,7 @@ __all__ = [
     "lazy_format_graph_code",
     "make_boxed_func",
     "make_fx",
+    "mark_static",
     "min_cut_rematerialization_partition",
     "must_save",
     "no_autocast",

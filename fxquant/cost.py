@@ -389,6 +389,7 @@ def _cast(
         fp8=matmul.capability >= (8, 9), matrix=(matmul.batch == 1 or grouped) and matmul.m > 0,
         ragged=grouped and operand != "weight", grouped=grouped,
     )  # fmt: skip
+    by_triton |= operand == "weight" and specs[0].row.family == "per_row" and matmul.capability >= (8, 9)
     ways = "both directions" if len(specs) == 2 else "rowwise" if column is None else "columnwise"
     made = "Triton cast of groups" if matmul.groups else "Triton cast"
     kernel = f"{made if by_triton else 'fused by Inductor'}, {ways}"

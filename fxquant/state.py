@@ -97,7 +97,7 @@ class DelayedState:
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is the step that is not yet taken in."""
         history = self.history.clone()
-        history[0] = _recorded(self.forward_amax, self.backward_amax, self.step)
+        history[0] = delayed.recorded(self.forward_amax, self.backward_amax, self.step)
         return {"scale": self.scale.clone(), "amax_history": history}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -155,12 +155,6 @@ def _check_names(state: Mapping[str, Tensor], names: tuple[str, ...], what: str)
         )
 
 
-def _recorded(forward_amax: Tensor, backward_amax: Tensor, step: Tensor) -> Tensor:
-    """The amaxes [n] recorded since the last update, 0 where there is none."""
-    new = torch.where(backward_amax[1] >= step, backward_amax[0], 0).float()
-    return torch.fmax(forward_amax, new)
-
-
 def update(
     scale: Tensor,
     history: Tensor,
@@ -175,10 +169,18 @@ def update(
 
     `group` names the process group whose largest amaxes count.
     """
-    last = _recorded(forward_amax, backward_amax, step)
-    if group is not None and request.reduce_amax:
-        last = largest_over_ranks(last, group)
-    if callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None:
+    by_a_users_function = callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
+    over_ranks = group if request.reduce_amax else None
+    if not by_a_users_function and over_ranks is None:
+        made = torch.ops.fxquant.delayed_update.default(
+            scale, history, forward_amax, backward_amax, step, fp8_max, float(request.margin),
+            str(request.amax_compute_algo),
+        )  # fmt: skip
+        return made[0], made[1]
+    last = delayed.recorded(forward_amax, backward_amax, step)
+    if over_ranks is not None:
+        last = largest_over_ranks(last, over_ranks)
+    if by_a_users_function:
         return delayed.update_with(
             scale, history, last, fp8_max, margin=request.margin, algorithm=request.amax_compute_algo,
             scale_algorithm=request.scaling_factor_compute_algo, recipe=request,

@@ -124,11 +124,13 @@ def casts_by_triton(
 ) -> bool:  # fmt: skip
     """Whether a Triton kernel quantizes a tensor, in one direction or both.
 
-    Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor comes between,
-    and stores transposed payloads a byte at a time: `apart` says that either is so. `matrix` says that the tensor is
-    one and not empty, `fp8` that the device makes FP8. Groups are matrices of a batch, or `ragged`.
+    Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor or of a tile of
+    several rows comes between, and stores transposed payloads a byte at a time: `apart` says that the cast is
+    transposed, or after the amax of the tensor. `matrix` says that the tensor is one and not empty, `fp8` that the
+    device makes FP8. Groups are matrices of a batch, or `ragged`.
     """
     known = all(triton_cast.supports(spec) for spec in specs)
     if grouped:
         known = known and all(triton_grouped_cast.supports(spec, ragged=ragged) for spec in specs)
-    return apart and known and matrix and dtype != torch.float64 and fp8
+    in_tiles = any(spec.row.block[0] > 1 for spec in specs)
+    return (apart or in_tiles) and known and matrix and dtype != torch.float64 and fp8

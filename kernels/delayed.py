@@ -17,6 +17,12 @@ AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, object], Tensor]
 
 
+def recorded(forward_amax: Tensor, backward_amax: Tensor, step: Tensor) -> Tensor:
+    """The amaxes [n] recorded since the last update, 0 where there is none; see `fxquant.state.DelayedState`."""
+    new = torch.where(backward_amax[1] >= step, backward_amax[0], 0).float()
+    return torch.fmax(forward_amax, new)
+
+
 def update(
     scale: Tensor, history: Tensor, last: Tensor, fp8_max: Tensor, *, margin: float, algorithm: str
 ) -> tuple[Tensor, Tensor]:

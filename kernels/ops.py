@@ -4,7 +4,8 @@
 `produce_quantize` computes what a producer (`fxquant.kernels.producers`) makes of its inputs and quantizes each result
 rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it. A
 quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out with the contracted axis
-last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
+last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`. `delayed_update` gives the scales and
+the history of a graph with delayed scaling after a step (`fxquant.kernels.delayed`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from fxquant.compat import fake_kernel, operator_library
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
-from fxquant.kernels import custom, reference
+from fxquant.kernels import custom, delayed, reference
 from fxquant.kernels.producers import PRODUCERS
 
 _library = operator_library("fxquant")
@@ -36,6 +37,10 @@ _SCHEMAS = {
     ),
     "amax": "(Tensor x) -> Tensor",
     "scale_from_amax": "(Tensor amax, str spec) -> Tensor",
+    "delayed_update": (
+        "(Tensor scale, Tensor history, Tensor forward_amax, Tensor backward_amax, Tensor step, Tensor fp8_max,"
+        " float margin, str algorithm) -> Tensor[]"
+    ),
     "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
     "scaled_mm": (
         "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum)"
@@ -95,6 +100,14 @@ def _scale_from_amax(amax: Tensor, spec: str) -> Tensor:
     return reference.multiplier_from_amax(amax, QuantSpec.parse(spec))
 
 
+def _delayed_update(
+    scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
+    margin: float, algorithm: str,
+) -> list[Tensor]:  # fmt: skip
+    last = delayed.recorded(forward_amax, backward_amax, step)
+    return list(delayed.update(scale, history, last, fp8_max, margin=margin, algorithm=algorithm))
+
+
 def _dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     values = reference.dequantize(parts, QuantSpec.parse(spec))
     length = size[-2] if direction == "columnwise" else size[-1]
@@ -119,6 +132,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "produce_quantize": _produce_quantize,
     "amax": _amax,
     "scale_from_amax": _scale_from_amax,
+    "delayed_update": _delayed_update,
     "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
 }
@@ -182,7 +196,7 @@ def _produce_quantize_fake(
     record: bool,
 ) -> list[Tensor]:
     parts: list[Tensor] = []
-    x = inputs[0]
+    x = inputs[0].new_empty(PRODUCERS[producer].shape(inputs[0]))
     for i in range(PRODUCERS[producer].results):
         if rowwise_specs:
             parts += _fake_operand(x, QuantSpec.parse(rowwise_specs[i]))
@@ -201,6 +215,14 @@ def _amax_fake(x: Tensor) -> Tensor:
 @fake_kernel(_library, "scale_from_amax")
 def _scale_from_amax_fake(amax: Tensor, spec: str) -> Tensor:
     return torch.empty_like(amax)
+
+
+@fake_kernel(_library, "delayed_update")
+def _delayed_update_fake(
+    scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
+    margin: float, algorithm: str,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty_like(scale), torch.empty_like(history)]
 
 
 @fake_kernel(_library, "dequantize")

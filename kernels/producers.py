@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +19,17 @@ from torch.nn.functional import gelu, silu
 class Producer:
     """`run` makes tensors [M, K] of one dtype of its inputs.
 
-    `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first always is), a float32 ``row``
-    vector [M, 1], or a ``column`` vector [K]. A producer of several results is made of `parts` that each take the
-    inputs named by their positions.
+    `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first is, unless it has ``heads``
+    [B, H, S, D] whose result is [B S, H D]), a float32 ``row`` vector [M, 1], or a ``column`` vector [K]. A producer
+    of several results is made of `parts` that each take the inputs named by their positions. A `slow` one takes longer
+    to compute than to read.
     """
 
     name: str
     run: Callable[..., Tensor | list[Tensor]]
     inputs: tuple[str, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    slow: bool = False
 
     @property
     def results(self) -> int:
@@ -34,11 +37,25 @@ class Producer:
 
     @property
     def matrices(self) -> int:
-        return self.inputs.count("matrix")
+        return self.inputs.count("matrix") + self.inputs.count("heads")
+
+    def shape(self, x: Tensor) -> tuple[Any, Any]:
+        """M and K, from the first input."""
+        if self.inputs[0] == "heads":
+            return x.shape[0] * x.shape[2], x.shape[1] * x.shape[3]
+        return x.shape[0], x.shape[1]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         made = self.run(*inputs)
         return made if isinstance(made, list) else [made]
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _joined_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], x.shape[1] * x.shape[3])
 
 
 def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -81,6 +98,10 @@ def _layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Ten
     return ((x.float() - mean) * rstd * weight + bias).to(x.dtype)
 
 
+IDENTITY = Producer(name="identity", run=_identity, inputs=("matrix",))
+"""Of a tensor that is there already; what is asked of it is its amax along with the cast."""
+JOINED_HEADS = Producer(name="joined_heads", run=_joined_heads, inputs=("heads",))
+"""What comes out of attention, as the next linear reads it. It has the amax of its input."""
 _TWO, _THREE = ("matrix",) * 2, ("matrix",) * 3
 
 PRODUCERS: dict[str, Producer] = {
@@ -92,13 +113,15 @@ PRODUCERS: dict[str, Producer] = {
         ),
         Producer(name="silu_mul", run=_silu_mul, inputs=_TWO),
         Producer(name="silu_mul_grad_gate", run=_silu_mul_grad_gate, inputs=_THREE),
-        Producer(name="gelu", run=_gelu, inputs=("matrix",)),
-        Producer(name="gelu_tanh", run=_gelu_tanh, inputs=("matrix",)),
-        Producer(name="gelu_grad", run=_gelu_grad, inputs=_TWO),
-        Producer(name="gelu_tanh_grad", run=_gelu_tanh_grad, inputs=_TWO),
+        Producer(name="gelu", run=_gelu, inputs=("matrix",), slow=True),
+        Producer(name="gelu_tanh", run=_gelu_tanh, inputs=("matrix",), slow=True),
+        Producer(name="gelu_grad", run=_gelu_grad, inputs=_TWO, slow=True),
+        Producer(name="gelu_tanh_grad", run=_gelu_tanh_grad, inputs=_TWO, slow=True),
         Producer(name="rms_norm", run=_rms_norm, inputs=("matrix", "row", "column")),
         Producer(name="rms_norm_rounded", run=_rms_norm_rounded, inputs=("matrix", "row", "column")),
         Producer(name="layer_norm", run=_layer_norm, inputs=("matrix", "row", "row", "column", "column")),
+        JOINED_HEADS,
+        IDENTITY,
     )
 }  # fmt: skip
 """Every producer, by name."""

@@ -27,7 +27,7 @@ from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels import reference, triton_producers
 from fxquant.kernels.producers import PRODUCERS
 from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, codes
-from fxquant.kernels.triton_producers import load_tile
+from fxquant.kernels.triton_producers import load_pair, load_tile
 
 _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
 """How a side is scaled: not wanted, by a multiplier, from an amax of the tensor or of each row, or in blocks."""
@@ -40,7 +40,7 @@ _KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MO
     tl.constexpr(i) for i in range(12)
 )
 """What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
-_AMAX_LAYOUT = 16, 2, 8
+_AMAX_LAYOUT, _AMAX_LAYOUT_OF_PRODUCERS = (16, 2, 8), (8, 2, 4)
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
 
 
@@ -299,7 +299,8 @@ def cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    PRODUCER: tl.constexpr, RESULTS: tl.constexpr, RECORD: tl.constexpr,
+    PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    RECORD: tl.constexpr,
     LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
@@ -309,8 +310,8 @@ def cast_kernel(
     that Triton gives to loads and stores are all the same one, so that a payload is transposed in registers, and an
     amax of 16 rows is taken in them.
 
-    A PRODUCER makes what is cast from x and more inputs. Of several RESULTS, whose outputs lie one behind the other,
-    programs next to each other make the same tile, so that the second finds the inputs in the cache. RECORD takes the
+    A PRODUCER makes what is cast from x and more inputs. The outputs of two RESULTS lie one behind the other; a
+    program makes both AT_ONCE, or the next one makes the second and finds the inputs in the cache. RECORD takes the
     amax of each, NaN ignored, into a zeroed buffer.
 
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
@@ -328,63 +329,67 @@ def cast_kernel(
     )  # fmt: skip
     padded_M = column_units * 16
     padded_K = row_units * 16
-    program, result = tl.program_id(0), 0
-    if RESULTS > 1:
-        program, result = program // RESULTS, program % RESULTS
-        row_data += result.to(tl.int64) * M * padded_K
-        column_data += result.to(tl.int64) * K * padded_M
-        row_scale += result.to(tl.int64) * row_scale_size
-        column_scale += result.to(tl.int64) * column_scale_size
-        row_arg += result * (M if ROW_KIND == _PER_ROW else 1)
-        column_arg += result * (K if COLUMN_KIND == _PER_ROW else 1)
-        recorded += result
-    tiles = tl.cdiv(padded_K, 4 * LK * WK)
-    first_row = (program // tiles) * (R * LM * WM)
-    first_column = (program % tiles) * (4 * LK * WK)
+    program, first_result = tl.program_id(0), 0
+    if RESULTS == 2 and not AT_ONCE:
+        program, first_result = program // 2, program % 2
+    tiles_across = tl.cdiv(padded_K, 4 * LK * WK)
+    first_row = (program // tiles_across) * (R * LM * WM)
+    first_column = (program % tiles_across) * (4 * LK * WK)
     first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
     down = first_down + _axis(R, 4)
     across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
     down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-    tile = load_tile(
-        x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, result, PRODUCER
-    )  # fmt: skip
-    parts = _four(tile, R, LAYOUT)
-    if RECORD:
-        a, b, c, d = parts
-        largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
-        tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
-    if ROW_KIND != _NONE:
-        factors = _factors(
-            parts, row_arg, row_scale, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
-            first_row, first_column, down, across, M, K, False, ROW, LAYOUT,
+    if AT_ONCE:
+        tiles = load_pair(x, in1, in2, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER)
+    else:
+        tiles = (
+            load_tile(
+                x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, first_result, PRODUCER,
+                S, D,
+            ),
         )  # fmt: skip
-        a, b, c, d = parts
-        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
-        out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (first_row.to(tl.int64) * padded_K + first_column) // 4
-        # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
-        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-        tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
-    if COLUMN_KIND != _NONE:
-        factors = _factors(
-            parts, column_arg, column_scale, column_scale_rows, column_scale_columns, column_scale_step,
-            column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
-        )  # fmt: skip
-        out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (first_column.to(tl.int64) * padded_M + first_row) // 4
-        for j in tl.static_range(4):
-            a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-            words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
-            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
-            mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
-            tl.store(out + place, words, mask=mask)
+    for i in tl.static_range(2 if AT_ONCE else 1):
+        result = first_result + i
+        parts = _four(tiles[i].to(tl.float32), R, LAYOUT)
+        if RECORD:
+            a, b, c, d = parts
+            largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+            bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
+            tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True) + result, bits, sem="relaxed")
+        if ROW_KIND != _NONE:
+            factors = _factors(
+                parts, row_arg + result * (M if ROW_KIND == _PER_ROW else 1), row_scale + result * row_scale_size,
+                row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, first_row, first_column, down,
+                across, M, K, False, ROW, LAYOUT,
+            )  # fmt: skip
+            a, b, c, d = parts
+            words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
+            out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+            out += ((first_row.to(tl.int64) + result * M) * padded_K + first_column) // 4
+            # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
+            place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
+            tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
+        if COLUMN_KIND != _NONE:
+            factors = _factors(
+                parts, column_arg + result * (K if COLUMN_KIND == _PER_ROW else 1),
+                column_scale + result * column_scale_size, column_scale_rows, column_scale_columns, column_scale_step,
+                column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
+            )  # fmt: skip
+            out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
+            out += ((first_column.to(tl.int64) + result * K) * padded_M + first_row) // 4
+            for j in tl.static_range(4):
+                a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
+                words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
+                place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
+                mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
+                tl.store(out + place, words, mask=mask)
 
 
 @triton.jit
 def amax_kernel(
     x, in1, in2, in3, in4, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    STEPS: tl.constexpr, PRODUCER: tl.constexpr, RESULTS: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+    STEPS: tl.constexpr, PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr,
+    W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of the rows and of the columns of x [M, K], NaN ignored, into zeroed float32 buffers.
 
@@ -393,31 +398,48 @@ def amax_kernel(
     Goes down STEPS tiles of W * R rows, R for each of W warps, and 256 columns, eight for each thread. Magnitudes are
     ordered as their bits are.
     """
-    program, result = tl.program_id(0), 0
-    if RESULTS > 1:
-        program, result = program // RESULTS, program % RESULTS
-        row_amax += result * M
-        column_amax += result * K
-    tiles = tl.cdiv(K, 256)
-    first_row = (program // tiles) * (W * R * STEPS)
-    first_column = (program % tiles) * 256
+    tiles_across = tl.cdiv(K, 256)
+    first_row = (tl.program_id(0) // tiles_across) * (W * R * STEPS)
+    first_column = (tl.program_id(0) % tiles_across) * 256
     down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
     across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
     largest = tl.zeros((32, W, 1, 8), tl.float32)
+    largest_of_second = tl.zeros((32, W, 1, 8), tl.float32)
     for step in range(STEPS):
         row = first_row + step * (W * R)
-        tile = tl.abs(load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, result, PRODUCER))
+        if RESULTS == 2:
+            first, second = load_pair(x, in1, in2, x_step, row, first_column, down, across, M, K, PRODUCER)
+            tile, other = tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32))
+        else:
+            tile = load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, 0, PRODUCER, S, D)
+            tile = tl.abs(tile)
         if ROW:
-            amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
-            bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
-            out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
-            tl.atomic_max(out + down, bits, mask=row + down < M, sem="relaxed")
+            _raise_rows(tile, row_amax, row, down, M)
+            if RESULTS == 2:
+                _raise_rows(other, row_amax + M, row, down, M)
         if COLUMN:
             largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
+            if RESULTS == 2:
+                largest_of_second = tl.maximum(largest_of_second, tl.max(other, axis=2, keep_dims=True))
     if COLUMN:
-        bits = tl.max(largest, axis=1, keep_dims=True).to(tl.int32, bitcast=True)
-        out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + first_column
-        tl.atomic_max(out + across, bits, mask=first_column + across < K, sem="relaxed")
+        _raise_columns(largest, column_amax, first_column, across, K)
+        if RESULTS == 2:
+            _raise_columns(largest_of_second, column_amax + K, first_column, across, K)
+
+
+@triton.jit
+def _raise_rows(tile, row_amax, row, down, M):
+    amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
+    bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
+    out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
+    tl.atomic_max(out + down, bits, mask=row + down < M, sem="relaxed")
+
+
+@triton.jit
+def _raise_columns(largest, column_amax, first_column, across, K):
+    bits = tl.max(largest, axis=1, keep_dims=True).to(tl.int32, bitcast=True)
+    out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + first_column
+    tl.atomic_max(out + across, bits, mask=first_column + across < K, sem="relaxed")
 
 
 @triton.jit
@@ -572,7 +594,7 @@ class _Side:
         rows, scale_rows = self.data.shape[0] // self.results, self.scale.shape[0] // self.results
         data = self.data.narrow(0, result * rows, rows)
         scale = self.scale.narrow(0, result * scale_rows, scale_rows)
-        if scale_rows == 1:  # Inductor's GEMMs take no part of a tensor for a scale
+        if scale_rows == 1:  # Inductor's GEMMs take no part of a tensor for a scale, and cuBLAS none that is unaligned
             scale = scale.clone()
         return [data, scale.t() if self.transposed else scale]
 
@@ -607,8 +629,9 @@ def quantize(
     if any(s is not None and s.row.family == "per_tensor" and g is None
            for s, g in ((row, row_scale), (column, column_scale))):  # fmt: skip
         tensor_amax = amax(x)
-    left = _make_side(x, row, row_scale, tensor_amax, row_amax, unread, columnwise=False)
-    right = _make_side(x, column, column_scale, tensor_amax, column_amax, unread, columnwise=True)
+    shape = x.shape[0], x.shape[1]
+    left = _make_side(x, shape, row, row_scale, tensor_amax, row_amax, unread, columnwise=False)
+    right = _make_side(x, shape, column, column_scale, tensor_amax, column_amax, unread, columnwise=True)
     _launch((x,), None, row, column, left, right, unread, unread)
     return [*left.parts(0), *right.parts(0)]
 
@@ -623,6 +646,7 @@ def produce(
     pass of its own, with the same arithmetic.
     """
     x, results = inputs[0], PRODUCERS[name].results
+    shape = PRODUCERS[name].shape(x)
     unread = _unread(x)
     recorded, tensor_amax = unread, None
     own = [spec for spec, given in ((row, row_scales), (column, column_scales)) if spec is not None and None in given]
@@ -630,13 +654,15 @@ def produce(
         recorded = torch.zeros(results, dtype=torch.float32, device=x.device)
     if any(spec.row.family == "per_tensor" for spec in own):
         tensor_amax = torch.zeros(results, dtype=torch.float32, device=x.device)
-        nothing = _make_side(x, None, None, None, unread, unread, columnwise=False)
+        nothing = _make_side(x, shape, None, None, None, unread, unread, columnwise=False)
         _launch(inputs, name, None, None, nothing, nothing, tensor_amax, unread)
     row_amax, column_amax = _line_amaxes(inputs, name, row, column, unread)
     row_scale = _in_one(row_scales)
     column_scale = row_scale if all(map(operator.is_, row_scales, column_scales)) else _in_one(column_scales)
-    left = _make_side(x, row, row_scale, tensor_amax, row_amax, unread, columnwise=False, results=results)
-    right = _make_side(x, column, column_scale, tensor_amax, column_amax, unread, columnwise=True, results=results)
+    left = _make_side(x, shape, row, row_scale, tensor_amax, row_amax, unread, columnwise=False, results=results)
+    right = _make_side(
+        x, shape, column, column_scale, tensor_amax, column_amax, unread, columnwise=True, results=results
+    )
     _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
     for result in range(results):
@@ -657,17 +683,20 @@ def _launch(
     """Casts what is made of the inputs; `recorded` is where amaxes go, or `unread`."""
     x = inputs[0]
     results = 1 if producer is None else PRODUCERS[producer].results
-    size_m, size_k = x.shape
+    size_m, size_k = x.shape if producer is None else PRODUCERS[producer].shape(x)
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
     lanes_k, lanes_m, warps_k, warps_m = layout = tile_layout(row, column)
-    grid = (_cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k) * results,)
+    # scales of blocks, or of lines, take the registers that a second result would
+    at_once = results > 1 and all(spec.row.family == "per_tensor" for spec in (row, column) if spec is not None)
+    tiles = _cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k)
+    grid = (tiles if at_once else tiles * results,)
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
         right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
-        *left.constants, *right.constants, triton_producers.kind(producer), results, recorded is not unread,
-        *layout, num_warps=warps_k * warps_m,
+        *left.constants, *right.constants, *triton_producers.kind(producer, x), results, at_once,
+        recorded is not unread, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
 
 
@@ -697,29 +726,29 @@ def _line_amaxes(
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
         return unread, unread
-    size_m, size_k = x.shape
+    size_m, size_k = x.shape if producer is None else PRODUCERS[producer].shape(x)
     row_amax = torch.zeros(results * size_m if by_row else 1, dtype=torch.float32, device=x.device)
     column_amax = torch.zeros(results * size_k if by_column else 1, dtype=torch.float32, device=x.device)
-    steps, warps, rows = _AMAX_LAYOUT
-    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256) * results,)
+    steps, warps, rows = _AMAX_LAYOUT if triton_producers.reads(producer) else _AMAX_LAYOUT_OF_PRODUCERS
+    grid = (_cdiv(size_m, steps * warps * rows) * _cdiv(size_k, 256),)
     wrap_triton(amax_kernel)[grid](
         *triton_producers.filled(inputs, unread), row_amax, column_amax, size_m, size_k, x.stride(0), by_row, by_column,
-        steps, triton_producers.kind(producer), results, warps, rows, num_warps=warps,
+        steps, *triton_producers.kind(producer, x), results, warps, rows, num_warps=warps,
     )  # fmt: skip
     return row_amax, column_amax
 
 
 def _make_side(
-    x: Tensor, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor,
-    unread: Tensor, *, columnwise: bool, results: int = 1,
+    x: Tensor, shape: tuple[Any, Any], spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None,
+    line_amax: Tensor, unread: Tensor, *, columnwise: bool, results: int = 1,
 ) -> _Side:  # fmt: skip
-    """Outputs and arguments of one direction."""
+    """Outputs and arguments of one direction of matrices of a shape, made of x."""
     if spec is None:
         return _Side(unread, unread, unread, side_constants(None, x.dtype), results=0)
     row = spec.row
     element = row.element
     assert element is not None and row.scale_dtype is not None
-    rows, length = (x.shape[1], x.shape[0]) if columnwise else (x.shape[0], x.shape[1])
+    rows, length = shape[::-1] if columnwise else shape
     padded = _cdiv(length, row.alignment) * row.alignment
     data = torch.empty((results * rows, padded), dtype=element.dtype, device=x.device)
     constants = side_constants(spec, x.dtype, columnwise=columnwise, given=given is not None)

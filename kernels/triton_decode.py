@@ -210,6 +210,17 @@ def quantizes(x: Tensor, spec: QuantSpec) -> bool:
     return _knows(x, spec) and x.shape[0] > 1
 
 
+def quantizes_rows(x: Tensor, spec: QuantSpec) -> bool:
+    """Whether `quantize` takes x, of any number of rows that fit into a program each and have a scale each."""
+    element = spec.row.element if spec.row.family == "per_row" else None
+    if element is None or element.dtype != torch.float8_e4m3fn or x.ndim != 2 or x.dtype == torch.float64:
+        return False
+    rows, length = x.shape
+    return (
+        isinstance(rows, int) and isinstance(length, int) and 0 < length <= _LONGEST_ROW and 0 < rows * length < 2**31
+    )
+
+
 def quantizes_itself(x: Tensor) -> bool:
     """Whether `scaled_mm` takes x not yet quantized: one row, and not too long."""
     return x.shape[0] == 1 and x.shape[1] <= _LONGEST_ROW

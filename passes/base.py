@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,18 @@ def is_fxquant(node: fx.Node, name: str | None = None) -> bool:
     packet = getattr(node.target, "overloadpacket", node.target)  # Dynamo records what a user wrote: often a packet
     space, _, operator = getattr(packet, "_qualified_op_name", "").partition("::")
     return space == FXQUANT_OPS and name in (None, operator)
+
+
+def in_memory(x: Any) -> bool:
+    """Whether a tensor is a graph's input or the result of a GEMM or an attention, seen through views."""
+    x = behind_views(x)
+    if isinstance(x, fx.Node) and x.target is operator.getitem:
+        x = x.args[0]
+    if not isinstance(x, fx.Node):
+        return False
+    if is_fxquant(x, "scaled_mm"):  # with a bias of another dtype something elementwise follows
+        return x.args[4] is None or val(x).dtype == torch.bfloat16
+    return x.op in ("placeholder", "get_attr") or x.target in EXTERNAL
 
 
 def run_pass(name: str, run: Callable[[fx.Graph], int], graph: fx.Graph) -> int:

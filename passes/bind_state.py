@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import artificial_source, copy_sources, tag_activation_checkpoint
+from fxquant.compat import artificial_source, copy_sources, mark_static, tag_activation_checkpoint
 from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.passes.base import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
@@ -98,6 +98,7 @@ def bind_state(
 def _input(graph: fx.Graph, name: str) -> fx.Node:
     node = graph.placeholder(f"fxquant_{name}")
     node._dynamo_source = artificial_source(f"fxquant_{name}")
+    mark_static(node)
     return node
 
 

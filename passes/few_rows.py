@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import is_hopper
+from fxquant.compat import converts_to_fp8, is_hopper
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_decode
-from fxquant.passes.base import behind_views, val
+from fxquant.passes.base import behind_views, in_memory, val
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -88,6 +88,13 @@ def _is_fused(x: Any) -> bool:
     x = behind_views(x)
     tags = getattr(x.target, "tags", ())
     return x.op == "call_function" and (torch.Tag.pointwise in tags or x.target is _CONVERT)
+
+
+def quantizes_rows_in_memory(node: fx.Node) -> bool:
+    """Whether a quantization is of rows that lie in memory, each with a scale: a program reads a row once."""
+    x, text, direction, *_ = node.args
+    known = direction == "rowwise" and triton_decode.quantizes_rows(val(x), QuantSpec.parse(str(text)))
+    return known and in_memory(x) and converts_to_fp8(val(x).device)
 
 
 def quantize(x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None) -> list[Tensor]:

@@ -6,11 +6,13 @@
     both = fxquant.produce_quantize([gate, up], "silu_mul", ["block_1x128_e4m3"], ["block_1x128_e4m3"], ...)
 
 for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. Two results of the same inputs, the
-gradients of both factors, come out of one operator.
+gradients of both factors, come out of one operator. The amax that delayed scaling records comes out too, also where
+the tensor itself is read: then the producer is the ``identity``. The amax that a scale is made of stays in the graph,
+for Inductor to take without writing the tensor.
 
-Only where blocks have the scales: a tensor that is scaled as a whole or by rows is left alone, and so is one that
-something else reads, that Inductor would fuse by itself (a cast that is wanted rowwise alone), or where recomputed
-activations have to come out with the bits of Inductor's own kernels.
+Fused is what moves fewer bytes (`_pays`). A tensor that something else reads is left alone, and so is one that
+Inductor would fuse by itself (a cast that is wanted rowwise alone), or where recomputed activations have to come out
+with the bits of Inductor's own kernels.
 """
 
 from __future__ import annotations
@@ -25,30 +27,42 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import detect_fake_mode, inductor_config, inductor_decompositions, make_fx, statically_known_true
+from fxquant.compat import (
+    converts_to_fp8,
+    detect_fake_mode,
+    inductor_config,
+    inductor_decompositions,
+    make_fx,
+    statically_known_true,
+)
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_cast
-from fxquant.kernels.producers import PRODUCERS, Producer
-from fxquant.passes.base import behind_views, is_fxquant, val
+from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Producer
+from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
+from fxquant.passes.partition import scale_of
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
 _COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
+_EXCHANGES = ((_aten.permute.default, [0, 2, 1, 3]), (_aten.transpose.int, 1, 2))
+"""What exchanges heads and positions."""
 _NARROW = (torch.bfloat16, torch.float16)
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
     """Rewrites `graph` in place, for tensors on `device`; returns how many quantizations were fused."""
-    if inductor_config.emulate_precision_casts:
-        return 0
     sites = list(_sites(graph, device))
     order = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for producer in PRODUCERS.values():
+        if inductor_config.emulate_precision_casts and producer not in (IDENTITY, JOINED_HEADS):
+            continue  # its arithmetic is not to the bit that of Inductor's kernels
         for group in _groups(producer, sites):
-            if _pays(group[0]) and _insert(graph, producer, group, order):
+            fused = _pays(producer, group[0]) and _insert(graph, producer, group, order)
+            if fused or producer.parts:  # one kernel makes all results, Inductor's if not ours
                 sites = [site for site in sites if site not in group]
-                count += len(group)
+            count += len(group) if fused else 0
     if count:
         graph.eliminate_dead_code()
         graph.lint()
@@ -57,10 +71,11 @@ def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
 
 @dataclass(frozen=True)
 class _Site:
-    """A quantization of a tensor that nothing else reads, with the producers that could make it."""
+    """A quantization of a tensor, with the producers that could make it."""
 
     quantize: fx.Node
     amax: fx.Node | None
+    """That of the tensor, where it is recorded."""
     made: dict[str, tuple[fx.Node, ...]]
     """The inputs of each producer that the tensor is a result of."""
     row: str | None
@@ -72,7 +87,9 @@ class _Site:
     def of(cls, quantize: fx.Node, amax: fx.Node | None, made: dict[str, tuple[fx.Node, ...]]) -> _Site:
         _, *args = quantize.args
         if is_fxquant(quantize, "quantize"):
-            spec, _, state, *_ = (*args, None)
+            spec, direction, state, *_ = (*args, None)
+            if direction == "rowwise":
+                return cls(quantize, amax, made, str(spec), None, state, None)  # type: ignore[arg-type]
             return cls(quantize, amax, made, None, str(spec), None, state)  # type: ignore[arg-type]
         row, column, row_state, column_state, *_ = (*args, None, None)
         return cls(quantize, amax, made, str(row), str(column), row_state, column_state)  # type: ignore[arg-type]
@@ -86,33 +103,65 @@ class _Site:
         specs = [replace(QuantSpec.parse(s), slot=-1) if s else None for s in (self.row, self.column)]
         return (*specs, self.row_state is None, self.column_state is None, self.amax is None)
 
+    @property
+    def families(self) -> set[str]:
+        return {QuantSpec.parse(spec).row.family for spec in (self.row, self.column) if spec}
+
+    @property
+    def scales_by_own_amax(self) -> bool:
+        """Whether a scale of the whole tensor is made of its own amax."""
+        sides = ((self.row, self.row_state), (self.column, self.column_state))
+        return any(_per_tensor(spec) and (state is None or _own_amax(state) is not None) for spec, state in sides)
+
+
+def _per_tensor(spec: str | None) -> bool:
+    return spec is not None and QuantSpec.parse(spec).row.family == "per_tensor"
+
 
 def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
     """What can be fused, in the order of the graph."""
     seen: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if not any(is_fxquant(node, name) for name in ("quantize", "hybrid_quantize")):
+        if not _quantizes(node):
             continue
         root = behind_views(node.args[0], _VIEWS)
         if root in seen:
             continue
         seen.add(root)
         users = list(_readers(root))
-        quantizations = [user for user in users if is_fxquant(user) and not is_fxquant(user, "amax")]
+        quantizations = [user for user in users if _quantizes(user)]
+        own = {_own_amax(state) for user in quantizations for state in user.args if isinstance(state, fx.Node)}
         amaxes = [user for user in users if is_fxquant(user, "amax")]
-        if len(quantizations) + len(amaxes) < len(users) or len(amaxes) > 1:
+        recorded = [amax for amax in amaxes if amax not in own]
+        if len(recorded) > 1:
             continue
-        if not all(_transposes(user, device) for user in quantizations):
-            continue
-        rows, length = val(node.args[0]).shape
-        made = {
-            name: inputs
-            for name, producer in PRODUCERS.items()
-            if not producer.parts and (inputs := _match(producer, root, rows, length)) is not None
-        }
-        if made:
-            for i, quantization in enumerate(quantizations):
-                yield _Site.of(quantization, amaxes[0] if amaxes and not i else None, made)
+        fusible = [user for user in quantizations if _casts(user, device)]
+        alone = len(fusible) + len(amaxes) == len(users) and not any(map(_is_rowwise, fusible))
+        for quantization in fusible:
+            rows, length = val(quantization.args[0]).shape
+            made = {
+                name: inputs
+                for name, producer in PRODUCERS.items()
+                if not producer.parts
+                and (alone or producer is IDENTITY)
+                and (inputs := _match(producer, root, rows, length)) is not None
+            }
+            if made:
+                yield _Site.of(quantization, next(iter(recorded), None), made)
+                recorded = []
+
+
+def _quantizes(node: fx.Node) -> bool:
+    return is_fxquant(node, "quantize") or is_fxquant(node, "hybrid_quantize")
+
+
+def _is_rowwise(node: fx.Node) -> bool:
+    return node.args[2] == "rowwise"
+
+
+def _own_amax(state: Any) -> Any:
+    """The amax that a scale is made of, where it is made in the graph of its own tensor."""
+    return state.args[0] if isinstance(state, fx.Node) and is_fxquant(state, "scale_from_amax") else None
 
 
 def _readers(root: fx.Node) -> Iterator[fx.Node]:
@@ -124,15 +173,17 @@ def _readers(root: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _transposes(node: fx.Node, device: str) -> bool:
+def _casts(node: fx.Node, device: str) -> bool:
     """Whether a quantization is one that a Triton kernel makes, of a kind that can be fused."""
-    if not any(is_fxquant(node, name) for name in ("quantize", "hybrid_quantize")) or node.args[2] == "rowwise":
-        return False
     x = val(node.args[0])
+    if x.ndim != 2 or x.device.type != device or x.dtype not in _NARROW:
+        return False
+    if _is_rowwise(node) and not in_memory(node.args[0]):
+        return False
     specs = [QuantSpec.parse(str(s)) for s in node.args[1 : 2 if is_fxquant(node, "quantize") else 3]]
-    known = all(map(triton_cast.supports, specs))
     empty = any(statically_known_true(size == 0) for size in x.shape)
-    return known and x.ndim == 2 and not empty and x.device.type == device and x.dtype in _NARROW
+    known = all(map(triton_cast.supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
+    return known and not empty
 
 
 def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]:
@@ -156,13 +207,20 @@ def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]
             yield group
 
 
-def _pays(site: _Site) -> bool:
-    """Whether a fusion is of a kind that trained a model on a GPU, and faster (docs/performance.md).
+def _pays(producer: Producer, site: _Site) -> bool:
+    """Whether a fusion moves fewer bytes; `docs/performance.md` has the times.
 
-    Those whose scales come from blocks: then the tensor is neither written nor read. The kernels take per-tensor scales
-    that are known beforehand too, and amaxes in a pass of their own.
+    An element that is written, and read by its cast, costs 4 bytes, and 2 more where amaxes of its lines are taken
+    first. Unless blocks have the scales or they are given, the fused kernel comes after amaxes of what is not written:
+    then the producer's inputs are read, and it is computed, once more. For two results that did not pay.
     """
-    return all(QuantSpec.parse(spec).row.family in ("block", "mxfp8") for spec in (site.row, site.column) if spec)
+    if producer is IDENTITY:
+        return site.amax is not None and site.families == {"per_tensor"} and not site.scales_by_own_amax
+    if site.families == {"per_row"}:
+        return producer.matrices < 3 and producer.results == 1 and not producer.slow
+    if site.scales_by_own_amax:
+        return producer.matrices < 2 and not producer.slow
+    return site.families <= {"block", "mxfp8", "per_tensor"}
 
 
 def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> bool:
@@ -170,52 +228,72 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     name = producer.parts[0][0] if producer.parts else producer.name
     inputs = group[0].made[name]
     anchor = min((node for site in group for node in (site.quantize, site.amax) if node), key=order.__getitem__)
-    states = [[site.row_state for site in group], [site.column_state for site in group]]
-    needed = [*inputs, *(state for side in states for state in side if state is not None)]
-    if not all(_is_there(node, anchor, order) for node in needed):
+    if not all(_is_there(node, anchor, order) for node in inputs):
+        return False
+    states = [list(side) for side in zip(*(_states(site, order) for site in group), strict=True)]
+    if producer is JOINED_HEADS:
+        for amax in filter(None, map(_own_amax, (state for side in states for state in side))):
+            amax.args = (inputs[0],)
+    if not all(_is_there(state, anchor, order) for side in states for state in side if state is not None):
         return False
     rows, length = val(group[0].quantize.args[0]).shape
     record = group[0].amax is not None
     with graph.inserting_before(anchor):
-        shaped = [
-            _shaped(node, {"matrix": [rows, length], "row": [rows, 1], "column": [length]}[kind])
-            for node, kind in zip(inputs, producer.inputs, strict=True)
-        ]
-        specs = [[site.row for site in group] if group[0].row else [], [site.column for site in group]]
+        shapes = {"matrix": [rows, length], "row": [rows, 1], "column": [length], "heads": list(val(inputs[0]).shape)}
+        shaped = [_shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
+        specs = [[s for s in side if s] for side in zip(*((site.row, site.column) for site in group), strict=True)]
         target = torch.ops.fxquant.produce_quantize.default
         fused = graph.call_function(target, (shaped, producer.name, *specs, *states, record))
         fused.meta = {**anchor.meta}
         values: list[Any] = []
+        gone: list[fx.Node] = []
         for site in group:
             for item in list(site.quantize.users):
                 assert item.target is operator.getitem, item.format_node()
                 made = graph.call_function(operator.getitem, (fused, len(values) + item.args[1]))  # type: ignore[operator]
-                made.meta = dict(item.meta)
+                made.meta, order[made] = dict(item.meta), order[anchor]
                 item.replace_all_uses_with(made)
-                graph.erase_node(item)
+                gone.append(item)
             values += site.quantize.meta["val"]
             if site.amax is not None:
                 made = graph.call_function(operator.getitem, (fused, len(values)))
-                made.meta = dict(site.amax.meta)
+                made.meta, order[made] = dict(site.amax.meta), order[anchor]
                 site.amax.replace_all_uses_with(made)
                 values.append(val(site.amax))
-                graph.erase_node(site.amax)
-            graph.erase_node(site.quantize)
+                gone.append(site.amax)
+            gone.append(site.quantize)
         fused.meta["val"] = values
     order[fused] = order[anchor]
+    for node in gone:
+        graph.erase_node(node)
     return True
 
 
+def _states(site: _Site, order: dict[fx.Node, int]) -> list[fx.Node | None]:
+    """What each side takes besides the tensor: the scale of the whole tensor is made here where it is not yet."""
+    states = [site.row_state, site.column_state]
+    made: dict[str, fx.Node] = {}
+    for i, spec in enumerate((site.row, site.column)):
+        if spec is not None and _per_tensor(spec) and states[i] is None:
+            if spec not in made:
+                made[spec] = scale_of(site.quantize, "amax", 1, spec)
+                order[made[spec]] = order[made[spec].args[0]] = order[site.quantize]  # type: ignore[index]
+            states[i] = made[spec]
+    return states
+
+
 def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether a node stands before another, or is a view that can be moved there, and then is."""
-    if order[node] <= order[anchor]:
+    """Whether a node stands before another, or is one that can be moved there, and then is."""
+    if order[node] < order[anchor]:
         return True
-    if node.target not in (*_VIEWS, _aten.slice.Tensor):
+    tags = getattr(node.target, "tags", ())
+    movable = node.target in (*_VIEWS, _aten.slice.Tensor, _CONVERT) or torch.Tag.pointwise in tags
+    if not movable and not is_fxquant(node, "amax") and not is_fxquant(node, "scale_from_amax"):
         return False
     if not all(_is_there(source, anchor, order) for source in node.all_input_nodes):
         return False
     anchor.prepend(node)
-    order[node] = order[anchor]
+    order[node] = order[anchor] - 1
     return True
 
 
@@ -235,6 +313,8 @@ def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[f
     value = val(root)
     if not isinstance(value, Tensor):
         return None
+    if producer is JOINED_HEADS:
+        return _heads(root, rows, length)
     outputs, names = _pattern(producer.name, value.dtype)
     found: dict[fx.Node, fx.Node] = {}
     if not _matches(outputs, root, found):
@@ -249,6 +329,21 @@ def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[f
         if not fits or (kind == "matrix" and (x.dtype != value.dtype or not x.is_contiguous())):
             return None
     return inputs
+
+
+def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
+    """The heads [B, H, S, D], dense and of static sizes, of which `root` is the copy that has them side by side."""
+    if root.target is not _aten.clone.default:
+        return None
+    moved = behind_views(root.args[0], _VIEWS)
+    if not isinstance(moved, fx.Node) or (moved.target, *moved.args[1:]) not in _EXCHANGES:
+        return None
+    x = moved.args[0]
+    assert isinstance(x, fx.Node)
+    heads = val(x)
+    static = heads.ndim == 4 and all(isinstance(size, int) for size in heads.shape)
+    fits = static and heads.is_contiguous() and heads.numel() < 2**31 and heads.shape[3] % 16 == 0
+    return (x,) if fits and JOINED_HEADS.shape(heads) == (rows, length) else None
 
 
 def _matches(pattern: Any, node: Any, found: dict[fx.Node, fx.Node]) -> bool:

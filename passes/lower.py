@@ -43,11 +43,12 @@ from fxquant.kernels import (
     reference,
     triton_amax,
     triton_cast,
+    triton_delayed,
 )
 from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes import few_rows
-from fxquant.passes.base import EXTERNAL, behind_views, is_fxquant, val
+from fxquant.passes.base import in_memory, is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
@@ -73,14 +74,14 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     if name == "scaled_mm" and device.type == "cuda":
         return few_rows.scaled_mm if not portable and few_rows.decodes(node) else gemm.scaled_mm
     if device.type == "cuda" and not portable:
-        if name == "quantize" and few_rows.quantizes_few_rows(node):
+        if name == "quantize" and (few_rows.quantizes_few_rows(node) or few_rows.quantizes_rows_in_memory(node)):
             return few_rows.quantize
-        in_memory = name in _READS_VALUES and _in_memory(node.args[0])
-        if name == "amax" and in_memory and 0 not in val(node.args[0]).shape:
+        lies = name in _READS_VALUES and in_memory(node.args[0])
+        if name == "amax" and lies and 0 not in val(node.args[0]).shape:
             return triton_amax.tensor_amax
         if name in ("quantize", "hybrid_quantize") and _by_triton(name, node):
             run = triton_quantize if name == "quantize" else triton_hybrid_quantize
-            return functools.partial(run, triton_amax.tensor_amax if in_memory else _amax_of_rounded)
+            return functools.partial(run, triton_amax.tensor_amax if lies else _amax_of_rounded)
         if name in attention_cuda.IMPLEMENTATIONS:
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
@@ -94,6 +95,8 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
             return functools.partial(split, grouped_cast.group_amax if in_memory else _group_amax_of_rounded)
         if name == "produce_quantize":
             return triton_produce_quantize
+        if name == "delayed_update":
+            return triton_delayed.update
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
@@ -126,14 +129,6 @@ def _by_triton(name: str, node: fx.Node) -> bool:
         specs, apart=columnwise or (specs[0].row.family == "per_tensor" and own_scale), dtype=value.dtype,
         matrix=value.ndim == 2 and 0 not in value.shape, fp8=converts_to_fp8(value.device),
     )  # fmt: skip
-
-
-def _in_memory(x: Any) -> bool:
-    """Whether a tensor is a graph's input or the result of a GEMM or an attention, seen through views."""
-    x = behind_views(x)
-    if isinstance(x, fx.Node) and x.target is operator.getitem:
-        x = x.args[0]
-    return isinstance(x, fx.Node) and (x.op in ("placeholder", "get_attr") or x.target in EXTERNAL)
 
 
 def triton_quantize(
@@ -335,11 +330,10 @@ def lower(graph: fx.Graph, *, portable: bool = False) -> int:
     if not portable:
         few_rows.leave_unquantized(graph)
     traced: dict[Any, fx.GraphModule] = {}
-    for node in list(graph.nodes):
-        if not is_fxquant(node) and not (portable and node.target is _GROUPED_MM):
-            continue
+    nodes = [node for node in graph.nodes if is_fxquant(node) or (portable and node.target is _GROUPED_MM)]
+    # chosen before any of them goes, since a choice looks at what a node reads
+    for node, run in [(node, implementation(node, portable)) for node in nodes]:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
-        run = implementation(node, portable)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             body = _trace(run, args, kwargs, portable)

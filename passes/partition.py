@@ -79,7 +79,7 @@ def share_scales(graph: fx.Graph) -> int:
         if not state and node not in of_backward and QuantSpec.parse(str(spec)).row.family == "per_tensor":
             key = (name, *node.args[:operands], spec)
             if key not in scales:
-                scales[key] = _scale_of(node, _AMAX[name], operands, spec)
+                scales[key] = scale_of(node, _AMAX[name], operands, spec)
             state = [scales[key]]
             node.args = (*node.args, *state)
             count += 1
@@ -91,7 +91,7 @@ def share_scales(graph: fx.Graph) -> int:
     return count
 
 
-def _scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:
+def scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:
     """Adds the amax of what a node quantizes, and the scale that it gives."""
     graph = node.graph
     tensors = node.args[:operands]
@@ -116,4 +116,4 @@ def _unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["SAVE", "Partition", "share_scales"]
+__all__ = ["SAVE", "Partition", "scale_of", "share_scales"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import golden
 import pytest
 import torch
 from helpers import assert_same_bits, eager_backend, recomputable_mlp
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxquant
 from fxquant import CustomRecipe, DelayedScaling, DelayedScalingRequest, IdentityQuantizer, MXFP8Quantizer, RecipeError
@@ -208,3 +211,21 @@ def test_graphs_of_the_backend_by_name_share_their_state() -> None:
         with torch.no_grad():
             assert (run(x) - net(x)).norm() < 0.1 * net(x).norm()
         assert (run(x[:7]) - net(x[:7])).norm() < 0.1 * net(x[:7]).norm()
+
+
+def test_a_cuda_graph_may_write_the_state() -> None:
+    """Its tensors are known to lie at one address in every call."""
+    seen: list[set[str]] = []
+
+    class Looking(fxquant.Backend):
+        def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            nodes = gm.graph.find_nodes(op="placeholder")
+            seen.append(
+                {node.name for node in nodes if "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})}
+            )
+            return super().compile(gm, example_inputs)
+
+    model = nn.Linear(64, 32)
+    torch.compile(model, backend=Looking("delayed_scaling", inner="aot_eager"))(torch.randn(16, 64))
+    names = ("scale", "history", "forward_amax", "backward_amax", "step", "latest_step", "fp8_max")
+    assert seen[0] >= {f"fxquant_{name}" for name in names}

@@ -24,7 +24,8 @@ SPECS = (
 
 
 def inputs_of(name: str, rows: int, length: int) -> list[Tensor]:
-    shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,)}
+    heads = (2, length // 32, rows // 2, 32)
+    shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,), "heads": heads}
     generator = torch.Generator().manual_seed(rows)
     made = [(torch.randn(shapes[kind], generator=generator), kind) for kind in PRODUCERS[name].inputs]
     return [(x if kind == "row" else x.bfloat16()).cuda() for x, kind in made]

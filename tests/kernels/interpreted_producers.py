@@ -27,10 +27,12 @@ from fxquant.kernels.producers import PRODUCERS
 SPECS = (
     "per_tensor_e4m3", "per_tensor_e5m2(slot=3)", "block_1x128_e4m3(pow2)", "mxfp8_e4m3", "per_row_e4m3(pow2,torchao)",
 )  # fmt: skip
-CASES = [
+CASES = (
     ("silu_mul_grad", (70, 160), SPECS[1]),
-    *((name, (33, 50), spec) for name, spec in zip(PRODUCERS, itertools.cycle(SPECS), strict=False)),
-]
+    ("joined_heads", (66, 160), SPECS[1]), ("joined_heads", (33, 48), SPECS[4]),
+    *((name, (33, 50), spec) for name, spec in zip(PRODUCERS, itertools.cycle(SPECS), strict=False)
+      if name != "joined_heads"),
+)  # fmt: skip
 MOST = 0.005
 """The share of a payload's bytes that may differ."""
 
@@ -47,13 +49,15 @@ interpreter._convert_float = convert
 
 
 def inputs_of(name: str, shape: tuple[int, int]) -> list[Tensor]:
-    shapes = {"matrix": shape, "row": (shape[0], 1), "column": shape[1:]}
+    heads = (3, shape[1] // 16, shape[0] // 3, 16)
+    shapes = {"matrix": shape, "row": (shape[0], 1), "column": shape[1:], "heads": heads}
     generator = torch.Generator().manual_seed(1)
     made = []
     for i, kind in enumerate(PRODUCERS[name].inputs):
         x = torch.randn(shapes[kind], generator=generator) * (2.0 if i == 0 else 1.0)
         made.append(x if kind == "row" else x.bfloat16())
-    made[0][:, 2] = values(torch.bfloat16, shape)[:, 2]
+    if made[0].ndim == 2:
+        made[0][:, 2] = values(torch.bfloat16, shape)[:, 2]
     return made
 
 

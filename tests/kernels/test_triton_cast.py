@@ -24,7 +24,7 @@ from fxquant.kernels import triton_cast
 from fxquant.passes.lower import implementation, lower
 
 
-@pytest.mark.parametrize("name", ["cast", "producers"])
+@pytest.mark.parametrize("name", ["cast", "producers", "delayed"])
 def test_bytes_in_the_interpreter(name: str) -> None:
     """Another process, since Triton decides at import whether it interprets."""
     script = Path(__file__).with_name(f"interpreted_{name}.py")
@@ -94,9 +94,12 @@ def captured(text: str, direction: str, device: str, *shape: int) -> fx.Graph:
         return make_fx(run)(x).graph
 
 
-def lowered(text: str, *shape: int) -> list[str]:
-    """The launches in the lowered graph of one columnwise quantize on CUDA, each as the arguments it writes."""
-    graph = captured(text, "columnwise", "cuda", *shape)
+def lowered(text: str, *shape: int, direction: str = "columnwise") -> list[str]:
+    """The launches in the lowered graph of one quantize on CUDA, each as the arguments it writes."""
+    return launches_of(captured(text, direction, "cuda", *shape))
+
+
+def launches_of(graph: fx.Graph) -> list[str]:
     lower(graph)
     launches = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
     return [",".join(n.kwargs["tensors_to_clone"]) for n in launches]
@@ -105,6 +108,20 @@ def lowered(text: str, *shape: int) -> list[str]:
 def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
     assert lowered("mxfp8_e4m3", 64, 96) == ["column_data,column_scale"]
     assert lowered("per_row_e4m3", 64, 96) == ["column_amax", "column_data,column_scale"]
+
+
+def test_rowwise_casts_of_weights_are_the_kernels_on_cuda() -> None:
+    """With the scale of its own amax, which the backward takes again, with scales of tiles, and of rows."""
+
+    def weight(w: Tensor) -> list[Tensor]:
+        scale = torch.ops.fxquant.scale_from_amax(torch.ops.fxquant.amax(w), "per_tensor_e4m3")
+        return [scale, *torch.ops.fxquant.quantize(w, "per_tensor_e4m3", "rowwise", scale)]
+
+    with FakeTensorMode():
+        graph = make_fx(weight)(torch.empty(64, 128, device="cuda", dtype=torch.bfloat16)).graph
+    assert launches_of(graph) == ["out", "row_data,row_scale"]
+    assert lowered("block_128x128_e4m3", 128, 256, direction="rowwise") == ["row_data,row_scale"]
+    assert lowered("per_row_e4m3", 128, 256, direction="rowwise") == ["data,scale"]
 
 
 def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None:
@@ -120,9 +137,7 @@ def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None
                 )
 
             graph = make_fx(run)(*inputs).graph
-        lower(graph)
-        nodes = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
-        return [",".join(n.kwargs["tensors_to_clone"]) for n in nodes]
+        return launches_of(graph)
 
     cast = "row_data,row_scale,column_data,column_scale"
     assert launches("per_tensor_e4m3(slot=1)", True) == [f"{cast},recorded"]

@@ -1,0 +1,51 @@
+"""Training in CUDA graphs (``mode="reduce-overhead"``): nothing is left out of them, and the values are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.functional import silu
+
+from fxquant import Backend
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(256)
+        self.gate, self.up = nn.Linear(256, 768, bias=False), nn.Linear(256, 768, bias=False)
+        self.down = nn.Linear(768, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(silu(self.gate(y)) * self.up(y))
+
+
+def gradients(recipe: str, mode: str | None) -> list[Tensor]:
+    """Those of the last of six steps, between which the weights change."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Block().bfloat16().cuda()
+    x = torch.randn(4, 128, 256).bfloat16().cuda()
+    run = torch.compile(model, backend=Backend(recipe, mode=mode), dynamic=False)
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad()
+        run(x).float().square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad.sign()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "current_scaling", "rowwise"])
+def test_values_are_those_without(recipe: str) -> None:
+    plain = gradients(recipe, None)
+    counters.clear()
+    for a, b in zip(gradients(recipe, "reduce-overhead"), plain, strict=True):
+        assert torch.equal(a, b)
+    assert not counters["inductor"]["cudagraph_skips"]
