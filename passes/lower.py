@@ -99,6 +99,8 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
             return triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
         if name == "produce_quantize":
             return triton_produce_quantize
+        if name == "fused_scaled_mm":
+            return gemm.fused_scaled_mm
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":

@@ -1,0 +1,175 @@
+"""Fuse epilogues: a GEMM's result that is only activated, added to something, or measured, is finished by the GEMM.
+
+    y = fxquant.scaled_mm(x_parts, w_parts, ...)
+    z = gelu(y) + residual
+    amax = fxquant.amax(z)
+    # becomes
+    z, amax = fxquant.fused_scaled_mm(x_parts, w_parts, ..., "gelu", residual, record=True)
+
+Sums of GEMMs are such: the gradients of an input that several layers read. What else reads the result in between, as the
+backward of an activation does, keeps it apart. Nothing is fused where recomputed activations have to come out with the
+bits of Inductor's own kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import inductor_config, inductor_decompositions, is_hopper, make_fx, statically_known_true
+from fxquant.formats import QuantSpec
+from fxquant.kernels import triton_gemm
+from fxquant.kernels.epilogues import ACTIVATIONS
+from fxquant.passes.base import behind_views, is_fxquant, val
+from fxquant.passes.few_rows import decodes
+from fxquant.passes.fuse_producers import _VIEWS, _matches, _readers, _shaped
+
+_aten = torch.ops.aten
+_MOST_NODES = 32
+"""Of an activation, as Inductor decomposes it."""
+
+
+@dataclass(kw_only=True)
+class Epilogue:
+    """What a GEMM can compute besides its product, and `root`, the node that it then is."""
+
+    root: fx.Node
+    bias: fx.Node | None
+    activation: str = ""
+    residual: fx.Node | None = None
+    amax: fx.Node | None = None
+
+
+def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") -> int:
+    """Rewrites `graph` in place, for GEMMs on `device`; returns how many were rewritten.
+
+    `gemm` is one of `choice.GEMM`.
+    """
+    if gemm == "cublas" or inductor_config.emulate_precision_casts or inductor_config.cpp_wrapper:
+        return 0  # a C++ wrapper has workspace for the descriptors of one program alone
+    count = 0
+    for node in list(graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default)):
+        if not _supports(node, device):
+            continue
+        epilogue = _epilogue(node)
+        if gemm == "triton":
+            _insert(graph, node, epilogue)
+            count += 1
+    if count:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return count
+
+
+def _supports(node: fx.Node, device: str) -> bool:
+    """Whether a GEMM is one that the Triton kernel makes, and not of few rows."""
+    a, b, a_spec, b_spec, _, dtype, _ = fx.node.map_arg(node.args, val)
+    if a[0].device.type != device or (device == "cuda" and not is_hopper(a[0].device)):
+        return False
+    return triton_gemm.supports(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype) and not decodes(node)
+
+
+def _epilogue(node: fx.Node) -> Epilogue:
+    """All that can be fused with a GEMM, in the order in which the kernel does it."""
+    found = Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
+    if found.bias is None and (added := _added(found.root, _is_bias)):
+        found.root, found.bias = added
+    if activated := _activated(found.root):
+        found.root, found.activation = activated
+    if added := _added(found.root, _is_residual):
+        found.root, found.residual = added
+    found.amax = next((user for user in _readers(found.root) if is_fxquant(user, "amax")), None)
+    return found
+
+
+def _added(root: fx.Node, fits: Callable[[Tensor, Tensor], bool]) -> tuple[fx.Node, fx.Node] | None:
+    """The sum that is the only reader of a tensor, and what is added to it."""
+    readers = list(_readers(root))
+    if len(readers) != 1 or readers[0].target is not _aten.add.Tensor or readers[0].kwargs:
+        return None
+    sides = readers[0].args
+    own = [behind_views(side, _VIEWS) is root for side in sides]
+    if own == [True, True] or not all(isinstance(side, fx.Node) for side in sides):
+        return None
+    side, other = sides if own[0] else sides[::-1]
+    assert isinstance(other, fx.Node)
+    total, value = val(readers[0]), val(other)
+    same = total.shape == val(side).shape and total.dtype == value.dtype == val(root).dtype
+    return (readers[0], other) if same and value.device == total.device and fits(value, total) else None
+
+
+def _is_bias(value: Tensor, total: Tensor) -> bool:
+    width = total.shape[-1]
+    return statically_known_true(value.shape[-1] == width) and statically_known_true(value.numel() == width)
+
+
+def _is_residual(value: Tensor, total: Tensor) -> bool:
+    return value.shape == total.shape and value.is_contiguous()
+
+
+def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
+    """The activation of a tensor that nothing else reads, and its name."""
+    following = list(_following(root, None))
+    for end in following:
+        if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or end.target in _VIEWS:
+            continue
+        for name in ACTIVATIONS:
+            output, source = _pattern(name, val(root).dtype)
+            found: dict[fx.Node, fx.Node] = {}
+            if _matches(output, end, found) and found[source] is root:
+                inside = set(_following(root, end))
+                if all(user in inside or user is end for each in (root, *inside) for user in each.users):
+                    return end, name
+    return None
+
+
+def _following(root: fx.Node, end: fx.Node | None) -> Iterator[fx.Node]:
+    """What is computed of a node without passing `end`, the nearest first, and not much of it."""
+    seen, queue = {root}, [root]
+    for node in queue:
+        for user in node.users:
+            if user is not end and user not in seen and user.op == "call_function" and len(seen) <= _MOST_NODES:
+                seen.add(user)
+                queue.append(user)
+                yield user
+
+
+@functools.cache
+def _pattern(name: str, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+    """An activation as it looks in Inductor's graphs: its output, and its input."""
+    table = dict(inductor_decompositions())
+    traced = make_fx(lambda x: ACTIVATIONS[name](x), decomposition_table=table)(torch.zeros(4, 8, dtype=dtype))
+    (source,) = traced.graph.find_nodes(op="placeholder")
+    (output,) = traced.graph.find_nodes(op="output")
+    return output.args[0], source
+
+
+def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
+    """Puts the operator in the place of what it computes last."""
+    a, b, a_spec, b_spec, _, dtype, fast_accum = node.args
+    y, root = val(node), epilogue.root
+    with graph.inserting_before(root):
+        bias, residual = epilogue.bias, epilogue.residual
+        bias = None if bias is None else _shaped(bias, [y.shape[1]])
+        residual = None if residual is None else _shaped(residual, [*y.shape])
+        record = epilogue.amax is not None
+        fused = graph.call_function(
+            torch.ops.fxquant.fused_scaled_mm.default,
+            (a, b, a_spec, b_spec, bias, dtype, fast_accum, epilogue.activation, residual, record),
+        )
+        results = [graph.call_function(operator.getitem, (fused, i)) for i in range(1 + record)]
+        fused.meta = {**node.meta, "val": [y, *([val(epilogue.amax)] if record else [])]}
+        for result, value in zip(results, fused.meta["val"], strict=True):
+            result.meta = {**node.meta, "val": value}
+        made = results[0] if root is node else _shaped(results[0], [*val(root).shape])
+    root.replace_all_uses_with(made)
+    if epilogue.amax is not None:
+        epilogue.amax.replace_all_uses_with(results[1])
+        graph.erase_node(epilogue.amax)
+    graph.erase_node(root)

@@ -1,0 +1,141 @@
+"""GEMMs fused with what reads them, in graphs as Inductor decomposes them. A CPU stands in for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from helpers import shape
+from torch import Tensor, fx
+from torch.nn.functional import gelu, relu, silu
+
+import fxquant.kernels.linear  # noqa: F401  registers the operators
+from fxquant import compat
+from fxquant.passes.fuse_epilogues import fuse_epilogues
+from fxquant.passes.lower import lower
+from fxquant.passes.merge import merge
+
+SPEC = "per_tensor_e4m3"
+ops = torch.ops.fxquant
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(each, generator=generator).bfloat16() for each in shapes]
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, spec: str = SPEC) -> Tensor:
+    left, right = ops.quantize(x.reshape(-1, x.shape[-1]), spec, "rowwise"), ops.quantize(w, spec, "rowwise")
+    y = ops.scaled_mm(left, right, spec, spec, bias, torch.bfloat16, True)
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def traced(run: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
+    """A function as Inductor would have it, merged."""
+    table = dict(compat.inductor_decompositions())
+    gm = compat.make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
+    merge(gm.graph)
+    return gm
+
+
+def story(graph: fx.Graph) -> str:
+    """GEMMs and amaxes; of a fused one what comes behind the product."""
+    lines = []
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") != "fxquant" or node.target._opname == "quantize":
+            continue
+        line = node.target._opname
+        if line == "fused_scaled_mm":
+            _, _, _, _, bias, _, _, activation, residual, record = node.args
+            parts = ["+ bias"] * (bias is not None) + [activation] * bool(activation)
+            parts += [] if residual is None else [f"+ {shape(residual)}"]
+            parts += ["amax"] * record
+            line = ", ".join([line, *parts])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def fused(run: Callable[..., Any], *args: Tensor) -> str:
+    """The story of a traced function after the pass, which, once it is lowered, computes the same as without.
+
+    To the bit, but for biases that were added to a rounded product.
+    """
+    plain, gm = traced(run, *args), traced(run, *args)
+    fuse_epilogues(gm.graph, "triton", "cpu")
+    told = story(gm.graph)
+    for each in (plain, gm):
+        lower(each.graph)
+        each.recompile()
+    near = 2**-6 if "+ bias" in told else 0.0
+    for part, want in zip(gm(*args), plain(*args), strict=True):
+        torch.testing.assert_close(part.float(), want.float(), rtol=near, atol=near)
+    return told
+
+
+X, W, BIAS, RESIDUAL = (2, 40, 64), (48, 64), (48,), (2, 40, 48)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu"])
+def test_bias_activation_residual_and_amax(name: str) -> None:
+    run = {"gelu": gelu, "gelu_tanh": lambda y: gelu(y, approximate="tanh"), "silu": silu, "relu": relu}[name]
+
+    def layer(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor) -> list[Tensor]:
+        y = residual + run(linear(x, w, bias))
+        return [y, ops.amax(y.reshape(-1, 48))]
+
+    assert fused(layer, *tensors(X, W, BIAS, RESIDUAL)) == f"fused_scaled_mm, + bias, {name}, + [80, 48], amax"
+
+
+def test_a_linear_without_anything_is_still_a_choice() -> None:
+    def layer(x: Tensor, w: Tensor, bias: Tensor) -> list[Tensor]:
+        return [linear(x, w), linear(x, w) + bias]
+
+    assert_expected_inline(fused(layer, *tensors(X, W, BIAS)), """\
+fused_scaled_mm
+fused_scaled_mm, + bias""")
+
+
+def test_gradients_of_an_input_are_summed_by_the_gemms() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+        return [linear(q, w) + linear(k, w) + linear(v, w)]
+
+    assert_expected_inline(fused(attention, *tensors(X, X, X, W)), """\
+fused_scaled_mm
+fused_scaled_mm, + [80, 48]
+fused_scaled_mm, + [80, 48]""")
+
+
+def test_what_is_read_in_between_stays_apart() -> None:
+    def cases() -> Any:
+        yield "saved for the backward", lambda y, r: [gelu(y), y], "fused_scaled_mm"
+        yield "two readers of the activation", lambda y, r: [(z := silu(y)) + r, z * 2], "fused_scaled_mm, silu"
+        yield "another dtype", lambda y, r: [y.float() + r], "fused_scaled_mm"
+        yield "another shape", lambda y, r: [y.reshape(80, 48) + r.reshape(80, 48)[:1]], "fused_scaled_mm, + bias"
+        yield "twice itself", lambda y, r: [y + y], "fused_scaled_mm"
+        yield "by columns", lambda y, r: [y.reshape(80, 48) + r.reshape(48, 80).t()], "fused_scaled_mm"
+        yield "a scalar", lambda y, r: [relu(y + 1.0)], "fused_scaled_mm"
+
+    x, w, residual = tensors(X, W, RESIDUAL)
+    for name, run, want in cases():
+
+        def layer(x: Tensor, w: Tensor, r: Tensor) -> list[Tensor]:
+            return run(linear(x, w), r)  # type: ignore[no-any-return]  # noqa: B023
+
+        assert fused(layer, x, w, residual) == want, name
+
+
+def test_other_formats_and_settings_are_left_alone() -> None:
+    x, w, residual = tensors((40, 64), W, (40, 48))
+    for spec in ("mxfp8_e4m3", "nvfp4"):
+        gm = traced(lambda x, w, r: linear(x, w, spec=spec) + r, x, w, residual)  # noqa: B023
+        assert not fuse_epilogues(gm.graph, "triton", "cpu"), spec
+    gm = traced(lambda x, w, r: linear(x, w) + r, x, w, residual)
+    assert not fuse_epilogues(gm.graph, "triton"), "another device"
+    assert not fuse_epilogues(gm.graph, "cublas", "cpu")
+    for setting in ("emulate_precision_casts", "cpp_wrapper"):
+        with compat.inductor_config.patch({setting: True}):
+            assert not fuse_epilogues(gm.graph, "triton", "cpu"), setting
+    assert fuse_epilogues(gm.graph, "triton", "cpu") == 1
