@@ -39,10 +39,10 @@ class Backend:
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
     go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
     which the backward quantizes them again. With `cache_weights` a weight is quantized only when it has changed, and
-    its payloads take memory in between; `clear_cache` says that it has where that cannot be seen. `gemm` chooses between
-    kernels that can multiply the same operands on a GPU: ``cublas``, ``triton``, whose epilogues take along what follows
-    a GEMM, the faster of them by what was measured before (``auto``), or by measuring while compiling (``autotune``).
-    `model` gives layers their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the
+    its payloads take memory in between; `clear_cache` says that it has where that cannot be seen. `gemm` says which
+    kernel multiplies where a GPU has two for it: ``cublas``, ``triton``, whose epilogues do what follows a GEMM, the
+    faster by what was measured before (``auto``), or by measuring while compiling (``autotune``). `model` gives layers
+    their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the
     largest amax. Backends with the same `states` share them.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
@@ -265,8 +265,8 @@ def fxquant_backend(
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
     Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`, `save`,
-    `cache_weights`, `gemm`. Raises OptionError for another and RecipeError for an unknown recipe, each with the list of those
-    that are known.
+    `cache_weights`, `gemm`. Raises OptionError for another and RecipeError for an unknown recipe, each with the list of
+    those that are known.
     """
     options = {} if options is None else options
     check_options(options)

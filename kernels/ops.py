@@ -4,8 +4,8 @@
 `produce_quantize` computes what a producer (`fxquant.kernels.producers`) makes of its inputs and quantizes each result
 rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it.
 `fused_scaled_mm` is a `scaled_mm` with what reads its result: activation(a x b^T + bias) + residual, and its amax if
-asked to `record` it. A quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out with the contracted axis
-last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
+asked to `record` it. A quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out
+with the contracted axis last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
 """
 
 from __future__ import annotations

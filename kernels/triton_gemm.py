@@ -11,7 +11,7 @@ unrounded, as in the kernels that Inductor fuses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -142,9 +142,7 @@ def scaled_mm_kernel(
         else:
             left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, 2 * PART)), (0, 2, 1)))
             for half in tl.static_range(2):
-                first, second = tl.split(
-                    tl.permute(tl.reshape(left if half == 0 else right, (BM, 2, PART)), (0, 2, 1))
-                )
+                first, second = tl.split(tl.permute(tl.reshape(left if half == 0 else right, (BM, 2, PART)), (0, 2, 1)))
                 finish_tile(
                     first, first_m, first_n + 2 * half * PART, a_scale, b_scale, bias, residual_blocks, y_blocks,
                     code_blocks, amax, multiplier, M, N, A_ROWS, B_ROWS, ACTIVATION, BM, PART,
@@ -171,15 +169,23 @@ class Tiling:
     stages: int = 4
 
 
-def tiling(fast_accum: bool, *, epilogue: bool) -> Tiling:
-    """The largest tiles whose accumulators fit the registers, and the most blocks that fit shared memory.
+_SHARED = 232448 - 1024
+"""Bytes of shared memory of a Hopper multiprocessor, less what barriers and reductions take."""
 
-    `epilogue` says that something besides a result of 16 bits passes through shared memory. An accumulator that is
-    promoted takes two.
+
+def tiling(fast_accum: bool, itemsize: int) -> Tiling:
+    """The largest tiles whose accumulators fit the registers, and as many blocks on their way as fit shared memory.
+
+    `itemsize` is how many bytes an element of the result brings through shared memory, that of a residual included. An
+    accumulator that is promoted takes the registers of two.
     """
-    if fast_accum:
-        return Tiling(parts=4 if epilogue else 2)
-    return Tiling(block_n=128, parts=2 if epilogue else 1, stages=5)
+    how = Tiling() if fast_accum else Tiling(block_n=128, stages=5)
+    block = (how.block_m + how.block_n) * how.block_k
+    for parts in (how.parts, 2 * how.parts):
+        stages = (_SHARED - how.block_m * how.block_n // parts * itemsize) // block
+        if stages >= how.stages:
+            return replace(how, parts=parts)
+    return replace(how, parts=parts, stages=stages)
 
 
 def supports(
@@ -224,7 +230,8 @@ def scaled_mm(
     (left, a_scale), (right, b_scale) = a, b
     left, right = left.contiguous(), right.contiguous()
     (size_m, size_k), size_n = left.shape, right.shape[0]
-    how = how or tiling(fast_accum, epilogue=residual is not None or codes is not None or out_dtype.itemsize > 2)
+    itemsize = out_dtype.itemsize * (keep + (residual is not None)) + (codes is not None)
+    how = how or tiling(fast_accum, itemsize)
     residual = None if residual is None else residual.contiguous()
     y = torch.empty((size_m, size_n), dtype=out_dtype, device=left.device) if keep else None
     amax = torch.zeros(1, dtype=torch.float32, device=left.device) if record else None
@@ -235,8 +242,8 @@ def scaled_mm(
         wrap_triton(scaled_mm_kernel)[(programs,)](
             left, right, a_scale.contiguous(), b_scale.contiguous(), bias, residual, y, quantized, amax,
             None if codes is None else codes[0], size_m, size_n, size_k, size_k, size_k, size_n, *by_rows,
-            _KINDS[activation], fast_accum, programs, how.block_m, how.block_n, how.block_k, how.parts, how.down, num_warps=how.warps,
-            num_stages=how.stages,
+            _KINDS[activation], fast_accum, programs, how.block_m, how.block_n, how.block_k, how.parts, how.down,
+            num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
     return [part for part in (y, amax, quantized) if part is not None]
 

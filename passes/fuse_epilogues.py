@@ -6,14 +6,15 @@
     # becomes
     z, amax = fxquant.fused_scaled_mm(x_parts, w_parts, ..., "gelu", residual, record=True)
 
-Sums of GEMMs are such: the gradients of an input that several layers read. What else reads the result in between, as the
-backward of an activation does, keeps it apart. Nothing is fused where recomputed activations have to come out with the
-bits of Inductor's own kernels.
+Sums of GEMMs are such: the gradients of an input that several layers read. What else reads the result in between, as
+the backward of an activation does, keeps it apart. Nothing is fused where recomputed activations have to come out with
+the bits of Inductor's own kernels.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,13 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import inductor_config, inductor_decompositions, is_hopper, make_fx, statically_known_true
+from fxquant.compat import (
+    inductor_config,
+    inductor_decompositions,
+    is_hopper,
+    make_fx,
+    size_hint,
+    statically_known_true,
+)
 from fxquant.formats import QuantSpec
-from fxquant.kernels import triton_gemm
+from fxquant.kernels import gemm_timing, triton_gemm
+from fxquant.kernels.choice import Chosen, GemmKernel
 from fxquant.kernels.epilogues import ACTIVATIONS
+from fxquant.kernels.gemm_timing import Problem
 from fxquant.passes.base import behind_views, is_fxquant, val
 from fxquant.passes.few_rows import decodes
-from fxquant.passes.fuse_producers import _VIEWS, _matches, _readers, _shaped
+from fxquant.passes.patterns import RESHAPES, matches, readers, shaped
+
+log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _MOST_NODES = 32
@@ -58,7 +70,10 @@ def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") ->
         if not _supports(node, device):
             continue
         epilogue = _epilogue(node)
-        if gemm == "triton":
+        problem = _problem(node, epilogue)
+        chosen = _choose(problem, gemm, val(node).device)
+        log.info("%s: %s", problem, chosen)
+        if chosen.kernel is GemmKernel.TRITON:
             _insert(graph, node, epilogue)
             count += 1
     if count:
@@ -69,7 +84,8 @@ def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") ->
 
 def _supports(node: fx.Node, device: str) -> bool:
     """Whether a GEMM is one that the Triton kernel makes, and not of few rows."""
-    a, b, a_spec, b_spec, _, dtype, _ = fx.node.map_arg(node.args, val)
+    given: Any = fx.node.map_arg(node.args, val)
+    a, b, a_spec, b_spec, _, dtype, _ = given
     if a[0].device.type != device or (device == "cuda" and not is_hopper(a[0].device)):
         return False
     return triton_gemm.supports(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype) and not decodes(node)
@@ -84,24 +100,49 @@ def _epilogue(node: fx.Node) -> Epilogue:
         found.root, found.activation = activated
     if added := _added(found.root, _is_residual):
         found.root, found.residual = added
-    found.amax = next((user for user in _readers(found.root) if is_fxquant(user, "amax")), None)
+    found.amax = next((user for user in readers(found.root) if is_fxquant(user, "amax")), None)
     return found
+
+
+def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
+    """What there is to time; dynamic sizes are those of the example."""
+    given: Any = fx.node.map_arg(node.args, val)
+    a, b, a_spec, b_spec, _, dtype, fast_accum = given
+    m, k, n = (size_hint(size) for size in (*a[0].shape, b[0].shape[0]))
+    return Problem(
+        m, k, n, a_spec, b_spec, dtype, fast_accum, epilogue.bias is not None, epilogue.activation,
+        epilogue.residual is not None, epilogue.amax is not None,
+    )  # fmt: skip
+
+
+def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen:
+    """cuBLAS or Triton, and why."""
+    if gemm == "triton":
+        return Chosen(GemmKernel.TRITON, "as asked for")
+    by_row = any(QuantSpec.parse(spec).row.family == "per_row" for spec in (problem.a, problem.b))
+    cublas = GemmKernel.PER_ROW if by_row else GemmKernel.PER_TENSOR
+    look = gemm_timing.measured if gemm == "autotune" and device.type == "cuda" else gemm_timing.remembered
+    times = look(problem, device)
+    if times is None:
+        return Chosen(cublas, "not measured")
+    gain = times.gain(problem)
+    return Chosen(GemmKernel.TRITON if gain > 1 else cublas, f"measured: Triton {gain:.2f}x as fast")
 
 
 def _added(root: fx.Node, fits: Callable[[Tensor, Tensor], bool]) -> tuple[fx.Node, fx.Node] | None:
     """The sum that is the only reader of a tensor, and what is added to it."""
-    readers = list(_readers(root))
-    if len(readers) != 1 or readers[0].target is not _aten.add.Tensor or readers[0].kwargs:
+    users = list(readers(root))
+    if len(users) != 1 or users[0].target is not _aten.add.Tensor or users[0].kwargs:
         return None
-    sides = readers[0].args
-    own = [behind_views(side, _VIEWS) is root for side in sides]
+    sides = users[0].args
+    own = [behind_views(side, RESHAPES) is root for side in sides]
     if own == [True, True] or not all(isinstance(side, fx.Node) for side in sides):
         return None
     side, other = sides if own[0] else sides[::-1]
     assert isinstance(other, fx.Node)
-    total, value = val(readers[0]), val(other)
+    total, value = val(users[0]), val(other)
     same = total.shape == val(side).shape and total.dtype == value.dtype == val(root).dtype
-    return (readers[0], other) if same and value.device == total.device and fits(value, total) else None
+    return (users[0], other) if same and value.device == total.device and fits(value, total) else None
 
 
 def _is_bias(value: Tensor, total: Tensor) -> bool:
@@ -117,12 +158,12 @@ def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
     """The activation of a tensor that nothing else reads, and its name."""
     following = list(_following(root, None))
     for end in following:
-        if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or end.target in _VIEWS:
+        if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or end.target in RESHAPES:
             continue
         for name in ACTIVATIONS:
             output, source = _pattern(name, val(root).dtype)
             found: dict[fx.Node, fx.Node] = {}
-            if _matches(output, end, found) and found[source] is root:
+            if matches(output, end, found) and found[source] is root:
                 inside = set(_following(root, end))
                 if all(user in inside or user is end for each in (root, *inside) for user in each.users):
                     return end, name
@@ -156,8 +197,8 @@ def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
     y, root = val(node), epilogue.root
     with graph.inserting_before(root):
         bias, residual = epilogue.bias, epilogue.residual
-        bias = None if bias is None else _shaped(bias, [y.shape[1]])
-        residual = None if residual is None else _shaped(residual, [*y.shape])
+        bias = None if bias is None else shaped(bias, [y.shape[1]])
+        residual = None if residual is None else shaped(residual, [*y.shape])
         record = epilogue.amax is not None
         fused = graph.call_function(
             torch.ops.fxquant.fused_scaled_mm.default,
@@ -167,7 +208,7 @@ def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
         fused.meta = {**node.meta, "val": [y, *([val(epilogue.amax)] if record else [])]}
         for result, value in zip(results, fused.meta["val"], strict=True):
             result.meta = {**node.meta, "val": value}
-        made = results[0] if root is node else _shaped(results[0], [*val(root).shape])
+        made = results[0] if root is node else shaped(results[0], [*val(root).shape])
     root.replace_all_uses_with(made)
     if epilogue.amax is not None:
         epilogue.amax.replace_all_uses_with(results[1])

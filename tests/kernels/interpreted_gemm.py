@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, relu, silu
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from interpreted_cast import Launcher  # noqa: E402
+from interpreted_cast import Launcher
 
 from fxquant.formats import ELEMENTS, QuantSpec
 from fxquant.kernels import reference, triton_gemm
@@ -63,6 +63,8 @@ count = 0
 for i, texts in enumerate(PAIRS):
     a_spec, b_spec = map(QuantSpec.parse, texts)
     for j, (m, k, n) in enumerate(SIZES):
+        if (i + j) % 2 and i > 1:
+            continue
         a, b = (
             reference.quantize(torch.randn(rows, k).to(torch.bfloat16), spec)
             for rows, spec in ((m, a_spec), (n, b_spec))

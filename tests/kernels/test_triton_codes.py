@@ -12,7 +12,15 @@ import pytest
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as closure
 from triton import JITFunction
 
-MODULES = ("triton_amax", "triton_attention", "triton_cast", "triton_decode", "triton_grouped", "triton_grouped_cast")
+MODULES = (
+    "triton_amax",
+    "triton_attention",
+    "triton_cast",
+    "triton_decode",
+    "triton_gemm",
+    "triton_grouped",
+    "triton_grouped_cast",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)

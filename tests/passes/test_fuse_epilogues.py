@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers import shape
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, relu, silu
 
 import fxquant.kernels.linear  # noqa: F401  registers the operators
@@ -95,7 +97,7 @@ def test_a_linear_without_anything_is_still_a_choice() -> None:
 
     assert_expected_inline(fused(layer, *tensors(X, W, BIAS)), """\
 fused_scaled_mm
-fused_scaled_mm, + bias""")
+fused_scaled_mm, + bias""")  # fmt: skip
 
 
 def test_gradients_of_an_input_are_summed_by_the_gemms() -> None:
@@ -105,7 +107,7 @@ def test_gradients_of_an_input_are_summed_by_the_gemms() -> None:
     assert_expected_inline(fused(attention, *tensors(X, X, X, W)), """\
 fused_scaled_mm
 fused_scaled_mm, + [80, 48]
-fused_scaled_mm, + [80, 48]""")
+fused_scaled_mm, + [80, 48]""")  # fmt: skip
 
 
 def test_what_is_read_in_between_stays_apart() -> None:
@@ -139,3 +141,44 @@ def test_other_formats_and_settings_are_left_alone() -> None:
         with compat.inductor_config.patch({setting: True}):
             assert not fuse_epilogues(gm.graph, "triton", "cpu"), setting
     assert fuse_epilogues(gm.graph, "triton", "cpu") == 1
+
+
+def test_on_hopper_it_becomes_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["fxquant.passes.fuse_epilogues"], "is_hopper", lambda device: True)
+
+    def layer(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor) -> list[Tensor]:
+        y = residual + gelu(linear(x, w, bias))
+        return [y, ops.amax(y.reshape(-1, 48))]
+
+    with FakeTensorMode():
+        gm = traced(layer, *(torch.empty(each, device="cuda", dtype=torch.bfloat16) for each in (X, W, BIAS, RESIDUAL)))
+        assert fuse_epilogues(gm.graph, "triton") == 1
+        lower(gm.graph)
+    launches = gm.graph.find_nodes(op="call_function", target=compat.triton_kernel_wrapper_functional)
+    (launch,) = (node for node in launches if "y" in node.kwargs["tensors_to_clone"])
+    given = {name: shape(arg) if isinstance(arg, fx.Node) else arg for name, arg in launch.kwargs["kwargs"].items()}
+    assert_expected_inline("\n".join(f"{name}: {arg}" for name, arg in given.items()), """\
+a: [80, 64]
+b: [48, 64]
+a_scale: [1]
+b_scale: [1]
+bias: [48]
+residual: [80, 48]
+y: [80, 48]
+amax: [1]
+M: 80
+N: 48
+K: 64
+a_step: 64
+b_step: 64
+residual_step: 48
+A_ROWS: False
+B_ROWS: False
+ACTIVATION: 1
+FAST: True
+PROGRAMS: 132
+BM: 128
+BN: 256
+BK: 128
+PARTS: 4
+DOWN: 8""")  # fmt: skip

@@ -1,0 +1,174 @@
+"""How long an FP8 GEMM takes by cuBLAS and by Triton, epilogue included: measured once a card and size, and remembered.
+
+The times are in a file beside Inductor's caches, one entry for each card, versions and `Problem`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from fxquant.compat import card_name, inductor_cache, no_modes
+from fxquant.formats import QuantSpec
+from fxquant.kernels import gemm, triton_gemm
+
+log = logging.getLogger(__name__)
+
+_CALLS, _ROUNDS = 4, 5
+"""Of each kernel in a CUDA graph, and of the graphs in turn."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A GEMM a [M, K] x b [N, K]^T of specs a and b, and its epilogue."""
+
+    m: int
+    k: int
+    n: int
+    a: str
+    b: str
+    dtype: torch.dtype
+    fast_accum: bool
+    bias: bool = False
+    activation: str = ""
+    residual: bool = False
+    record: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(map(str, astuple(self)))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds: cuBLAS's GEMM with its bias, Triton's with its epilogue, and a copy of the result."""
+
+    cublas: float
+    triton: float
+    copy: float
+
+    def saved(self, problem: Problem) -> float:
+        """What an epilogue saves of the kernels that follow.
+
+        A sum that Inductor would fuse with what reads it saves one read and one write of the result, an amax one read.
+        An activation is computed by what reads it, at no cost.
+        """
+        return self.copy * (problem.residual + problem.record / 2)
+
+    def gain(self, problem: Problem) -> float:
+        """How many times faster Triton is."""
+        return (self.cublas + self.saved(problem)) / self.triton
+
+
+def remembered(problem: Problem, device: torch.device) -> Times | None:
+    """What was measured before on such a card, if it was."""
+    entry = _read(_path()).get(_key(problem, device))
+    return None if entry is None else Times(*entry)
+
+
+def measured(problem: Problem, device: torch.device) -> Times | None:
+    """What was measured before, or else now, with random operands; None where memory is short.
+
+    Takes some ten milliseconds, and the compilation of a kernel.
+    """
+    if (times := remembered(problem, device)) is not None:
+        return times
+    try:
+        with no_modes(), torch.no_grad(), torch.cuda.device(device):
+            times = measure(problem, device)
+    except torch.OutOfMemoryError:
+        log.warning("no memory to time a GEMM of %s; cuBLAS runs it", problem)
+        return None
+    log.info("GEMM %s: cuBLAS %.1f us, Triton %.1f us, a copy %.1f us", problem, *astuple(times))
+    _remember(_key(problem, device), times)
+    return times
+
+
+def measure(problem: Problem, device: torch.device) -> Times:
+    """Times the kernels in turn, in CUDA graphs."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def operand(rows: int, text: str) -> tuple[list[Tensor], QuantSpec]:
+        spec = QuantSpec.parse(text)
+        assert spec.row.element is not None
+        values = torch.randn(rows, problem.k, generator=generator, device=device, dtype=torch.bfloat16) * 64
+        shape = (rows, 1) if spec.row.family == "per_row" else (1,)
+        return [values.to(spec.row.element.dtype), torch.full(shape, 2.0**-6, device=device)], spec
+
+    a, a_spec = operand(problem.m, problem.a)
+    b, b_spec = operand(problem.n, problem.b)
+    bias = torch.randn(problem.n, generator=generator, device=device).to(problem.dtype) if problem.bias else None
+    y = torch.randn(problem.m, problem.n, generator=generator, device=device, dtype=torch.float32).to(problem.dtype)
+    other = torch.empty_like(y)
+    times = in_turn(
+        lambda: gemm.scaled_mm(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum),
+        lambda: triton_gemm.scaled_mm(
+            a, a_spec, b, b_spec, bias, problem.dtype, problem.fast_accum, activation=problem.activation,
+            residual=y if problem.residual else None, record=problem.record,
+        ),
+        lambda: other.copy_(y),
+    )  # fmt: skip
+    return Times(*times)
+
+
+def in_turn(*runs: Callable[[], object]) -> list[float]:
+    """Median microseconds of each of several functions, in CUDA graphs that take turns."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs = []
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    for run in runs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_CALLS):
+                run()
+        graphs.append(graph)
+    events = []
+    for _ in range(_ROUNDS + 1):
+        for graph in graphs:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            end.record()
+            events.append((start, end))
+    torch.cuda.synchronize()
+    took = [start.elapsed_time(end) / _CALLS * 1e3 for start, end in events]
+    return [statistics.median(took[i + len(runs) :: len(runs)]) for i in range(len(runs))]
+
+
+def _key(problem: Problem, device: torch.device) -> str:
+    return f"{card_name(device)}, torch {torch.__version__}, triton {triton.__version__}: {problem}"
+
+
+def _path() -> Path:
+    return Path(inductor_cache()) / "fxquant_gemm.json"
+
+
+def _read(path: Path) -> dict[str, list[float]]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):  # none yet, or not readable: then it is measured again
+        return {}
+
+
+def _remember(key: str, times: Times) -> None:
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {**_read(path), key: [round(us, 2) for us in astuple(times)]}
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        json.dump(entries, file, indent=1)
+    os.replace(name, path)
