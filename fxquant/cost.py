@@ -24,6 +24,7 @@ from fxquant.errors import OptionError
 from fxquant.formats import QuantSpec
 from fxquant.kernels import choice
 from fxquant.kernels.choice import GemmKernel
+from fxquant.kernels.gemm_timing import Problem, Times, faster
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm
 
 
@@ -202,6 +203,10 @@ _RESULTS = {Gemm.FPROP: "grad_output", Gemm.DGRAD: "input", Gemm.WGRAD: "weight"
 """The operand that has the size of each GEMM's result."""
 
 
+_TILES = ((128, 128), (128, 256), (256, 128))
+"""That cuBLAS has besides the smallest, [rows, columns]."""
+
+
 def _elements(matmul: Matmul) -> dict[str, int]:
     """How many elements each operand has."""
     weights = matmul.groups or matmul.batch
@@ -219,7 +224,7 @@ def _gemm_us(rates: Rates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsize:
     if matmul.groups:
         busy = 2 * m * k * n / tflops / 1e6
     else:
-        tiles = (rate.smallest, (128, 128), (128, 256), (256, 128))
+        tiles = (rate.smallest, *_TILES)
         busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in tiles)
     elements = _elements(matmul)
     read = sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
@@ -265,6 +270,29 @@ def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
     if unquantized is None or rates is None:
         return Work(str(gemm), str(chosen))
     return Work(str(gemm), str(chosen), unquantized, _quantized_us(rates, matmul, gemm, chosen.kernel, unquantized))
+
+
+def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
+    """cuBLAS or Triton for a GEMM with an epilogue, by the rates of a card; cuBLAS where there are none."""
+    rates = RATES.get(card)
+    if rates is None or GemmKernel.TRITON not in rates.gemm:
+        return choice.Chosen(problem.cublas, f"no measured rates for {card}")
+    m, k, n = problem.m, problem.k, problem.n
+    elements = m * n
+
+    def us(kernel: GemmKernel, tiles: Sequence[tuple[int, int]]) -> float:
+        rate = rates.gemm[kernel]
+        tflops = rate.fprop if problem.fast_accum else rate.dgrad
+        busy = min(_waves_us(rates, tflops, 1, m, k, n, tile) for tile in tiles)
+        moved = (k * (m + n) + elements * problem.dtype.itemsize) / (rates.copy * rate.read) / 1e6
+        return rates.gemm_start + max(busy, moved)
+
+    times = Times(
+        us(problem.cublas, (rates.gemm[problem.cublas].smallest, *_TILES)),
+        us(GemmKernel.TRITON, ((128, 256 if problem.fast_accum else 128),)),
+        2 * elements * problem.dtype.itemsize / rates.copy / 1e6,
+    )
+    return faster(problem, times, "estimated")
 
 
 def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> choice.Chosen:

@@ -21,6 +21,7 @@ from torch import Tensor
 from fxquant.compat import card_name, inductor_cache, no_modes
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm, triton_gemm
+from fxquant.kernels.choice import Chosen, GemmKernel
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,18 @@ class Problem:
     def __str__(self) -> str:
         return " ".join(map(str, astuple(self)))
 
+    @property
+    def epilogue(self) -> str:
+        """What comes behind the product, as text."""
+        parts = ("+ bias" * self.bias, self.activation, "+ residual" * self.residual, "amax" * self.record)
+        return ", ".join(filter(None, parts))
+
+    @property
+    def cublas(self) -> GemmKernel:
+        """The kernel that is not Triton's."""
+        by_row = any(QuantSpec.parse(spec).row.family == "per_row" for spec in (self.a, self.b))
+        return GemmKernel.PER_ROW if by_row else GemmKernel.PER_TENSOR
+
 
 @dataclass(frozen=True)
 class Times:
@@ -67,6 +80,12 @@ class Times:
     def gain(self, problem: Problem) -> float:
         """How many times faster Triton is."""
         return (self.cublas + self.saved(problem)) / self.triton
+
+
+def faster(problem: Problem, times: Times, how: str) -> Chosen:
+    """The faster kernel, and by how much that was measured or estimated."""
+    gain = times.gain(problem)
+    return Chosen(GemmKernel.TRITON if gain > 1 else problem.cublas, f"{how}: Triton {gain:.2f}x as fast")
 
 
 def remembered(problem: Problem, device: torch.device) -> Times | None:

@@ -2,9 +2,10 @@
 
     y = fxquant.scaled_mm(x_parts, w_parts, ...)
     z = gelu(y) + residual
-    amax = fxquant.amax(z)
+    parts = fxquant.quantize(z, "per_tensor_e4m3", "rowwise")
     # becomes
     z, amax = fxquant.fused_scaled_mm(x_parts, w_parts, ..., "gelu", residual, record=True)
+    parts = fxquant.quantize(z, "per_tensor_e4m3", "rowwise", fxquant.scale_from_amax(amax, "per_tensor_e4m3"))
 
 Sums of GEMMs are such: the gradients of an input that several layers read. What else reads the result in between, as
 the backward of an activation does, keeps it apart. Nothing is fused where recomputed activations have to come out with
@@ -13,17 +14,21 @@ the bits of Inductor's own kernels.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.compat import (
+    card_name,
+    detect_fake_mode,
     inductor_config,
     inductor_decompositions,
     is_hopper,
@@ -31,11 +36,13 @@ from fxquant.compat import (
     size_hint,
     statically_known_true,
 )
+from fxquant.cost import choose_gemm
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm_timing, triton_gemm
 from fxquant.kernels.choice import Chosen, GemmKernel
 from fxquant.kernels.epilogues import ACTIVATIONS
 from fxquant.kernels.gemm_timing import Problem
+from fxquant.kernels.triton_decode import MOST_TOKENS
 from fxquant.passes.base import behind_views, is_fxquant, val
 from fxquant.passes.few_rows import decodes
 from fxquant.passes.patterns import RESHAPES, matches, readers, shaped
@@ -55,7 +62,8 @@ class Epilogue:
     bias: fx.Node | None
     activation: str = ""
     residual: fx.Node | None = None
-    amax: fx.Node | None = None
+    amaxes: tuple[fx.Node, ...] = ()
+    """What takes the amax of the whole tensor: `amax`, or a quantization that is not told its scale."""
 
 
 def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") -> int:
@@ -66,12 +74,13 @@ def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") ->
     if gemm == "cublas" or inductor_config.emulate_precision_casts or inductor_config.cpp_wrapper:
         return 0  # a C++ wrapper has workspace for the descriptors of one program alone
     count = 0
-    for node in list(graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default)):
-        if not _supports(node, device):
+    for node in _gemms(graph):
+        where = val(node).device
+        if where.type != device or (device == "cuda" and not is_hopper(where)) or decodes(node):
             continue
-        epilogue = _epilogue(node)
+        epilogue = _epilogue(node)  # of the graph as it is by now: a sum has one GEMM that takes it
         problem = _problem(node, epilogue)
-        chosen = _choose(problem, gemm, val(node).device)
+        chosen = _choose(problem, gemm, where)
         log.info("%s: %s", problem, chosen)
         if chosen.kernel is GemmKernel.TRITON:
             _insert(graph, node, epilogue)
@@ -82,13 +91,29 @@ def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") ->
     return count
 
 
-def _supports(node: fx.Node, device: str) -> bool:
-    """Whether a GEMM is one that the Triton kernel makes, and not of few rows."""
-    given: Any = fx.node.map_arg(node.args, val)
-    a, b, a_spec, b_spec, _, dtype, _ = given
-    if a[0].device.type != device or (device == "cuda" and not is_hopper(a[0].device)):
-        return False
-    return triton_gemm.supports(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype) and not decodes(node)
+def problems(graph: fx.Graph) -> Iterator[tuple[fx.Node, Problem]]:
+    """The GEMMs that a Hopper GPU would have a choice for, wherever they are, each with all that can be fused."""
+    taken: set[fx.Node] = set()
+    for node in _gemms(graph):
+        epilogue = _epilogue(node)
+        if epilogue.residual is not None and epilogue.root in taken:
+            epilogue = replace(epilogue, residual=None, amaxes=())
+        taken.add(epilogue.root)
+        problem = _problem(node, epilogue)
+        if not problem.fast_accum or problem.m > MOST_TOKENS:
+            yield node, problem
+
+
+def _gemms(graph: fx.Graph) -> list[fx.Node]:
+    """Those that the Triton kernel can do."""
+
+    def supports(node: fx.Node) -> bool:
+        given: Any = fx.node.map_arg(node.args, val)
+        a, b, a_spec, b_spec, _, dtype, _ = given
+        return triton_gemm.supports(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype)
+
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default)
+    return [node for node in nodes if supports(node)]
 
 
 def _epilogue(node: fx.Node) -> Epilogue:
@@ -100,8 +125,16 @@ def _epilogue(node: fx.Node) -> Epilogue:
         found.root, found.activation = activated
     if added := _added(found.root, _is_residual):
         found.root, found.residual = added
-    found.amax = next((user for user in readers(found.root) if is_fxquant(user, "amax")), None)
+    found.amaxes = tuple(user for user in readers(found.root) if _takes_amax(user))
     return found
+
+
+def _takes_amax(node: fx.Node) -> bool:
+    if is_fxquant(node, "amax"):
+        return True
+    sides = 2 if is_fxquant(node, "hybrid_quantize") else 1 if is_fxquant(node, "quantize") else 0
+    own_scale = 0 < sides and len(node.args) <= 3
+    return own_scale and all(QuantSpec.parse(str(s)).row.family == "per_tensor" for s in node.args[1 : 1 + sides])
 
 
 def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
@@ -111,7 +144,7 @@ def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
     m, k, n = (size_hint(size) for size in (*a[0].shape, b[0].shape[0]))
     return Problem(
         m, k, n, a_spec, b_spec, dtype, fast_accum, epilogue.bias is not None, epilogue.activation,
-        epilogue.residual is not None, epilogue.amax is not None,
+        epilogue.residual is not None, bool(epilogue.amaxes),
     )  # fmt: skip
 
 
@@ -119,14 +152,11 @@ def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen:
     """cuBLAS or Triton, and why."""
     if gemm == "triton":
         return Chosen(GemmKernel.TRITON, "as asked for")
-    by_row = any(QuantSpec.parse(spec).row.family == "per_row" for spec in (problem.a, problem.b))
-    cublas = GemmKernel.PER_ROW if by_row else GemmKernel.PER_TENSOR
     look = gemm_timing.measured if gemm == "autotune" and device.type == "cuda" else gemm_timing.remembered
     times = look(problem, device)
-    if times is None:
-        return Chosen(cublas, "not measured")
-    gain = times.gain(problem)
-    return Chosen(GemmKernel.TRITON if gain > 1 else cublas, f"measured: Triton {gain:.2f}x as fast")
+    if times is not None:
+        return gemm_timing.faster(problem, times, "measured")
+    return choose_gemm(problem, card_name(device))
 
 
 def _added(root: fx.Node, fits: Callable[[Tensor, Tensor], bool]) -> tuple[fx.Node, fx.Node] | None:
@@ -160,8 +190,8 @@ def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
     for end in following:
         if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or end.target in RESHAPES:
             continue
-        for name in ACTIVATIONS:
-            output, source = _pattern(name, val(root).dtype)
+        for name, decomposed in itertools.product(ACTIVATIONS, (True, False)):
+            output, source = _pattern(name, val(root).dtype, decomposed)
             found: dict[fx.Node, fx.Node] = {}
             if matches(output, end, found) and found[source] is root:
                 inside = set(_following(root, end))
@@ -182,9 +212,9 @@ def _following(root: fx.Node, end: fx.Node | None) -> Iterator[fx.Node]:
 
 
 @functools.cache
-def _pattern(name: str, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
-    """An activation as it looks in Inductor's graphs: its output, and its input."""
-    table = dict(inductor_decompositions())
+def _pattern(name: str, dtype: torch.dtype, decomposed: bool) -> tuple[fx.Node, fx.Node]:
+    """An activation as it looks in Inductor's graphs, or before: its output, and its input."""
+    table = dict(inductor_decompositions()) if decomposed else {}
     traced = make_fx(lambda x: ACTIVATIONS[name](x), decomposition_table=table)(torch.zeros(4, 8, dtype=dtype))
     (source,) = traced.graph.find_nodes(op="placeholder")
     (output,) = traced.graph.find_nodes(op="output")
@@ -199,18 +229,33 @@ def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
         bias, residual = epilogue.bias, epilogue.residual
         bias = None if bias is None else shaped(bias, [y.shape[1]])
         residual = None if residual is None else shaped(residual, [*y.shape])
-        record = epilogue.amax is not None
+        record = bool(epilogue.amaxes)
         fused = graph.call_function(
             torch.ops.fxquant.fused_scaled_mm.default,
             (a, b, a_spec, b_spec, bias, dtype, fast_accum, epilogue.activation, residual, record),
         )
         results = [graph.call_function(operator.getitem, (fused, i)) for i in range(1 + record)]
-        fused.meta = {**node.meta, "val": [y, *([val(epilogue.amax)] if record else [])]}
+        fused.meta = {**node.meta, "val": [y, *([_amax_value(y)] if record else [])]}
         for result, value in zip(results, fused.meta["val"], strict=True):
             result.meta = {**node.meta, "val": value}
         made = results[0] if root is node else shaped(results[0], [*val(root).shape])
     root.replace_all_uses_with(made)
-    if epilogue.amax is not None:
-        epilogue.amax.replace_all_uses_with(results[1])
-        graph.erase_node(epilogue.amax)
     graph.erase_node(root)
+    for amax in epilogue.amaxes:
+        if is_fxquant(amax, "amax"):
+            amax.replace_all_uses_with(results[1])
+            graph.erase_node(amax)
+        else:
+            specs = amax.args[1:3] if is_fxquant(amax, "hybrid_quantize") else amax.args[1:2]
+            with graph.inserting_before(amax):
+                scales = [
+                    graph.call_function(torch.ops.fxquant.scale_from_amax.default, (results[1], s)) for s in specs
+                ]
+            for scale in scales:
+                scale.meta = dict(results[1].meta)
+            amax.args = (*amax.args, *scales)
+
+
+def _amax_value(y: Tensor) -> Tensor:
+    with detect_fake_mode([y]) or contextlib.nullcontext():
+        return y.new_empty(1, dtype=torch.float32)

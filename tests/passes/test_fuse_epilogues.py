@@ -110,6 +110,22 @@ fused_scaled_mm, + [80, 48]
 fused_scaled_mm, + [80, 48]""")  # fmt: skip
 
 
+def test_quantizations_take_their_scale_of_the_amax() -> None:
+    def layers(x: Tensor, w: Tensor, again: Tensor) -> list[Tensor]:
+        y = linear(x, w)
+        z = linear(relu(y), again)
+        return [z, *ops.hybrid_quantize(z.reshape(-1, 64), SPEC, "per_tensor_e5m2(pow2)")]
+
+    x, w, again = tensors(X, W, (64, 48))
+    assert_expected_inline(fused(layers, x, w, again), """\
+fused_scaled_mm, relu, amax
+scale_from_amax
+fused_scaled_mm, amax
+scale_from_amax
+scale_from_amax
+hybrid_quantize""")  # fmt: skip
+
+
 def test_what_is_read_in_between_stays_apart() -> None:
     def cases() -> Any:
         yield "saved for the backward", lambda y, r: [gelu(y), y], "fused_scaled_mm"
