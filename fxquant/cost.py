@@ -99,6 +99,7 @@ RATES: dict[str, Rates] = {
         gemm={
             GemmKernel.PER_TENSOR: GemmRate(1340, 1290, 1290, 0.95),
             GemmKernel.PER_ROW: GemmRate(1320, 1170, 1170, 0.82, (128, 128)),
+            GemmKernel.TRITON: GemmRate(1330, 900, 900, 0.90, (128, 256)),
             GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
             GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
             GemmKernel.GROUPED: GemmRate(1234, 1055, 1046, 0.85),

@@ -49,10 +49,20 @@ class Problem:
         return " ".join(map(str, astuple(self)))
 
     @property
+    def size(self) -> str:
+        """The sizes as text."""
+        return f"{self.m} x {self.k} x {self.n}"
+
+    @property
     def epilogue(self) -> str:
         """What comes behind the product, as text."""
         parts = ("+ bias" * self.bias, self.activation, "+ residual" * self.residual, "amax" * self.record)
         return ", ".join(filter(None, parts))
+
+    @property
+    def fuses(self) -> bool:
+        """Whether anything comes behind it that cuBLAS leaves to another kernel."""
+        return bool(self.activation) or self.residual or self.record
 
     @property
     def cublas(self) -> GemmKernel:
@@ -102,7 +112,7 @@ def measured(problem: Problem, device: torch.device) -> Times | None:
     if (times := remembered(problem, device)) is not None:
         return times
     try:
-        with no_modes(), torch.no_grad(), torch.cuda.device(device):
+        with no_modes(), torch.no_grad():
             times = measure(problem, device)
     except torch.OutOfMemoryError:
         log.warning("no memory to time a GEMM of %s; cuBLAS runs it", problem)
@@ -128,14 +138,15 @@ def measure(problem: Problem, device: torch.device) -> Times:
     bias = torch.randn(problem.n, generator=generator, device=device).to(problem.dtype) if problem.bias else None
     y = torch.randn(problem.m, problem.n, generator=generator, device=device, dtype=torch.float32).to(problem.dtype)
     other = torch.empty_like(y)
-    times = in_turn(
-        lambda: gemm.scaled_mm(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum),
-        lambda: triton_gemm.scaled_mm(
-            a, a_spec, b, b_spec, bias, problem.dtype, problem.fast_accum, activation=problem.activation,
-            residual=y if problem.residual else None, record=problem.record,
-        ),
-        lambda: other.copy_(y),
-    )  # fmt: skip
+    with torch.cuda.device(device):
+        times = in_turn(
+            lambda: gemm.scaled_mm(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum),
+            lambda: triton_gemm.scaled_mm(
+                a, a_spec, b, b_spec, bias, problem.dtype, problem.fast_accum, activation=problem.activation,
+                residual=y if problem.residual else None, record=problem.record,
+            ),
+            lambda: other.copy_(y),
+        )  # fmt: skip
     return Times(*times)
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from helpers import shape
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, relu, silu
 
-import fxquant.kernels.linear  # noqa: F401  registers the operators
+import fxquant
 from fxquant import compat
+from fxquant.kernels import gemm_timing
+from fxquant.kernels.choice import GemmKernel
+from fxquant.kernels.gemm_timing import Problem, Times
 from fxquant.passes.fuse_epilogues import fuse_epilogues
 from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
@@ -198,3 +203,46 @@ BN: 256
 BK: 128
 PARTS: 4
 DOWN: 8""")  # fmt: skip
+
+
+def test_autotune_measures_once_and_auto_remembers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    problems: list[Problem] = []
+
+    def measure(problem: Problem, device: torch.device) -> Times:
+        problems.append(problem)
+        return Times(cublas=100.0, triton=104.0 if problem.residual else 110.0, copy=5.0)
+
+    monkeypatch.setattr(gemm_timing, "measure", measure)
+    cuda = torch.device("cuda")
+    plain = Problem(512, 256, 384, SPEC, SPEC, torch.bfloat16, True)
+    summed = replace(plain, residual=True)
+    assert gemm_timing.remembered(plain, cuda) is None
+    times = [gemm_timing.measured(each, cuda) for each in (plain, summed, plain, summed)]
+    assert problems == [plain, summed] and times[:2] == times[2:]
+    for problem, kernel in ((plain, GemmKernel.PER_TENSOR), (summed, GemmKernel.TRITON)):
+        remembered = gemm_timing.remembered(problem, cuda)
+        assert remembered and gemm_timing.faster(problem, remembered, "measured").kernel is kernel
+    (next(tmp_path.glob("*.json"))).write_text("{")
+    assert gemm_timing.remembered(plain, cuda) is None, "a file that is cut off counts for nothing"
+
+
+def test_explain_names_the_kernel() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(relu(self.up(x)))
+
+    x = torch.randn(128, 64).bfloat16().requires_grad_()
+    report = fxquant.explain(Layers().bfloat16(), "current_scaling", x)
+    assert report.epilogue_table() == "", "nothing to choose on a CPU"
+    table = report.on("H100").epilogue_table()
+    assert_expected_inline("\n".join(line.partition(" (")[0] for line in table.splitlines()), """\
+layer  graph     M x K x N      epilogue            kernel
+up     forward   128 x 64 x 96  + bias, relu, amax  cuBLAS _scaled_mm, per tensor
+down   forward   128 x 96 x 64  + bias, + residual  cuBLAS _scaled_mm, per tensor
+up     backward  128 x 96 x 64  + residual          cuBLAS _scaled_mm, per tensor""")  # fmt: skip
+    assert "estimated: Triton" in table and report.on("H100").epilogue_table("down").count("\n") == 1
