@@ -24,7 +24,7 @@ from fxquant.errors import OptionError
 from fxquant.formats import QuantSpec
 from fxquant.kernels import choice
 from fxquant.kernels.choice import GemmKernel
-from fxquant.kernels.gemm_timing import Problem, Times, faster
+from fxquant.kernels.gemm_timing import Problem, Times
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm
 
 
@@ -277,23 +277,22 @@ def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
     """cuBLAS or Triton for a GEMM with an epilogue, by the rates of a card; cuBLAS where there are none."""
     rates = RATES.get(card)
     if rates is None or GemmKernel.TRITON not in rates.gemm:
-        return choice.Chosen(problem.cublas, f"no measured rates for {card}")
+        return choice.Chosen(problem.kernels[0], f"no measured rates for {card}")
     m, k, n = problem.m, problem.k, problem.n
-    elements = m * n
+    result = m * n * problem.dtype.itemsize
 
-    def us(kernel: GemmKernel, tiles: Sequence[tuple[int, int]]) -> float:
+    def us(kernel: GemmKernel) -> float:
         rate = rates.gemm[kernel]
-        tflops = rate.fprop if problem.fast_accum else rate.dgrad
-        busy = min(_waves_us(rates, tflops, 1, m, k, n, tile) for tile in tiles)
-        moved = (k * (m + n) + elements * problem.dtype.itemsize) / (rates.copy * rate.read) / 1e6
-        return rates.gemm_start + max(busy, moved)
+        tiles = (rate.smallest, *_TILES) if kernel is not GemmKernel.TRITON else (rate.smallest,)
+        busy = min(_waves_us(rates, rate.fprop if problem.fast_accum else rate.dgrad, 1, m, k, n, t) for t in tiles)
+        return rates.gemm_start + max(busy, (k * (m + n) + result) / (rates.copy * rate.read) / 1e6)
 
-    times = Times(
-        us(problem.cublas, (rates.gemm[problem.cublas].smallest, *_TILES)),
-        us(GemmKernel.TRITON, ((128, 256 if problem.fast_accum else 128),)),
-        2 * elements * problem.dtype.itemsize / rates.copy / 1e6,
-    )
-    return faster(problem, times, "estimated")
+    times = Times(tuple(map(us, problem.kernels)), 2 * result / rates.copy / 1e6)
+    return times.chosen(problem, "estimated", _DOUBT)
+
+
+_DOUBT = 1.03
+"""How much faster another kernel has to be estimated than the usual one."""
 
 
 def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> choice.Chosen:

@@ -1,6 +1,8 @@
-"""How long an FP8 GEMM takes by cuBLAS and by Triton, epilogue included: measured once a card and size, and remembered.
+"""How long an FP8 GEMM takes by each kernel that there is for it: measured once for a card and a size, and remembered.
 
-The times are in a file beside Inductor's caches, one entry for each card, versions and `Problem`.
+Besides cuBLAS's kernel for its scales there is Triton's, which can take the epilogue along, and for scales of whole
+tensors cuBLAS's for those of rows, which are then all the same. The times are in a file beside Inductor's caches, one
+entry for each card, versions and `Problem`.
 """
 
 from __future__ import annotations
@@ -65,18 +67,20 @@ class Problem:
         return bool(self.activation) or self.residual or self.record
 
     @property
-    def cublas(self) -> GemmKernel:
-        """The kernel that is not Triton's."""
+    def kernels(self) -> tuple[GemmKernel, ...]:
+        """Those that there are, the one that needs no reason first."""
         by_row = any(QuantSpec.parse(spec).row.family == "per_row" for spec in (self.a, self.b))
-        return GemmKernel.PER_ROW if by_row else GemmKernel.PER_TENSOR
+        if by_row:
+            return GemmKernel.PER_ROW, GemmKernel.TRITON
+        rows = (GemmKernel.PER_ROW,) if self.dtype == torch.bfloat16 else ()
+        return GemmKernel.PER_TENSOR, *rows, GemmKernel.TRITON
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds: cuBLAS's GEMM with its bias, Triton's with its epilogue, and a copy of the result."""
+    """Microseconds: of each of a problem's kernels, Triton's with the epilogue, and of a copy of the result."""
 
-    cublas: float
-    triton: float
+    kernels: tuple[float, ...]
     copy: float
 
     def saved(self, problem: Problem) -> float:
@@ -87,21 +91,22 @@ class Times:
         """
         return self.copy * (problem.residual + problem.record / 2)
 
-    def gain(self, problem: Problem) -> float:
-        """How many times faster Triton is."""
-        return (self.cublas + self.saved(problem)) / self.triton
-
-
-def faster(problem: Problem, times: Times, how: str) -> Chosen:
-    """The faster kernel, and by how much that was measured or estimated."""
-    gain = times.gain(problem)
-    return Chosen(GemmKernel.TRITON if gain > 1 else problem.cublas, f"{how}: Triton {gain:.2f}x as fast")
+    def chosen(self, problem: Problem, how: str, margin: float = 1.0) -> Chosen:
+        """The fastest kernel, and how the times, got in some way, compare; less than a margin is no reason to change."""
+        saved = self.saved(problem)
+        totals = [
+            us + saved * (k is not GemmKernel.TRITON) for k, us in zip(problem.kernels, self.kernels, strict=True)
+        ]
+        best = min(range(len(totals)), key=totals.__getitem__)
+        kernel = problem.kernels[best if totals[best] * margin < totals[0] else 0]
+        others = zip(problem.kernels[1:], totals[1:], strict=True)
+        return Chosen(kernel, f"{how}: " + ", ".join(f"{k} {totals[0] / us:.2f}x as fast" for k, us in others))
 
 
 def remembered(problem: Problem, device: torch.device) -> Times | None:
     """What was measured before on such a card, if it was."""
     entry = _read(_path()).get(_key(problem, device))
-    return None if entry is None else Times(*entry)
+    return None if entry is None else Times(tuple(entry[:-1]), entry[-1])
 
 
 def measured(problem: Problem, device: torch.device) -> Times | None:
@@ -117,7 +122,7 @@ def measured(problem: Problem, device: torch.device) -> Times | None:
     except torch.OutOfMemoryError:
         log.warning("no memory to time a GEMM of %s; cuBLAS runs it", problem)
         return None
-    log.info("GEMM %s: cuBLAS %.1f us, Triton %.1f us, a copy %.1f us", problem, *astuple(times))
+    log.info("GEMM %s: %s", problem, times)
     _remember(_key(problem, device), times)
     return times
 
@@ -138,16 +143,26 @@ def measure(problem: Problem, device: torch.device) -> Times:
     bias = torch.randn(problem.n, generator=generator, device=device).to(problem.dtype) if problem.bias else None
     y = torch.randn(problem.m, problem.n, generator=generator, device=device, dtype=torch.float32).to(problem.dtype)
     other = torch.empty_like(y)
-    with torch.cuda.device(device):
-        times = in_turn(
-            lambda: gemm.scaled_mm(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum),
-            lambda: triton_gemm.scaled_mm(
-                a, a_spec, b, b_spec, bias, problem.dtype, problem.fast_accum, activation=problem.activation,
-                residual=y if problem.residual else None, record=problem.record,
-            ),
-            lambda: other.copy_(y),
+
+    def by_cublas() -> Tensor:
+        return gemm.scaled_mm(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum)
+
+    def by_rows() -> Tensor:
+        assert a_spec.row.element is not None
+        rows = [a[0], a[1].expand(problem.m, 1).contiguous()]
+        spec = f"per_row_{a_spec.row.element.name}"
+        return gemm.scaled_mm(rows, b, spec, problem.b, bias, problem.dtype, problem.fast_accum)
+
+    def by_triton() -> list[Tensor]:
+        return triton_gemm.scaled_mm(
+            a, a_spec, b, b_spec, bias, problem.dtype, problem.fast_accum, activation=problem.activation,
+            residual=y if problem.residual else None, record=problem.record,
         )  # fmt: skip
-    return Times(*times)
+
+    runs = (by_cublas, by_triton) if len(problem.kernels) == 2 else (by_cublas, by_rows, by_triton)
+    with torch.cuda.device(device):
+        *times, copy = in_turn(*runs, lambda: other.copy_(y))
+    return Times(tuple(times), copy)
 
 
 def in_turn(*runs: Callable[[], object]) -> list[float]:
@@ -197,7 +212,7 @@ def _read(path: Path) -> dict[str, list[float]]:
 def _remember(key: str, times: Times) -> None:
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = {**_read(path), key: [round(us, 2) for us in astuple(times)]}
+    entries = {**_read(path), key: [round(us, 2) for us in (*times.kernels, times.copy)]}
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w") as file:
         json.dump(entries, file, indent=1)

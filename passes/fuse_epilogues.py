@@ -84,7 +84,9 @@ def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") ->
         log.info("%s: %s", problem, chosen)
         if chosen.kernel is GemmKernel.TRITON:
             _insert(graph, node, epilogue)
-            count += 1
+        elif chosen.kernel is GemmKernel.PER_ROW and _is_per_tensor(node) and isinstance(val(node).shape[0], int):
+            _scale_rows(graph, node)
+        count += chosen.kernel is not problem.kernels[0]
     if count:
         graph.eliminate_dead_code()
         graph.lint()
@@ -155,7 +157,7 @@ def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen:
     look = gemm_timing.measured if gemm == "autotune" and device.type == "cuda" else gemm_timing.remembered
     times = look(problem, device)
     if times is not None:
-        return gemm_timing.faster(problem, times, "measured")
+        return times.chosen(problem, "measured")
     return choose_gemm(problem, card_name(device))
 
 
@@ -254,6 +256,26 @@ def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
             for scale in scales:
                 scale.meta = dict(results[1].meta)
             amax.args = (*amax.args, *scales)
+
+
+def _is_per_tensor(node: fx.Node) -> bool:
+    return all(QuantSpec.parse(str(spec)).row.family == "per_tensor" for spec in node.args[2:4])
+
+
+def _scale_rows(graph: fx.Graph, node: fx.Node) -> None:
+    """Gives a GEMM the left scale once for each row, whereby it becomes the kernel for those."""
+    given: Any = node.args
+    (data, scale), b, _, b_spec, *rest = given
+    assert isinstance(data, fx.Node) and isinstance(scale, fx.Node)
+    element = QuantSpec.parse(str(node.args[2])).row.element
+    assert element is not None
+    shape = [val(node).shape[0], 1]
+    with graph.inserting_before(node), detect_fake_mode([val(scale)]) or contextlib.nullcontext():
+        wide = graph.call_function(_aten.expand.default, (scale, shape))
+        rows = graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
+        wide.meta = {**scale.meta, "val": val(scale).expand(shape)}
+        rows.meta = {**scale.meta, "val": val(wide).contiguous()}
+    node.args = ([data, rows], b, f"per_row_{element.name}", b_spec, *rest)
 
 
 def _amax_value(y: Tensor) -> Tensor:

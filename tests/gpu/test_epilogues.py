@@ -105,6 +105,6 @@ def test_a_measurement_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     device = torch.device("cuda", 0)
     assert gemm_timing.remembered(problem, device) is None
     times = gemm_timing.measured(problem, device)
-    assert times is not None and min(times.cublas, times.triton, times.copy) > 1
+    assert times is not None and min(*times.kernels, times.copy) > 1
     again = gemm_timing.remembered(problem, device)
-    assert again is not None and abs(again.gain(problem) / times.gain(problem) - 1) < 0.01
+    assert again is not None and again.chosen(problem, "measured") == times.chosen(problem, "measured")

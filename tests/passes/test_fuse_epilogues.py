@@ -55,6 +55,8 @@ def story(graph: fx.Graph) -> str:
         if getattr(node.target, "namespace", "") != "fxquant" or node.target._opname == "quantize":
             continue
         line = node.target._opname
+        if line == "scaled_mm":
+            line = f"{line} of {node.args[2]} {shape(node.args[0][1])}"
         if line == "fused_scaled_mm":
             _, _, _, _, bias, _, _, activation, residual, record = node.args
             parts = ["+ bias"] * (bias is not None) + [activation] * bool(activation)
@@ -65,13 +67,13 @@ def story(graph: fx.Graph) -> str:
     return "\n".join(lines)
 
 
-def fused(run: Callable[..., Any], *args: Tensor) -> str:
+def fused(run: Callable[..., Any], *args: Tensor, gemm: str = "triton") -> str:
     """The story of a traced function after the pass, which, once it is lowered, computes the same as without.
 
     To the bit, but for biases that were added to a rounded product.
     """
     plain, gm = traced(run, *args), traced(run, *args)
-    fuse_epilogues(gm.graph, "triton", "cpu")
+    fuse_epilogues(gm.graph, gemm, "cpu")
     told = story(gm.graph)
     for each in (plain, gm):
         lower(each.graph)
@@ -211,7 +213,7 @@ def test_autotune_measures_once_and_auto_remembers(monkeypatch: pytest.MonkeyPat
 
     def measure(problem: Problem, device: torch.device) -> Times:
         problems.append(problem)
-        return Times(cublas=100.0, triton=104.0 if problem.residual else 110.0, copy=5.0)
+        return Times((100.0, 98.0, 101.0 if problem.residual else 104.0), copy=5.0)
 
     monkeypatch.setattr(gemm_timing, "measure", measure)
     cuda = torch.device("cuda")
@@ -220,11 +222,22 @@ def test_autotune_measures_once_and_auto_remembers(monkeypatch: pytest.MonkeyPat
     assert gemm_timing.remembered(plain, cuda) is None
     times = [gemm_timing.measured(each, cuda) for each in (plain, summed, plain, summed)]
     assert problems == [plain, summed] and times[:2] == times[2:]
-    for problem, kernel in ((plain, GemmKernel.PER_TENSOR), (summed, GemmKernel.TRITON)):
+    for problem, kernel in ((plain, GemmKernel.PER_ROW), (summed, GemmKernel.TRITON)):
         remembered = gemm_timing.remembered(problem, cuda)
-        assert remembered and gemm_timing.faster(problem, remembered, "measured").kernel is kernel
+        assert remembered and remembered.chosen(problem, "measured").kernel is kernel
     (next(tmp_path.glob("*.json"))).write_text("{")
     assert gemm_timing.remembered(plain, cuda) is None, "a file that is cut off counts for nothing"
+
+
+def test_the_kernel_for_scales_of_rows_takes_one_scale_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_timing, "remembered", lambda problem, device: Times((100.0, 95.0, 96.0), 2.0))
+
+    def layer(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor) -> list[Tensor]:
+        return [linear(x, w, bias), residual + linear(x, w)]
+
+    assert_expected_inline(fused(layer, *tensors(X, W, BIAS, RESIDUAL), gemm="auto"), """\
+scaled_mm of per_row_e4m3 [80, 1]
+fused_scaled_mm, + [80, 48]""")  # fmt: skip
 
 
 def test_explain_names_the_kernel() -> None:
