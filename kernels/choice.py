@@ -29,7 +29,7 @@ class GemmKernel(str, Enum):
     PER_ROW = "cuBLAS _scaled_mm, rowwise"
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
-    TRITON = "Triton, FP8"
+    TRITON = "Triton GEMM"
     GROUPED = "_scaled_grouped_mm"
     GROUPED_TRITON = "Triton, grouped FP8"
     GROUPED_BLOCKS = "Triton, grouped FP8, block scales"

@@ -92,7 +92,7 @@ class Times:
         return self.copy * (problem.residual + problem.record / 2)
 
     def chosen(self, problem: Problem, how: str, margin: float = 1.0) -> Chosen:
-        """The fastest kernel, and how the times, got in some way, compare; less than a margin is no reason to change."""
+        """The fastest kernel, and how it compares, by times got somehow; a small margin is no reason to change."""
         saved = self.saved(problem)
         totals = [
             us + saved * (k is not GemmKernel.TRITON) for k, us in zip(problem.kernels, self.kernels, strict=True)
@@ -100,7 +100,8 @@ class Times:
         best = min(range(len(totals)), key=totals.__getitem__)
         kernel = problem.kernels[best if totals[best] * margin < totals[0] else 0]
         others = zip(problem.kernels[1:], totals[1:], strict=True)
-        return Chosen(kernel, f"{how}: " + ", ".join(f"{k} {totals[0] / us:.2f}x as fast" for k, us in others))
+        names = ((str(other).removeprefix("cuBLAS _scaled_mm, "), us) for other, us in others)
+        return Chosen(kernel, f"{how}: " + ", ".join(f"{name} {totals[0] / us:.2f}x as fast" for name, us in names))
 
 
 def remembered(problem: Problem, device: torch.device) -> Times | None:

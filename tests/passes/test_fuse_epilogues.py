@@ -258,4 +258,4 @@ layer  graph     M x K x N      epilogue            kernel
 up     forward   128 x 64 x 96  + bias, relu, amax  cuBLAS _scaled_mm, per tensor
 down   forward   128 x 96 x 64  + bias, + residual  cuBLAS _scaled_mm, per tensor
 up     backward  128 x 96 x 64  + residual          cuBLAS _scaled_mm, per tensor""")  # fmt: skip
-    assert "estimated: Triton" in table and report.on("H100").epilogue_table("down").count("\n") == 1
+    assert "estimated: rowwise" in table and report.on("H100").epilogue_table("down").count("\n") == 1
