@@ -72,7 +72,7 @@ def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") ->
     `gemm` is one of `choice.GEMM`.
     """
     if gemm == "cublas" or inductor_config.emulate_precision_casts or inductor_config.cpp_wrapper:
-        return 0  # a C++ wrapper has workspace for the descriptors of one program alone
+        return 0  # the C++ wrapper of torch 2.11 has workspace for the descriptors of one program alone
     count = 0
     for node in _gemms(graph):
         where = val(node).device
@@ -183,7 +183,8 @@ def _is_bias(value: Tensor, total: Tensor) -> bool:
 
 
 def _is_residual(value: Tensor, total: Tensor) -> bool:
-    return value.shape == total.shape and value.is_contiguous()
+    aligned = statically_known_true(value.storage_offset() * value.dtype.itemsize % 16 == 0)  # it comes by TMA
+    return value.shape == total.shape and value.is_contiguous() and aligned
 
 
 def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:

@@ -141,6 +141,7 @@ def test_what_is_read_in_between_stays_apart() -> None:
         yield "another shape", lambda y, r: [y.reshape(80, 48) + r.reshape(80, 48)[:1]], "fused_scaled_mm, + bias"
         yield "twice itself", lambda y, r: [y + y], "fused_scaled_mm"
         yield "by columns", lambda y, r: [y.reshape(80, 48) + r.reshape(48, 80).t()], "fused_scaled_mm"
+        yield "not aligned", lambda y, r: [y + torch.cat([r, r]).view(-1)[1:3841].view(2, 40, 48)], "fused_scaled_mm"
         yield "a scalar", lambda y, r: [relu(y + 1.0)], "fused_scaled_mm"
 
     x, w, residual = tensors(X, W, RESIDUAL)
