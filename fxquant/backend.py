@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from fxquant import compat
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
+from fxquant.kernels.choice import GEMM
 from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, cache_weights, quantizes
 from fxquant.passes.cache_weights import Taken
 from fxquant.recipes import Recipe, resolve
@@ -23,7 +24,7 @@ from fxquant.weight_cache import WeightCache
 log = logging.getLogger(__name__)
 
 INNER = ("inductor", "aot_eager")
-OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group", "save", "cache_weights")
+OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group", "save", "cache_weights", "gemm")
 
 
 class Backend:
@@ -38,7 +39,9 @@ class Backend:
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
     go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
     which the backward quantizes them again. With `cache_weights` a weight is quantized only when it has changed, and
-    its payloads take memory in between; `clear_cache` says that it has where that cannot be seen. `model` gives layers
+    its payloads take memory in between; `clear_cache` says that it has where that cannot be seen. `gemm` says which
+    kernel multiplies where a GPU has two for it: ``cublas``, ``triton``, whose epilogues do what follows a GEMM, the
+    faster by what was measured before (``auto``), or by measuring while compiling (``autotune``). `model` gives layers
     their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the
     largest amax. Backends with the same `states` share them.
 
@@ -55,6 +58,7 @@ class Backend:
         inductor: Mapping[str, Any] | None = None,
         save: str = "quantized",
         cache_weights: bool = False,
+        gemm: str = "auto",
         model: nn.Module | None = None,
         amax_group: Any = None,
         states: StateStore | None = None,
@@ -64,8 +68,11 @@ class Backend:
             raise OptionError(f"unknown inner compiler {inner!r}; known: {', '.join(INNER)}")
         if save not in SAVE:
             raise OptionError(f"unknown choice {save!r} of what to save; known: {', '.join(SAVE)}")
+        if gemm not in GEMM:
+            raise OptionError(f"unknown choice {gemm!r} of GEMMs; known: {', '.join(GEMM)}")
         self.inner = inner
         self.save = save
+        self.gemm = gemm
         self.allow_float64 = allow_float64
         self.inductor = {**compat.inductor_mode_options(mode), **(inductor or {})}
         for option in self.inductor:
@@ -127,7 +134,9 @@ class Backend:
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
         recomputed = self.save == "least" or quantizes(gm, recomputed=True)
-        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=recomputed, save=self.save)
+        patches = inductor_settings(
+            self.recipe.fingerprint(), self.inductor, recomputed=recomputed, save=self.save, gemm=self.gemm
+        )
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -161,7 +170,13 @@ class Backend:
 
 
 def inductor_settings(
-    fingerprint: str, given: Mapping[str, Any], *, recomputed: bool, save: str = "quantized", portable: bool = False
+    fingerprint: str,
+    given: Mapping[str, Any],
+    *,
+    recomputed: bool,
+    save: str = "quantized",
+    portable: bool = False,
+    gemm: str = "auto",
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; those `given` by the user come first.
 
@@ -183,6 +198,7 @@ def inductor_settings(
             fingerprint,
             given.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
             portable=portable,
+            gemm=gemm,
         ),
     }
 
@@ -251,8 +267,8 @@ def fxquant_backend(
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
     Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`, `save`,
-    `cache_weights`. Raises OptionError for another and RecipeError for an unknown recipe, each with the list of those
-    that are known.
+    `cache_weights`, `gemm`. Raises OptionError for another and RecipeError for an unknown recipe, each with the list of
+    those that are known.
     """
     options = {} if options is None else options
     check_options(options)

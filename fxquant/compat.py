@@ -115,6 +115,20 @@ def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
+def inductor_cache() -> str:
+    """The folder in which Inductor keeps what it has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """A scope in which tensors are real and what is done with them is not traced, within a compilation."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
     """The settings behind `torch.compile(mode=...)`; raises RuntimeError with the known modes for another."""
     if mode in (None, "default"):
@@ -364,6 +378,7 @@ __all__ = [
     "flex_attention_op",
     "force_stride_order",
     "get_hash_for_files",
+    "inductor_cache",
     "inductor_config",
     "inductor_decompositions",
     "inductor_mode_options",
@@ -378,6 +393,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "must_save",
     "no_autocast",
+    "no_modes",
     "operator_library",
     "own_errors",
     "recomputable",

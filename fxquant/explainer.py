@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend import Backend, compile_eager
-from fxquant.compat import compile_to_look, own_errors, tree_map_only
+from fxquant.compat import card_name, compile_to_look, own_errors, tree_map_only
+from fxquant.passes.assign_roles import layer_name
+from fxquant.passes.fuse_epilogues import problems
 from fxquant.recipes import Recipe
-from fxquant.report import Report
+from fxquant.report import EpilogueGemm, Report
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -28,11 +30,17 @@ class _Explainer(Backend):
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)
         self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}
+        self.epilogues: list[EpilogueGemm] = []
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def record(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
             backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph_module.graph.nodes)
-            self.graphs["backward" if backward else "forward"].append(graph_text(graph_module))
+            name = "backward" if backward else "forward"
+            self.graphs[name].append(graph_text(graph_module))
+            self.epilogues += [
+                EpilogueGemm(layer_name(node, self._names()), name, problem, card_name(node.meta["val"].device))
+                for node, problem in problems(graph_module.graph)
+            ]
             output = next(n for n in graph_module.graph.nodes if n.op == "output")
             values = fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
 
@@ -61,5 +69,6 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     with own_errors(), compile_to_look():
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
+    report.epilogues = backend.epilogues
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
     return report

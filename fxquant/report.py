@@ -15,9 +15,27 @@ from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
     from fxquant.cost import Estimate, Work
+    from fxquant.kernels.choice import Chosen
+    from fxquant.kernels.gemm_timing import Problem
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
+EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
 WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
+
+
+class EpilogueGemm(NamedTuple):
+    """A GEMM of a `graph`, ``forward`` or ``backward``, with what a Triton kernel could do behind it on a GPU."""
+
+    layer: str
+    graph: str
+    problem: Problem
+    card: str
+
+    def chosen(self, card: str = "") -> Chosen:
+        """The kernel on its own device, or on another `card`, by measured rates."""
+        from fxquant.cost import choose_gemm
+
+        return choose_gemm(self.problem, card or self.card)
 
 
 class Layer(NamedTuple):
@@ -33,8 +51,9 @@ class Report:
     """The decisions of one or several compiled graphs.
 
     `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
-    each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks. `card`
-    is the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`.
+    each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks.
+    `epilogues` are the GEMMs whose results are activated, added to something or measured by what reads them. `card` is
+    the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`.
     """
 
     recipe: str
@@ -42,6 +61,7 @@ class Report:
     graphs: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
+    epilogues: list[EpilogueGemm] = field(default_factory=list)
     card: str = ""
 
     def on(self, card: str) -> Report:
@@ -123,6 +143,18 @@ class Report:
             for site in dict.fromkeys(d.site for d in decisions)
             for work in (estimates[site].work if site in estimates else ())
         ]
+
+    def epilogue_table(self, layer: str = "") -> str:
+        """One row for each GEMM on a GPU with something behind it, and which kernel runs it; see `table` for `layer`.
+
+        With Triton the epilogue is part of the GEMM, with cuBLAS of what Inductor makes of the rest.
+        """
+        rows = [
+            (each.layer or "<model>", each.graph, each.problem.size, each.problem.epilogue, str(each.chosen(self.card)))
+            for each in self.epilogues
+            if each.problem.fuses and (self.card or each.card != "cpu") and re.search(layer, each.layer)
+        ]
+        return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
 
     def gemms(self) -> dict[tuple[int, Gemm], list[Decision]]:
         """The decisions by (site, gemm): normally two, left operand then right."""
@@ -218,6 +250,16 @@ class Report:
                 }
                 for name, _, work in self.work()
             ],
+            "epilogues": [
+                {
+                    "layer": each.layer,
+                    "graph": each.graph,
+                    "size": each.problem.size,
+                    "epilogue": each.problem.epilogue,
+                    "kernel": str(each.chosen(self.card)),
+                }
+                for each in self.epilogues
+            ],
             "decisions": [_plain(d) for d in self.decisions],
             "graphs": self.graphs,
         }
@@ -240,7 +282,7 @@ class Report:
         lines = [f"recipe: {self.recipe}"]
         if self.decisions:
             lines.append(self.table(layer, collapse=collapse))
-        lines += filter(None, [self.work_table(layer, collapse=collapse)])
+        lines += filter(None, [self.work_table(layer, collapse=collapse), self.epilogue_table(layer)])
         lines += self.verdict()
         lines.append(self.totals())
         lines += [f"unused in the recipe: {part}" for part in self.unused]

@@ -18,6 +18,10 @@ Dim = int | torch.SymInt | None
 """A size, or None for one that is not known."""
 
 
+GEMM = ("auto", "cublas", "triton", "autotune")
+"""How to decide between cuBLAS and Triton where both have a GEMM: by what is known, one of them, or by measuring."""
+
+
 class GemmKernel(str, Enum):
     """The kernels that a GEMM of quantized operands can be."""
 
@@ -25,6 +29,7 @@ class GemmKernel(str, Enum):
     PER_ROW = "cuBLAS _scaled_mm, rowwise"
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
+    TRITON = "Triton GEMM"
     GROUPED = "_scaled_grouped_mm"
     GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"

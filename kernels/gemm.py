@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxquant.compat import ScalingType, capability
 from fxquant.formats import QuantSpec
-from fxquant.kernels import choice, reference
+from fxquant.kernels import choice, reference, triton_gemm
 from fxquant.kernels.choice import GemmKernel
 
 
@@ -33,6 +33,25 @@ def scaled_mm(
     if kernel is GemmKernel.EMULATED:
         return _bfloat16_mm(a, left, b, right, bias, out_dtype)
     return reference.scaled_mm(a, left, b, right, bias, out_dtype)
+
+
+def fused_scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    activation: str,
+    residual: Tensor | None,
+    record: bool,
+) -> list[Tensor]:
+    """`fxquant::fused_scaled_mm` by a Triton kernel that takes these operands."""
+    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    return triton_gemm.scaled_mm(
+        a, left, b, right, bias, out_dtype, fast_accum, activation=activation, residual=residual, record=record
+    )
 
 
 def _fp8_mm(

@@ -2,10 +2,12 @@
 
 `quantize`, `hybrid_quantize`, `dequantize` and `scaled_mm` say what is meant; the lowering decides how it runs.
 `produce_quantize` computes what a producer (`fxquant.kernels.producers`) makes of its inputs and quantizes each result
-rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it. A
-quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out with the contracted axis
-last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`. `delayed_update` gives the scales and
-the history of a graph with delayed scaling after a step (`fxquant.kernels.delayed`).
+rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it.
+`fused_scaled_mm` is a `scaled_mm` with what reads its result: activation(a x b^T + bias) + residual, and its amax if
+asked to `record` it. A quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out
+with the contracted axis last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
+`delayed_update` gives the scales and the history of a graph with delayed scaling after a step
+(`fxquant.kernels.delayed`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from fxquant.compat import fake_kernel, operator_library
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom, delayed, reference
+from fxquant.kernels.epilogues import ACTIVATIONS
 from fxquant.kernels.producers import PRODUCERS
 
 _library = operator_library("fxquant")
@@ -45,6 +48,10 @@ _SCHEMAS = {
     "scaled_mm": (
         "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum)"
         " -> Tensor"
+    ),
+    "fused_scaled_mm": (
+        "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum,"
+        " str activation, Tensor? residual, bool record) -> Tensor[]"
     ),
 }
 for _name, _schema in _SCHEMAS.items():
@@ -126,6 +133,24 @@ def _scaled_mm(
     return reference.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
 
 
+def _fused_scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    activation: str,
+    residual: Tensor | None,
+    record: bool,
+) -> list[Tensor]:
+    y = _scaled_mm(a, b, a_spec, b_spec, bias, out_dtype, fast_accum)
+    y = ACTIVATIONS[activation](y) if activation else y
+    y = y if residual is None else y + residual
+    return [y, _amax(y)] if record else [y]
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize": _quantize,
     "hybrid_quantize": _hybrid_quantize,
@@ -135,6 +160,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "delayed_update": _delayed_update,
     "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
+    "fused_scaled_mm": _fused_scaled_mm,
 }
 """The meaning of each operator in plain torch, by name."""
 
@@ -244,6 +270,23 @@ def _scaled_mm_fake(
     fast_accum: bool,
 ) -> Tensor:
     return a[0].new_empty([*a[0].shape[:-1], b[0].shape[-2]], dtype=out_dtype)
+
+
+@fake_kernel(_library, "fused_scaled_mm")
+def _fused_scaled_mm_fake(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    activation: str,
+    residual: Tensor | None,
+    record: bool,
+) -> list[Tensor]:
+    y = _scaled_mm_fake(a, b, a_spec, b_spec, bias, out_dtype, fast_accum)
+    return [y, _amax_fake(y)] if record else [y]
 
 
 def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:

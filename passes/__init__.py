@@ -25,6 +25,7 @@ from fxquant.passes.cache_weights import cache_weights
 from fxquant.passes.facts import Match
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.forms_mha import expand_opaque
+from fxquant.passes.fuse_epilogues import fuse_epilogues
 from fxquant.passes.fuse_producers import fuse_producers
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
@@ -42,6 +43,7 @@ from fxquant.state import Slots
 LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
     ("merge", merge),
     ("fuse_producers", fuse_producers),
+    ("fuse_epilogues", fuse_epilogues),
     ("lower", lower),
     ("write_once", write_once),
 )
@@ -107,19 +109,26 @@ class Rewriter:
 
 
 class Lowering(CustomGraphPass):
-    """`LOWER` as one Inductor pass, and behind it the pass that the user had in the same place."""
+    """`LOWER` as one Inductor pass, and behind it the pass that the user had in the same place.
 
-    def __init__(self, fingerprint: str, after: Any = None, *, portable: bool = False) -> None:
+    `gemm`, one of `choice.GEMM`, says how it is decided between cuBLAS and Triton.
+    """
+
+    def __init__(self, fingerprint: str, after: Any = None, *, portable: bool = False, gemm: str = "auto") -> None:
         self.fingerprint = fingerprint
         self.portable = portable
+        self.gemm = gemm
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
     def __call__(self, graph: fx.Graph) -> None:
         for name, run in LOWER:
-            if self.portable and run is fuse_producers:
-                continue  # its kernels are fxquant's own
-            portable = self.portable and run is lower
-            run_pass(name, functools.partial(lower, portable=True) if portable else run, graph)
+            if self.portable and run in (fuse_producers, fuse_epilogues):
+                continue  # their kernels are fxquant's own
+            if self.portable and run is lower:
+                run = functools.partial(lower, portable=True)
+            elif run is fuse_epilogues:
+                run = functools.partial(fuse_epilogues, gemm=self.gemm)
+            run_pass(name, run, graph)
         for other in self.after:
             other(graph)
 
@@ -127,7 +136,7 @@ class Lowering(CustomGraphPass):
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.after]
         if None in others:
             return None
-        return get_hash_for_files(_sources(), repr((self.fingerprint, self.portable, others)))
+        return get_hash_for_files(_sources(), repr((self.fingerprint, self.portable, self.gemm, others)))
 
     @staticmethod
     def merge(graph: fx.Graph) -> None:

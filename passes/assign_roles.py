@@ -33,7 +33,7 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
     `names` maps ``str(id(module))`` to the path in the user's model, and wins: after a graph break the captured paths
     start at an inner module.
     """
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for key, (path, _) in reversed(stack.items()):
         known = names.get(str(key).partition("@")[0])
         found = clean_path(path) if known is None else known

@@ -97,6 +97,8 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
             return triton_produce_quantize
         if name == "delayed_update":
             return triton_delayed.update
+        if name == "fused_scaled_mm":
+            return gemm.fused_scaled_mm
     if name == "grouped_scaled_mm" and portable:
         return grouped_gemm.portable_scaled_mm
     if name == "grouped_scaled_mm" and device.type == "cuda":
