@@ -48,13 +48,16 @@ from fxquant.bench_export import DecoderBlock, Served
 from fxquant.compat import inductor_config, unlimited_recompiles
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm
-from fxquant.quantizers import Quantizer
+from fxquant.quantizers import Float8HeadQuantizer, Quantizer
 from fxquant.report import aligned
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
+ATTENTION = " + attention"
+"""What follows a recipe's name in the name of a provider whose attention is quantized as well."""
 PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
+WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
     "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms",
@@ -254,8 +257,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Backend | None]:
     """The model compiled as a provider does it, and fxquant's backend where that is the provider."""
-    if provider in QUANTIZED:
-        backend = Backend(provider)
+    recipe = recipe_of(provider)
+    if recipe is not None:
+        backend = Backend(recipe)
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False), backend
     if provider in TORCHAO and isinstance(model, Experts):
         model.multiply = torchao_grouped_mm(provider)
@@ -265,6 +269,18 @@ def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor]
         config = Float8LinearConfig.from_recipe_name(provider.removeprefix("torchao "))
         model = convert_to_float8_training(nn.Sequential(model), config=config)  # it swaps children, not the root
     return torch.compile(model, fullgraph=True, dynamic=False), None
+
+
+def recipe_of(provider: str) -> recipes.Recipe | None:
+    """The recipe of a provider, or None for one that is not fxquant's.
+
+    With attention, its forward is in FP8 with a scale for each head, its backward in high precision.
+    """
+    name = provider.removesuffix(ATTENTION)
+    if name not in QUANTIZED or name == provider:
+        return recipes.get(name) if name in QUANTIZED else None
+    heads = recipes.Rule(Float8HeadQuantizer(), module_type="dpa", tensor_type="qkv|s")
+    return recipes.CustomRecipe(qfactory=recipes.Rules([heads], default=name))
 
 
 def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -537,7 +553,7 @@ def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
     from fxquant.__main__ import runs_as
 
-    provider = provider.removesuffix(" calibrated")
+    provider = provider.removesuffix(" calibrated").removesuffix(ATTENTION)
     if provider not in QUANTIZED:
         return "native"
     return runs_as(
@@ -621,7 +637,7 @@ def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> 
     peer = "torchao rowwise" if provider == "rowwise" else "torchao tensorwise"
     if "bf16" in medians:
         row["over_bf16"] = f"{medians['bf16'] / own:.2f}x"
-    if provider in QUANTIZED and peer in medians:
+    if recipe_of(provider) is not None and peer in medians:
         row["over_torchao"] = f"{medians[peer] / own:.2f}x"
     if floor is not None:
         row |= {"of_floor": f"{own / floor:.2f}x", "floor_ms": f"{floor:.4g}"}
@@ -705,7 +721,7 @@ def _served(cuda: bool, _options: argparse.Namespace) -> Sequence[Served]:
 
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
-    known = dict.fromkeys((*PROVIDERS, *bench_decode.PROVIDERS, "copy", *SPECS))
+    known = dict.fromkeys((*PROVIDERS, *WITH_ATTENTION, *bench_decode.PROVIDERS, "copy", *SPECS))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(known)}")
@@ -721,7 +737,7 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
     )
     block.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
-    block.set_defaults(sizes=_stack, providers=known)
+    block.set_defaults(sizes=_stack, providers=[*known, WITH_ATTENTION[0]])
     linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
     linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4")])
     grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")
@@ -733,7 +749,7 @@ def _parser() -> argparse.ArgumentParser:
     cast = kinds.add_parser("cast", help="quantizations, beside a copy")
     cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
     for kind in (block, linear, grouped, decode, export, cast):
-        own = {cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS, export: bench_export.PROVIDERS}
+        own = {block: [*known, *WITH_ATTENTION], cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS, export: bench_export.PROVIDERS}
         names = own.get(kind, known)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
