@@ -749,7 +749,12 @@ def _parser() -> argparse.ArgumentParser:
     cast = kinds.add_parser("cast", help="quantizations, beside a copy")
     cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
     for kind in (block, linear, grouped, decode, export, cast):
-        own = {block: [*known, *WITH_ATTENTION], cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS, export: bench_export.PROVIDERS}
+        own = {
+            block: [*known, *WITH_ATTENTION],
+            cast: ["copy", *SPECS],
+            decode: bench_decode.PROVIDERS,
+            export: bench_export.PROVIDERS,
+        }
         names = own.get(kind, known)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")

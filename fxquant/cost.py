@@ -6,7 +6,8 @@ reaches; and each launch a little. A linear is weighed with all GEMMs that it ru
 fprop alone for inference. A tensor that several layers read is cast once, and they share the time by their FLOPs.
 
 Rates were measured, one row of `RATES` a card; the row says when, and with what. There is no estimate for another card.
-Biases, and what stands between the matmuls, are not part of it: the same on both sides, as is attention.
+Biases, and what stands between the matmuls, are not part of it: the same on both sides. Attention is weighed whole, by
+`fxquant.cost_attention`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from fxquant.cost_attention import attention_work, runs_the_reference
 from fxquant.decisions import Decision, Matmul
 from fxquant.errors import OptionError
 from fxquant.formats import QuantSpec
@@ -140,9 +142,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All work of one matmul."""
+    """All work of one matmul, or of an attention; `reference` is why that would hold its scores in a GPU's memory."""
 
     work: tuple[Work, ...]
+    reference: str = ""
 
     @property
     def unquantized(self) -> float | None:
@@ -162,7 +165,14 @@ class Estimate:
     @property
     def slower(self) -> bool:
         """Whether quantization is estimated to cost more than it saves."""
+        if self.reference:
+            return True
         return self.unquantized is not None and self.quantized is not None and self.quantized > self.unquantized
+
+    def __str__(self) -> str:
+        if self.reference:
+            return f"no FP8 kernel: {self.reference}"
+        return f"{self.unquantized:.3g} us in high precision, {self.quantized:.3g} us quantized"
 
 
 def _sum(times: Iterable[float | None]) -> float | None:
@@ -175,7 +185,7 @@ def _sum(times: Iterable[float | None]) -> float | None:
 
 
 def estimate(decisions: Sequence[Decision], card: str = "") -> dict[int, Estimate]:
-    """The work of every matmul outside attention, by site, on its own device or on another `card`.
+    """The work of every matmul, by site, on its own device or on another `card`; of attention at its first product's.
 
     Raises OptionError for a card without rates.
     """
@@ -186,13 +196,29 @@ def estimate(decisions: Sequence[Decision], card: str = "") -> dict[int, Estimat
         if decision.matmul is not None:
             sites[decision.site].append(decision)
     casts = _casts(sites)
-    return {site: Estimate((*_gemms(own), *casts[site])) for site, own in sites.items()}
+    found = {site: Estimate((*_gemms(own), *casts[site])) for site, own in sites.items()}
+    attentions: dict[int, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        if decision.attention is not None:
+            attentions[decision.weighed].append(decision)
+    return found | {site: _attention(own) for site, own in attentions.items()}
+
+
+def _attention(decisions: Sequence[Decision]) -> Estimate:
+    attention = decisions[0].attention
+    assert attention is not None
+    training = any(d.gemm is not Gemm.FPROP for d in decisions)
+    rates = RATES.get(attention.device)
+    copy, launch = (rates.copy, rates.launch) if rates is not None else (1.0, 0.0)
+    work = tuple(Work(*row) for row in attention_work(attention, training, copy, launch))
+    return Estimate(work, runs_the_reference(attention, training))
 
 
 def _moved(decision: Decision, card: str) -> Decision:
-    if decision.matmul is None:
-        return decision
-    return replace(decision, matmul=replace(decision.matmul, device=card, capability=RATES[card].capability))
+    there: dict[str, Any] = {"device": card, "capability": RATES[card].capability}
+    matmul = None if decision.matmul is None else replace(decision.matmul, **there)
+    attention = None if decision.attention is None else replace(decision.attention, **there)
+    return replace(decision, matmul=matmul, attention=attention)
 
 
 _AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fxquant.decisions import Decision
+from fxquant.decisions import Decision, Matmul
 from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
@@ -54,15 +54,25 @@ class Report:
         return replace(self, card=find_card(card))
 
     def estimates(self) -> dict[int, Estimate]:
-        """Kernels and times of every matmul outside attention, by site; see `fxquant.cost`."""
+        """Kernels and times of every matmul, by site, of attention at its first product's; see `fxquant.cost`."""
         from fxquant.cost import estimate
 
         return estimate(self.decisions, self.card)
 
     def slower(self) -> list[str]:
         """The layers that are estimated to be slower than in high precision."""
-        slow = {site for site, each in self.estimates().items() if each.slower}
-        return list(dict.fromkeys(d.layer or "<model>" for d in self.decisions if d.site in slow))
+        return self._layers({site for site, each in self.estimates().items() if each.slower})
+
+    def _layers(self, sites: Collection[int]) -> list[str]:
+        return list(dict.fromkeys(d.layer or "<model>" for d in self.decisions if d.site in sites))
+
+    def unkernelled(self) -> dict[str, list[str]]:
+        """The layers whose quantized attention would hold its scores in the memory of a GPU, by why it would."""
+        sites: dict[str, list[int]] = defaultdict(list)
+        for site, each in self.estimates().items():
+            if each.reference:
+                sites[each.reference].append(site)
+        return {reason: self._layers(each) for reason, each in sites.items()}
 
     def time(self) -> dict[str, Any]:
         """The estimate by name: ``card``, microseconds of all matmuls and their casts, and the layers without one.
@@ -70,8 +80,12 @@ class Report:
         ``unquantized_us`` and ``quantized_us`` are None on a device without measured rates.
         """
         known = {site: each for site, each in self.estimates().items() if each.quantized is not None}
-        devices = {d.matmul.device for d in self.decisions if d.matmul is not None}
-        missing = (d.layer or "<model>" for d in self.decisions if d.matmul is not None and d.site not in known)
+        work = [(d, d.matmul or d.attention) for d in self.decisions]
+        devices = {each.device for _, each in work if each is not None}
+        missing = (
+            d.layer or "<model>" for d, each in work
+            if (isinstance(each, Matmul) or (each is not None and each.spec is not None)) and d.weighed not in known
+        )  # fmt: skip
         return {
             "card": self.card or ", ".join(sorted(devices)),
             "unquantized_us": sum(each.unquantized or 0 for each in known.values()) if known else None,
@@ -81,7 +95,7 @@ class Report:
         }
 
     def verdict(self) -> list[str]:
-        """What the estimate says, in a line, and in another a warning where layers become slower."""
+        """What the estimate says, in a line, and in others warnings where layers become slower or have no kernel."""
         from fxquant.cost import RATES
 
         time = self.time()
@@ -89,18 +103,25 @@ class Report:
             return []
         if time["quantized_us"] is None:
             what = "these dtypes or kernels on " if time["card"] in RATES else ""
-            return [f"estimate: none, no measured rates for {what}{time['card']} (known: {', '.join(RATES)})"]
+            line = f"estimate: none, no measured rates for {what}{time['card']} (known: {', '.join(RATES)})"
+            return [line, *self._warnings()]
         before, after = time["unquantized_us"], time["quantized_us"]
         line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
         line += f"{time_text(after)} quantized ({before / after:.2f}x)"
         if time["unknown"]:
             line += f"; without {_some(time['unknown'])}, for which no rates were measured"
-        if not time["slower"]:
-            return [line]
-        estimates = self.estimates().values()
-        lost = sum((each.quantized or 0) - (each.unquantized or 0) for each in estimates if each.slower)
-        warning = f"warning: estimated to be slower than unquantized, by {time_text(lost)}: {_some(time['slower'])}; "
-        return [line, f"{warning}recipes.auto(recipe) leaves them as they are"]
+        return [line, *self._warnings()]
+
+    def _warnings(self) -> list[str]:
+        slow = {site: e for site, e in self.estimates().items() if e.slower and not e.reference}
+        lost = time_text(sum((each.quantized or 0) - (each.unquantized or 0) for each in slow.values()))
+        warnings = [f"estimated to be slower than unquantized, by {lost}: {_some(self._layers(slow))}"] if slow else []
+        for reason, layers in self.unkernelled().items():
+            warnings.append(
+                f"no FP8 kernel for the attention of {_some(layers)} ({reason}): the reference keeps its scores in "
+                "float32 in memory, many times slower"
+            )
+        return [f"warning: {each}; recipes.auto(recipe) leaves them as they are" for each in warnings]
 
     def work_table(self, layer: str = "", *, collapse: bool = False) -> str:
         """One row for each GEMM and cast with its kernel and, where rates are known, its estimated time.

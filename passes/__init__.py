@@ -22,7 +22,7 @@ from fxquant.passes.assign_roles import assign_roles
 from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.cache_weights import cache_weights
-from fxquant.passes.facts import Match
+from fxquant.passes.facts import Match, quantized
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.forms_mha import expand_opaque
 from fxquant.passes.fuse_producers import fuse_producers
@@ -83,7 +83,7 @@ class Rewriter:
         )  # fmt: skip
         if self.recipe.only_profitable:
             decisions = weigh(matches)
-            if all(resolved.quantizers is None for match in matches for resolved in match.resolved):
+            if not any(quantized(match) for match in matches):
                 slots = Slots()
         insert(matches)
         for module in gm.modules():

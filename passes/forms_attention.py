@@ -66,7 +66,10 @@ def fused(
         query, key, value, *extras = (builder.anchor.all_input_nodes[slot] for slot in slots)
         return settle(builder, attend(query, *without_repeats(key, value), extras))
 
-    match.attention = Attention(steps=tuple(steps), dropout=float(dropout_p), emit=emit)
+    match.attention = Attention(
+        steps=tuple(steps), dropout=float(dropout_p), emit=emit, axes=q.ndim,
+        learned=attn_mask is not None and requires_grad(attn_mask),
+    )  # fmt: skip
     return match
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from fxquant.compat import statically_known_true
 from fxquant.formats import Step
 from fxquant.passes.facts import Attend, Attention, Builder, Dim, Match, value_of
-from fxquant.passes.forms_contraction import Contraction, Label, arrange, permute, product_of, settle
+from fxquant.passes.forms_contraction import Contraction, Label, arrange, permute, product_of, requires_grad, settle
 from fxquant.passes.forms_weights import op_name
 
 _CASTS = frozenset("to _to_copy type type_as float half bfloat16 double contiguous clone alias".split())
@@ -132,7 +132,10 @@ def _read(first: Match, second: Match) -> Attention:
         result = attend(q, k, v, [extra.build(builder, lead) for extra in extras])
         return settle(builder, out_of.result(builder, _with_lead(builder, result, out_of.lead)))
 
-    return Attention(steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first.node})
+    return Attention(
+        steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first.node}, axes=len(lead) + 2,
+        learned=any(requires_grad(extra.user.all_input_nodes[extra.slot]) for extra in extras),
+    )  # fmt: skip
 
 
 def _slots(node: fx.Node, plan: Contraction) -> tuple[int, int]:
