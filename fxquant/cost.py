@@ -337,9 +337,13 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
     """The casts by site. Equal ones of a tensor are one, and a rowwise and a columnwise one of it are one kernel."""
     wanted: dict[_Tensor, dict[Direction, dict[QuantSpec, dict[int, int]]]] = {}
     of: dict[_Tensor, Matmul] = {}
+    work: dict[int, list[Work]] = {site: [] for site in sites}
     for site, gemm, operand, decision in _operands(sites):
         spec, matmul = _spec(decision), decision.matmul
         if spec is None or matmul is None or (operand == "weight" and matmul.stored):
+            continue
+        if decision.shared:
+            work[site].append(_moved_payload(matmul, operand, decision.direction))
             continue
         graph = "backward" if gemm is not Gemm.FPROP and operand != "input" else "forward"
         name = {"input": matmul.input, "weight": matmul.weight, "grad_output": str(site)}[operand]
@@ -347,7 +351,6 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
         of[tensor] = matmul
         specs = wanted.setdefault(tensor, {direction: {} for direction in Direction})[decision.direction]
         specs.setdefault(spec, {})[site] = decision.flops
-    work: dict[int, list[Work]] = {site: [] for site in sites}
     for tensor, directions in wanted.items():
         for row, column, readers in _pairs(directions[Direction.ROWWISE], directions[Direction.COLUMNWISE]):
             kernel, time = _cast(of[tensor], tensor.operand, row, column)
@@ -357,6 +360,16 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
                 part = None if time is None else time * flops / total if total else 0.0
                 work[site].append(Work(f"cast {tensor.operand}", kernel, None if part is None else 0.0, part))
     return work
+
+
+def _moved_payload(matmul: Matmul, operand: str, direction: Direction) -> Work:
+    """What it takes to put the bytes that an attention has quantized in the order of a linear."""
+    rates, time = RATES.get(matmul.device), None
+    if rates is not None:
+        share = rates.rowwise if direction is Direction.ROWWISE else rates.transposed
+        time = rates.launch + 2 * _elements(matmul)[operand] / (rates.copy * share) / 1e6
+    what = f"move {operand}"
+    return Work(what, f"bytes of the attention's, {direction}", None if time is None else 0.0, time)
 
 
 def _operands(sites: Mapping[int, Sequence[Decision]]) -> Iterator[tuple[int, Gemm, str, Decision]]:

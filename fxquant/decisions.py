@@ -126,7 +126,7 @@ class Decision:
 
     `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` are those of
     the whole GEMM with dynamic sizes at their example values. `matmul`, or `attention` of both products of one, is None
-    where nothing is known of its time.
+    where nothing is known of its time. A `shared` operand comes from an attention that has quantized it already.
     """
 
     role: QuantizerRole
@@ -141,6 +141,7 @@ class Decision:
     flops: int = 0
     matmul: Matmul | None = None
     attention: Attended | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         assert (self.quantizer is None) != (self.skip_reason is None), self

@@ -24,6 +24,7 @@ from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.cache_weights import cache_weights
 from fxquant.passes.facts import Match, quantized
 from fxquant.passes.find_matmuls import find_matmuls
+from fxquant.passes.find_shared import find_shared
 from fxquant.passes.forms_mha import expand_opaque
 from fxquant.passes.fuse_producers import fuse_producers
 from fxquant.passes.insert import insert
@@ -32,6 +33,7 @@ from fxquant.passes.merge import merge
 from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
 from fxquant.passes.resolve_attention import SLOTS
+from fxquant.passes.share_quantized import share_quantized
 from fxquant.passes.weigh import weigh
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
@@ -39,6 +41,7 @@ from fxquant.roles import QuantizerRole
 from fxquant.state import Slots
 
 LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
+    ("share_quantized", share_quantized),
     ("merge", merge),
     ("fuse_producers", fuse_producers),
     ("lower", lower),
@@ -47,7 +50,7 @@ LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
 
 
 class Rewriter:
-    """find -> assign roles -> resolve -> weigh -> insert, over one captured graph and the bodies inside it.
+    """find, assign roles, resolve, weigh, insert, find shared: over one captured graph and the bodies inside it.
 
     With `stored_weights` quantized weights are kept, and not cast in each call.
     """
@@ -86,9 +89,10 @@ class Rewriter:
             if not any(quantized(match) for match in matches):
                 slots = Slots()
         insert(matches)
-        for module in gm.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
+        graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+        for module in graphs:
+            module.recompile()
+        decisions = find_shared(graphs, decisions)
         return decisions, roles, slots
 
     def quantizes_inside(self, matches: Sequence[Match]) -> bool:
@@ -130,6 +134,7 @@ class Lowering(CustomGraphPass):
     @staticmethod
     def merge(graph: fx.Graph) -> None:
         """The part of lowering that keeps the meaning visible."""
+        run_pass("share_quantized", share_quantized, graph)
         run_pass("merge", merge, graph)
 
 

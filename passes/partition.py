@@ -27,11 +27,13 @@ from fxquant.compat import (
     CustomPartitionerFn,
     get_hash_for_files,
     min_cut_rematerialization_partition,
+    must_recompute,
     must_save,
     recomputable,
 )
 from fxquant.formats import QuantSpec
 from fxquant.passes.base import is_fxquant, run_pass, val
+from fxquant.passes.share_quantized import share_quantized
 
 SAVE = ("quantized", "least")
 """What may be asked to be saved."""
@@ -50,7 +52,11 @@ class Partition(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        run_pass("share_quantized", share_quantized, gm.graph)
         run_pass("partition", share_scales, gm.graph)
+        for node in gm.graph.nodes:
+            if is_fxquant(node, "dequantize_heads"):
+                must_recompute(node)  # of payloads, which take half as much
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
