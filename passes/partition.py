@@ -17,6 +17,7 @@ backward quantize them again where that takes nothing but tensors that are saved
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from fxquant.compat import (
     recomputable,
 )
 from fxquant.formats import QuantSpec
-from fxquant.passes.base import is_fxquant, run_pass, val
+from fxquant.passes.base import VIEWS, behind_views, is_fxquant, run_pass, val
 from fxquant.passes.share_quantized import share_quantized
 
 SAVE = ("quantized", "least")
@@ -55,8 +56,8 @@ class Partition(CustomPartitionerFn):
         run_pass("share_quantized", share_quantized, gm.graph)
         run_pass("partition", share_scales, gm.graph)
         for node in gm.graph.nodes:
-            if is_fxquant(node, "dequantize_heads"):
-                must_recompute(node)  # of payloads, which take half as much
+            if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node):
+                must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
@@ -95,6 +96,24 @@ def share_scales(graph: fx.Graph) -> int:
                 must_save(source)
     graph.lint()
     return count
+
+
+def _lays_out_attention(node: fx.Node) -> bool:
+    """Whether a node copies an attention's output into the order that a linear wants, which does not quantize it."""
+    if node.target is not torch.ops.aten.clone.default:
+        return False
+    source = behind_views(node.args[0])
+    if isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    of_attention = isinstance(source, fx.Node) and any(
+        is_fxquant(source, name) for name in ("dequantize_heads", "attention_forward")
+    )
+    return of_attention and not any(is_fxquant(reader) for reader in _readers(node))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node or its views."""
+    return [each for user in node.users for each in (_readers(user) if user.target in VIEWS else [user])]
 
 
 def _scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:

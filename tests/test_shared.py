@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Recorder, eager_backend, train_step
+from saved import saved_tensors
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -197,3 +199,27 @@ def test_inference_shares_too() -> None:
     (graph,) = recorder.graphs
     assert len(graph.graph.find_nodes(op="call_function", target=_ops.quantize.default)) == 7, "inputs and weights"
     assert "dequantize_heads" not in graph.code
+
+
+def test_q_k_v_and_o_take_half_the_memory_until_the_backward() -> None:
+    """Whatever the precision of the backward; and the linear behind them keeps nothing of its own."""
+
+    def make() -> tuple[nn.Module, Tensor]:
+        return SelfAttention(chain=False).bfloat16(), torch.randn(4, 4096, 64, dtype=torch.bfloat16)
+
+    elements = 4 * 4096 * 64
+    lse, x = elements // 4, 2 * elements
+    plain = saved_tensors(make, "high_precision").total
+    assert plain == 4 * 2 * elements + lse + x, "q, k, v and o"
+    for backward in (HIGH, HEAD):
+        for output, kept in ((HIGH, 3), (E4, 4)):
+            answers = {"qkv": HEAD, "s": HEAD, "do": backward, "dp": backward, "dpa_output": output}
+            found = saved_tensors(make, CustomRecipe(qfactory=functools.partial(answer, answers))).total
+            assert 0 <= found - (plain - kept * elements) < 512, "scales"
+    for output, kept in ((HIGH, 3 + 2 + 1), (E4, 4)):
+        found = saved_tensors(make, recipe(output=output)).total
+        assert 0 <= found - (kept * elements + lse + x // 2) < 512, "o in bfloat16 and for the linear, or once for both"
+
+
+def answer(answers: dict[str, Any], role: QuantizerRole) -> Any:
+    return answers.get(role.tensor_type or role.name, HIGH)
