@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fxquant.cost import Estimate, Work
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
+LOSS_COLUMNS = ("layer", "result", "relative error", "elements that became zero")
 WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
 
 
@@ -28,13 +29,24 @@ class Layer(NamedTuple):
     decisions: list[Decision]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a quantized product or attention (`what`) loses: see `fxquant.measure`."""
+
+    layer: str
+    what: str
+    error: float
+    lost: dict[str, float]
+
+
 @dataclass(kw_only=True)
 class Report:
     """The decisions of one or several compiled graphs.
 
     `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
     each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks. `card`
-    is the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`.
+    is the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`. `losses` are
+    what `fxquant.measure` has measured.
     """
 
     recipe: str
@@ -43,6 +55,7 @@ class Report:
     unused: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     card: str = ""
+    losses: list[Loss] = field(default_factory=list)
 
     def on(self, card: str) -> Report:
         """The same report with the kernels and estimated times of another card, named in part, such as ``H100``.
@@ -134,6 +147,15 @@ class Report:
         ]
         timed = any(row[-1] for row in rows)
         return aligned([row if timed else row[:3] for row in (WORK_COLUMNS, *rows)]) if rows else ""
+
+    def loss_table(self, layer: str = "") -> str:
+        """One row for each measured product: the error of its result, and how much of each operand became zero."""
+        rows = []
+        for each in self.losses:
+            if re.search(layer, each.layer):
+                lost = ", ".join(f"{name} {share:.1%}" for name, share in each.lost.items())
+                rows.append((each.layer or "<model>", each.what, f"{each.error:.2%}", lost))
+        return aligned([LOSS_COLUMNS, *rows]) if rows else ""
 
     def work(self, layer: str = "", *, collapse: bool = False) -> list[tuple[str, int, Work]]:
         """Each GEMM and cast with its layer and how many equal layers there are; see `table` for the arguments."""
@@ -239,6 +261,7 @@ class Report:
                 }
                 for name, _, work in self.work()
             ],
+            "losses": [asdict(each) for each in self.losses],
             "decisions": [_plain(d) for d in self.decisions],
             "graphs": self.graphs,
         }
@@ -261,7 +284,7 @@ class Report:
         lines = [f"recipe: {self.recipe}"]
         if self.decisions:
             lines.append(self.table(layer, collapse=collapse))
-        lines += filter(None, [self.work_table(layer, collapse=collapse)])
+        lines += filter(None, [self.work_table(layer, collapse=collapse), self.loss_table(layer)])
         lines += self.verdict()
         lines.append(self.totals())
         lines += [f"unused in the recipe: {part}" for part in self.unused]
