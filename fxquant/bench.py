@@ -56,8 +56,8 @@ QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise"
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 ATTENTION = " + attention"
 """What follows a recipe's name in the name of a provider whose attention is quantized as well."""
-PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO)
 WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
+PROVIDERS = ("bf16", *QUANTIZED, *TORCHAO, *WITH_ATTENTION)
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
     "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms",
@@ -721,7 +721,7 @@ def _served(cuda: bool, _options: argparse.Namespace) -> Sequence[Served]:
 
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
-    known = dict.fromkeys((*PROVIDERS, *WITH_ATTENTION, *bench_decode.PROVIDERS, "copy", *SPECS))
+    known = dict.fromkeys((*PROVIDERS, *bench_decode.PROVIDERS, "copy", *SPECS))
     unknown = [name for name in names if name not in known]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(known)}")
@@ -731,8 +731,10 @@ def _providers(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fxquant bench", description="Times fxquant, bf16 and torchao.")
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    known = [p for p in PROVIDERS if p not in TORCHAO or importlib.util.find_spec("torchao")]
-    block = kinds.add_parser("block", help="training steps of Llama3-8B blocks")
+    known = [p for p in PROVIDERS[: -len(WITH_ATTENTION)] if p not in TORCHAO or importlib.util.find_spec("torchao")]
+    block = kinds.add_parser(
+        "block", help=f"training steps of Llama3-8B blocks; those of RECIPE{ATTENTION} quantize attention too"
+    )
     block.add_argument(
         "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
     )
@@ -749,12 +751,7 @@ def _parser() -> argparse.ArgumentParser:
     cast = kinds.add_parser("cast", help="quantizations, beside a copy")
     cast.set_defaults(sizes=_casts, providers=["copy", *SPECS])
     for kind in (block, linear, grouped, decode, export, cast):
-        own = {
-            block: [*known, *WITH_ATTENTION],
-            cast: ["copy", *SPECS],
-            decode: bench_decode.PROVIDERS,
-            export: bench_export.PROVIDERS,
-        }
+        own = {cast: ["copy", *SPECS], decode: bench_decode.PROVIDERS, export: bench_export.PROVIDERS}
         names = own.get(kind, known)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {', '.join(names)}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
