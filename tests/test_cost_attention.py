@@ -143,15 +143,17 @@ def test_auto_leaves_short_attention_alone(grad: bool) -> None:
 def test_auto_never_takes_the_reference_on_a_gpu(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["fxquant.passes.resolve"], "card_name", lambda device: card)
 
-    def dropped(q: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
 
-    report = explained(heads_recipe(), dropped, LONG)
-    assert any("no FP8 kernel for the attention of <model> (dropout)" in line for line in report.verdict())
-    assert "the reference, float32 scores in memory (dropout)" in str(report)
-    report = explained(recipes.auto(heads_recipe()), dropped, LONG)
+    recipe = heads_recipe(qkv=Float8CurrentScalingQuantizer(torch.float8_e5m2))
+    report = explained(recipe, attend, LONG)
+    why = "per_tensor_e5m2 in qkv"
+    assert any(f"no FP8 kernel for the attention of <model> ({why})" in line for line in report.verdict())
+    assert f"the reference, float32 scores in memory ({why})" in str(report)
+    report = explained(recipes.auto(recipe), attend, LONG)
     assert {d.skip_reason for d in report.decisions} == {SkipReason.NOT_PROFITABLE}
-    assert {d.detail for d in report.decisions} == {"no FP8 kernel: dropout"}
+    assert {d.detail for d in report.decisions} == {f"no FP8 kernel: {why}"}
     assert "fxquant" not in report.graphs["forward"] and len(report.verdict()) == 1
 
 
