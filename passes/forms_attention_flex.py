@@ -31,13 +31,18 @@ from fxquant.passes.forms_weights import op_name
 
 _ELEMENTWISE = frozenset(
     """add sub mul truediv div floordiv floor_divide mod remainder neg abs pow exp log sqrt sin cos tanh sigmoid
-    minimum maximum clamp where ge gt le lt eq ne and_ or_ xor invert logical_and logical_or logical_not bitwise_and
-    bitwise_or bitwise_not __and__ __or__ __invert__ to float int long bool type getitem index new_ones""".split()
+    minimum maximum clamp where ge gt le lt eq ne and or xor invert logical_and logical_or logical_not bitwise_and
+    bitwise_or bitwise_not to float int long bool type getitem index new_ones""".split()
 )
 """What functions of places may be made of: each element by itself, or picked from a captured tensor."""
 
 _TRUE = frozenset(("new_ones", "ones"))
-_AND = frozenset(("and_", "__and__", "bitwise_and", "logical_and"))
+_AND = frozenset(("and", "bitwise_and", "logical_and"))
+
+
+def _name(node: fx.Node) -> str:
+    """The name of an operation, without the underscores of its methods."""
+    return op_name(node).strip("_")
 
 
 def flex(
@@ -124,7 +129,7 @@ def _of_scores(graph: fx.Graph, buffers: Sequence[Any]) -> list[_Step]:
     while node is not score:
         if node not in path:
             raise Unknown("its scores are replaced")
-        name, args = op_name(node), node.args
+        name, args = _name(node), node.args
         along = [i for i, arg in enumerate(args) if arg in path]
         if len(along) != 1 or (node.kwargs and name != "to"):
             raise Unknown(f"its score function has {name} of two scores")
@@ -167,11 +172,11 @@ def _conjuncts(node: fx.Node, given: dict[fx.Node, Any]) -> Iterator[_Step]:
     parts, rest = [node], []
     while parts:
         part = parts.pop(0)
-        if op_name(part) in _AND and len(part.all_input_nodes) == 2:
+        if _name(part) in _AND and len(part.all_input_nodes) == 2:
             parts = [*part.all_input_nodes, *parts]
         elif _is_causal(part, given):
             causal = True
-        elif op_name(part) not in _TRUE:
+        elif _name(part) not in _TRUE:
             rest.append(part)
     if rest:
         yield "keep", 0.0, whole if len(rest) > 1 else _dense(rest[0], given)
@@ -181,7 +186,7 @@ def _conjuncts(node: fx.Node, given: dict[fx.Node, Any]) -> Iterator[_Step]:
 
 def _is_causal(node: fx.Node, given: dict[fx.Node, Any]) -> bool:
     """Whether this is query >= key."""
-    sides = {"ge": ("query", "key"), "le": ("key", "query")}.get(op_name(node))
+    sides = {"ge": ("query", "key"), "le": ("key", "query")}.get(_name(node))
     return sides is not None and len(node.args) == 2 and all(
         given.get(_shifted(arg)) == side for arg, side in zip(node.args, sides, strict=True)
     )  # fmt: skip
@@ -189,7 +194,7 @@ def _is_causal(node: fx.Node, given: dict[fx.Node, Any]) -> bool:
 
 def _shifted(node: Any) -> Any:
     """Behind additions of zero."""
-    while isinstance(node, fx.Node) and op_name(node) == "add" and node.args[1] == 0:
+    while isinstance(node, fx.Node) and _name(node) == "add" and node.args[1] == 0:
         node = node.args[0]
     return node
 
@@ -199,8 +204,8 @@ def _dense(node: Any, given: dict[fx.Node, Any], negated: bool = False) -> _Expr
     queue = [node]
     while queue:
         each = queue.pop()
-        if not isinstance(each, fx.Node) or (each not in given and op_name(each) not in _ELEMENTWISE):
-            raise Unknown(f"{op_name(each) if isinstance(each, fx.Node) else each} in one of its functions")
+        if not isinstance(each, fx.Node) or (each not in given and _name(each) not in _ELEMENTWISE):
+            raise Unknown(f"{_name(each) if isinstance(each, fx.Node) else each} in one of its functions")
         queue += [] if each in given else each.all_input_nodes
     return _Expression(node, given, negated)
 
