@@ -50,8 +50,8 @@ def _shared(graph: fx.Graph) -> Iterator[tuple[_Operand, str]]:
     for node in graph.nodes:
         if is_fxquant(node, "linear"):
             source = node.args[0]
-            while isinstance(source, fx.Node) and op_name(source) in _MOVES:
-                source = source.args[0]
+            while (moved := _moved(source)) is not None:
+                source = moved
             if is_fxquant(source, "attention"):
                 attention = AttentionSpec.parse(source.args[4])
                 yield from _sides(node, "input", attention.o, attention.name, node.args[0], source)
@@ -59,10 +59,17 @@ def _shared(graph: fx.Graph) -> Iterator[tuple[_Operand, str]]:
             attention = AttentionSpec.parse(node.args[4])
             for operand in node.args[:3]:
                 user, source = node, operand
-                while _readers(source) == [user] and op_name(source) in _MOVES and isinstance(source.args[0], fx.Node):
-                    user, source = source, source.args[0]
+                while _readers(source) == [user] and (moved := _moved(source)) is not None:
+                    user, source = source, moved
                 if is_fxquant(source, "linear") and _readers(source) == [user]:
                     yield from _sides(source, "grad_output", attention.dqkv, attention.name, source, node)
+
+
+def _moved(node: fx.Node) -> fx.Node | None:
+    """What a node moves the elements of; None where it does something else."""
+    if node.op not in ("call_function", "call_method") or op_name(node) not in _MOVES:
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

@@ -204,9 +204,12 @@ def _dense(node: Any, given: dict[fx.Node, Any], negated: bool = False) -> _Expr
     queue = [node]
     while queue:
         each = queue.pop()
-        if not isinstance(each, fx.Node) or (each not in given and _name(each) not in _ELEMENTWISE):
+        if each in given:
+            continue
+        called = isinstance(each, fx.Node) and each.op in ("call_function", "call_method")
+        if not called or _name(each) not in _ELEMENTWISE:
             raise Unknown(f"{_name(each) if isinstance(each, fx.Node) else each} in one of its functions")
-        queue += [] if each in given else each.all_input_nodes
+        queue += each.all_input_nodes
     return _Expression(node, given, negated)
 
 
