@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fxquant.calibration import Amax, Calibration
     from fxquant.compiled import autocast, compile
     from fxquant.explainer import explain
+    from fxquant.measurer import measure
     from fxquant.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
     from fxquant.report import Report
 
@@ -63,6 +64,7 @@ _LAZY = {
     "autocast": "fxquant.compiled",
     "compile": "fxquant.compiled",
     "explain": "fxquant.explainer",
+    "measure": "fxquant.measurer",
     "Report": "fxquant.report",
     "aoti_compile_and_package": "fxquant.program",
     "lower_program": "fxquant.program",
@@ -142,6 +144,7 @@ __all__ = [
     "explain",
     "factories",
     "lower_program",
+    "measure",
     "onnx_export",
     "quantize_program",
     "recipes",

@@ -50,7 +50,7 @@ from fxquant.bench_export import DecoderBlock, Served
 from fxquant.compat import inductor_config, unlimited_recompiles
 from fxquant.formats import QuantSpec
 from fxquant.kernels import gemm
-from fxquant.quantizers import Quantizer
+from fxquant.quantizers import Float8HeadQuantizer, Quantizer
 from fxquant.report import aligned
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
@@ -58,7 +58,10 @@ QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise"
 CACHED = ("rowwise cached", "float8_blockwise cached")
 """Recipes whose weights stay quantized: all micro-batches of a step but the first."""
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
-PROVIDERS = ("bf16", *QUANTIZED, *CACHED, *TORCHAO)
+ATTENTION = " + attention"
+"""What follows a recipe's name in the name of a provider whose attention is quantized as well."""
+WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
+PROVIDERS = ("bf16", *QUANTIZED, *CACHED, *TORCHAO, *WITH_ATTENTION)
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
     "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms",
@@ -258,8 +261,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Backend | None]:
     """The model compiled as a provider does it, and fxquant's backend where that is the provider."""
-    if provider in (*QUANTIZED, *CACHED):
-        backend = Backend(provider.removesuffix(" cached"), cache_weights=provider in CACHED)
+    recipe = recipe_of(provider)
+    if recipe is not None:
+        backend = Backend(recipe, cache_weights=provider in CACHED)
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False), backend
     if provider in TORCHAO and isinstance(model, Experts):
         model.multiply = torchao_grouped_mm(provider)
@@ -269,6 +273,18 @@ def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor]
         config = Float8LinearConfig.from_recipe_name(provider.removeprefix("torchao "))
         model = convert_to_float8_training(nn.Sequential(model), config=config)  # it swaps children, not the root
     return torch.compile(model, fullgraph=True, dynamic=False), None
+
+
+def recipe_of(provider: str) -> recipes.Recipe | None:
+    """The recipe of a provider, or None for one that is not fxquant's.
+
+    With attention, its forward is in FP8 with a scale for each head, its backward in high precision.
+    """
+    name = provider.removesuffix(ATTENTION).removesuffix(" cached")
+    if name not in QUANTIZED or not provider.endswith(ATTENTION):
+        return recipes.get(name) if name in QUANTIZED else None
+    heads = recipes.Rule(Float8HeadQuantizer(), module_type="dpa", tensor_type="qkv|s")
+    return recipes.CustomRecipe(qfactory=recipes.Rules([heads], default=name))
 
 
 def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -541,7 +557,7 @@ def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
     from fxquant.__main__ import runs_as
 
-    provider = provider.removesuffix(" calibrated").removesuffix(" cached")
+    provider = provider.removesuffix(" calibrated").removesuffix(" cached").removesuffix(ATTENTION)
     if provider not in QUANTIZED:
         return "native"
     return runs_as(
@@ -629,7 +645,7 @@ def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> 
     peer = "torchao rowwise" if provider.startswith("rowwise") else "torchao tensorwise"
     if "bf16" in medians:
         row["over_bf16"] = f"{medians['bf16'] / own:.2f}x"
-    if provider in (*QUANTIZED, *CACHED) and peer in medians:
+    if recipe_of(provider) is not None and peer in medians:
         row["over_torchao"] = f"{medians[peer] / own:.2f}x"
     if floor is not None:
         row |= {"of_floor": f"{own / floor:.2f}x", "floor_ms": f"{floor:.4g}"}
@@ -727,13 +743,15 @@ def _providers(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fxquant bench", description="Times fxquant, bf16 and torchao.")
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    known = [p for p in PROVIDERS if p not in TORCHAO or importlib.util.find_spec("torchao")]
-    block = kinds.add_parser("block", help="training steps of Llama3-8B blocks")
+    known = [p for p in PROVIDERS[: -len(WITH_ATTENTION)] if p not in TORCHAO or importlib.util.find_spec("torchao")]
+    block = kinds.add_parser(
+        "block", help=f"training steps of Llama3-8B blocks; those of RECIPE{ATTENTION} quantize attention too"
+    )
     block.add_argument(
         "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
     )
     block.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
-    block.set_defaults(sizes=_stack, providers=[p for p in known if p not in CACHED])
+    block.set_defaults(sizes=_stack, providers=[*(p for p in known if p not in CACHED), WITH_ATTENTION[0]])
     linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
     linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4", *CACHED)])
     grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")

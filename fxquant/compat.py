@@ -205,6 +205,11 @@ def must_save(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def must_recompute(node: fx.Node) -> None:
+    """Has the partitioner compute a node of a joint graph in the backward, of what is saved anyway."""
+    node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
 @contextmanager
 def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
     """A scope in which the partitioner takes these operators for elementwise ones, which it may compute again."""
@@ -391,6 +396,7 @@ __all__ = [
     "make_fx",
     "mark_static",
     "min_cut_rematerialization_partition",
+    "must_recompute",
     "must_save",
     "no_autocast",
     "no_modes",

@@ -6,7 +6,8 @@ reaches; and each launch a little. A linear is weighed with all GEMMs that it ru
 fprop alone for inference. A tensor that several layers read is cast once, and they share the time by their FLOPs.
 
 Rates were measured, one row of `RATES` a card; the row says when, and with what. There is no estimate for another card.
-Biases, and what stands between the matmuls, are not part of it: the same on both sides, as is attention.
+Biases, and what stands between the matmuls, are not part of it: the same on both sides. Attention is weighed whole, by
+`fxquant.cost_attention`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from fxquant.cost_attention import attention_work, runs_the_reference
 from fxquant.decisions import Decision, Matmul
 from fxquant.errors import OptionError
 from fxquant.formats import QuantSpec
@@ -145,9 +147,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All work of one matmul."""
+    """All work of one matmul, or of an attention; `reference` is why that would hold its scores in a GPU's memory."""
 
     work: tuple[Work, ...]
+    reference: str = ""
 
     @property
     def unquantized(self) -> float | None:
@@ -167,7 +170,14 @@ class Estimate:
     @property
     def slower(self) -> bool:
         """Whether quantization is estimated to cost more than it saves."""
+        if self.reference:
+            return True
         return self.unquantized is not None and self.quantized is not None and self.quantized > self.unquantized
+
+    def __str__(self) -> str:
+        if self.reference:
+            return f"no FP8 kernel: {self.reference}"
+        return f"{self.unquantized:.3g} us in high precision, {self.quantized:.3g} us quantized"
 
 
 def _sum(times: Iterable[float | None]) -> float | None:
@@ -180,7 +190,7 @@ def _sum(times: Iterable[float | None]) -> float | None:
 
 
 def estimate(decisions: Sequence[Decision], card: str = "") -> dict[int, Estimate]:
-    """The work of every matmul outside attention, by site, on its own device or on another `card`.
+    """The work of every matmul, by site, on its own device or on another `card`; of attention at its first product's.
 
     Raises OptionError for a card without rates.
     """
@@ -191,13 +201,29 @@ def estimate(decisions: Sequence[Decision], card: str = "") -> dict[int, Estimat
         if decision.matmul is not None:
             sites[decision.site].append(decision)
     casts = _casts(sites)
-    return {site: Estimate((*_gemms(own), *casts[site])) for site, own in sites.items()}
+    found = {site: Estimate((*_gemms(own), *casts[site])) for site, own in sites.items()}
+    attentions: dict[int, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        if decision.attention is not None:
+            attentions[decision.weighed].append(decision)
+    return found | {site: _attention(own) for site, own in attentions.items()}
+
+
+def _attention(decisions: Sequence[Decision]) -> Estimate:
+    attention = decisions[0].attention
+    assert attention is not None
+    training = any(d.gemm is not Gemm.FPROP for d in decisions)
+    rates = RATES.get(attention.device)
+    copy, launch = (rates.copy, rates.launch) if rates is not None else (1.0, 0.0)
+    work = tuple(Work(*row) for row in attention_work(attention, training, copy, launch))
+    return Estimate(work, runs_the_reference(attention, training))
 
 
 def _moved(decision: Decision, card: str) -> Decision:
-    if decision.matmul is None:
-        return decision
-    return replace(decision, matmul=replace(decision.matmul, device=card, capability=RATES[card].capability))
+    there: dict[str, Any] = {"device": card, "capability": RATES[card].capability}
+    matmul = None if decision.matmul is None else replace(decision.matmul, **there)
+    attention = None if decision.attention is None else replace(decision.attention, **there)
+    return replace(decision, matmul=matmul, attention=attention)
 
 
 _AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}
@@ -354,11 +380,15 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
     """The casts by site. Equal ones of a tensor are one, and a rowwise and a columnwise one of it are one kernel."""
     wanted: dict[_Tensor, dict[Direction, dict[QuantSpec, dict[int, int]]]] = {}
     of: dict[_Tensor, Matmul] = {}
+    work: dict[int, list[Work]] = {site: [] for site in sites}
     for site, gemm, operand, decision in _operands(sites):
         spec, matmul = _spec(decision), decision.matmul
         if spec is None or matmul is None:
             continue
         if operand == "weight" and matmul.stored and not (spec.is_delayed or spec.stochastic):
+            continue
+        if decision.shared:
+            work[site].append(_moved_payload(matmul, operand, decision.direction))
             continue
         graph = "backward" if gemm is not Gemm.FPROP and operand != "input" else "forward"
         name = {"input": matmul.input, "weight": matmul.weight, "grad_output": str(site)}[operand]
@@ -366,7 +396,6 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
         of[tensor] = matmul
         specs = wanted.setdefault(tensor, {direction: {} for direction in Direction})[decision.direction]
         specs.setdefault(spec, {})[site] = decision.flops
-    work: dict[int, list[Work]] = {site: [] for site in sites}
     scaled: set[tuple[str, str]] = set()
     for tensor, directions in wanted.items():
         known = (tensor.operand, tensor.name) in scaled
@@ -380,6 +409,16 @@ def _casts(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
                 part = None if time is None else time * flops / total if total else 0.0
                 work[site].append(Work(f"cast {tensor.operand}", kernel, None if part is None else 0.0, part))
     return work
+
+
+def _moved_payload(matmul: Matmul, operand: str, direction: Direction) -> Work:
+    """What it takes to put the bytes that an attention has quantized in the order of a linear."""
+    rates, time = RATES.get(matmul.device), None
+    if rates is not None:
+        share = rates.rowwise if direction is Direction.ROWWISE else rates.transposed
+        time = rates.launch + 2 * _elements(matmul)[operand] / (rates.copy * share) / 1e6
+    what = f"move {operand}"
+    return Work(what, f"bytes of the attention's, {direction}", None if time is None else 0.0, time)
 
 
 def _operands(sites: Mapping[int, Sequence[Decision]]) -> Iterator[tuple[int, Gemm, str, Decision]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fxquant.formats import AttentionSpec, Step
 from fxquant.roles import Direction, Gemm, QuantizerRole
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ _MEANINGS = {
     SkipReason.STATE: (
         "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach"
     ),
-    SkipReason.NOT_PROFITABLE: "the recipe is wrapped in auto, and the layer is estimated to be slower quantized",
+    SkipReason.NOT_PROFITABLE: (
+        "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized"
+    ),
 }
 
 
@@ -91,11 +94,39 @@ class Matmul:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attended:
+    """What the time of an attention depends on: sizes of the example, and its `spec` where it is quantized.
+
+    q [batch, heads, queries, width], k [batch, kv_heads, keys, width], v [batch, kv_heads, keys, features], given with
+    so many `axes`. `fused` is one node that torch has a kernel for, `learned` one with a mask, bias or scale that gets
+    a gradient. `site` is that of its first product. `device` and `capability` are those of `Matmul`.
+    """
+
+    site: int
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    features: int
+    axes: int = 4
+    steps: tuple[Step, ...] = ()
+    fused: bool = True
+    learned: bool = False
+    spec: AttentionSpec | None = None
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    capability: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """One operand of one GEMM: either a quantizer or a skip reason, never both, never neither.
 
     `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` are those of
-    the whole GEMM with dynamic sizes at their example values. `matmul` is None where nothing is known of its time.
+    the whole GEMM with dynamic sizes at their example values. `matmul`, or `attention` of both products of one, is None
+    where nothing is known of its time. A `shared` operand comes from an attention that has quantized it already.
     """
 
     role: QuantizerRole
@@ -109,6 +140,8 @@ class Decision:
     site: int = 0
     flops: int = 0
     matmul: Matmul | None = None
+    attention: Attended | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         assert (self.quantizer is None) != (self.skip_reason is None), self
@@ -116,3 +149,8 @@ class Decision:
     @property
     def layer(self) -> str:
         return self.role.name
+
+    @property
+    def weighed(self) -> int:
+        """The site whose estimate has this one in it: of an attention, that of its first product."""
+        return self.site if self.attention is None else self.attention.site

@@ -662,7 +662,8 @@ class Rules:
 class AutoRecipe(Recipe):
     """Another recipe without the layers that `fxquant.cost` estimates to be slower quantized than in high precision.
 
-    They are reported as NOT_PROFITABLE, with the estimate. On a device without measured rates nothing is left out.
+    They are reported as NOT_PROFITABLE, with the estimate. Attention is left out as a whole, and always where no FP8
+    kernel of a GPU takes it; of all else nothing is left out on a device without measured rates.
     """
 
     recipe: Recipe

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fxquant.decisions import Decision
+from fxquant.decisions import Decision, Matmul
 from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
 EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
+LOSS_COLUMNS = ("layer", "result", "relative error", "elements that became zero")
 WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
 
 
@@ -46,6 +47,16 @@ class Layer(NamedTuple):
     decisions: list[Decision]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a quantized product or attention (`what`) loses: see `fxquant.measure`."""
+
+    layer: str
+    what: str
+    error: float
+    lost: dict[str, float]
+
+
 @dataclass(kw_only=True)
 class Report:
     """The decisions of one or several compiled graphs.
@@ -53,7 +64,8 @@ class Report:
     `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
     each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks.
     `epilogues` are the GEMMs whose results are activated, added to something or measured by what reads them. `card` is
-    the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`.
+    the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`. `losses` are
+    what `fxquant.measure` has measured.
     """
 
     recipe: str
@@ -63,6 +75,7 @@ class Report:
     breaks: list[str] = field(default_factory=list)
     epilogues: list[EpilogueGemm] = field(default_factory=list)
     card: str = ""
+    losses: list[Loss] = field(default_factory=list)
 
     def on(self, card: str) -> Report:
         """The same report with the kernels and estimated times of another card, named in part, such as ``H100``.
@@ -74,15 +87,25 @@ class Report:
         return replace(self, card=find_card(card))
 
     def estimates(self) -> dict[int, Estimate]:
-        """Kernels and times of every matmul outside attention, by site; see `fxquant.cost`."""
+        """Kernels and times of every matmul, by site, of attention at its first product's; see `fxquant.cost`."""
         from fxquant.cost import estimate
 
         return estimate(self.decisions, self.card)
 
     def slower(self) -> list[str]:
         """The layers that are estimated to be slower than in high precision."""
-        slow = {site for site, each in self.estimates().items() if each.slower}
-        return list(dict.fromkeys(d.layer or "<model>" for d in self.decisions if d.site in slow))
+        return self._layers({site for site, each in self.estimates().items() if each.slower})
+
+    def _layers(self, sites: Collection[int]) -> list[str]:
+        return list(dict.fromkeys(d.layer or "<model>" for d in self.decisions if d.site in sites))
+
+    def unkernelled(self) -> dict[str, list[str]]:
+        """The layers whose quantized attention would hold its scores in the memory of a GPU, by why it would."""
+        sites: dict[str, list[int]] = defaultdict(list)
+        for site, each in self.estimates().items():
+            if each.reference:
+                sites[each.reference].append(site)
+        return {reason: self._layers(each) for reason, each in sites.items()}
 
     def time(self) -> dict[str, Any]:
         """The estimate by name: ``card``, microseconds of all matmuls and their casts, and the layers without one.
@@ -90,8 +113,12 @@ class Report:
         ``unquantized_us`` and ``quantized_us`` are None on a device without measured rates.
         """
         known = {site: each for site, each in self.estimates().items() if each.quantized is not None}
-        devices = {d.matmul.device for d in self.decisions if d.matmul is not None}
-        missing = (d.layer or "<model>" for d in self.decisions if d.matmul is not None and d.site not in known)
+        work = [(d, d.matmul or d.attention) for d in self.decisions]
+        devices = {each.device for _, each in work if each is not None}
+        missing = (
+            d.layer or "<model>" for d, each in work
+            if (isinstance(each, Matmul) or (each is not None and each.spec is not None)) and d.weighed not in known
+        )  # fmt: skip
         return {
             "card": self.card or ", ".join(sorted(devices)),
             "unquantized_us": sum(each.unquantized or 0 for each in known.values()) if known else None,
@@ -101,7 +128,7 @@ class Report:
         }
 
     def verdict(self) -> list[str]:
-        """What the estimate says, in a line, and in another a warning where layers become slower."""
+        """What the estimate says, in a line, and in others warnings where layers become slower or have no kernel."""
         from fxquant.cost import RATES
 
         time = self.time()
@@ -109,18 +136,25 @@ class Report:
             return []
         if time["quantized_us"] is None:
             what = "these dtypes or kernels on " if time["card"] in RATES else ""
-            return [f"estimate: none, no measured rates for {what}{time['card']} (known: {', '.join(RATES)})"]
+            line = f"estimate: none, no measured rates for {what}{time['card']} (known: {', '.join(RATES)})"
+            return [line, *self._warnings()]
         before, after = time["unquantized_us"], time["quantized_us"]
         line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
         line += f"{time_text(after)} quantized ({before / after:.2f}x)"
         if time["unknown"]:
             line += f"; without {_some(time['unknown'])}, for which no rates were measured"
-        if not time["slower"]:
-            return [line]
-        estimates = self.estimates().values()
-        lost = sum((each.quantized or 0) - (each.unquantized or 0) for each in estimates if each.slower)
-        warning = f"warning: estimated to be slower than unquantized, by {time_text(lost)}: {_some(time['slower'])}; "
-        return [line, f"{warning}recipes.auto(recipe) leaves them as they are"]
+        return [line, *self._warnings()]
+
+    def _warnings(self) -> list[str]:
+        slow = {site: e for site, e in self.estimates().items() if e.slower and not e.reference}
+        lost = time_text(sum((each.quantized or 0) - (each.unquantized or 0) for each in slow.values()))
+        warnings = [f"estimated to be slower than unquantized, by {lost}: {_some(self._layers(slow))}"] if slow else []
+        for reason, layers in self.unkernelled().items():
+            warnings.append(
+                f"no FP8 kernel for the attention of {_some(layers)} ({reason}): the reference keeps its scores in "
+                "float32 in memory, many times slower"
+            )
+        return [f"warning: {each}; recipes.auto(recipe) leaves them as they are" for each in warnings]
 
     def work_table(self, layer: str = "", *, collapse: bool = False) -> str:
         """One row for each GEMM and cast with its kernel and, where rates are known, its estimated time.
@@ -133,6 +167,15 @@ class Report:
         ]
         timed = any(row[-1] for row in rows)
         return aligned([row if timed else row[:3] for row in (WORK_COLUMNS, *rows)]) if rows else ""
+
+    def loss_table(self, layer: str = "") -> str:
+        """One row for each measured product: the error of its result, and how much of each operand became zero."""
+        rows = []
+        for each in self.losses:
+            if re.search(layer, each.layer):
+                lost = ", ".join(f"{name} {share:.1%}" for name, share in each.lost.items())
+                rows.append((each.layer or "<model>", each.what, f"{each.error:.2%}", lost))
+        return aligned([LOSS_COLUMNS, *rows]) if rows else ""
 
     def work(self, layer: str = "", *, collapse: bool = False) -> list[tuple[str, int, Work]]:
         """Each GEMM and cast with its layer and how many equal layers there are; see `table` for the arguments."""
@@ -260,6 +303,7 @@ class Report:
                 }
                 for each in self.epilogues
             ],
+            "losses": [asdict(each) for each in self.losses],
             "decisions": [_plain(d) for d in self.decisions],
             "graphs": self.graphs,
         }
@@ -282,7 +326,8 @@ class Report:
         lines = [f"recipe: {self.recipe}"]
         if self.decisions:
             lines.append(self.table(layer, collapse=collapse))
-        lines += filter(None, [self.work_table(layer, collapse=collapse), self.epilogue_table(layer)])
+        tables = (self.work_table(layer, collapse=collapse), self.epilogue_table(layer), self.loss_table(layer))
+        lines += filter(None, tables)
         lines += self.verdict()
         lines.append(self.totals())
         lines += [f"unused in the recipe: {part}" for part in self.unused]

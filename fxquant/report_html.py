@@ -126,6 +126,8 @@ def section(report: Report) -> str:
     parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
     if report.decisions:
         parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]
+    if report.losses:
+        parts.append(f"<h2>Losses</h2><pre>{escape(report.loss_table())}</pre>")
     if report.graphs:
         parts.append("<h2>Rewritten graphs</h2>")
         parts += [

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import operator_library
+from fxquant.compat import no_autocast, operator_library
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels import attention_ops
 from fxquant.kernels.linear import StateTensors
@@ -117,7 +117,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: 
     parsed = AttentionSpec.parse(spec)
     if parsed.autocast:
         q, k, v = (x.to(getattr(torch, parsed.autocast)) for x in (q, k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         seed = torch.randint_like(q.new_empty(1, dtype=torch.int64), 2**62) if parsed.dropout else None
         return _Attention.apply(q, k, v, seed, spec, state, *extras)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -2,6 +2,7 @@
 
 A quantized operand is [payload, scale] as `fxquant.kernels.attention_reference.quantize_heads` lays it out; v is
 `transposed`. `width` is D before it was padded. Specs cross as the text of a `QuantSpec` or an `AttentionSpec`.
+`transpose_codes` gives the bytes [M, K] of a payload as [K, Mp], M padded with zeros to a multiple of `alignment`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import fake_kernel, operator_library
+from fxquant.compat import fake_kernel, operator_library, statically_known_true
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels import attention_reference as reference
 
@@ -24,6 +25,7 @@ _SCHEMAS = {
     "dequantize_heads": (
         "(Tensor[] parts, str spec, SymInt groups, bool transposed, SymInt[] size, ScalarType dtype) -> Tensor"
     ),
+    "transpose_codes": "(Tensor codes, SymInt alignment) -> Tensor",
     "attention_forward": (
         "(Tensor[] q, Tensor[] k, Tensor[] v, Tensor[] extras, Tensor? seed, Tensor? s_scale, str spec,"
         " SymInt width, ScalarType dtype) -> Tensor[]"
@@ -54,6 +56,13 @@ def _dequantize_heads(
     return reference.dequantize_heads(parts, QuantSpec.parse(spec), groups, transposed, size).to(dtype).contiguous()
 
 
+def _transpose_codes(codes: Tensor, alignment: int) -> Tensor:
+    rows = codes.shape[-2]
+    padding = (rows + alignment - 1) // alignment * alignment - rows
+    turned = codes.mT if statically_known_true(padding == 0) else torch.nn.functional.pad(codes.mT, (0, padding))
+    return turned.contiguous()
+
+
 def _forward(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
     s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
@@ -76,6 +85,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize_heads": _quantize_heads,
     "quantize_qkv": _quantize_qkv,
     "dequantize_heads": _dequantize_heads,
+    "transpose_codes": _transpose_codes,
     "attention_forward": _forward,
     "attention_backward": _backward,
 }
@@ -118,6 +128,12 @@ def _dequantize_heads_fake(
     parts: Sequence[Tensor], spec: str, groups: int, transposed: bool, size: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     return parts[0].new_empty([*parts[0].shape[:-2], *size], dtype=dtype)
+
+
+@fake_kernel(_library, "transpose_codes")
+def _transpose_codes_fake(codes: Tensor, alignment: int) -> Tensor:
+    *batch, rows, columns = codes.shape
+    return codes.new_empty([*batch, columns, (rows + alignment - 1) // alignment * alignment])
 
 
 @fake_kernel(_library, "attention_forward")

@@ -22,8 +22,9 @@ from fxquant.passes.assign_roles import assign_roles
 from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.bind_state import bind_state, stateful_graphs
 from fxquant.passes.cache_weights import cache_weights
-from fxquant.passes.facts import Match
+from fxquant.passes.facts import Match, quantized
 from fxquant.passes.find_matmuls import find_matmuls
+from fxquant.passes.find_shared import find_shared
 from fxquant.passes.forms_mha import expand_opaque
 from fxquant.passes.fuse_epilogues import fuse_epilogues
 from fxquant.passes.fuse_producers import fuse_producers
@@ -33,6 +34,7 @@ from fxquant.passes.merge import merge
 from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
 from fxquant.passes.resolve_attention import SLOTS
+from fxquant.passes.share_quantized import share_quantized
 from fxquant.passes.weigh import weigh
 from fxquant.passes.write_once import write_once
 from fxquant.quantizers import IdentityQuantizer
@@ -41,6 +43,7 @@ from fxquant.roles import QuantizerRole
 from fxquant.state import Slots
 
 LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
+    ("share_quantized", share_quantized),
     ("merge", merge),
     ("fuse_producers", fuse_producers),
     ("fuse_epilogues", fuse_epilogues),
@@ -51,7 +54,7 @@ LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
 
 
 class Rewriter:
-    """find -> assign roles -> resolve -> weigh -> insert, over one captured graph and the bodies inside it.
+    """find, assign roles, resolve, weigh, insert, find shared: over one captured graph and the bodies inside it.
 
     With `stored_weights` quantized weights are kept, and not cast in each call.
     """
@@ -87,12 +90,13 @@ class Rewriter:
         )  # fmt: skip
         if self.recipe.only_profitable:
             decisions = weigh(matches)
-            if all(resolved.quantizers is None for match in matches for resolved in match.resolved):
+            if not any(quantized(match) for match in matches):
                 slots = Slots()
         insert(matches)
-        for module in gm.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
+        graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+        for module in graphs:
+            module.recompile()
+        decisions = find_shared(graphs, decisions)
         return decisions, roles, slots
 
     def quantizes_inside(self, matches: Sequence[Match]) -> bool:
@@ -141,6 +145,7 @@ class Lowering(CustomGraphPass):
     @staticmethod
     def merge(graph: fx.Graph) -> None:
         """The part of lowering that keeps the meaning visible."""
+        run_pass("share_quantized", share_quantized, graph)
         run_pass("merge", merge, graph)
 
 

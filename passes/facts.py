@@ -98,13 +98,16 @@ class Attend(Protocol):
 class Attention:
     """One attention: what makes weights of its scores, and how it is written in front of the last of its nodes.
 
-    `inside` are nodes that nothing else reads. `spec` is None until it is resolved, and where it stays as it is.
+    `inside` are nodes that nothing else reads, `axes` how many q has, `learned` says that a tensor of the steps gets a
+    gradient. `spec` is None until it is resolved, and where it stays as it is.
     """
 
     steps: tuple[Step, ...]
     dropout: float = 0.0
     emit: Callable[[Builder, Attend], fx.Node]
     inside: frozenset[fx.Node] = frozenset()
+    axes: int
+    learned: bool
     spec: AttentionSpec | None = None
 
 
@@ -143,6 +146,12 @@ class Resolved:
     decisions: list[Decision]
     numbers: dict[str, int] = field(default_factory=dict)
     """Where an operand is rounded stochastically, its number in the graph."""
+
+
+def quantized(match: Match) -> bool:
+    """Whether anything of a resolved match is quantized."""
+    attention = match.attention is not None and match.attention.spec is not None
+    return attention or any(resolved.quantizers is not None for resolved in match.resolved)
 
 
 def value_of(node: Any) -> Any:

@@ -19,6 +19,7 @@ from fxquant.compat import OpOverload, OpOverloadPacket, flex_attention_op
 from fxquant.passes import forms_attention as attention
 from fxquant.passes import forms_products as products
 from fxquant.passes.facts import Builder, Gemm2d, Match
+from fxquant.passes.forms_attention_flex import flex
 from fxquant.passes.forms_contraction import Site
 from fxquant.passes.forms_weights import op_name
 
@@ -58,7 +59,7 @@ FORMS: dict[str, Form] = {
     "_grouped_mm": products.grouped_mm,
     "transformers::grouped_mm_fallback": products.grouped_mm,
     "scaled_dot_product_attention": attention.fused,
-    "flex_attention": attention.flex,
+    "flex_attention": flex,
     "multi_head_attention_forward": attention.multi_head,
 }
 """By name: what methods and ATen ops are called (custom ops with their namespace)."""

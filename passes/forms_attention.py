@@ -36,7 +36,7 @@ def fused(
     enable_gqa: bool = False,
 ) -> Match:
     """`scaled_dot_product_attention`."""
-    match = site.match("dpa", *_products(query, key, value))
+    match = site.match("dpa", *attention_products(query, key, value))
     q, k, v = map(value_of, (query, key, value))
     *batch, _, width = q.shape
     trained = requires_grad(site.node)
@@ -66,17 +66,15 @@ def fused(
         query, key, value, *extras = (builder.anchor.all_input_nodes[slot] for slot in slots)
         return settle(builder, attend(query, *without_repeats(key, value), extras))
 
-    match.attention = Attention(steps=tuple(steps), dropout=float(dropout_p), emit=emit)
+    match.attention = Attention(
+        steps=tuple(steps), dropout=float(dropout_p), emit=emit, axes=q.ndim,
+        learned=attn_mask is not None and requires_grad(attn_mask),
+    )  # fmt: skip
     return match
 
 
-def flex(site: Site, query: fx.Node, key: fx.Node, value: fx.Node, *_: Any, **__: Any) -> Match:
-    """`flex_attention`: scores and context, no window or causality discounted."""
-    detail = "the score and mask functions of flex_attention are programs of their own"
-    return site.match("dpa", *_products(query, key, value), skip=(SkipReason.ATTENTION, detail))
-
-
-def _products(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[Product, Product]:
+def attention_products(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[Product, Product]:
+    """The scores and the context of q [*batch, Sq, D], k and v."""
     *batch, length, width = value_of(query).shape
     keys, features = value_of(key).shape[-2], value_of(value).shape[-1]
     scores = Product(m=length, k=width, n=keys, batch=tuple(batch), lhs=query, rhs=key, rhs_is_weight=False)

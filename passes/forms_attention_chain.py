@@ -19,7 +19,7 @@ from torch import fx
 from fxquant.compat import statically_known_true
 from fxquant.formats import Step
 from fxquant.passes.facts import Attend, Attention, Builder, Dim, Match, value_of
-from fxquant.passes.forms_contraction import Contraction, Label, arrange, permute, product_of, settle
+from fxquant.passes.forms_contraction import Contraction, Label, arrange, permute, product_of, requires_grad, settle
 from fxquant.passes.forms_weights import op_name
 
 _CASTS = frozenset("to _to_copy type type_as float half bfloat16 double contiguous clone alias".split())
@@ -27,7 +27,7 @@ _RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten expand view_a
 _DIVISIONS = frozenset(("div", "truediv", "true_divide"))
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """Why a chain cannot be read."""
 
 
@@ -85,19 +85,19 @@ def read_chain(first: Match, second: Match) -> Attention | str:
     """The attention of two products of activations with a softmax between them, or why they are none."""
     try:
         return _read(first, second)
-    except _Unknown as unknown:
+    except Unknown as unknown:
         return str(unknown)
 
 
 def _read(first: Match, second: Match) -> Attention:
     if first.plan is None or second.plan is None:
-        raise _Unknown("one of its products is not a plain matmul")
+        raise Unknown("one of its products is not a plain matmul")
     into, out_of = _Scores(first.plan), _Context(second.plan)
     start = second.plan.left.node
     reached = _reached([first.node])
     path = reached & _backward(start)
     if start not in path or second.plan.right.node in reached:
-        raise _Unknown("the softmax is not the left operand of the second product")
+        raise Unknown("the softmax is not the left operand of the second product")
     chain = _Chain(first.node, path)
     scores = _scores_of_weights(chain, start)
     while scores is not first.node:
@@ -106,9 +106,9 @@ def _read(first: Match, second: Match) -> Attention:
     inside = _closed(chain, second.node)
     for _, _, extra in chain.steps:
         if extra is not None and extra.user.all_input_nodes[extra.slot] in inside:
-            raise _Unknown("a mask or scale is computed from the scores")
+            raise Unknown("a mask or scale is computed from the scores")
     if chain.dropped_column != (chain.sink is not None):
-        raise _Unknown("a column is added before the softmax or dropped after it, but not both")
+        raise Unknown("a column is added before the softmax or dropped after it, but not both")
 
     steps: list[Step] = []
     extras: list[_Extra] = []
@@ -116,12 +116,12 @@ def _read(first: Match, second: Match) -> Attention:
         steps.append(Step(kind, value, -1 if extra is None else len(extras)))
         extras += [] if extra is None else [extra]
     if not statically_known_true(product_of(into.shared) == product_of(out_of.shared)):
-        raise _Unknown("keys and values differ in their heads")
+        raise Unknown("keys and values differ in their heads")
     lead = into.canonical()
     leads = [into.lead, out_of.lead, *(extra.lead for extra in extras)]
     changes = not all(_same(each, lead) for each in leads)
     if changes and not all(isinstance(size, int) for each in (*leads, lead) for size in each):
-        raise _Unknown("batch axes are reshaped and dynamic")
+        raise Unknown("batch axes are reshaped and dynamic")
     slots = [_slots(first.node, first.plan), _slots(second.node, second.plan)]
 
     def emit(builder: Builder, attend: Attend) -> fx.Node:
@@ -132,7 +132,10 @@ def _read(first: Match, second: Match) -> Attention:
         result = attend(q, k, v, [extra.build(builder, lead) for extra in extras])
         return settle(builder, out_of.result(builder, _with_lead(builder, result, out_of.lead)))
 
-    return Attention(steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first.node})
+    return Attention(
+        steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first.node}, axes=len(lead) + 2,
+        learned=any(requires_grad(extra.user.all_input_nodes[extra.slot]) for extra in extras),
+    )  # fmt: skip
 
 
 def _slots(node: fx.Node, plan: Contraction) -> tuple[int, int]:
@@ -151,7 +154,7 @@ class _Scores:
             plan.columns != (column,) or self.row not in plan.rows or len(plan.inner) != 1
             or self.labels != [*shared, *outer]
         ):  # fmt: skip
-            raise _Unknown("its scores are not [*batch, queries, keys]")
+            raise Unknown("its scores are not [*batch, queries, keys]")
         self.plan, self.shared_labels, self.outer = plan, shared, outer
         self.lead = tuple(map(plan.left.size, self.labels))
 
@@ -186,7 +189,7 @@ class _Context:
             plan.inner != (inner,) or self.row not in plan.rows or len(plan.columns) != 1
             or self.labels != [*shared, *outer]
         ):  # fmt: skip
-            raise _Unknown("its second product does not contract the keys")
+            raise Unknown("its second product does not contract the keys")
         self.plan, self.shared_labels = plan, shared
         self.lead = tuple(map(plan.left.size, self.labels))
 
@@ -257,7 +260,7 @@ def _scores_of_weights(chain: _Chain, node: fx.Node) -> fx.Node:
         if name in ("softmax", "_softmax", "_safe_softmax"):
             axis = _argument(node, 1, "dim")
             if axis not in (-1, value_of(node).ndim - 1):
-                raise _Unknown(f"its softmax is over axis {axis}")
+                raise Unknown(f"its softmax is over axis {axis}")
             return inner[0]
         if name == "dropout":
             rate, training = (
@@ -265,7 +268,7 @@ def _scores_of_weights(chain: _Chain, node: fx.Node) -> fx.Node:
                 _argument(node, 2, "training", node.kwargs.get("train", True)),
             )
             if not isinstance(rate, (int, float)) or not isinstance(training, bool) or chain.dropout:
-                raise _Unknown("its dropout is computed")
+                raise Unknown("its dropout is computed")
             chain.dropout = float(rate) if training else 0.0
             node = inner[0]
         elif name == "getitem" and _drops_last(node):
@@ -297,7 +300,7 @@ def _before(chain: _Chain, node: fx.Node) -> fx.Node:
     """Reads one operation on the scores; returns what it is of."""
     source = _operation(chain, node)
     if not statically_known_true(product_of(value_of(source).shape[:-1]) == product_of(value_of(node).shape[:-1])):
-        raise _Unknown(f"{node.name} repeats the scores")
+        raise Unknown(f"{node.name} repeats the scores")
     return source
 
 
@@ -311,12 +314,12 @@ def _operation(chain: _Chain, node: fx.Node) -> fx.Node:
     def other(source: fx.Node, value: Any, kind: str, change: Change | None = None, number: float = 0.0) -> fx.Node:
         if isinstance(value, fx.Node):
             if value in chain.path:
-                raise _Unknown(f"{node.name} combines the scores with themselves")
+                raise Unknown(f"{node.name} combines the scores with themselves")
             chain.step(kind, extra=_Extra.of(node, value, lead, change))
         elif isinstance(value, (int, float)):
             chain.step(kind, number)
         else:
-            raise _Unknown(f"{node.name} is not read")
+            raise Unknown(f"{node.name} is not read")
         return source
 
     if name in ("cat", "concat", "concatenate"):
@@ -324,17 +327,17 @@ def _operation(chain: _Chain, node: fx.Node) -> fx.Node:
         last = _argument(node, 1, "dim", 0) in (-1, value_of(node).ndim - 1)
         column = last and not chain.steps and len(parts) == 2 and parts[0] in inner and value_of(parts[1]).shape[-1]
         if not statically_known_true(column == 1):
-            raise _Unknown(f"{node.name} adds more than a column before the softmax")
+            raise Unknown(f"{node.name} adds more than a column before the softmax")
         chain.sink = _Extra.of(node, parts[1], lead)
         return parts[0]  # type: ignore[no-any-return]
     if name in ("mul", "multiply", "add", "sub", *_DIVISIONS):
         if node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
-            raise _Unknown(f"{node.name} is not read")
+            raise Unknown(f"{node.name} is not read")
         left, right = node.args[:2]
         if left not in inner and name in ("mul", "multiply", "add"):
             left, right = right, left
         if not isinstance(left, fx.Node) or left not in inner:
-            raise _Unknown(f"{node.name} divides or subtracts by the scores")
+            raise Unknown(f"{node.name} divides or subtracts by the scores")
         if name == "sub" and isinstance(right, fx.Node) and _same(value_of(right).shape[-1:], (1,)):
             return left  # one number for a row, such as its largest score, is nothing to a softmax
         if name in ("mul", "multiply"):
@@ -376,23 +379,23 @@ def _of_product(chain: _Chain, node: fx.Node) -> None:
         if alpha != 1:
             chain.step("mul", alpha)
     elif name.startswith(("add", "baddbmm")):
-        raise _Unknown(f"its scores come from {name}")
+        raise Unknown(f"its scores come from {name}")
 
 
 def _through_views(node: fx.Node, inner: Sequence[fx.Node]) -> fx.Node:
     """Goes through a cast, or a view that leaves queries and keys where they are."""
     name = op_name(node)
     if len(inner) != 1:
-        raise _Unknown(f"{node.name} is not read")
+        raise Unknown(f"{node.name} is not read")
     if name == "getitem" and op_name(inner[0]) == "native_dropout":
-        raise _Unknown("its dropout is computed")
+        raise Unknown("its dropout is computed")
     before, after = value_of(inner[0]).shape, value_of(node).shape
     same = len(before) > 1 and len(after) > 1 and _same(before[-2:], after[-2:])
     if name in _RESHAPES and same and statically_known_true(product_of(before) == product_of(after)):
         return inner[0]
     if name in _CASTS and _same(before, after):
         return inner[0]
-    raise _Unknown(f"{name} is not read")
+    raise Unknown(f"{name} is not read")
 
 
 def _closed(chain: _Chain, last: fx.Node) -> frozenset[fx.Node]:
@@ -401,7 +404,7 @@ def _closed(chain: _Chain, last: fx.Node) -> frozenset[fx.Node]:
     for node in inside:
         if node.op == "output" or not node.users:
             reader = "what the graph returns" if node.op == "output" else node.name
-            raise _Unknown(f"{reader} reads its scores or weights too")
+            raise Unknown(f"{reader} reads its scores or weights too")
     return inside
 
 
@@ -455,7 +458,7 @@ def _constant(value: Any) -> Any:
 
 def _number(node: fx.Node, value: Any) -> float:
     if not isinstance(value, (int, float)):
-        raise _Unknown(f"{node.name} fills in or scales by what is computed")
+        raise Unknown(f"{node.name} fills in or scales by what is computed")
     return float(value)
 
 

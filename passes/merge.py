@@ -8,7 +8,7 @@
 and so `split_quantize`, of groups of rows, into `hybrid_split_quantize`.
 
 Runs after partitioning, so that the partitioner could still place each direction by itself. Equal quantize nodes,
-such as those of q, k and v, become one first.
+such as those of q, k and v, become one first, and before them equal views.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxquant.passes.base import is_fxquant
+from fxquant.passes.base import VIEWS, is_fxquant
 
 
 def merge(graph: fx.Graph) -> int:
     """Rewrites `graph` in place; returns how many nodes went away."""
     before = len(graph.nodes)
+    _merge_views(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     first: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
@@ -65,6 +66,17 @@ def merge(graph: fx.Graph) -> int:
 
 _HYBRID = {"quantize": "hybrid_quantize", "split_quantize": "hybrid_split_quantize"}
 """The operators that quantize in one direction, and those that do so in both."""
+
+
+def _merge_views(graph: fx.Graph) -> None:
+    """Makes equal views one, as the partitioner does in training: q, k and v read one tensor by three reshapes."""
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in VIEWS and not node.kwargs:
+            earlier = first.setdefault((node.target, node.args), node)
+            if earlier is not node:
+                node.replace_all_uses_with(earlier)
+                graph.erase_node(node)
 
 
 class _Quantization(NamedTuple):

@@ -17,6 +17,7 @@ backward quantize them again where that takes nothing but tensors that are saved
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +28,13 @@ from fxquant.compat import (
     CustomPartitionerFn,
     get_hash_for_files,
     min_cut_rematerialization_partition,
+    must_recompute,
     must_save,
     recomputable,
 )
 from fxquant.formats import QuantSpec
-from fxquant.passes.base import is_fxquant, run_pass, val
+from fxquant.passes.base import VIEWS, behind_views, is_fxquant, run_pass, val
+from fxquant.passes.share_quantized import share_quantized
 
 SAVE = ("quantized", "least")
 """What may be asked to be saved."""
@@ -50,7 +53,11 @@ class Partition(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        run_pass("share_quantized", share_quantized, gm.graph)
         run_pass("partition", share_scales, gm.graph)
+        for node in gm.graph.nodes:
+            if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node):
+                must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
@@ -89,6 +96,24 @@ def share_scales(graph: fx.Graph) -> int:
                 must_save(source)
     graph.lint()
     return count
+
+
+def _lays_out_attention(node: fx.Node) -> bool:
+    """Whether a node copies an attention's output into the order that a linear wants, which does not quantize it."""
+    if node.target is not torch.ops.aten.clone.default:
+        return False
+    source = behind_views(node.args[0])
+    if isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    of_attention = isinstance(source, fx.Node) and any(
+        is_fxquant(source, name) for name in ("dequantize_heads", "attention_forward")
+    )
+    return of_attention and not any(is_fxquant(reader) for reader in _readers(node))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node or its views."""
+    return [each for user in node.users for each in (_readers(user) if user.target in VIEWS else [user])]
 
 
 def scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fxquant.compat import capability, card_name, size_hint
-from fxquant.decisions import Decision, Matmul, Size, SkipReason
+from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
-from fxquant.passes.facts import Dim, Match, Product, Resolved, value_of
+from fxquant.passes.facts import Attention, Dim, Match, Product, Resolved, value_of
+from fxquant.passes.forms_contraction import product_of
 from fxquant.passes.resolve_attention import Skip, attention_decision, attention_roles, resolve_attention
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
@@ -226,23 +227,44 @@ def _resolve_product(
     return Resolved(quantizers=quantizers, decisions=decisions, numbers=numbers)
 
 
+_Known = tuple[dict[str, Quantizer], Skip | None, Attended]
+"""What was resolved of an attention: its quantizers by slot or why it stays as it is, and what its time depends on."""
+
+
+def _attended(whole: Sequence[Match], attention: Attention, site: int) -> Attended:
+    """What the time of an attention depends on, whose first product has this site."""
+    products = [product for match in whole for product in match.products]
+    first, last = products[0], products[-1]
+    q, k = value_of(first.lhs), value_of(first.rhs)
+    entries = product_of(map(size_hint, first.batch))
+    fused = len(whole) == 1
+    heads, kv_heads = ((size_hint(x.shape[-3]) if x.ndim > 2 else 1) for x in (q, k)) if fused else (1, 1)
+    return Attended(
+        site=site, batch=entries // heads, heads=heads, kv_heads=kv_heads, queries=size_hint(first.m),
+        keys=size_hint(first.n), width=size_hint(first.k), features=size_hint(last.n), axes=attention.axes,
+        steps=attention.steps, fused=fused, learned=attention.learned, spec=attention.spec,
+        dtype=whole[-1].autocast or q.dtype, device=card_name(q.device), capability=capability(q.device),
+    )  # fmt: skip
+
+
 def _resolve_attention(
     match: Match, matches: Sequence[Match], site: int, recipe: Recipe, allow_float64: bool,
-    roles: list[QuantizerRole], slots: Slots, known: dict[int, tuple[dict[str, Quantizer], Skip | None]],
+    roles: list[QuantizerRole], slots: Slots, known: dict[int, _Known],
 ) -> list[Resolved]:  # fmt: skip
     """The products of a match that is an attention, or one half of one; `known` are attentions resolved already."""
     whole = [match] if match.attention is None else [m for m in matches if m.attention is match.attention]
     quantizers: dict[str, Quantizer] = {}
-    skip = match.skip
+    skip, attended = match.skip, None
     if match.attention is not None:
         if id(match.attention) not in known:
             roles += attention_roles(match.name).values()
             cannot = [_cannot(m, product, allow_float64) for m in whole for product in m.products]
             skip = next(filter(None, cannot), None)
-            known[id(match.attention)] = (
+            quantizers, skip = (
                 resolve_attention(match.attention, whole[-1], recipe, slots) if skip is None else ({}, skip)
             )
-        quantizers, skip = known[id(match.attention)]
+            known[id(match.attention)] = (quantizers, skip, _attended(whole, match.attention, site))
+        quantizers, skip, attended = known[id(match.attention)]
     resolved = []
     for index, product in enumerate(match.products):
         first = index == 0 and match is whole[0]
@@ -252,6 +274,7 @@ def _resolve_attention(
                 Decision(
                     role=QuantizerRole("dpa"), gemm=gemm, direction=direction, shape=_shape(operand, product),
                     skip_reason=SkipReason.ATTENTION, form=match.form, site=site + index, flops=_flops(product),
+                    attention=attended,
                 ),
             )
             for gemm in gemms(match.needs_grad[index])
@@ -281,7 +304,7 @@ def resolve(
     roles: list[QuantizerRole] = []
     slots = Slots() if slots is None else slots
     site, shared, sources = first_site, Shared(), _Sources(first_site)
-    attentions: dict[int, tuple[dict[str, Quantizer], Skip | None]] = {}
+    attentions: dict[int, _Known] = {}
     for match in matches:
         if match.module_type == "dpa" and match.form != "multi_head_attention_forward":
             match.resolved = _resolve_attention(

@@ -1,4 +1,6 @@
-"""Weigh: under an `auto` recipe, keeps the matmuls in high precision that are estimated to be slower quantized.
+"""Weigh: under an `auto` recipe, keeps what is estimated to be slower quantized in high precision.
+
+That is single matmuls, and attention as a whole; one that no FP8 kernel takes is left out wherever it runs on a GPU.
 
 Reads the decisions and changes `match.resolved`, before anything is inserted. What is left out no longer shares the
 cast of its input, so the others are weighed again, until nothing changes.
@@ -23,17 +25,21 @@ def weigh(matches: Sequence[Match]) -> list[Decision]:
             return decisions
         for match in matches:
             match.resolved = [
-                _kept(resolved, slower[site]) if (site := resolved.decisions[0].site) in slower else resolved
+                _kept(resolved, slower[site]) if (site := resolved.decisions[0].weighed) in slower else resolved
                 for resolved in match.resolved
             ]
+            if match.attention is not None and match.resolved[0].decisions[0].weighed in slower:
+                match.attention.spec = None
 
 
 def _kept(resolved: Resolved, found: Estimate) -> Resolved:
     """The same product in high precision."""
-    detail = f"{found.unquantized:.3g} us in high precision, {found.quantized:.3g} us quantized"
-    decisions = [
-        d if d.quantizer is None
-        else replace(d, quantizer=None, skip_reason=SkipReason.NOT_PROFITABLE, detail=detail)
-        for d in resolved.decisions
-    ]  # fmt: skip
+    decisions = []
+    for d in resolved.decisions:
+        if d.quantizer is not None or d.attention is not None:
+            plain = None if d.attention is None else replace(d.attention, spec=None)
+            d = replace(
+                d, quantizer=None, skip_reason=SkipReason.NOT_PROFITABLE, detail=str(found), attention=plain
+            )  # fmt: skip
+        decisions.append(d)
     return Resolved(quantizers=None, decisions=decisions)

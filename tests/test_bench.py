@@ -18,9 +18,9 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(provider: str, model: nn.Module) -> tuple[Any, Backend | None]:
         if provider == "rowwise":
             raise RuntimeError("no room")
-        recipe, cached = provider.removesuffix(" cached"), provider in bench.CACHED
-        known = cached or provider in bench.QUANTIZED
-        backend = Backend(recipe, inner="aot_eager", cache_weights=cached) if known else None
+        recipe = bench.recipe_of(provider)
+        cached = provider in bench.CACHED
+        backend = None if recipe is None else Backend(recipe, inner="aot_eager", cache_weights=cached)
         return (model if backend is None else torch.compile(model, backend=backend)), backend
 
     monkeypatch.setattr(bench, "prepare", prepare)
@@ -29,17 +29,19 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("uncompiled")
 def test_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "block.csv"
-    arguments = ["block", "--device", "cpu", "--providers", "bf16,mxfp8", "--csv", str(path)]
+    providers = ["bf16", "mxfp8", "current_scaling + attention"]
+    arguments = ["block", "--device", "cpu", "--providers", ",".join(providers), "--csv", str(path)]
     assert bench.main(arguments) == 0
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["provider"] for row in rows] == ["bf16", "mxfp8"]
+    assert [row["provider"] for row in rows] == providers
     assert all(float(row["ms"]) > 0 and row["card"] == "cpu" and row["torch"] == torch.__version__ for row in rows)
     assert rows[0]["over_bf16"] == "1.00x" and float(rows[1]["flops_quantized"].rstrip("%")) > 50
+    assert float(rows[2]["flops_quantized"].rstrip("%")) > float(rows[1]["flops_quantized"].rstrip("%"))
     assert str(tmp_path) not in path.read_text(), "a published command names no folder of the machine"
     titles = capsys.readouterr().out.splitlines()[0].split("  ")
     assert "step ms" in [title.strip() for title in titles]
-    assert [row["what"] for row in bench.read_table(path)] == ["bf16", "mxfp8"]
+    assert [row["what"] for row in bench.read_table(path)] == providers
     assert bench.caption(path).count("python -m fxquant bench block") == 1
 
 

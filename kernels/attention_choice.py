@@ -1,0 +1,126 @@
+"""Which kernel runs a quantized attention on CUDA: by formats, steps and sizes alone, so that a report can say it.
+
+`fxquant.kernels.attention_cuda` decides the same of the tensors it gets; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from fxquant.formats import ELEMENTS, AttentionSpec, QuantSpec
+from fxquant.kernels.triton_attention import HEAD_DIMS
+
+
+class AttentionKernel(str, Enum):
+    """What a forward or backward of quantized attention can be."""
+
+    TRITON = "Triton, FP8"
+    CUDNN = "cuDNN on dequantized q, k and v"
+    REFERENCE = "the reference, float32 scores in memory"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Chosen(NamedTuple):
+    """A kernel, and why it is the reference where it is."""
+
+    kernel: AttentionKernel
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({self.reason})" if self.reason else str(self.kernel)
+
+
+class Sides(NamedTuple):
+    """Of q, k and v: their number of axes, D, Dv, dtype; and whether a mask, bias or scale of the scores is learned."""
+
+    axes: int
+    width: int
+    features: int
+    dtype: torch.dtype
+    learned: bool
+
+
+def forward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:
+    """The kernel of a forward on a CUDA device of this capability; (0, 0) is another device."""
+    reason = _problem(spec, sides, capability) or (_taken(spec.s, "s") if not spec.s.is_delayed else _DELAYED)
+    return Chosen(AttentionKernel.REFERENCE, reason) if reason else Chosen(AttentionKernel.TRITON)
+
+
+def backward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:
+    """The kernel of the backward of such a forward."""
+    reason = _problem(spec, sides, capability) or _taken(spec.s, "s")
+    reason = reason or ("its mask, bias or scale is learned" if sides.learned else "")
+    reason = reason or (_DELAYED if any(each.is_delayed for each in (spec.s, spec.do, spec.dp)) else "")
+    if spec.has_fp8_backward:
+        reason = reason or _taken(spec.do, "do") or _taken(spec.dp, "dp")
+        kernel = AttentionKernel.TRITON
+    else:
+        reason = reason or ("a mask, and the backward in high precision" if _masked(spec) else "")
+        kernel = AttentionKernel.CUDNN
+    return Chosen(AttentionKernel.REFERENCE, reason) if reason else Chosen(kernel)
+
+
+_DELAYED = "delayed scaling of softmax or gradients"
+
+
+def _problem(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> str:
+    """What neither direction has a kernel for; empty for nothing."""
+    if capability[0] != 9:
+        return "not on Hopper"
+    if spec.dropout:
+        return "dropout"
+    reason = _more_than_scale_and_mask(spec)
+    if reason:
+        return reason
+    if sides.axes != 4:
+        return f"{sides.axes} axes instead of [B, H, S, D]"
+    if sides.features != sides.width:
+        return "values of another head dimension"
+    if sides.width not in HEAD_DIMS:
+        return f"head dimension {sides.width}"
+    if sides.dtype not in (torch.bfloat16, torch.float16):
+        return str(sides.dtype).removeprefix("torch.")
+    return _taken(spec.qkv, "qkv")
+
+
+_OTHERS = {"tanh": "a soft cap", "sink": "sinks", "fill": "masked scores that are finite"}
+
+
+def _more_than_scale_and_mask(spec: AttentionSpec) -> str:
+    """What of the steps is none of a scale, then at most one mask or bias, and causality."""
+    masked = False
+    for step in spec.steps:
+        if step.kind == "mul":
+            if masked or step.extra >= 0:
+                return "a scale behind a mask" if masked else "a scale that is a tensor"
+        elif step.kind in _MASKS and (step.extra < 0 or step.value not in (0, -math.inf)):
+            return _OTHERS.get(step.kind, "a number added to the scores")
+        elif step.kind in _MASKS:
+            if masked:
+                return "more than one mask or bias"
+            masked = True
+        elif step.kind != "causal":
+            return _OTHERS[step.kind]
+    return "" if math.prod(step.value for step in spec.steps if step.kind == "mul") > 0 else "a scale below zero"
+
+
+_MASKS = ("add", "keep", "fill")
+
+
+def _masked(spec: AttentionSpec) -> bool:
+    return any(step.kind in _MASKS for step in spec.steps)
+
+
+def _taken(spec: QuantSpec, slot: str) -> str:
+    """Why a format of a slot has no kernel; empty where it has one."""
+    row, element = spec.row, spec.row.element
+    known = row.family in ("per_tensor", "per_head") and not row.block[0] and element is not None
+    if slot != "s":  # whose scale is a constant
+        known = known and (spec.is_delayed or str(spec) == spec.format)
+    return "" if known and element == ELEMENTS["e4m3"] else f"{spec.format if spec.is_delayed else spec} in {slot}"
