@@ -66,12 +66,10 @@ def attention_work(attention: Attended, training: bool, copy: float, launch: flo
     if attention.spec is None:
         return [(name, "torch's own", time, time) for name, time in zip(names, plain, strict=False)]
     kernels = chosen(attention, training)
-    if training and kernels[-1].kernel is AttentionKernel.CUDNN:
-        times[1] = plain[1]
-    rows: list[Row] = [
-        (name, str(kernel), before, None if kernel.kernel is AttentionKernel.REFERENCE else after)
-        for name, kernel, before, after in zip(names, kernels, plain, times, strict=False)
-    ]
+    rows: list[Row] = []
+    for name, each, before, fp8 in zip(names, kernels, plain, times, strict=False):
+        after = {AttentionKernel.TRITON: fp8, AttentionKernel.CUDNN: before}.get(each.kernel)
+        rows.append((name, str(each), before, after))
     for what, kernel, moved, launches in _moved(attention, kernels):
         time = launches * launch + moved / copy / 1e6
         rows.append((what, kernel, None if rates is None else 0.0, None if rates is None else time))
@@ -122,14 +120,14 @@ def _moved(attention: Attended, kernels: Sequence[Chosen]) -> Iterator[tuple[str
     assert spec is not None
     rows = {"q": attention.heads * attention.queries, "k": attention.kv_heads * attention.keys}
     elements = {name: attention.batch * size * attention.width for name, size in {**rows, "v": rows["k"]}.items()}
-    by_triton = kernels[0].kernel is AttentionKernel.TRITON and spec.qkv.format == "per_head_e4m3"
-    read_first = 0 if spec.qkv.is_delayed else 2
-    for name, size in elements.items():
-        how = "Triton cast, after its amax" if by_triton else "fused by Inductor"
-        yield f"cast {name}", how, (3 + read_first) * size, 2
+    read_first = 0 if spec.qkv.is_delayed or spec.qkv.row.block[0] or spec.qkv.row.family == "mxfp8" else 2
+    how = "Triton cast" if kernels[0].kernel is AttentionKernel.TRITON else "fused by Inductor"
+    how += ", after their amaxes" if read_first else ""
+    yield "cast q, k, v", how, (3 + read_first) * sum(elements.values()), 2
     if not spec.o.is_identity:
         yield "cast o", "fused by Inductor", 5 * elements["q"], 2
-    if len(kernels) > 1 and kernels[1].kernel is AttentionKernel.CUDNN:
-        yield "dequantize q, k, v", "fused by Inductor", 3 * sum(elements.values()), 3
+    for kernel in kernels:
+        if kernel.kernel in (AttentionKernel.CUDNN, AttentionKernel.WIDE):
+            yield "dequantize q, k, v", how.partition(",")[0], 3 * sum(elements.values()), 1
     if len(kernels) > 1 and not spec.dqkv.is_identity:
         yield "cast dq, dk, dv", "fused by Inductor", 5 * sum(elements.values()), 6

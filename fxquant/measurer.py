@@ -79,6 +79,9 @@ class _Run(fx.Interpreter):
         if made.target is not operator.getitem or not isinstance(made.args[0], fx.Node):
             return None
         cast = made.args[0]
+        if is_fxquant(cast, "quantize_qkv"):
+            three: Tensor = self.env[cast.all_input_nodes[int(made.args[1]) // 2]]
+            return three
         names = ("quantize", "hybrid_quantize", "quantize_heads")
         if not any(is_fxquant(cast, name) for name in names):
             return None

@@ -19,6 +19,7 @@ class AttentionKernel(str, Enum):
     """What a forward or backward of quantized attention can be."""
 
     TRITON = "Triton, FP8"
+    WIDE = "Triton on dequantized q, k and v"
     CUDNN = "cuDNN on dequantized q, k and v"
     REFERENCE = "the reference, float32 scores in memory"
 
@@ -48,22 +49,42 @@ class Sides(NamedTuple):
 
 def forward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:
     """The kernel of a forward on a CUDA device of this capability; (0, 0) is another device."""
-    reason = _problem(spec, sides, capability) or (_taken(spec.s, "s") if not spec.s.is_delayed else _DELAYED)
-    return Chosen(AttentionKernel.REFERENCE, reason) if reason else Chosen(AttentionKernel.TRITON)
+    reason = _problem(spec, sides, capability) or (_DELAYED if spec.s.is_delayed else _softmax(spec))
+    return _chosen(reason, AttentionKernel.TRITON if _multiplied(spec.qkv) else _dequantized(spec))
 
 
 def backward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:
     """The kernel of the backward of such a forward."""
-    reason = _problem(spec, sides, capability) or _taken(spec.s, "s")
+    reason = _problem(spec, sides, capability) or _softmax(spec)
     reason = reason or ("its mask, bias or scale is learned" if sides.learned else "")
     reason = reason or (_DELAYED if any(each.is_delayed for each in (spec.s, spec.do, spec.dp)) else "")
-    if spec.has_fp8_backward:
-        reason = reason or _taken(spec.do, "do") or _taken(spec.dp, "dp")
-        kernel = AttentionKernel.TRITON
-    else:
-        reason = reason or ("a mask, and the backward in high precision" if _masked(spec) else "")
-        kernel = AttentionKernel.CUDNN
+    if not spec.has_fp8_backward:
+        return _chosen(reason, _dequantized(spec))
+    for slot in ("do", "dp"):
+        given = getattr(spec, slot)
+        beside_mxfp8 = _is_mxfp8(given) or (slot == "dp" and given.is_identity)
+        if not (_multiplied(given) if _multiplied(spec.qkv) else beside_mxfp8):
+            reason = reason or f"{given} in {slot}"
+    return _chosen(reason, AttentionKernel.TRITON if _multiplied(spec.qkv) else AttentionKernel.WIDE)
+
+
+def _chosen(reason: str, kernel: AttentionKernel) -> Chosen:
     return Chosen(AttentionKernel.REFERENCE, reason) if reason else Chosen(kernel)
+
+
+def _dequantized(spec: AttentionSpec) -> AttentionKernel:
+    """What multiplies operands that are dequantized: cuDNN has neither masks nor the reference's dropout."""
+    return AttentionKernel.WIDE if _masked(spec) or spec.dropout else AttentionKernel.CUDNN
+
+
+def _multiplied(spec: QuantSpec) -> bool:
+    """Whether kernels multiply a format as it is: e4m3 with a scale for the tensor, heads or 128 positions."""
+    plain = spec.format if spec.is_delayed else str(spec)
+    return plain in ("per_tensor_e4m3", "per_head_e4m3", "per_head_128_e4m3")
+
+
+def _is_mxfp8(spec: QuantSpec) -> bool:
+    return spec.row.family == "mxfp8"
 
 
 _DELAYED = "delayed scaling of softmax or gradients"
@@ -73,8 +94,8 @@ def _problem(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> 
     """What neither direction has a kernel for; empty for nothing."""
     if capability[0] != 9:
         return "not on Hopper"
-    if spec.dropout:
-        return "dropout"
+    if spec.dropout >= 1:
+        return "everything is dropped"
     reason = _more_than_scale_and_mask(spec)
     if reason:
         return reason
@@ -86,7 +107,7 @@ def _problem(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> 
         return f"head dimension {sides.width}"
     if sides.dtype not in (torch.bfloat16, torch.float16):
         return str(sides.dtype).removeprefix("torch.")
-    return _taken(spec.qkv, "qkv")
+    return "" if _multiplied(spec.qkv) or _is_mxfp8(spec.qkv) else f"{spec.qkv} in qkv"
 
 
 _OTHERS = {"tanh": "a soft cap", "sink": "sinks", "fill": "masked scores that are finite"}
@@ -117,10 +138,11 @@ def _masked(spec: AttentionSpec) -> bool:
     return any(step.kind in _MASKS for step in spec.steps)
 
 
-def _taken(spec: QuantSpec, slot: str) -> str:
-    """Why a format of a slot has no kernel; empty where it has one."""
-    row, element = spec.row, spec.row.element
-    known = row.family in ("per_tensor", "per_head") and not row.block[0] and element is not None
-    if slot != "s":  # whose scale is a constant
-        known = known and (spec.is_delayed or str(spec) == spec.format)
-    return "" if known and element == ELEMENTS["e4m3"] else f"{spec.format if spec.is_delayed else spec} in {slot}"
+def _softmax(spec: AttentionSpec) -> str:
+    """Why the format of the softmax has no kernel beside that of the operands; empty where it has one."""
+    row = spec.s.row
+    if _is_mxfp8(spec.qkv):
+        known = row.family in ("identity", "mxfp8")
+    else:  # whose scale is a constant
+        known = row.family in ("per_tensor", "per_head") and row.element == ELEMENTS["e4m3"]
+    return "" if known else f"{spec.s} in s"
