@@ -2,7 +2,8 @@
 
 `quantize`, `hybrid_quantize`, `dequantize` and `scaled_mm` say what is meant; the lowering decides how it runs.
 `produce_quantize` computes what a producer (`fxquant.kernels.producers`) makes of its inputs and quantizes each result
-rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it. A
+rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it. `record` and
+`record_since` take amaxes into the state of delayed scaling (see `fxquant.kernels.delayed`). A
 quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out with the contracted axis
 last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from fxquant.compat import fake_kernel, operator_library
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
-from fxquant.kernels import custom, reference
+from fxquant.kernels import custom, delayed, reference
 from fxquant.kernels.producers import PRODUCERS
 
 _library = operator_library("fxquant")
@@ -36,6 +37,8 @@ _SCHEMAS = {
     ),
     "amax": "(Tensor x) -> Tensor",
     "scale_from_amax": "(Tensor amax, str spec) -> Tensor",
+    "record": "(Tensor amaxes, Tensor[] new, int[] slots) -> Tensor",
+    "record_since": "(Tensor amaxes, Tensor step, Tensor[] new, int[] slots) -> Tensor",
     "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
     "scaled_mm": (
         "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum)"
@@ -119,6 +122,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "produce_quantize": _produce_quantize,
     "amax": _amax,
     "scale_from_amax": _scale_from_amax,
+    "record": delayed.record,
+    "record_since": delayed.record_since,
     "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
 }
@@ -201,6 +206,16 @@ def _amax_fake(x: Tensor) -> Tensor:
 @fake_kernel(_library, "scale_from_amax")
 def _scale_from_amax_fake(amax: Tensor, spec: str) -> Tensor:
     return torch.empty_like(amax)
+
+
+@fake_kernel(_library, "record")
+def _record_fake(amaxes: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+    return torch.empty_like(amaxes)
+
+
+@fake_kernel(_library, "record_since")
+def _record_since_fake(amaxes: Tensor, step: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+    return torch.empty_like(amaxes)
 
 
 @fake_kernel(_library, "dequantize")

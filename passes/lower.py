@@ -104,7 +104,9 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     if name == "grouped_scaled_mm" and device.type == "cuda":
         return grouped_gemm.grouped_scaled_mm
     meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
-    return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
+    if name not in _READS_VALUES or behind_views(node.args[0]).op in ("placeholder", "get_attr"):
+        return meaning  # what a graph is given is rounded
+    return functools.partial(_of_rounded, meaning)
 
 
 def _values(node: fx.Node) -> tuple[Any, str]:

@@ -105,7 +105,7 @@ def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
 
 def test_the_passes_and_their_order() -> None:
     names = [name for name, _ in LOWER]
-    assert names == ["merge", "fuse_producers", "lower"]
+    assert names == ["part_scales", "gather_records", "merge", "fuse_producers", "lower"]
     assert not [(a, b) for a in names for b in names if a != b and a in b], "torch disables passes by substring"
 
 
