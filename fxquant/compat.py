@@ -239,13 +239,13 @@ def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str
 
 def _accesses(arguments: Mapping[str, Any], written: list[str]) -> Any:
     """What torch 2.13 wants to know of a launch: it may read every tensor, and writes those named."""
-    from torch._higher_order_ops.triton_kernel_wrap import TensorAccesses  # type: ignore[attr-defined]
-    from torch._inductor.dependencies import ReadWrites, StarDep
+    from torch._higher_order_ops.triton_kernel_wrap import TensorAccesses
+    from torch._inductor.dependencies import Dep, ReadWrites, StarDep
     from torch._inductor.ir import TensorBox
     from torch.utils._ordered_set import OrderedSet
 
     tensors = [name for name, value in arguments.items() if isinstance(value, (torch.Tensor, TensorBox))]
-    reads, writes = (OrderedSet(StarDep(name) for name in names) for names in (tensors, written))
+    reads, writes = (OrderedSet[Dep](StarDep(name) for name in names) for names in (tensors, written))
     return TensorAccesses(ReadWrites(reads=reads, writes=writes, index_exprs=OrderedSet()), can_fuse_epilogue=False)
 
 

@@ -53,7 +53,8 @@ def _part(vector: fx.Node, by_index: dict[int, list[fx.Node]]) -> None:
     with graph.inserting_before(_behind(vector)), detect_fake_mode([val(vector)]) or contextlib.nullcontext():
         slices = [graph.node_copy(node) for node in originals]
         parted = graph.call_function(_aten._foreach_mul.Scalar, (slices, 1))
-        parted.meta["val"] = [torch.empty_like(val(vector)[:1]) for _ in slices]
+        like = val(vector)
+        parted.meta["val"] = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in slices]
         for i, nodes in enumerate(by_index.values()):
             own = graph.call_function(operator.getitem, (parted, i))
             own.meta = {**nodes[0].meta, "val": parted.meta["val"][i]}
