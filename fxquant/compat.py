@@ -245,31 +245,56 @@ def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any])
 def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str]]) -> None:
     """Says which arguments a Triton kernel writes, given all of them by name.
 
-    torch before 2.13 gives up its own analysis at inline assembly, and takes every argument for written.
+    torch's own analysis translates the kernel again for every launch in a graph, and before 2.13 gives up at inline
+    assembly and takes every argument for written.
     """
-    if not _WRITTEN and torch_version() < (2, 13):
+    if not _WRITTEN:
         wrap: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
-        analyse = wrap.identify_mutated_tensors
+        name = "identify_mutated_tensors" if torch_version() < (2, 13) else "identify_accessed_tensors"
+        analyse = getattr(wrap, name)
 
         @functools.wraps(analyse)
-        def identify_mutated_tensors(kernel: Any, arguments: Any, *rest: Any) -> list[str]:
-            known = _WRITTEN.get(kernel)
-            return analyse(kernel, arguments, *rest) if known is None else known(arguments)
+        def analyse_undeclared(kernel: Any, arguments: Any, *rest: Any) -> Any:
+            known = _declared(kernel)
+            if known is None:
+                return analyse(kernel, arguments, *rest)
+            return known(arguments) if torch_version() < (2, 13) else _accesses(arguments, known(arguments))
 
-        wrap.identify_mutated_tensors = identify_mutated_tensors
+        setattr(wrap, name, analyse_undeclared)
     _WRITTEN[kernel] = written
 
 
+def _accesses(arguments: Mapping[str, Any], written: list[str]) -> Any:
+    """What torch 2.13 wants to know of a launch: it may read every tensor, and writes those named."""
+    from torch._higher_order_ops.triton_kernel_wrap import TensorAccesses
+    from torch._inductor.dependencies import Dep, ReadWrites, StarDep
+    from torch._inductor.ir import TensorBox
+    from torch.utils._ordered_set import OrderedSet
+
+    tensors = [name for name, value in arguments.items() if isinstance(value, (torch.Tensor, TensorBox))]
+    reads, writes = (OrderedSet[Dep](StarDep(name) for name in names) for names in (tensors, written))
+    return TensorAccesses(ReadWrites(reads=reads, writes=writes, index_exprs=OrderedSet()), can_fuse_epilogue=False)
+
+
 _WRITTEN: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
+
+
+def _declared(kernel: Any) -> Callable[[Mapping[str, Any]], list[str]] | None:
+    """What was declared of a kernel, which may be inside the autotuner that options such as num_warps make of it."""
+    while kernel not in _WRITTEN:
+        if not hasattr(kernel, "configs"):
+            return None
+        kernel = kernel.fn
+    return _WRITTEN[kernel]
 
 
 def written_by(launch: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch writes, from the arguments of its `triton_kernel_wrapper_mutation`."""
     table = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap").kernel_side_table
     kernel = table.get_kernel(launch["kernel_idx"])
-    while kernel not in _WRITTEN:  # inside the autotuner that launch options such as num_warps make of it
-        kernel = kernel.fn
-    return _WRITTEN[kernel](launch["kwargs"])
+    declared = _declared(kernel)
+    assert declared is not None, kernel
+    return declared(launch["kwargs"])
 
 
 @contextmanager

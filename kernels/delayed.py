@@ -6,7 +6,7 @@ updates every slot of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,6 +67,46 @@ def update_with(
         following = _next_scale(scale, amax, fp8_max) / 2.0**margin
         following = torch.where((amax > 0) & (amax < torch.inf), following, scale)
     return following, torch.cat((torch.zeros_like(history[:1]), staged.roll(-1, 0)[1:]))
+
+
+def record(amaxes: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+    """`amaxes` [n] with each of the `new` ones, [k] for k slots from one of `slots` on, taken in: the larger counts."""
+    values = _by_slot(new, slots, amaxes)
+    return torch.where(values == _NONE, amaxes, torch.maximum(amaxes, values))
+
+
+def record_since(amaxes: Tensor, step: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+    """`record` for `amaxes` [2, n] with the steps that wrote them: what was written before `step` [1] is forgotten."""
+    kept, written = amaxes.unbind(0)
+    values = _by_slot(new, slots, kept)
+    largest = torch.maximum(torch.where(written >= step, kept, 0), values)
+    none = values == _NONE
+    return torch.stack((torch.where(none, kept, largest), torch.where(none, written, step)))
+
+
+_NONE = -1.0
+"""No amax."""
+
+_AT_ONCE = 8
+"""How many tensors Inductor's kernels concatenate at once, at most."""
+
+
+def _by_slot(new: Sequence[Tensor], slots: Sequence[int], like: Tensor) -> Tensor:
+    """Amaxes as a vector like another [n], `_NONE` where there is none."""
+    found: dict[int, Tensor] = {}
+    for amax, slot in zip(new, slots, strict=True):
+        found[slot] = torch.maximum(found[slot], amax) if slot in found else amax
+    parts, end = [], 0
+    for slot, amax in sorted(found.items()):
+        assert slot >= end, "slots overlap"
+        parts += [like.new_full((slot - end,), _NONE)] if slot > end else []
+        parts.append(amax.to(like.dtype))
+        end = slot + amax.shape[0]
+    if end < like.shape[0]:
+        parts.append(like.new_full((like.shape[0] - end,), _NONE))
+    while len(parts) > 1:
+        parts = [torch.cat(parts[i : i + _AT_ONCE]) for i in range(0, len(parts), _AT_ONCE)]
+    return parts[0]
 
 
 def _next_scale(scale: Tensor, amax: Tensor, largest: Tensor) -> Tensor:

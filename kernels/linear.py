@@ -46,16 +46,12 @@ class StateTensors:
     def take_forward(self, amax: Tensor, slot: int) -> None:
         """Takes amaxes [n] of the forward into n slots."""
         assert self.forward_amax is not None
-        kept = self.forward_amax.narrow(0, slot, amax.shape[0])
-        kept.copy_(torch.maximum(kept, amax))
+        self.forward_amax.copy_(torch.ops.fxquant.record(self.forward_amax, [amax], [slot]))
 
     def take_backward(self, amax: Tensor, slot: int) -> None:
         """Takes amaxes [n] of the backward into n slots."""
-        assert self.backward_amax is not None and self.step is not None
-        kept, written = (row.narrow(0, slot, amax.shape[0]) for row in self.backward_amax.unbind(0))
-        earlier = torch.where(written >= self.step, kept, 0)
-        kept.copy_(torch.maximum(earlier, amax))
-        written.copy_(self.step.expand_as(written))
+        assert self.backward_amax is not None
+        self.backward_amax.copy_(torch.ops.fxquant.record_since(self.backward_amax, self.step, [amax], [slot]))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ rowwise, columnwise or both, with one spec a result, and takes its amax if asked
 `fused_scaled_mm` is a `scaled_mm` with what reads its result: activation(a x b^T + bias) + residual, and its amax if
 asked to `record` it. A quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out
 with the contracted axis last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
-`delayed_update` gives the scales and the history of a graph with delayed scaling after a step
-(`fxquant.kernels.delayed`).
+`record` and `record_since` take amaxes into the state of delayed scaling, and `delayed_update` gives the scales and the
+history of a graph after a step (`fxquant.kernels.delayed`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _SCHEMAS = {
         "(Tensor scale, Tensor history, Tensor forward_amax, Tensor backward_amax, Tensor step, Tensor fp8_max,"
         " float margin, str algorithm) -> Tensor[]"
     ),
+    "record": "(Tensor amaxes, Tensor[] new, int[] slots) -> Tensor",
+    "record_since": "(Tensor amaxes, Tensor step, Tensor[] new, int[] slots) -> Tensor",
     "dequantize": "(Tensor[] parts, str spec, str direction, SymInt[] size, ScalarType dtype) -> Tensor",
     "scaled_mm": (
         "(Tensor[] a, Tensor[] b, str a_spec, str b_spec, Tensor? bias, ScalarType out_dtype, bool fast_accum)"
@@ -158,6 +160,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "amax": _amax,
     "scale_from_amax": _scale_from_amax,
     "delayed_update": _delayed_update,
+    "record": delayed.record,
+    "record_since": delayed.record_since,
     "dequantize": _dequantize,
     "scaled_mm": _scaled_mm,
     "fused_scaled_mm": _fused_scaled_mm,
@@ -249,6 +253,16 @@ def _delayed_update_fake(
     margin: float, algorithm: str,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(scale), torch.empty_like(history)]
+
+
+@fake_kernel(_library, "record")
+def _record_fake(amaxes: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+    return torch.empty_like(amaxes)
+
+
+@fake_kernel(_library, "record_since")
+def _record_since_fake(amaxes: Tensor, step: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+    return torch.empty_like(amaxes)
 
 
 @fake_kernel(_library, "dequantize")

@@ -28,9 +28,11 @@ from fxquant.passes.find_shared import find_shared
 from fxquant.passes.forms_mha import expand_opaque
 from fxquant.passes.fuse_epilogues import fuse_epilogues
 from fxquant.passes.fuse_producers import fuse_producers
+from fxquant.passes.gather_records import gather_records
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
+from fxquant.passes.part_scales import part_scales
 from fxquant.passes.partition import SAVE, Partition
 from fxquant.passes.resolve import resolve
 from fxquant.passes.resolve_attention import SLOTS
@@ -43,6 +45,8 @@ from fxquant.roles import QuantizerRole
 from fxquant.state import Slots
 
 LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
+    ("part_scales", part_scales),
+    ("gather_records", gather_records),
     ("share_quantized", share_quantized),
     ("merge", merge),
     ("fuse_producers", fuse_producers),

@@ -12,14 +12,15 @@ read and nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import artificial_source, copy_sources, mark_static, tag_activation_checkpoint
+from fxquant.compat import artificial_source, copy_sources, fake_mode_of, mark_static, tag_activation_checkpoint
 from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.passes.base import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
@@ -91,8 +92,25 @@ def bind_state(
     bound_gm.meta = dict(gm.meta)
     copy_sources(gm, bound_gm)
     _bind(bound_gm, bound)
+    added = [node for node in graph.nodes if node not in set(copies.values())]
+    _add_values(added, dict(zip(inputs.values(), tensors.values(), strict=True)), gm)
     bound_gm.recompile()
     return bound_gm, list(tensors.values())
+
+
+def _add_values(added: Sequence[fx.Node], tensors: Mapping[fx.Node, Tensor], gm: fx.GraphModule) -> None:
+    """Gives the nodes added to what was captured example values: torch caches no graph that calls methods without."""
+    mode = fake_mode_of([node.meta.get("example_value") for node in gm.graph.nodes])
+    with mode or contextlib.nullcontext():
+        for node in added:
+            if node.op == "placeholder":
+                like = tensors[node]
+                value: Any = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+                call: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+                value = call(*args, **kwargs)
+            node.meta["example_value"] = value
 
 
 def _input(graph: fx.Graph, name: str) -> fx.Node:

@@ -48,7 +48,7 @@ from fxquant.kernels import (
 from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
 from fxquant.passes import few_rows
-from fxquant.passes.base import in_memory, is_fxquant, val
+from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
@@ -106,7 +106,9 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
     meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
     if name == "quantize_qkv":
         return functools.partial(_of_three_rounded, meaning)
-    return functools.partial(_of_rounded, meaning) if name in _READS_VALUES else meaning
+    if name not in _READS_VALUES or behind_views(node.args[0]).op in ("placeholder", "get_attr"):
+        return meaning  # what a graph is given is rounded
+    return functools.partial(_of_rounded, meaning)
 
 
 def _values(node: fx.Node) -> tuple[Any, str]:

@@ -535,16 +535,24 @@ PROGRAM = """
 import json, sys, torch, fxquant
 from torch import nn
 from torch._dynamo.utils import counters
-torch.manual_seed(0)
-model = nn.Linear(32, 48)
-recipe = {"custom": fxquant.CustomRecipe(qfactory=fxquant.Rules([fxquant.Rule(fxquant.MXFP8Quantizer())]))}
-run = torch.compile(model, backend="fxquant", options={"recipe": recipe.get(sys.argv[1], sys.argv[1])})
-run(torch.randn(8, 32)).sum().backward()
-aot, inductor = counters["aot_autograd"], counters["inductor"]
-print(json.dumps({
-    "aot": [aot["autograd_cache_hit"], aot["autograd_cache_miss"], aot["autograd_cache_bypass"]],
-    "fx": [inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"], inductor["fxgraph_cache_bypass"]],
-}))
+custom = fxquant.CustomRecipe(qfactory=fxquant.Rules([fxquant.Rule(fxquant.Float8CurrentScalingQuantizer())]))
+for name in sys.argv[1:]:
+    counters.clear()
+    torch.manual_seed(0)
+    model, x = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
+    run = fxquant.compile(model, {"custom": custom}.get(name, name))
+    outputs = []
+    for _ in range(2):
+        y = run(x)
+        y.square().sum().backward()
+        outputs += y.sum(1).tolist()
+    aot, inductor = counters["aot_autograd"], counters["inductor"]
+    state = {key: tensor.tolist() for key, tensor in run.quantization_state_dict().items()}
+    print(json.dumps({
+        "aot": [aot["autograd_cache_hit"], aot["autograd_cache_miss"], aot["autograd_cache_bypass"]],
+        "fx": [inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"], inductor["fxgraph_cache_bypass"]],
+        "got": [outputs, model.weight.grad.tolist(), state, run.report().to_json()],
+    }))
 """
 
 
@@ -552,16 +560,17 @@ print(json.dumps({
 def test_a_second_process_finds_both_caches_and_another_recipe_does_not(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
-    def counts(recipe: str) -> dict[str, list[int]]:
-        done = subprocess.run([sys.executable, "-c", PROGRAM, recipe], capture_output=True, text=True, check=False)
+    def ran(*recipes: str) -> list[dict[str, Any]]:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, *recipes], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        return [json.loads(line) for line in done.stdout.splitlines()]
 
-    cold, warm = counts("mxfp8"), counts("mxfp8")
-    assert cold["aot"] == [0, 1, 0] and cold["fx"][0] == 0 and cold["fx"][2] == 0
-    assert warm["aot"] == [1, 0, 0] and warm["fx"][1] == warm["fx"][2] == 0
-    other = counts("custom")
-    assert other["aot"] == [0, 1, 0] and other["fx"][0] == 0, "the fingerprint is part of the key"
+    recipes = ("current_scaling", "delayed_scaling", "float8_blockwise")
+    for name, cold, warm in zip(recipes, ran(*recipes), (found := ran(*recipes, "custom")), strict=False):
+        assert cold["aot"] == [0, 1, 0] and cold["fx"] == [0, 2, 0], name
+        assert warm["aot"] == [1, 0, 0] and warm["fx"] == [2, 0, 0], name
+        assert warm["got"] == cold["got"], name
+    assert found[-1]["aot"] == [0, 1, 0] and found[-1]["fx"][0] == 0, "the fingerprint is part of the key"
 
 
 def test_compiling_warns_of_nothing() -> None:

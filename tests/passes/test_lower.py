@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,10 @@ def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
 
 def test_the_passes_and_their_order() -> None:
     names = [name for name, _ in LOWER]
-    assert names == ["share_quantized", "merge", "fuse_producers", "fuse_epilogues", "lower", "write_once"]
+    assert names == [
+        "part_scales", "gather_records", "share_quantized", "merge", "fuse_producers", "fuse_epilogues", "lower",
+        "write_once",
+    ]  # fmt: skip
     assert not [(a, b) for a in names for b in names if a != b and a in b], "torch disables passes by substring"
 
 
@@ -165,3 +169,22 @@ def test_amaxes_of_what_lies_in_memory_are_a_kernel(rows: int, launches: int) ->
         graph = make_fx(lambda x: [ops.amax(x), ops.amax(x.exp())])(x).graph
     lower(graph)
     assert [n.target for n in graph.nodes].count(triton_kernel_wrapper_functional) == launches
+
+
+def test_no_kernel_is_translated_to_learn_what_its_launches_write(monkeypatch) -> None:
+    wrap = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
+    translated: list[Any] = []
+    monkeypatch.setattr(wrap, "generate_ttir", lambda *args: translated.append(args) or (None, []))
+    spec = str(QuantSpec(format="per_tensor_e4m3"))
+    with FakeTensorMode():
+        x = torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
+        graph = make_fx(lambda x: [ops.amax(x), *torch.ops.fxquant.hybrid_quantize(x, spec, spec)])(x).graph
+    lower(graph)
+    launches = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert len(launches) == 3
+    for launch in launches:
+        values = fx.node.map_arg(launch.kwargs["kwargs"], lambda n: n.meta["val"])
+        names = [launch.kwargs[name] for name in ("kernel_idx", "constant_args_idx")]
+        written = wrap.get_mutated_tensors(*names, values, launch.kwargs["tma_descriptor_metadata"])
+        assert sorted(written) == sorted(launch.kwargs["tensors_to_clone"])
+    assert not translated
