@@ -5,13 +5,15 @@ Reading the weight takes all the time. One token is quantized by each program of
 More are quantized by a kernel of their own, and multiplied on tensor cores: the weight is the operand whose rows fill
 their 64, the tokens, padded to 16, 32 or 64, are the other.
 
-The bytes are those of `fxquant.kernels.reference.quantize`.
+The bytes are those of `fxquant.kernels.reference.quantize`. A kernel is given no tensor twice, nor one in the place of
+arguments that it does not read: Inductor would write a copy of it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written
+from fxquant.compat import declare_written, upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels.triton_codes import TORCHAO_BELOW, TORCHAO_FLOOR, magnitude, multiplier
+from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, magnitude, multiplier
 
 MOST_TOKENS = 64
 """Rows of x up to which reading the weight takes longer than anything else."""
@@ -31,22 +33,48 @@ _LONGEST_ROW = 32768
 """Of a weight, for the matrix-vector product: what a program holds in registers."""
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 """What shares a scale."""
+MOST_CAST_INSIDE = 16
+"""Rows of x that `gemm_kernel` casts itself where the scale is known: each of its programs casts all of them."""
+_WHOLE = 131072
+"""Elements of x up to which each program of a quantization takes the amax of all by itself, which saves a launch."""
+_AHEAD = 8 << 20
+"""Bytes of a weight to bring into L2 while its GEMM's activation is quantized: what memory can read in 3 us."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
+_NONE, _ADD, _SILU_MUL, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(5))
+EPILOGUES = {"add": _ADD, "silu_mul": _SILU_MUL, "gelu": _GELU, "gelu_tanh": _GELU_TANH}
+"""What a GEMM may do to its result; the first two with a tensor of the same shape."""
+_SQRT_HALF, _SQRT_2_PI, _CUBE = (tl.constexpr(c) for c in (0.7071067811865476, 0.7978845608028654, 0.044715))
 _Rule = tuple[float, float, float, bool, float, float]
 
 
 @triton.jit
+def epilogue(y, other, EPILOGUE: tl.constexpr):
+    """What follows a GEMM whose result y is rounded, in float32; `other` is of the same shape, and may be unread."""
+    if EPILOGUE == _ADD:
+        y = y + other
+    elif EPILOGUE == _SILU_MUL:
+        y = other / (1.0 + tl.exp(-other)) * y
+    elif EPILOGUE == _GELU:
+        y = y * 0.5 * (tl.erf(y * _SQRT_HALF) + 1.0)
+    else:
+        tl.static_assert(EPILOGUE == _GELU_TANH)
+        y = y / (1.0 + tl.exp(-(y + y * _CUBE * y * y) * (2.0 * _SQRT_2_PI)))
+    return y
+
+
+@triton.jit
 def gemm_kernel(
-    x, x_scale, w, w_scale, bias, y, M, N, K, x_step, x_scale_step, x_scale_column_step,
-    X_KIND: tl.constexpr, W_KIND: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, x_arg, w, w_scale, bias, other, y, M, N, K, x_length, x_step, x_scale_step, x_scale_column_step,
+    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile y [BM, BN] of y [M, N]; with SPLIT what STEPS blocks of K add to it, y being [splits, M, N].
 
-    x [M, K] is a payload, its rows `x_step` apart. w [N, K] is contiguous, with K a multiple of 16 and, where scales
-    are of blocks, of BK = 128.
+    x [M, x_length] is a payload or, with scales per tensor, to be multiplied by a number given, its rows `x_step`
+    apart. w [N, K] is contiguous, with K a multiple of 16 and, where scales are of blocks, of BK = 128.
     """
     first_n = tl.program_id(0) * BN
     n = first_n + tl.arange(0, BN)
@@ -56,9 +84,11 @@ def gemm_kernel(
     w_tile = w + first_n.to(tl.int64) * K + first
     down = (tl.minimum(n, N - 1) - first_n) * K
     acc = tl.zeros((BN, BM), tl.float32)
+    if X_SOURCE == _GIVEN:
+        factor = tl.load(x_arg)
     if X_KIND == _BLOCK:  # a scale is asked for a step before it is used
         w_scale += first_n // 128 * (K // 128)
-        scale = tl.load(x_scale + m * x_scale_step + first // 128 * x_scale_column_step, mask=m < M, other=0.0)
+        scale = tl.load(x_arg + m * x_scale_step + first // 128 * x_scale_column_step, mask=m < M, other=0.0)
         scale *= tl.load(w_scale + first // 128)
     for step in tl.range(0, STEPS):
         at = first + step * BK
@@ -66,23 +96,30 @@ def gemm_kernel(
             weights = tl.load(w_tile + step * BK + (down[:, None] + k[None, :]), eviction_policy="evict_first")
             tokens = tl.load(x + m[:, None] * x_step + (at + k)[None, :], mask=m[:, None] < M, other=0.0)
         else:
-            inside = (at + k)[None, :] < K
+            columns = (at + k)[None, :]
             weights = tl.load(
-                w_tile + step * BK + (down[:, None] + k[None, :]), mask=inside, other=0.0, eviction_policy="evict_first"
+                w_tile + step * BK + (down[:, None] + k[None, :]), mask=columns < K, other=0.0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            tokens = tl.load(
+                x + m[:, None] * x_step + columns, mask=(m[:, None] < M) & (columns < x_length), other=0.0
             )
-            tokens = tl.load(x + m[:, None] * x_step + (at + k)[None, :], mask=(m[:, None] < M) & inside, other=0.0)
+        if X_SOURCE == _GIVEN:
+            tokens = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
         if X_KIND == _BLOCK:
             following = tl.minimum(at + BK, K - BK) // 128
-            next_scale = tl.load(x_scale + m * x_scale_step + following * x_scale_column_step, mask=m < M, other=0.0)
+            next_scale = tl.load(x_arg + m * x_scale_step + following * x_scale_column_step, mask=m < M, other=0.0)
             next_scale *= tl.load(w_scale + following)
             acc += tl.dot(weights, tl.trans(tokens)) * scale[None, :]
             scale = next_scale
         else:
             acc = tl.dot(weights, tl.trans(tokens), acc)
-    if X_KIND == _TENSOR:
-        acc = acc * tl.load(x_scale)
+    if X_SOURCE == _GIVEN:
+        acc = acc * tl.div_rn(1.0, factor)
+    elif X_KIND == _TENSOR:
+        acc = acc * tl.load(x_arg)
     elif X_KIND == _ROW:
-        acc = acc * tl.load(x_scale + m * x_scale_step, mask=m < M, other=0.0)[None, :]
+        acc = acc * tl.load(x_arg + m * x_scale_step, mask=m < M, other=0.0)[None, :]
     if W_KIND == _TENSOR:
         acc = acc * tl.load(w_scale)
     elif W_KIND == _ROW:
@@ -90,33 +127,65 @@ def gemm_kernel(
     if HAS_BIAS:
         acc = acc + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     place = m[:, None] * N + n[None, :]
+    inside = (m[:, None] < M) & (n[None, :] < N)
     if SPLIT:
         place += tl.program_id(1) * M * N
-    tl.store(y + place, tl.trans(acc).to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    out = tl.trans(acc).to(y.dtype.element_ty)
+    if EPILOGUE != _NONE:
+        more = tl.load(other + place, mask=inside & (EPILOGUE <= _SILU_MUL), other=0.0).to(tl.float32)
+        out = epilogue(out.to(tl.float32), more, EPILOGUE).to(y.dtype.element_ty)
+    tl.store(y + place, out, mask=inside)
 
 
 @triton.jit
-def amax_kernel(x, part, x_length, x_step, BK: tl.constexpr):
-    """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order."""
+def prefetch(w, N, K, program, programs, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Asks for the first COLUMNS bytes of this program's share of the rows of w [N, K] to be brought into L2."""
+    rows = tl.cdiv(N, programs)
+    for start in range(0, rows, ROWS):
+        n = tl.minimum(program * rows + start + tl.arange(0, ROWS), N - 1)
+        for column in tl.static_range(0, COLUMNS, 128):
+            address = w + n.to(tl.int64) * K + column
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@triton.jit
+def amax_kernel(x, part, ahead, x_length, x_step, ahead_rows, ahead_step, BK: tl.constexpr, AHEAD: tl.constexpr):
+    """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order.
+
+    The rest is as in `quantize_kernel`.
+    """
+    program, programs = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.num_programs(0) * tl.num_programs(1)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     values = tl.load(x + tl.program_id(0) * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
-    tl.store(part + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(magnitude(values), axis=0))
+    if AHEAD > 0 and not INTERPRETED:
+        prefetch(ahead, ahead_rows, ahead_step, program, programs, AHEAD, 128)
+    tl.store(part + program, tl.max(magnitude(values), axis=0))
 
 
 @triton.jit
 def quantize_kernel(
-    x, arg, data, scale, x_length, K, x_step, parts,
+    x, arg, data, scale, ahead, x_length, K, x_step, parts, ahead_rows, ahead_step,
     KIND: tl.constexpr, SOURCE: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
     POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr,
+    WHOLE: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Quantizes BK elements of a row of x [M, x_length] into data [M, K], padded with zeros; BK is from K on for _ROW.
 
-    `arg` is the multiplier given, or the tensor's amax as that of `parts` numbers.
+    `arg` is the multiplier given, or the tensor's amax as that of `parts` numbers; or with WHOLE, at least the number
+    `parts` of elements of x, which is dense then, each program takes the amax of all of x. `ahead` is the weight that is read
+    next: while this kernel waits for x, its first AHEAD columns are brought into the L2 cache.
     """
     m, piece = tl.program_id(0), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
+    if WHOLE > 0:
+        i = tl.arange(0, WHOLE)
+        everything = tl.load(x + i, mask=i < parts, other=0.0)
+    if AHEAD > 0 and not INTERPRETED:
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        prefetch(ahead, ahead_rows, ahead_step, m * tl.num_programs(1) + piece, programs, AHEAD, 128)
     if KIND == _BLOCK:
         groups = tl.reshape(values, (BK // 128, 128))
         amax = tl.max(magnitude(groups), axis=1)
@@ -130,6 +199,8 @@ def quantize_kernel(
         else:
             if KIND == _ROW:
                 amax = tl.max(magnitude(values), axis=0)
+            elif WHOLE > 0:
+                amax = tl.max(magnitude(everything.to(tl.float32)), axis=0)
             else:
                 i = tl.arange(0, PARTS)
                 amax = tl.max(tl.load(arg + i, mask=i < parts, other=0.0), axis=0)
@@ -142,10 +213,10 @@ def quantize_kernel(
 
 @triton.jit
 def gemv_kernel(
-    x, x_arg, w, w_scale, bias, y, N, K, x_length, x_scale_column_step,
+    x, x_arg, w, w_scale, bias, other, y, N, K, x_length, x_scale_column_step,
     X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
     EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """BN elements of y [N] from whole rows of the weight, without tensor cores; BK is a power of two from K on.
 
@@ -191,7 +262,36 @@ def gemv_kernel(
         out = out * tl.load(w_scale + n, mask=n < N, other=0.0)
     if HAS_BIAS:
         out = out + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y + n, out.to(y.dtype.element_ty), mask=n < N)
+    out = out.to(y.dtype.element_ty)
+    if EPILOGUE != _NONE:
+        more = tl.load(other + n, mask=(n < N) & (EPILOGUE <= _SILU_MUL), other=0.0).to(tl.float32)
+        out = epilogue(out.to(tl.float32), more, EPILOGUE).to(y.dtype.element_ty)
+    tl.store(y + n, out, mask=n < N)
+
+
+class Tiles(NamedTuple):
+    """What a program of `gemm_kernel` takes: a tile of m tokens by n rows of the weight, k of both at a time."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+    @classmethod
+    def of(cls, rows: int, size_n: int, size_k: int, kind: int, source: int) -> Tiles:
+        """For `rows` tokens. Two programs share a multiprocessor: stages are what its memory has room for."""
+        m = max(16, triton.next_power_of_2(rows))
+        if kind == _BLOCK.value and m == 64:
+            return cls(m, 128, 128, 4, 8)
+        return cls(m, 128, 128, 4 if m == 64 else 5, 4)
+
+    def steps(self, size_n: int, size_k: int) -> tuple[int, int]:
+        """Into how many parts K is split, so that no multiprocessor idles, and the steps of k that each has."""
+        all_steps = triton.cdiv(size_k, self.k)
+        split = max(1, min(_MULTIPROCESSORS // triton.cdiv(size_n, self.n), all_steps // 4))
+        steps = triton.cdiv(all_steps, split)
+        return triton.cdiv(all_steps, steps), steps
 
 
 def supports(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec) -> bool:
@@ -207,12 +307,33 @@ def supports(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec
 
 def quantizes(x: Tensor, spec: QuantSpec) -> bool:
     """Whether `quantize` takes x: a matrix of 2 to 64 rows, and scales that `scaled_mm` takes."""
-    return _knows(x, spec) and x.shape[0] > 1
+    return _knows(x, spec) and not _is_one(x.shape[0])
 
 
-def quantizes_itself(x: Tensor) -> bool:
-    """Whether `scaled_mm` takes x not yet quantized: one row, and not too long."""
-    return x.shape[0] == 1 and x.shape[1] <= _LONGEST_ROW
+def quantizes_itself(x: Tensor, *, given: bool) -> bool:
+    """Whether `scaled_mm` takes x not yet quantized: one row, and not too long; more where its multiplier is given."""
+    if given and not _is_one(x.shape[0]):
+        return most_rows(x.shape[0]) <= MOST_CAST_INSIDE
+    return _is_one(x.shape[0]) and x.shape[1] <= _LONGEST_ROW
+
+
+def in_one_kernel(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor]) -> bool:
+    """Whether `scaled_mm` adds no partial sums, so that it takes an epilogue."""
+    rows, (size_n, size_k) = a[0].shape[0], b[0].shape
+    if _is_one(rows) and size_k <= _LONGEST_ROW:
+        return True
+    source = _PAYLOAD if a[0].dtype == b[0].dtype else _GIVEN
+    tiles = Tiles.of(most_rows(rows), size_n, size_k, _KINDS[a_spec.row.family].value, source.value)
+    return tiles.steps(size_n, size_k)[0] == 1
+
+
+def most_rows(rows: Any) -> int:
+    """The rows of a matrix, or where their number is symbolic the most that it may be."""
+    return rows if isinstance(rows, int) else upper_bound(rows)
+
+
+def _is_one(rows: Any) -> bool:
+    return isinstance(rows, int) and rows == 1
 
 
 def _knows(x: Tensor, spec: QuantSpec) -> bool:
@@ -222,55 +343,67 @@ def _knows(x: Tensor, spec: QuantSpec) -> bool:
     if x.ndim != 2 or x.dtype == torch.float64 or (row.family == "block" and row.block != (1, 128)):
         return False
     rows, length = x.shape
-    return isinstance(rows, int) and isinstance(length, int) and 0 < rows <= MOST_TOKENS and length > 0
+    return isinstance(length, int) and length > 0 and 0 < most_rows(rows) <= MOST_TOKENS
 
 
 def scaled_mm(
     a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, epilogue: str | None = None, other: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`reference.scaled_mm` of a [M, K] and b [N, K], where `supports` says so, accumulated as `_scaled_mm` does fast.
 
     `a` is payload and scale; or, where `quantizes_itself`, the tensor alone or with its multiplier [1] (per tensor).
+    The result, rounded to `out_dtype`, goes through one of `EPILOGUES`, of which the first two read `other` [M, N].
     """
     x, (w, w_scale) = a[0], b
     size_m, (size_n, size_k) = x.shape[0], w.shape
     x_kind, w_kind = _KINDS[a_spec.row.family].value, _KINDS[b_spec.row.family].value
     w_scale = w_scale.contiguous()
-    if size_m == 1 and size_k <= _LONGEST_ROW:
+    unread = functools.partial(torch.empty, 1, dtype=torch.float32, device=x.device)
+    source = (_PAYLOAD if x.dtype == w.dtype else _OWN if len(a) == 1 else _GIVEN).value
+    more = _NONE.value if epilogue is None else EPILOGUES[epilogue].value
+    other = unread() if other is None else other.contiguous()
+    if _is_one(size_m) and size_k <= _LONGEST_ROW:
         x = x.contiguous()
-        source = _PAYLOAD if x.dtype == w.dtype else _OWN if len(a) == 1 else _GIVEN
         y = torch.empty((1, size_n), dtype=out_dtype, device=x.device)
         block_k = max(triton.next_power_of_2(size_k), 128)
         block_n, warps = 4 if block_k <= 16384 else 2, min(max(block_k // 1024, 4), 16)
+        scale = a[1] if len(a) > 1 else unread()
         wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
-            x, a[-1], w, w_scale, w_scale if bias is None else bias, y, size_n, size_k, x.shape[1], a[-1].stride(-1),
-            x_kind, source.value, w_kind, *_rule(a_spec, x.dtype), bias is not None, block_n, block_k, num_warps=warps,
+            x, scale, w, w_scale, unread() if bias is None else bias, other, y, size_n, size_k, x.shape[1],
+            scale.stride(-1), x_kind, source, w_kind, *_rule(a_spec, x.dtype), bias is not None, more, block_n, block_k,
+            num_warps=warps,
         )  # fmt: skip
         return y
-    block_m, block_n, block_k = max(16, triton.next_power_of_2(size_m)), 128, 128
-    tiles, k_steps = triton.cdiv(size_n, block_n), triton.cdiv(size_k, block_k)
-    split = max(1, min(_MULTIPROCESSORS // tiles, k_steps // 4))
-    steps = triton.cdiv(k_steps, split)
-    split = triton.cdiv(k_steps, steps)
-    shape = (size_m, size_n) if split == 1 else (split, size_m, size_n)
-    y = torch.empty(shape, dtype=out_dtype if split == 1 else torch.float32, device=x.device)
+    tiles = Tiles.of(most_rows(size_m), size_n, size_k, x_kind, source)
+    columns, (split, steps) = triton.cdiv(size_n, tiles.n), tiles.steps(size_n, size_k)
+    y = torch.empty(
+        (size_m, size_n) if split == 1 else (split, size_m, size_n),
+        dtype=out_dtype if split == 1 else torch.float32, device=x.device,
+    )  # fmt: skip
     scale = a[1]
     scale_steps = (scale.stride(0), scale.stride(-1)) if scale.ndim == 2 else (0, 0)
     has_bias = bias is not None and split == 1
-    wrap_triton(gemm_kernel)[(tiles, split)](
-        x, scale, w, w_scale, bias if has_bias else w_scale, y, size_m, size_n, size_k, x.stride(0), *scale_steps,
-        x_kind, w_kind, has_bias, size_k % (block_k * split) == 0, split > 1, steps, block_m, block_n,
-        block_k, num_warps=8 if x_kind == _BLOCK.value and block_m == 64 else 4, num_stages=5,
+    even = size_k % (tiles.k * split) == 0 and x.shape[1] == size_k
+    wrap_triton(gemm_kernel)[(columns, split)](
+        x, scale, w, w_scale, bias if has_bias else unread(), other, y, size_m, size_n, size_k, x.shape[1], x.stride(0),
+        *scale_steps, x_kind, source, w_kind, has_bias, more if split == 1 else _NONE.value, even, split > 1, steps,
+        tiles.m, tiles.n, tiles.k, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if split == 1:
         return y
+    assert epilogue is None, "partial sums are added by another kernel"
     y = y.sum(0)
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> list[Tensor]:
-    """`reference.quantize` of x [M, K], where `quantizes` says so."""
+def quantize(
+    x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead: Tensor | None = None
+) -> list[Tensor]:
+    """`reference.quantize` of x [M, K], where `quantizes` says so.
+
+    `ahead` is the weight [N, K] that a GEMM reads next: the memory, otherwise idle, brings its beginning into L2.
+    """
     if x.stride(1) != 1:
         x = x.contiguous()
     size_m, length = x.shape
@@ -281,17 +414,34 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> li
     shape = {_TENSOR: (1,), _ROW: (size_m, 1), _BLOCK: (size_m, size_k // 128)}[kind]
     data = torch.empty((size_m, size_k), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    argument, parts = x if multiplier is None else multiplier, 0
+    unread = functools.partial(torch.empty, 1, dtype=torch.float32, device=x.device)
+    weight = unread() if ahead is None else ahead
+    coming = (0, 0, 0) if ahead is None else (*ahead.shape, _ahead(ahead))
+    argument, parts, most_parts, whole = unread() if multiplier is None else multiplier, 0, 1, 0
     if kind is _TENSOR and multiplier is None:
-        parts = size_m * pieces
-        argument = torch.empty(parts, dtype=torch.float32, device=x.device)
-        wrap_triton(amax_kernel)[(size_m, pieces)](x, argument, length, x.stride(0), piece, num_warps=4)
+        elements = most_rows(size_m) * length
+        if elements <= _WHOLE:
+            x, whole, parts = x.contiguous(), triton.next_power_of_2(elements), size_m * length
+        else:
+            parts, most_parts = size_m * pieces, most_rows(size_m) * pieces
+            argument = torch.empty(parts, dtype=torch.float32, device=x.device)
+            wrap_triton(amax_kernel)[(size_m, pieces)](
+                x, argument, weight, length, x.stride(0), *coming[:2], piece, coming[2], num_warps=4
+            )
+            weight, coming = unread(), (0, 0, 0)
     wrap_triton(quantize_kernel)[(size_m, pieces)](
-        x, argument, data, scale, length, size_k, x.stride(0), parts, kind.value,
-        (_OWN if multiplier is None else _GIVEN).value, *_rule(spec, x.dtype), triton.next_power_of_2(max(parts, 1)),
-        piece, num_warps=8 if kind is _ROW else 4,
+        x, argument, data, scale, weight, length, size_k, x.stride(0), parts, *coming[:2], kind.value,
+        (_OWN if multiplier is None else _GIVEN).value, *_rule(spec, x.dtype), triton.next_power_of_2(most_parts),
+        whole, piece, coming[2], num_warps=32 if whole else 8 if kind is _ROW else 4,
     )  # fmt: skip
     return [data, scale]
+
+
+def _ahead(weight: Tensor) -> int:
+    """How many bytes of each row of a weight are brought into L2: whole lines, of at most some megabytes in all."""
+    rows, length = weight.shape
+    columns = min(_AHEAD // rows, length, 1024)
+    return 0 if columns < 128 else 1 << columns.bit_length() - 1
 
 
 def _rule(spec: QuantSpec, dtype: torch.dtype) -> _Rule:

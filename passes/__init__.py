@@ -115,9 +115,9 @@ class Lowering(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for name, run in LOWER:
             if self.portable and run is fuse_producers:
-                continue  # its kernels are fxquant's own
+                continue  # it serves the backward, which packages do not have
             portable = self.portable and run is lower
-            run_pass(name, functools.partial(lower, portable=True) if portable else run, graph)
+            run_pass(name, functools.partial(lower, portable=True, kernels=True) if portable else run, graph)
         for other in self.after:
             other(graph)
 

@@ -71,18 +71,18 @@ _EXTERNAL = (
 """What no kernel of Inductor's own computes."""
 
 
-def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
+def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better.
 
-    `portable` keeps to operators that torch itself has, for programs that run where fxquant is not.
+    `portable` and `kernels` are those of `lower`.
     """
     if node.target is _GROUPED_MM:
         return portable_grouped_mm
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
-        return few_rows.scaled_mm if not portable and few_rows.decodes(node) else gemm.scaled_mm
-    if device.type == "cuda" and not portable:
+        return few_rows.scaled_mm if kernels and few_rows.decodes(node) else gemm.scaled_mm
+    if device.type == "cuda" and kernels:
         if name == "quantize" and few_rows.quantizes_few_rows(node):
             return few_rows.quantize
         in_memory = name in _READS_VALUES and _in_memory(node.args[0])
@@ -91,6 +91,7 @@ def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
         if name in ("quantize", "hybrid_quantize") and _by_triton(name, node):
             run = triton_quantize if name == "quantize" else triton_hybrid_quantize
             return functools.partial(run, triton_amax.tensor_amax if in_memory else _amax_of_rounded)
+    if device.type == "cuda" and not portable:
         if name in attention_cuda.IMPLEMENTATIONS:
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
@@ -304,20 +305,23 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     raise AssertionError("a traced graph has an output")
 
 
-def lower(graph: fx.Graph, *, portable: bool = False) -> int:
+def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = None) -> int:
     """Rewrites `graph` in place; returns how many operators were lowered.
 
-    A `portable` graph has none of fxquant's own operators and kernels either, so that it runs where fxquant is not.
+    A `portable` graph has no operators of fxquant's own, so that it runs where fxquant is not. Its Triton kernels for
+    GEMMs and casts stay out as well, unless it is told that `kernels` will be compiled into what runs: a graph that is
+    saved could not name them.
     """
     count = 0
-    if not portable:
-        few_rows.leave_unquantized(graph)
+    kernels = not portable if kernels is None else kernels
+    if kernels:
+        few_rows.prepare(graph)
     traced: dict[Any, fx.GraphModule] = {}
     for node in list(graph.nodes):
         if not is_fxquant(node) and not (portable and node.target is _GROUPED_MM):
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
-        run = implementation(node, portable)
+        run = implementation(node, portable, kernels)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             body = _trace(run, args, kwargs, portable)
