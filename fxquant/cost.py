@@ -100,6 +100,7 @@ RATES: dict[str, Rates] = {
             GemmKernel.PER_ROW: GemmRate(1320, 1170, 1170, 0.82, (128, 128)),
             GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
             GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
+            GemmKernel.FEW_ROWS: GemmRate(1000, 1000, 1000, 1.0, (16, 128)),
             GemmKernel.GROUPED: GemmRate(1234, 1055, 1046, 0.85),
             GemmKernel.GROUPED_TRITON: GemmRate(860, 858, 575, 0.85),
             GemmKernel.GROUPED_BLOCKS: GemmRate(810, 814, 311, 0.85),
@@ -278,8 +279,10 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> ch
         )
     if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
         return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")
-    m, _, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
-    return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability)
+    m, k, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
+    most = matmul.most_m if "m" in matmul.dynamic else matmul.m
+    fast = choice.Fast(most, k) if gemm is Gemm.FPROP else None
+    return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability, fast=fast)
 
 
 def _quantized_us(rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, unquantized: float) -> float | None:

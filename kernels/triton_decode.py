@@ -294,26 +294,28 @@ class Tiles(NamedTuple):
         return triton.cdiv(all_steps, steps), steps
 
 
-def supports(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec) -> bool:
-    """Whether `scaled_mm` takes these operands: a matrix of 1 to 64 rows, static sizes, e4m3, scales per tensor, per
-    row, or 1x128 x 128x128."""
-    if not _knows(a[0], a_spec) or b_spec.row.family not in _KINDS or b[0].dtype != torch.float8_e4m3fn:
-        return False
-    blocks = a_spec.row.block, b_spec.row.block
-    if "block" in (a_spec.row.family, b_spec.row.family) and blocks != ((1, 128), (128, 128)):
-        return False
-    return all(isinstance(size, int) and size > 0 for size in b[0].shape)
+def supports(a_spec: QuantSpec, b_spec: QuantSpec) -> bool:
+    """Whether `scaled_mm` takes operands of these formats, x of up to 64 rows: e4m3, scales per tensor, per row, or
+    1x128 x 128x128."""
+    for spec in (a_spec, b_spec):
+        element = spec.row.element
+        if spec.row.family not in _KINDS or element is None or element.dtype != torch.float8_e4m3fn:
+            return False
+    block = "block" in (a_spec.row.family, b_spec.row.family)
+    return not block or (a_spec.row.block, b_spec.row.block) == ((1, 128), (128, 128))
 
 
-def quantizes(x: Tensor, spec: QuantSpec) -> bool:
-    """Whether `quantize` takes x: a matrix of 2 to 64 rows, and scales that `scaled_mm` takes."""
-    return _knows(x, spec) and not _is_one(x.shape[0])
+def quantizes(x: Tensor) -> bool:
+    """Whether `quantize` takes x [M, K], for a GEMM that `scaled_mm` takes: of more than one row, or a long one."""
+    return x.ndim == 2 and x.dtype != torch.float64 and not quantizes_itself(x, given=False)
 
 
 def quantizes_itself(x: Tensor, *, given: bool) -> bool:
     """Whether `scaled_mm` takes x not yet quantized: one row, and not too long; more where its multiplier is given."""
+    if x.ndim != 2 or x.dtype == torch.float64:
+        return False
     if given and not _is_one(x.shape[0]):
-        return most_rows(x.shape[0]) <= MOST_CAST_INSIDE
+        return upper_bound(x.shape[0]) <= MOST_CAST_INSIDE
     return _is_one(x.shape[0]) and x.shape[1] <= _LONGEST_ROW
 
 
@@ -323,27 +325,12 @@ def in_one_kernel(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor]) -
     if _is_one(rows) and size_k <= _LONGEST_ROW:
         return True
     source = _PAYLOAD if a[0].dtype == b[0].dtype else _GIVEN
-    tiles = Tiles.of(most_rows(rows), size_n, size_k, _KINDS[a_spec.row.family].value, source.value)
+    tiles = Tiles.of(upper_bound(rows), size_n, size_k, _KINDS[a_spec.row.family].value, source.value)
     return tiles.steps(size_n, size_k)[0] == 1
-
-
-def most_rows(rows: Any) -> int:
-    """The rows of a matrix, or where their number is symbolic the most that it may be."""
-    return rows if isinstance(rows, int) else upper_bound(rows)
 
 
 def _is_one(rows: Any) -> bool:
     return isinstance(rows, int) and rows == 1
-
-
-def _knows(x: Tensor, spec: QuantSpec) -> bool:
-    row = spec.row
-    if row.family not in _KINDS or row.element is None or row.element.dtype != torch.float8_e4m3fn:
-        return False
-    if x.ndim != 2 or x.dtype == torch.float64 or (row.family == "block" and row.block != (1, 128)):
-        return False
-    rows, length = x.shape
-    return isinstance(length, int) and length > 0 and 0 < most_rows(rows) <= MOST_TOKENS
 
 
 def scaled_mm(
@@ -375,7 +362,7 @@ def scaled_mm(
             num_warps=warps,
         )  # fmt: skip
         return y
-    tiles = Tiles.of(most_rows(size_m), size_n, size_k, x_kind, source)
+    tiles = Tiles.of(upper_bound(size_m), size_n, size_k, x_kind, source)
     columns, (split, steps) = triton.cdiv(size_n, tiles.n), tiles.steps(size_n, size_k)
     y = torch.empty(
         (size_m, size_n) if split == 1 else (split, size_m, size_n),
@@ -419,11 +406,11 @@ def quantize(
     coming = (0, 0, 0) if ahead is None else (*ahead.shape, _ahead(ahead))
     argument, parts, most_parts, whole = unread() if multiplier is None else multiplier, 0, 1, 0
     if kind is _TENSOR and multiplier is None:
-        elements = most_rows(size_m) * length
+        elements = upper_bound(size_m) * length
         if elements <= _WHOLE:
             x, whole, parts = x.contiguous(), triton.next_power_of_2(elements), size_m * length
         else:
-            parts, most_parts = size_m * pieces, most_rows(size_m) * pieces
+            parts, most_parts = size_m * pieces, upper_bound(size_m) * pieces
             argument = torch.empty(parts, dtype=torch.float32, device=x.device)
             wrap_triton(amax_kernel)[(size_m, pieces)](
                 x, argument, weight, length, x.stride(0), *coming[:2], piece, coming[2], num_warps=4

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import is_hopper
+from fxquant.compat import capability, upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels import triton_decode
+from fxquant.kernels import choice, triton_decode
 from fxquant.kernels.producers import PRODUCERS
 from fxquant.passes.base import behind_views, is_fxquant, val
 from fxquant.passes.fuse_producers import _NARROW, _VIEWS, _match, _pattern, _shaped
@@ -33,8 +33,14 @@ def decodes(node: fx.Node) -> bool:
     """Whether a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
     given: Any = fx.node.map_arg(node.args, val)
     a, b, a_spec, b_spec, _, _, fast_accum = given
-    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    return fast_accum and is_hopper(b[0].device) and triton_decode.supports(a, specs[0], b, specs[1])
+    x, w = a[0], b[0]
+    if not fast_accum or x.ndim != 2:
+        return False
+    kernel, _ = choice.gemm(
+        QuantSpec.parse(a_spec), QuantSpec.parse(b_spec), (x.shape[0], w.shape[0]), matrices=w.ndim == 2,
+        capability=capability(w.device), fast=choice.Fast(upper_bound(x.shape[0]), w.shape[1]),
+    )  # fmt: skip
+    return kernel is choice.GemmKernel.FEW_ROWS
 
 
 def scaled_mm(
@@ -179,7 +185,7 @@ def quantizes_few_rows(node: fx.Node) -> bool:
     if node.kwargs:
         return True
     spec = QuantSpec.parse(str(text))
-    if direction != "rowwise" or not is_hopper(val(x).device) or not triton_decode.quantizes(val(x), spec):
+    if direction != "rowwise" or not triton_decode.quantizes(val(x)):
         return False
     own_pass = spec.row.family == "per_tensor" and not multiplier
     return bool(_gemms(node)) and (own_pass or not _is_fused(x))

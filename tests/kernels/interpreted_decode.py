@@ -71,11 +71,11 @@ for texts in PAIRS:
         for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
             if triton_decode.quantizes_itself(x, given=bool(given)):
                 sources.append([x, *given])
-            if triton_decode.quantizes(x, a_spec):
+            if triton_decode.quantizes(x):
                 for got, part in zip(triton_decode.quantize(x, a_spec, *given), a, strict=True):
                     assert got.shape == part.shape and torch.equal(got.float(), part.float()), (texts, m, k)
         for source in sources:
-            assert triton_decode.supports(source, a_spec, b, b_spec)
+            assert triton_decode.supports(a_spec, b_spec)
             check(triton_decode.scaled_mm(source, a_spec, b, b_spec, bias, dtype), want, (texts, m, k, n, len(source)))
             count += 1
 for rows in (1, 20):

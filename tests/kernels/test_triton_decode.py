@@ -37,7 +37,7 @@ def test_values_in_the_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "is_hopper", lambda device: True)
+    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "capability", lambda device: (9, 0))
 
 
 def lowered(
@@ -161,5 +161,5 @@ def test_which_gemms_stay() -> None:
 
 
 def test_other_cards_keep_their_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "is_hopper", lambda device: False)
+    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "capability", lambda device: (8, 9))
     assert lowered(1, "per_row_e4m3")[-1] == "scaled_mm"
