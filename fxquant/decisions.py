@@ -69,11 +69,11 @@ Size = int | str
 class Matmul:
     """What the time of a product [M, K] x [N, K]^T depends on, besides its formats.
 
-    Sizes named in `dynamic` are those of the example, and `most_m` the most that M may be. `batch` products have operands of their own, which can be
-    `batch_weights`; of grouped ones, `groups` weights share the rows M. `dtype` is that of the high-precision GEMM.
-    `input` and `weight` are equal for equal tensors of a model. `stored` says that the weight is kept quantized, and
-    not cast in each call. `device` is a card's name, ``cpu`` or another type of device, with the `capability` of a
-    CUDA one.
+    Sizes named in `dynamic` are those of the example, and `most_m` the most that M may be. `batch` products have
+    operands of their own, which can be `batch_weights`; of grouped ones, `groups` weights share the rows M. `dtype` is
+    that of the high-precision GEMM. `input` and `weight` are equal for equal tensors of a model. `stored` says that the
+    weight is kept quantized, and not cast in each call. `device` is a card's name, ``cpu`` or another type of device,
+    with the `capability` of a CUDA one.
     """
 
     m: int

@@ -101,9 +101,7 @@ def gemm_kernel(
                 w_tile + step * BK + (down[:, None] + k[None, :]), mask=columns < K, other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-            tokens = tl.load(
-                x + m[:, None] * x_step + columns, mask=(m[:, None] < M) & (columns < x_length), other=0.0
-            )
+            tokens = tl.load(x + m[:, None] * x_step + columns, mask=(m[:, None] < M) & (columns < x_length), other=0.0)
         if X_SOURCE == _GIVEN:
             tokens = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
         if X_KIND == _BLOCK:
@@ -156,7 +154,10 @@ def amax_kernel(x, part, ahead, x_length, x_step, ahead_rows, ahead_step, BK: tl
 
     The rest is as in `quantize_kernel`.
     """
-    program, programs = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.num_programs(0) * tl.num_programs(1)
+    program, programs = (
+        tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+        tl.num_programs(0) * tl.num_programs(1),
+    )
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     values = tl.load(x + tl.program_id(0) * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
     if AHEAD > 0 and not INTERPRETED:
@@ -174,8 +175,8 @@ def quantize_kernel(
     """Quantizes BK elements of a row of x [M, x_length] into data [M, K], padded with zeros; BK is from K on for _ROW.
 
     `arg` is the multiplier given, or the tensor's amax as that of `parts` numbers; or with WHOLE, at least the number
-    `parts` of elements of x, which is dense then, each program takes the amax of all of x. `ahead` is the weight that is read
-    next: while this kernel waits for x, its first AHEAD columns are brought into the L2 cache.
+    `parts` of elements of x, which is dense then, each program takes the amax of all of x. `ahead` is the weight that
+    is read next: while this kernel waits for x, its first AHEAD columns are brought into the L2 cache.
     """
     m, piece = tl.program_id(0), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
@@ -384,9 +385,7 @@ def scaled_mm(
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def quantize(
-    x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead: Tensor | None = None
-) -> list[Tensor]:
+def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead: Tensor | None = None) -> list[Tensor]:
     """`reference.quantize` of x [M, K], where `quantizes` says so.
 
     `ahead` is the weight [N, K] that a GEMM reads next: the memory, otherwise idle, brings its beginning into L2.
