@@ -364,6 +364,9 @@ def _cast(matmul: Matmul, operand: str, row: QuantSpec | None, column: QuantSpec
     specs = tuple(spec for spec in (row, column) if spec is not None)
     if any(spec.row.family == "custom" for spec in specs):
         return str(GemmKernel.OWN), None
+    one_row = matmul.m == matmul.batch == 1 and "m" not in matmul.dynamic and column is None and operand == "input"
+    if one_row and choice.casts_one_row(specs[0], matmul.capability):
+        return "by the GEMM, rowwise", 0.0
     after_amax = specs[0].row.family == "per_tensor" and not specs[0].is_delayed
     by_triton = choice.casts_by_triton(
         specs, apart=column is not None or after_amax, dtype=matmul.dtype, fp8=matmul.capability >= (8, 9),

@@ -126,6 +126,11 @@ def grouped_gemm(a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype,
     return Chosen(GemmKernel.EMULATED, f"no grouped FP8 GEMM for {a.row.family} scales")
 
 
+def casts_one_row(spec: QuantSpec, capability: tuple[int, int]) -> bool:
+    """Whether the GEMM of a single row, which is `GemmKernel.FEW_ROWS`, quantizes it as well."""
+    return capability[0] == 9 and triton_decode.casts(spec)
+
+
 def casts_by_triton(specs: tuple[QuantSpec, ...], *, apart: bool, matrix: bool, dtype: torch.dtype, fp8: bool) -> bool:
     """Whether a Triton kernel quantizes a tensor, in one direction or both.
 

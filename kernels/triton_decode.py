@@ -298,12 +298,18 @@ class Tiles(NamedTuple):
 def supports(a_spec: QuantSpec, b_spec: QuantSpec) -> bool:
     """Whether `scaled_mm` takes operands of these formats, x of up to 64 rows: e4m3, scales per tensor, per row, or
     1x128 x 128x128."""
-    for spec in (a_spec, b_spec):
-        element = spec.row.element
-        if spec.row.family not in _KINDS or element is None or element.dtype != torch.float8_e4m3fn:
-            return False
-    block = "block" in (a_spec.row.family, b_spec.row.family)
-    return not block or (a_spec.row.block, b_spec.row.block) == ((1, 128), (128, 128))
+    blocks = {a_spec.row.block, b_spec.row.block} if "block" in (a_spec.row.family, b_spec.row.family) else None
+    return _is_e4m3(b_spec) and casts(a_spec) and blocks in (None, {(1, 128), (128, 128)})
+
+
+def casts(spec: QuantSpec) -> bool:
+    """Whether x may have this format: e4m3, a scale per tensor, per row, or per 1x128 block."""
+    return _is_e4m3(spec) and (spec.row.family != "block" or spec.row.block == (1, 128))
+
+
+def _is_e4m3(spec: QuantSpec) -> bool:
+    element = spec.row.element
+    return spec.row.family in _KINDS and element is not None and element.dtype == torch.float8_e4m3fn
 
 
 def quantizes(x: Tensor) -> bool:
