@@ -227,7 +227,7 @@ def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str
 
         @functools.wraps(analyse)
         def identify_mutated_tensors(kernel: Any, arguments: Any, *rest: Any) -> list[str]:
-            known = _WRITTEN.get(kernel)
+            known = _WRITTEN.get(_jit_function(kernel))
             return analyse(kernel, arguments, *rest) if known is None else known(arguments)
 
         wrap.identify_mutated_tensors = identify_mutated_tensors
@@ -240,10 +240,14 @@ _WRITTEN: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
 def written_by(launch: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch writes, from the arguments of its `triton_kernel_wrapper_mutation`."""
     table = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap").kernel_side_table
-    kernel = table.get_kernel(launch["kernel_idx"])
-    while kernel not in _WRITTEN:  # inside the autotuner that launch options such as num_warps make of it
+    return _WRITTEN[_jit_function(table.get_kernel(launch["kernel_idx"]))](launch["kwargs"])
+
+
+def _jit_function(kernel: Any) -> Any:
+    """A kernel, or the one inside the autotuner that launch options such as num_warps make of it."""
+    while kernel not in _WRITTEN and hasattr(kernel, "configs"):
         kernel = kernel.fn
-    return _WRITTEN[kernel](launch["kwargs"])
+    return kernel
 
 
 @contextmanager
