@@ -408,7 +408,7 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     unread = functools.partial(torch.empty, 1, dtype=torch.float32, device=x.device)
     weight = unread() if ahead is None else ahead
-    coming = (0, 0, 0) if ahead is None else (*ahead.shape, _ahead(ahead))
+    coming = (0, 0, 0) if ahead is None else _ahead(ahead, upper_bound(size_m), kind.value)
     argument, parts, most_parts, whole = unread() if multiplier is None else multiplier, 0, 1, 0
     if kind is _TENSOR and multiplier is None:
         elements = upper_bound(size_m) * length
@@ -429,11 +429,16 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead
     return [data, scale]
 
 
-def _ahead(weight: Tensor) -> int:
-    """How many bytes of each row of a weight are brought into L2: whole lines, of at most some megabytes in all."""
-    rows, length = weight.shape
-    columns = min(_AHEAD // rows, length, 1024)
-    return 0 if columns < 128 else 1 << columns.bit_length() - 1
+def _ahead(weight: Tensor, rows: int, kind: int) -> tuple[int, int, int]:
+    """What of a weight is brought into L2 for `rows` tokens: rows, bytes from one to the next, and bytes of each.
+
+    Whole lines, some megabytes in all. What a GEMM that is split over K begins with are the first bytes of each part.
+    """
+    size_n, size_k = weight.shape
+    split, _ = Tiles.of(rows, size_n, size_k, kind, _PAYLOAD.value).steps(size_n, size_k)
+    parts, step = (size_n * split, size_k // split) if size_k % split == 0 else (size_n, size_k)
+    columns = min(_AHEAD // parts, step, 1024)
+    return parts, step, 0 if columns < 128 else 1 << columns.bit_length() - 1
 
 
 def _rule(spec: QuantSpec, dtype: torch.dtype) -> _Rule:
