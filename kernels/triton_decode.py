@@ -35,8 +35,8 @@ _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 """What shares a scale."""
 MOST_CAST_INSIDE = 16
 """Rows of x that `gemm_kernel` casts itself where the scale is known: each of its programs casts all of them."""
-_WHOLE = 131072
-"""Elements of x up to which each program of a quantization takes the amax of all by itself, which saves a launch."""
+_PIECE = 2048
+"""Elements of a row that a program takes, where no more have a scale in common."""
 _AHEAD = 8 << 20
 """Bytes of a weight to bring into L2 while its GEMM's activation is quantized: what memory can read in 3 us."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
@@ -66,15 +66,17 @@ def epilogue(y, other, EPILOGUE: tl.constexpr):
 
 @triton.jit
 def gemm_kernel(
-    x, x_arg, w, w_scale, bias, other, y, M, N, K, x_length, x_step, x_scale_step, x_scale_column_step,
-    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EPILOGUE: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    x, x_arg, w, w_scale, bias, other, y, M, N, K, x_length, x_step, x_scale_step, x_scale_column_step, parts,
+    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
+    EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile y [BM, BN] of y [M, N]; with SPLIT what STEPS blocks of K add to it, y being [splits, M, N].
 
-    x [M, x_length] is a payload or, with scales per tensor, to be multiplied by a number given, its rows `x_step`
-    apart. w [N, K] is contiguous, with K a multiple of 16 and, where scales are of blocks, of BK = 128.
+    x [M, x_length] is a payload or, with scales per tensor, to be multiplied by a number given or by that of its amax,
+    the largest of `parts` numbers; its rows are `x_step` apart. w [N, K] is contiguous, with K a multiple of 16 and,
+    where scales are of blocks, of BK = 128.
     """
     first_n = tl.program_id(0) * BN
     n = first_n + tl.arange(0, BN)
@@ -86,6 +88,10 @@ def gemm_kernel(
     acc = tl.zeros((BN, BM), tl.float32)
     if X_SOURCE == _GIVEN:
         factor = tl.load(x_arg)
+    elif X_SOURCE == _OWN:
+        i = tl.arange(0, PARTS)
+        amax = tl.max(tl.load(x_arg + i, mask=i < parts, other=0.0), axis=0)
+        factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
     if X_KIND == _BLOCK:  # a scale is asked for a step before it is used
         w_scale += first_n // 128 * (K // 128)
         scale = tl.load(x_arg + m * x_scale_step + first // 128 * x_scale_column_step, mask=m < M, other=0.0)
@@ -102,7 +108,7 @@ def gemm_kernel(
                 eviction_policy="evict_first",
             )  # fmt: skip
             tokens = tl.load(x + m[:, None] * x_step + columns, mask=(m[:, None] < M) & (columns < x_length), other=0.0)
-        if X_SOURCE == _GIVEN:
+        if X_SOURCE != _PAYLOAD:
             tokens = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
         if X_KIND == _BLOCK:
             following = tl.minimum(at + BK, K - BK) // 128
@@ -112,7 +118,7 @@ def gemm_kernel(
             scale = next_scale
         else:
             acc = tl.dot(weights, tl.trans(tokens), acc)
-    if X_SOURCE == _GIVEN:
+    if X_SOURCE != _PAYLOAD:
         acc = acc * tl.div_rn(1.0, factor)
     elif X_KIND == _TENSOR:
         acc = acc * tl.load(x_arg)
@@ -136,11 +142,15 @@ def gemm_kernel(
 
 
 @triton.jit
-def prefetch(w, N, K, program, programs, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Asks for the first COLUMNS bytes of this program's share of the rows of w [N, K] to be brought into L2."""
-    rows = tl.cdiv(N, programs)
-    for start in range(0, rows, ROWS):
-        n = tl.minimum(program * rows + start + tl.arange(0, ROWS), N - 1)
+def prefetch(w, N, K, first, programs, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Asks for the first COLUMNS bytes of a share of the rows of w [N, K] to be brought into L2.
+
+    That of the program `first` along the first axis and its own along the second, ROWS at a time, one a thread.
+    """
+    share = tl.cdiv(N, programs * tl.num_programs(1))
+    begin = (first * tl.num_programs(1) + tl.program_id(1)) * share
+    for start in range(0, share, ROWS):
+        n = tl.minimum(begin + start + tl.arange(0, ROWS), N - 1)
         for column in tl.static_range(0, COLUMNS, 128):
             address = w + n.to(tl.int64) * K + column
             tl.inline_asm_elementwise(
@@ -149,44 +159,42 @@ def prefetch(w, N, K, program, programs, COLUMNS: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def amax_kernel(x, part, ahead, x_length, x_step, ahead_rows, ahead_step, BK: tl.constexpr, AHEAD: tl.constexpr):
+def piece_amax(x, part, x_length, x_step, BK: tl.constexpr):
+    """The amax of a program's BK elements of a row."""
+    m, piece = tl.program_id(0), tl.program_id(1)
+    k = piece * BK + tl.arange(0, BK)
+    values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
+    tl.store(part + m * tl.num_programs(1) + piece, tl.max(magnitude(values), axis=0))
+
+
+@triton.jit
+def amax_kernel(
+    x, part, ahead, M, x_length, x_step, ahead_rows, ahead_step, BK: tl.constexpr, AHEAD: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
     """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order.
 
     The rest is as in `quantize_kernel`.
     """
-    program, programs = (
-        tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
-        tl.num_programs(0) * tl.num_programs(1),
-    )
-    k = tl.program_id(1) * BK + tl.arange(0, BK)
-    values = tl.load(x + tl.program_id(0) * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
-    if AHEAD > 0 and not INTERPRETED:
-        prefetch(ahead, ahead_rows, ahead_step, program, programs, AHEAD, 128)
-    tl.store(part + program, tl.max(magnitude(values), axis=0))
+    if AHEAD == 0:
+        piece_amax(x, part, x_length, x_step, BK)
+    elif tl.program_id(0) < M:
+        piece_amax(x, part, x_length, x_step, BK)
+    elif not INTERPRETED:
+        prefetch(ahead, ahead_rows, ahead_step, tl.program_id(0) - M, tl.num_programs(0) - M, AHEAD, THREADS)
 
 
 @triton.jit
-def quantize_kernel(
-    x, arg, data, scale, ahead, x_length, K, x_step, parts, ahead_rows, ahead_step,
+def quantize_piece(
+    x, arg, data, scale, x_length, K, x_step, parts,
     KIND: tl.constexpr, SOURCE: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
     POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PARTS: tl.constexpr,
-    WHOLE: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes BK elements of a row of x [M, x_length] into data [M, K], padded with zeros; BK is from K on for _ROW.
-
-    `arg` is the multiplier given, or the tensor's amax as that of `parts` numbers; or with WHOLE, at least the number
-    `parts` of elements of x, which is dense then, each program takes the amax of all of x. `ahead` is the weight that
-    is read next: while this kernel waits for x, its first AHEAD columns are brought into the L2 cache.
-    """
+    """Quantizes a program's BK elements of a row."""
     m, piece = tl.program_id(0), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
-    if WHOLE > 0:
-        i = tl.arange(0, WHOLE)
-        everything = tl.load(x + i, mask=i < parts, other=0.0)
-    if AHEAD > 0 and not INTERPRETED:
-        programs = tl.num_programs(0) * tl.num_programs(1)
-        prefetch(ahead, ahead_rows, ahead_step, m * tl.num_programs(1) + piece, programs, AHEAD, 128)
     if KIND == _BLOCK:
         groups = tl.reshape(values, (BK // 128, 128))
         amax = tl.max(magnitude(groups), axis=1)
@@ -200,8 +208,6 @@ def quantize_kernel(
         else:
             if KIND == _ROW:
                 amax = tl.max(magnitude(values), axis=0)
-            elif WHOLE > 0:
-                amax = tl.max(magnitude(everything.to(tl.float32)), axis=0)
             else:
                 i = tl.arange(0, PARTS)
                 amax = tl.max(tl.load(arg + i, mask=i < parts, other=0.0), axis=0)
@@ -210,6 +216,32 @@ def quantize_kernel(
         if KIND == _ROW or (m + piece == 0):
             tl.store(scale + m, tl.div_rn(1.0, factor))
     tl.store(data + m * K + k, values.to(data.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def quantize_kernel(
+    x, arg, data, scale, ahead, M, x_length, K, x_step, parts, ahead_rows, ahead_step,
+    KIND: tl.constexpr, SOURCE: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
+    POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PARTS: tl.constexpr,
+    BK: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Quantizes pieces of BK elements of rows of x [M, x_length] into data [M, K], padded with zeros; BK >= K for _ROW.
+
+    `arg` is the multiplier given, or the tensor's amax as that of `parts` numbers. `ahead` is the weight that is read
+    next: programs beyond the M rows bring its first AHEAD columns into the L2 cache.
+    """
+    if AHEAD == 0:
+        quantize_piece(
+            x, arg, data, scale, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
+            TORCHAO_MOST, PARTS, BK,
+        )  # fmt: skip
+    elif tl.program_id(0) < M:
+        quantize_piece(
+            x, arg, data, scale, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
+            TORCHAO_MOST, PARTS, BK,
+        )  # fmt: skip
+    elif not INTERPRETED:
+        prefetch(ahead, ahead_rows, ahead_step, tl.program_id(0) - M, tl.num_programs(0) - M, AHEAD, THREADS)
 
 
 @triton.jit
@@ -314,16 +346,20 @@ def _is_e4m3(spec: QuantSpec) -> bool:
 
 def quantizes(x: Tensor) -> bool:
     """Whether `quantize` takes x [M, K], for a GEMM that `scaled_mm` takes: of more than one row, or a long one."""
-    return x.ndim == 2 and x.dtype != torch.float64 and not quantizes_itself(x, given=False)
+    return x.ndim == 2 and x.dtype != torch.float64 and not (_is_one(x.shape[0]) and x.shape[1] <= _LONGEST_ROW)
 
 
-def quantizes_itself(x: Tensor, *, given: bool) -> bool:
-    """Whether `scaled_mm` takes x not yet quantized: one row, and not too long; more where its multiplier is given."""
+def quantizes_itself(x: Tensor, spec: QuantSpec, *, given: bool, gemms: int = 1) -> bool:
+    """Whether `scaled_mm` takes x not yet quantized: one row, not too long; or some, which have one scale.
+
+    Where its multiplier is not `given`, some rows that are read by several `gemms` are better quantized once.
+    """
     if x.ndim != 2 or x.dtype == torch.float64:
         return False
-    if given and not _is_one(x.shape[0]):
-        return upper_bound(x.shape[0]) <= MOST_CAST_INSIDE
-    return _is_one(x.shape[0]) and x.shape[1] <= _LONGEST_ROW
+    if _is_one(x.shape[0]):
+        return x.shape[1] <= _LONGEST_ROW
+    alone = given or (gemms == 1 and spec.row.family == "per_tensor")
+    return alone and upper_bound(x.shape[0]) <= MOST_CAST_INSIDE
 
 
 def in_one_kernel(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor]) -> bool:
@@ -371,18 +407,21 @@ def scaled_mm(
         return y
     tiles = Tiles.of(upper_bound(size_m), size_n, size_k, x_kind, source)
     columns, (split, steps) = triton.cdiv(size_n, tiles.n), tiles.steps(size_n, size_k)
+    if source != _PAYLOAD.value and x.stride(1) != 1:
+        x = x.contiguous()
+    scale, parts, most_parts = (a[1], 0, 1) if len(a) > 1 else _amaxes(x, w, a_spec)
     y = torch.empty(
         (size_m, size_n) if split == 1 else (split, size_m, size_n),
         dtype=out_dtype if split == 1 else torch.float32, device=x.device,
     )  # fmt: skip
-    scale = a[1]
     scale_steps = (scale.stride(0), scale.stride(-1)) if scale.ndim == 2 else (0, 0)
     has_bias = bias is not None and split == 1
     even = size_k % (tiles.k * split) == 0 and x.shape[1] == size_k
     wrap_triton(gemm_kernel)[(columns, split)](
         x, scale, w, w_scale, bias if has_bias else unread(), other, y, size_m, size_n, size_k, x.shape[1], x.stride(0),
-        *scale_steps, x_kind, source, w_kind, has_bias, more if split == 1 else _NONE.value, even, split > 1, steps,
-        tiles.m, tiles.n, tiles.k, num_warps=tiles.warps, num_stages=tiles.stages,
+        *scale_steps, parts, x_kind, source, w_kind, *_rule(a_spec, x.dtype), triton.next_power_of_2(most_parts),
+        has_bias, more if split == 1 else _NONE.value, even, split > 1, steps, tiles.m, tiles.n, tiles.k,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if split == 1:
         return y
@@ -401,44 +440,54 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead
     size_m, length = x.shape
     size_k = triton.cdiv(length, spec.row.alignment) * spec.row.alignment
     kind = _KINDS[spec.row.family]
-    piece = 2048 if kind is not _ROW else triton.next_power_of_2(size_k)
+    piece = _PIECE if kind is not _ROW else triton.next_power_of_2(size_k)
     pieces = triton.cdiv(size_k, piece)
     shape = {_TENSOR: (1,), _ROW: (size_m, 1), _BLOCK: (size_m, size_k // 128)}[kind]
     data = torch.empty((size_m, size_k), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     unread = functools.partial(torch.empty, 1, dtype=torch.float32, device=x.device)
-    weight = unread() if ahead is None else ahead
-    coming = (0, 0, 0) if ahead is None else _ahead(ahead, upper_bound(size_m), kind.value)
-    argument, parts, most_parts, whole = unread() if multiplier is None else multiplier, 0, 1, 0
+    argument, parts, most_parts = unread() if multiplier is None else multiplier, 0, 1
     if kind is _TENSOR and multiplier is None:
-        elements = upper_bound(size_m) * length
-        if elements <= _WHOLE:
-            x, whole, parts = x.contiguous(), triton.next_power_of_2(elements), size_m * length
-        else:
-            parts, most_parts = size_m * pieces, upper_bound(size_m) * pieces
-            argument = torch.empty(parts, dtype=torch.float32, device=x.device)
-            wrap_triton(amax_kernel)[(size_m, pieces)](
-                x, argument, weight, length, x.stride(0), *coming[:2], piece, coming[2], num_warps=4
-            )
-            weight, coming = unread(), (0, 0, 0)
-    wrap_triton(quantize_kernel)[(size_m, pieces)](
-        x, argument, data, scale, weight, length, size_k, x.stride(0), parts, *coming[:2], kind.value,
-        (_OWN if multiplier is None else _GIVEN).value, *_rule(spec, x.dtype), triton.next_power_of_2(most_parts),
-        whole, piece, coming[2], num_warps=32 if whole else 8 if kind is _ROW else 4,
+        argument, parts, most_parts = _amaxes(x, ahead, spec)
+        ahead = None
+    coming, programs = _ahead(ahead, upper_bound(size_m), kind.value, pieces)
+    warps = 8 if kind is _ROW else 4
+    wrap_triton(quantize_kernel)[(size_m + programs, pieces)](
+        x, argument, data, scale, unread() if ahead is None else ahead, size_m, length, size_k, x.stride(0), parts,
+        *coming[:2], kind.value, (_OWN if multiplier is None else _GIVEN).value, *_rule(spec, x.dtype),
+        triton.next_power_of_2(most_parts), piece, coming[2], 32 * warps, num_warps=warps,
     )  # fmt: skip
     return [data, scale]
 
 
-def _ahead(weight: Tensor, rows: int, kind: int) -> tuple[int, int, int]:
+def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec) -> tuple[Tensor, Any, int]:
+    """The amaxes of pieces of x [M, K], dense in rows, how many they are, and how many at most."""
+    size_m, length = x.shape
+    pieces = triton.cdiv(length, _PIECE)
+    part = torch.empty(size_m * pieces, dtype=torch.float32, device=x.device)
+    coming, programs = _ahead(ahead, upper_bound(size_m), _KINDS[spec.row.family].value, pieces)
+    weight = torch.empty(1, dtype=torch.float32, device=x.device) if ahead is None else ahead
+    wrap_triton(amax_kernel)[(size_m + programs, pieces)](
+        x, part, weight, size_m, length, x.stride(0), *coming[:2], _PIECE, coming[2], 128, num_warps=4
+    )
+    return part, size_m * pieces, upper_bound(size_m) * pieces
+
+
+def _ahead(weight: Tensor | None, rows: int, kind: int, pieces: int) -> tuple[tuple[int, int, int], int]:
     """What of a weight is brought into L2 for `rows` tokens: rows, bytes from one to the next, and bytes of each.
 
-    Whole lines, some megabytes in all. What a GEMM that is split over K begins with are the first bytes of each part.
+    And by how many programs, of each of `pieces`. Whole lines, some megabytes in all. What a GEMM that is split over K
+    begins with are the first bytes of each part.
     """
+    if weight is None:
+        return (0, 0, 0), 0
     size_n, size_k = weight.shape
     split, _ = Tiles.of(rows, size_n, size_k, kind, _PAYLOAD.value).steps(size_n, size_k)
     parts, step = (size_n * split, size_k // split) if size_k % split == 0 else (size_n, size_k)
     columns = min(_AHEAD // parts, step, 1024)
-    return parts, step, 0 if columns < 128 else 1 << columns.bit_length() - 1
+    if columns < 128:
+        return (0, 0, 0), 0
+    return (parts, step, 1 << columns.bit_length() - 1), triton.cdiv(_MULTIPROCESSORS, pieces)
 
 
 def _rule(spec: QuantSpec, dtype: torch.dtype) -> _Rule:

@@ -76,9 +76,12 @@ def _leave_unquantized(graph: fx.Graph) -> None:
     Only where no one else reads the quantized one.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
-        x, _, direction, *multiplier = node.args
+        x, spec, direction, *multiplier = node.args
         gemms = _gemms(node)
-        if direction == "rowwise" and gemms and triton_decode.quantizes_itself(val(x), given=bool(multiplier)):
+        if direction != "rowwise" or not gemms:
+            continue
+        parsed = QuantSpec.parse(str(spec))
+        if triton_decode.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms)):
             for user in gemms:
                 user.args = ([x, *multiplier], *user.args[1:])
             for item in [*node.users, node]:

@@ -217,6 +217,19 @@ def test_blocks_that_are_no_whole_tiles_are_emulated_and_say_so() -> None:
     assert experts.kernel == "bf16 GEMM of dequantized operands (a batch of weights)"
 
 
+def test_few_rows_have_a_kernel_of_their_own() -> None:
+    """In fprop, where the number of rows or its bound says so; one row is quantized by it."""
+    size = (4096, 14336)
+    for recipe in ("current_scaling", "rowwise", "float8_blockwise"):
+        for m, facts in ((1, {}), (64, {}), (16, {"dynamic": "m", "most_m": 64})):
+            work = weighed(recipe, m, *size, training=False, stored=True, **facts).work
+            assert work[0].kernel == "Triton, few rows", (recipe, m)
+            assert (work[1].kernel == "by the GEMM, rowwise") == (m == 1)
+        for m, facts in ((65, {}), (16, {"dynamic": "m"}), (16, {"dynamic": "n"})):
+            assert "few rows" not in weighed(recipe, m, *size, training=False, **facts).work[0].kernel
+        assert "few rows" not in weighed(recipe, 16, *size).work[1].kernel, "dgrad accumulates slowly"
+
+
 def test_unknown_dtypes_have_kernels_and_no_times() -> None:
     found = weighed("rowwise", *SIZES[0], dtype=torch.float32)
     assert found.quantized is None and not found.slower and found.work[0].kernel == "cuBLAS _scaled_mm, rowwise"

@@ -69,7 +69,7 @@ for texts in PAIRS:
         sources = [a]
         multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
         for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-            if triton_decode.quantizes_itself(x, given=bool(given)):
+            if triton_decode.quantizes_itself(x, a_spec, given=bool(given)):
                 sources.append([x, *given])
             if triton_decode.quantizes(x):
                 for got, part in zip(triton_decode.quantize(x, a_spec, *given), a, strict=True):

@@ -99,12 +99,13 @@ def test_one_token_is_quantized_as_it_is_read() -> None:
 def test_more_are_quantized_once_by_a_kernel() -> None:
     assert lowered(16, "per_row_e4m3", gemms=2) == ["data,scale", "y", "y"]
     assert lowered(2, *BLOCKS) == ["data,scale", "y"]
-    assert lowered(64, "per_tensor_e4m3") == ["data,scale", "y"]
-    assert lowered(64, "per_tensor_e4m3", length=4096) == ["part", "data,scale", "y"]
+    assert lowered(64, "per_tensor_e4m3") == ["part", "data,scale", "y"]
+    assert lowered(16, "per_tensor_e4m3", gemms=2) == ["part", "data,scale", "y", "y"]
     assert lowered(64, "per_tensor_e4m3", multiplier=True) == ["data,scale", "y"]
 
 
-def test_a_known_scale_is_applied_as_the_activation_is_read() -> None:
+def test_one_scale_is_applied_as_the_activation_is_read() -> None:
+    assert lowered(16, "per_tensor_e4m3") == ["part", "y"]
     assert lowered(16, "per_tensor_e4m3", multiplier=True, gemms=2) == ["y", "y"]
     assert lowered(16, "per_tensor_e4m3", multiplier=True, read=True) == ["y"]
 
@@ -129,7 +130,7 @@ def test_what_follows_is_part_of_the_gemm() -> None:
 def test_a_dynamic_number_of_rows() -> None:
     """One whose range says that they are few; otherwise cuBLAS does better where they turn out to be many."""
     assert lowered(16, "per_row_e4m3", most=64) == ["data,scale", "y"]
-    assert lowered(16, "per_tensor_e4m3", most=64, length=4096) == ["part", "data,scale", "y"]
+    assert lowered(16, "per_tensor_e4m3", most=64) == ["part", "data,scale", "y"]
     assert lowered(16, *BLOCKS, most=32) == ["data,scale", "y"]
     assert lowered(16, "per_tensor_e4m3", multiplier=True, most=16) == ["y"]
     assert lowered(16, "per_row_e4m3", most=65)[-1] == "scaled_mm"
@@ -146,7 +147,7 @@ def test_inductor_fuses_a_cast_into_what_makes_its_tensor() -> None:
     """But not where an amax of the tensor comes between."""
     assert lowered(16, "per_row_e4m3", made=True) == ["amax", "y"]
     assert lowered(64, "per_tensor_e4m3", multiplier=True, made=True) == ["y"]
-    assert lowered(64, "per_tensor_e4m3", made=True, length=4096) == ["part", "data,scale", "y"]
+    assert lowered(64, "per_tensor_e4m3", made=True) == ["part", "data,scale", "y"]
 
 
 def test_what_else_reads_a_payload_keeps_it() -> None:
