@@ -315,7 +315,7 @@ def upper_bound(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     most = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return int(most) if most.is_number and most.is_finite else sys.maxsize
+    return int(most) if most.is_Integer else sys.maxsize
 
 
 def size_hint(size: int | torch.SymInt) -> int:

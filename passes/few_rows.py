@@ -21,11 +21,11 @@ from torch import Tensor, fx
 from fxquant.compat import capability, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels import choice, triton_decode
-from fxquant.kernels.producers import PRODUCERS
 from fxquant.passes.base import behind_views, is_fxquant, val
-from fxquant.passes.fuse_producers import _NARROW, _VIEWS, _match, _pattern, _shaped
+from fxquant.passes.fuse_producers import inputs_of, last_operator, reshaped
 
 _aten = torch.ops.aten
+_RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -98,10 +98,10 @@ def _fuse_epilogues(graph: fx.Graph) -> None:
                 if _takes_epilogue(gemm) and _is_all_between(gemm, root):
                     with graph.inserting_before(root):
                         shape = list(val(gemm).shape)
-                        more = {"epilogue": name, **({} if other is None else {"other": _shaped(other, shape)})}
+                        more = {"epilogue": name, **({} if other is None else {"other": reshaped(other, shape)})}
                         fused = graph.call_function(gemm.target, gemm.args, more)  # type: ignore[arg-type]
                         fused.meta = dict(gemm.meta)
-                        shaped = _shaped(fused, list(val(root).shape))
+                        shaped = reshaped(fused, list(val(root).shape))
                     root.replace_all_uses_with(shaped)
                     _erase_dead(root)
                     break
@@ -109,28 +109,23 @@ def _fuse_epilogues(graph: fx.Graph) -> None:
 
 def _root(name: str) -> Any:
     """The last operator of an epilogue, as Inductor has decomposed it."""
-    return _aten.add.Tensor if name == "add" else _pattern(name, torch.bfloat16)[0].target
+    return _aten.add.Tensor if name == "add" else last_operator(name)
 
 
 def _ends_of(name: str, root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
     """The GEMMs that `root` may be an epilogue of, each with the other tensor that it reads."""
     value = val(root)
-    if not isinstance(value, Tensor) or value.ndim == 0 or value.dtype not in _NARROW:
-        return
     found: list[tuple[Any, Any]] = []
     if name == "add":
         a, b = root.args
-        if not root.kwargs and isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        if not root.kwargs and isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b:
             same = all(val(x).shape == value.shape and val(x).dtype == value.dtype for x in (a, b))
-            found = [(a, b), (b, a)] if same and a is not b else []
-    else:
-        length = value.shape[-1]
-        inputs = _match(PRODUCERS[name], root, value.numel() // length, length) if length else None
-        if inputs is not None:
-            found = [(inputs[-1], inputs[0] if len(inputs) > 1 else None)]
+            found = [(a, b), (b, a)] if same and value.dtype in (torch.bfloat16, torch.float16) else []
+    elif (inputs := inputs_of(name, root)) is not None:
+        found = [(inputs[-1], inputs[0] if len(inputs) > 1 else None)]
     for end, other in found:
-        gemm = behind_views(end, _VIEWS)
-        if is_fxquant(gemm, "scaled_mm") and behind_views(other, _VIEWS) is not gemm:
+        gemm = behind_views(end, _RESHAPES)
+        if is_fxquant(gemm, "scaled_mm") and behind_views(other, _RESHAPES) is not gemm:
             yield gemm, other
 
 

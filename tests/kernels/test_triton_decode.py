@@ -123,6 +123,7 @@ def test_what_follows_is_part_of_the_gemm() -> None:
         assert lowered(rows, *BLOCKS, after=lambda y, z: [silu(y) * z], gemms=2, **wide)[-1] == "y", rows
         assert lowered(rows, *BLOCKS, after=lambda y: [y, *residual(y)], **wide)[-1] == "add", rows
         assert lowered(rows, *BLOCKS, after=lambda y: [y + y], **wide)[-1] == "add", rows
+        assert lowered(rows, *BLOCKS, after=lambda y: [y.t() + torch.ones_like(y.t())], **wide)[-1] == "add", rows
     assert lowered(1, *BLOCKS, after=residual) == ["y"]
     assert lowered(16, *BLOCKS, after=residual, length=4096)[-1] == "add"
 
