@@ -33,13 +33,13 @@ _LONGEST_ROW = 32768
 """Of a weight, for the matrix-vector product: what a program holds in registers."""
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 """What shares a scale."""
-MOST_CAST_INSIDE = 16
-"""Rows of x that `gemm_kernel` casts itself where the scale is known: each of its programs casts all of them."""
+_MOST_CAST_INSIDE, _LONGEST_CAST_INSIDE = 16, 4096
+"""Rows of x, and elements of each, that `gemm_kernel` casts itself where they have one scale: all its programs do."""
 _PIECE = 2048
 """Elements of a row that a program takes, where no more have a scale in common."""
-_AHEAD = 8 << 20
-"""Bytes of a weight to bring into L2 while its GEMM's activation is quantized: what memory can read in 3 us."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
+_AHEAD = {_TENSOR.value: 8 << 20, _ROW.value: 4 << 20, _BLOCK.value: 8 << 20}
+"""Bytes of a weight to bring into L2 while its GEMM's activation is quantized: what memory can read meanwhile."""
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
 _NONE, _ADD, _SILU_MUL, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(5))
@@ -312,12 +312,15 @@ class Tiles(NamedTuple):
     warps: int
 
     @classmethod
-    def of(cls, rows: int, size_n: int, size_k: int, kind: int, source: int) -> Tiles:
-        """For `rows` tokens. Two programs share a multiprocessor: stages are what its memory has room for."""
+    def of(cls, rows: int, kind: int, source: int) -> Tiles:
+        """For `rows` tokens; what was fastest for weights of 4096 x 14336 and 8192 x 28672 (docs/performance.md).
+
+        At least two programs share a multiprocessor: stages are what its memory has room for.
+        """
         m = max(16, triton.next_power_of_2(rows))
-        if kind == _BLOCK.value and m == 64:
-            return cls(m, 128, 128, 4, 8)
-        return cls(m, 128, 128, 4 if m == 64 else 5, 4)
+        if kind == _BLOCK.value:
+            return cls(m, 128, 128, 4 if m == 64 else 5, 4)
+        return cls(m, 64, 256, 3 if m == 64 or source != _PAYLOAD.value else 4, 4)
 
     def steps(self, size_n: int, size_k: int) -> tuple[int, int]:
         """Into how many parts K is split, so that no multiprocessor idles, and the steps of k that each has."""
@@ -359,7 +362,7 @@ def quantizes_itself(x: Tensor, spec: QuantSpec, *, given: bool, gemms: int = 1)
     if _is_one(x.shape[0]):
         return x.shape[1] <= _LONGEST_ROW
     alone = given or (gemms == 1 and spec.row.family == "per_tensor")
-    return alone and upper_bound(x.shape[0]) <= MOST_CAST_INSIDE
+    return alone and upper_bound(x.shape[0]) <= _MOST_CAST_INSIDE and x.shape[1] <= _LONGEST_CAST_INSIDE
 
 
 def in_one_kernel(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor]) -> bool:
@@ -368,7 +371,7 @@ def in_one_kernel(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor]) -
     if _is_one(rows) and size_k <= _LONGEST_ROW:
         return True
     source = _PAYLOAD if a[0].dtype == b[0].dtype else _GIVEN
-    tiles = Tiles.of(upper_bound(rows), size_n, size_k, _KINDS[a_spec.row.family].value, source.value)
+    tiles = Tiles.of(upper_bound(rows), _KINDS[a_spec.row.family].value, source.value)
     return tiles.steps(size_n, size_k)[0] == 1
 
 
@@ -405,7 +408,7 @@ def scaled_mm(
             num_warps=warps,
         )  # fmt: skip
         return y
-    tiles = Tiles.of(upper_bound(size_m), size_n, size_k, x_kind, source)
+    tiles = Tiles.of(upper_bound(size_m), x_kind, source)
     columns, (split, steps) = triton.cdiv(size_n, tiles.n), tiles.steps(size_n, size_k)
     if source != _PAYLOAD.value and x.stride(1) != 1:
         x = x.contiguous()
@@ -482,9 +485,9 @@ def _ahead(weight: Tensor | None, rows: int, kind: int, pieces: int) -> tuple[tu
     if weight is None:
         return (0, 0, 0), 0
     size_n, size_k = weight.shape
-    split, _ = Tiles.of(rows, size_n, size_k, kind, _PAYLOAD.value).steps(size_n, size_k)
+    split, _ = Tiles.of(rows, kind, _PAYLOAD.value).steps(size_n, size_k)
     parts, step = (size_n * split, size_k // split) if size_k % split == 0 else (size_n, size_k)
-    columns = min(_AHEAD // parts, step, 1024)
+    columns = min(_AHEAD[kind] // parts, step, 1024)
     if columns < 128:
         return (0, 0, 0), 0
     return (parts, step, 1 << columns.bit_length() - 1), triton.cdiv(_MULTIPROCESSORS, pieces)
