@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -365,6 +366,14 @@ def converts_to_fp8(device: torch.device) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def upper_bound(size: int | torch.SymInt) -> int:
+    """The most that a symbolic size may be, by the range that its program was exported with."""
+    if isinstance(size, int):
+        return size
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(most) if most.is_Integer else sys.maxsize
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The number a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
@@ -441,5 +450,6 @@ __all__ = [
     "triton_kernel_wrapper_mutation",
     "triton_workspace",
     "unlimited_recompiles",
+    "upper_bound",
     "written_by",
 ]

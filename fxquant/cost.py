@@ -106,6 +106,7 @@ RATES: dict[str, Rates] = {
             GemmKernel.TRITON: GemmRate(1330, 830, 830, 0.90, (128, 256)),
             GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
             GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
+            GemmKernel.FEW_ROWS: GemmRate(1000, 1000, 1000, 1.0, (16, 128)),
             GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
             GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
             GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),
@@ -349,8 +350,10 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> ch
         )
     if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
         return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")
-    m, _, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
-    return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability)
+    m, k, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
+    most = matmul.most_m if "m" in matmul.dynamic else matmul.m
+    fast = choice.Fast(most, k) if gemm is Gemm.FPROP else None
+    return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability, fast=fast)
 
 
 def _quantized_us(rates: Rates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, unquantized: float) -> float | None:
@@ -451,6 +454,9 @@ def _cast(
     specs = tuple(spec for spec in (row, column) if spec is not None)
     if any(spec.row.family == "custom" for spec in specs):
         return str(GemmKernel.OWN), None
+    one_row = matmul.m == matmul.batch == 1 and "m" not in matmul.dynamic and column is None and operand == "input"
+    if one_row and choice.casts_one_row(specs[0], matmul.capability):
+        return "by the GEMM, rowwise", 0.0
     own_amax = [
         spec.row.family == "nvfp4" or (spec.row.family == "per_tensor" and not spec.is_delayed and not amax_known)
         for spec in specs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -71,16 +72,17 @@ Size = int | str
 class Matmul:
     """What the time of a product [M, K] x [N, K]^T depends on, besides its formats.
 
-    Sizes named in `dynamic` are those of the example. `batch` products have operands of their own, which can be
-    `batch_weights`; of grouped ones, `groups` weights share the rows M. `dtype` is that of the high-precision GEMM.
-    `input` and `weight` are equal for equal tensors of a model. `stored` says that the weight is kept quantized, and
-    not cast in each call. `device` is a card's name, ``cpu`` or another type of device, with the `capability` of a
-    CUDA one.
+    Sizes named in `dynamic` are those of the example, and `most_m` the most that M may be. `batch` products have
+    operands of their own, which can be `batch_weights`; of grouped ones, `groups` weights share the rows M. `dtype` is
+    that of the high-precision GEMM. `input` and `weight` are equal for equal tensors of a model. `stored` says that the
+    weight is kept quantized, and not cast in each call. `device` is a card's name, ``cpu`` or another type of device,
+    with the `capability` of a CUDA one.
     """
 
     m: int
     k: int
     n: int
+    most_m: int = sys.maxsize
     batch: int = 1
     batch_weights: bool = False
     groups: int = 0

@@ -37,6 +37,7 @@ from fxquant.passes.bodies import Bodies
 from fxquant.passes.calibrate import calibrate
 from fxquant.passes.describe import describe, forget
 from fxquant.passes.fold import Folded, fold
+from fxquant.passes.join import join
 from fxquant.passes.lower import lower
 from fxquant.passes.open_calls import open_calls
 from fxquant.passes.state_tensors import StateTensors
@@ -156,8 +157,19 @@ def aoti_compile_and_package(
     if not str(package_path).endswith(".pt2"):
         raise OptionError(f"a package's path ends in .pt2, unlike {str(package_path)!r}")
     return compile_package(
-        program, str(package_path), inductor_settings("program", given, recomputed=False, portable=True)
+        _joined(program), str(package_path), inductor_settings("program", given, recomputed=False, portable=True)
     )
+
+
+def _joined(program: ExportedProgram) -> ExportedProgram:
+    """The same program with the layers that read one tensor joined."""
+    gm = _copied(program.graph_module)
+    signature = copy.deepcopy(program.graph_signature)
+    state = StateTensors(Bodies(gm), signature, program.state_dict, program.constants)
+    if not join(state):
+        return program
+    state.bodies.recompile()
+    return _program(program, gm, state, signature)
 
 
 def onnx_export(

@@ -12,7 +12,7 @@ import torch
 
 from fxquant.compat import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.kernels import triton_cast, triton_grouped_cast
+from fxquant.kernels import triton_cast, triton_decode, triton_grouped_cast
 
 Dim = int | torch.SymInt | None
 """A size, or None for one that is not known."""
@@ -30,6 +30,7 @@ class GemmKernel(str, Enum):
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
     TRITON = "Triton GEMM"
+    FEW_ROWS = "Triton, few rows"
     GROUPED = "_scaled_grouped_mm"
     GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"
@@ -52,15 +53,28 @@ class Chosen(NamedTuple):
         return f"{self.kernel} ({self.reason})" if self.reason else str(self.kernel)
 
 
+class Fast(NamedTuple):
+    """Of a [M, K]: the most that M may be, and K."""
+
+    most_rows: int
+    length: Dim
+
+
 def gemm(
-    a: QuantSpec, b: QuantSpec, rows: tuple[Dim, Dim], *, matrices: bool = True, capability: tuple[int, int]
-) -> Chosen:
+    a: QuantSpec, b: QuantSpec, rows: tuple[Dim, Dim], *, matrices: bool = True, capability: tuple[int, int],
+    fast: Fast | None = None,
+) -> Chosen:  # fmt: skip
     """The kernel on a CUDA device for a [M, K] x b [N, K]^T, whose `rows` are (M, N).
 
-    Each is a matrix, or with `matrices` false a batch of them.
+    Each is a matrix, or with `matrices` false a batch of them. `fast` is of a GEMM that may accumulate fast, by a
+    kernel of our own.
     """
     if "custom" in (a.row.family, b.row.family):
         return Chosen(GemmKernel.OWN)
+    if fast is not None and matrices and capability[0] == 9 and fast.most_rows <= triton_decode.MOST_TOKENS:
+        static = all(isinstance(size, int) and size > 0 for size in (fast.most_rows, rows[1], fast.length))
+        if static and rows[0] != 0 and triton_decode.supports(a, b):
+            return Chosen(GemmKernel.FEW_ROWS)
     if a.row.family in ("per_tensor", "per_row") and matrices:
         by_row = "per_row" in (a.row.family, b.row.family)
         return Chosen(GemmKernel.PER_ROW if by_row else GemmKernel.PER_TENSOR)
@@ -121,6 +135,11 @@ def grouped_gemm(
     if a.row.family == "block" and one_by_128 and hopper:
         return Chosen(GemmKernel.GROUPED_BLOCKS)
     return Chosen(GemmKernel.EMULATED, f"no grouped FP8 GEMM for {a.row.family} scales")
+
+
+def casts_one_row(spec: QuantSpec, capability: tuple[int, int]) -> bool:
+    """Whether the GEMM of a single row, which is `GemmKernel.FEW_ROWS`, quantizes it as well."""
+    return capability[0] == 9 and triton_decode.casts(spec)
 
 
 def casts_by_triton(

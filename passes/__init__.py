@@ -131,9 +131,9 @@ class Lowering(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for name, run in LOWER:
             if self.portable and run in (fuse_producers, fuse_epilogues):
-                continue  # their kernels are fxquant's own
+                continue  # they serve the backward, which packages do not have, or need fxquant at run time
             if self.portable and run is lower:
-                run = functools.partial(lower, portable=True)
+                run = functools.partial(lower, portable=True, kernels=True)
             elif run is fuse_epilogues:
                 run = functools.partial(fuse_epilogues, gemm=self.gemm)
             run_pass(name, run, graph)

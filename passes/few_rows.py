@@ -1,26 +1,31 @@
-"""Few rows, as in decoding: GEMMs that read their weight once, and of one row quantize as they read.
+"""Few rows, as in decoding: GEMMs that read their weight once, quantize as they read, and do what follows them.
 
     parts = fxquant.quantize(x, spec, "rowwise")
     y = fxquant.scaled_mm(parts, weight, ...)
+    z = y + residual
     # of one row becomes
-    y = fxquant.scaled_mm([x], weight, ...)
+    z = fxquant.scaled_mm([x], weight, ..., epilogue="add", other=residual)
 
-Only on Hopper, and only where the GEMMs are the sole readers of a quantization. See `fxquant.kernels.triton_decode`.
+Only on Hopper, and only where the GEMMs are the sole readers of a quantization, and what follows is the sole reader of
+theirs. See `fxquant.kernels.triton_decode`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import converts_to_fp8, is_hopper
+from fxquant.compat import capability, converts_to_fp8, upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels import triton_decode
-from fxquant.passes.base import behind_views, in_memory, val
+from fxquant.kernels import choice, triton_decode
+from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
+from fxquant.passes.fuse_producers import inputs_of, last_operator, reshaped
 
+_aten = torch.ops.aten
+_RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -28,8 +33,14 @@ def decodes(node: fx.Node) -> bool:
     """Whether a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
     given: Any = fx.node.map_arg(node.args, val)
     a, b, a_spec, b_spec, _, _, fast_accum = given
-    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    return fast_accum and is_hopper(b[0].device) and triton_decode.supports(a, specs[0], b, specs[1])
+    x, w = a[0], b[0]
+    if not fast_accum or x.ndim != 2:
+        return False
+    kernel, _ = choice.gemm(
+        QuantSpec.parse(a_spec), QuantSpec.parse(b_spec), (x.shape[0], w.shape[0]), matrices=w.ndim == 2,
+        capability=capability(w.device), fast=choice.Fast(upper_bound(x.shape[0]), w.shape[1]),
+    )  # fmt: skip
+    return kernel is choice.GemmKernel.FEW_ROWS
 
 
 def scaled_mm(
@@ -40,24 +51,117 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    epilogue: str | None = None,
+    other: Tensor | None = None,
 ) -> Tensor:
-    """`fxquant::scaled_mm` of few rows by a Triton kernel; `a` may be what `leave_unquantized` gives."""
-    return triton_decode.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
+    """`fxquant::scaled_mm` of few rows by a Triton kernel, as `prepare` leaves it."""
+    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    return triton_decode.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other)
 
 
-def leave_unquantized(graph: fx.Graph) -> None:
-    """Gives GEMMs of one row the tensor itself, with its multiplier where it has one, to quantize as they read it.
+def prepare(graph: fx.Graph) -> None:
+    """Says what the kernels for few rows take over: quantizing their input, what follows, and reading ahead."""
+    _leave_unquantized(graph)
+    _fuse_epilogues(graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
+        if quantizes_few_rows(node):
+            weights = [user.args[1][0] for user in graph.nodes if user in _gemms(node)]
+            if behind_views(weights[0]).op in ("placeholder", "get_attr") and val(weights[0]).is_contiguous():
+                node.kwargs = {"ahead": weights[0]}
+
+
+def _leave_unquantized(graph: fx.Graph) -> None:
+    """Gives GEMMs the tensor itself, with its multiplier where it has one, to quantize as they read it.
 
     Only where no one else reads the quantized one.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
-        x, _, direction, *multiplier = node.args
+        x, spec, direction, *multiplier = node.args
         gemms = _gemms(node)
-        if direction == "rowwise" and gemms and triton_decode.quantizes_itself(val(x)):
+        if direction != "rowwise" or not gemms:
+            continue
+        parsed = QuantSpec.parse(str(spec))
+        if triton_decode.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms)):
             for user in gemms:
                 user.args = ([x, *multiplier], *user.args[1:])
             for item in [*node.users, node]:
                 graph.erase_node(item)
+
+
+def _fuse_epilogues(graph: fx.Graph) -> None:
+    """Gives GEMMs the sum with a residual, or the activation, that is the sole reader of their result."""
+    if not any(map(decodes, graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default))):
+        return
+    for name in triton_decode.EPILOGUES:
+        for root in graph.find_nodes(op="call_function", target=_root(name)):
+            for gemm, other in _ends_of(name, root):
+                if _takes_epilogue(gemm) and _is_all_between(gemm, root):
+                    with graph.inserting_before(root):
+                        shape = list(val(gemm).shape)
+                        more = {"epilogue": name, **({} if other is None else {"other": reshaped(other, shape)})}
+                        fused = graph.call_function(gemm.target, gemm.args, more)  # type: ignore[arg-type]
+                        fused.meta = dict(gemm.meta)
+                        shaped = reshaped(fused, list(val(root).shape))
+                    root.replace_all_uses_with(shaped)
+                    _erase_dead(root)
+                    break
+
+
+def _root(name: str) -> Any:
+    """The last operator of an epilogue, as Inductor has decomposed it."""
+    return _aten.add.Tensor if name == "add" else last_operator(name)
+
+
+def _ends_of(name: str, root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """The GEMMs that `root` may be an epilogue of, each with the other tensor that it reads."""
+    value = val(root)
+    found: list[tuple[Any, Any]] = []
+    if name == "add":
+        a, b = root.args
+        if not root.kwargs and isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b:
+            same = all(val(x).shape == value.shape and val(x).dtype == value.dtype for x in (a, b))
+            found = [(a, b), (b, a)] if same and value.dtype in (torch.bfloat16, torch.float16) else []
+    elif (inputs := inputs_of(name, root)) is not None:
+        found = [(inputs[-1], inputs[0] if len(inputs) > 1 else None)]
+    for end, other in found:
+        gemm = behind_views(end, _RESHAPES)
+        if is_fxquant(gemm, "scaled_mm") and behind_views(other, _RESHAPES) is not gemm:
+            yield gemm, other
+
+
+def _takes_epilogue(gemm: fx.Node) -> bool:
+    """Whether a GEMM is one kernel, of few rows, that has no epilogue yet."""
+    if gemm.kwargs or not decodes(gemm):
+        return False
+    a, b = ([val(part) for part in parts] for parts in gemm.args[:2])  # type: ignore[union-attr]
+    return triton_decode.in_one_kernel(a, QuantSpec.parse(str(gemm.args[2])), b)
+
+
+def _is_all_between(gemm: fx.Node, root: fx.Node) -> bool:
+    """Whether nothing but what `root` is computed from reads a GEMM's result, or what is computed from that."""
+    between, todo = {root}, [gemm]
+    while todo:
+        for user in todo.pop().users:
+            if user not in between:
+                if user.op == "output" or len(between) > 16:
+                    return False
+                between.add(user)
+                todo.append(user)
+    needed, todo = {root}, [root]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source in between and source not in needed:
+                needed.add(source)
+                todo.append(source)
+    return between == needed
+
+
+def _erase_dead(node: fx.Node) -> None:
+    if not node.users and node.op == "call_function":
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        for source in sources:
+            _erase_dead(source)
 
 
 def _gemms(node: fx.Node) -> set[fx.Node]:
@@ -76,8 +180,10 @@ def quantizes_few_rows(node: fx.Node) -> bool:
     Fused by Inductor with what makes its tensor it costs no launch; but an amax of the whole tensor does.
     """
     x, text, direction, *multiplier = node.args
+    if node.kwargs:
+        return True
     spec = QuantSpec.parse(str(text))
-    if direction != "rowwise" or not is_hopper(val(x).device) or not triton_decode.quantizes(val(x), spec):
+    if direction != "rowwise" or not triton_decode.quantizes(val(x)):
         return False
     own_pass = spec.row.family == "per_tensor" and not multiplier
     return bool(_gemms(node)) and (own_pass or not _is_fused(x))
@@ -97,6 +203,8 @@ def quantizes_rows_in_memory(node: fx.Node) -> bool:
     return known and in_memory(x) and converts_to_fp8(val(x).device)
 
 
-def quantize(x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None) -> list[Tensor]:
+def quantize(
+    x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None, ahead: Tensor | None = None
+) -> list[Tensor]:
     """`fxquant::quantize` of few rows by Triton kernels, rowwise."""
-    return triton_decode.quantize(x, QuantSpec.parse(spec), multiplier)
+    return triton_decode.quantize(x, QuantSpec.parse(spec), multiplier, ahead)

@@ -377,3 +377,21 @@ def _pattern(name: str, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
     traced = make_fx(lambda *x: producer.run(*x), decomposition_table=dict(inductor_decompositions()))(*inputs)
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
     return output.args[0], [node for node in traced.graph.nodes if node.op == "placeholder"]
+
+
+def inputs_of(name: str, root: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The inputs of which a producer makes `root`, if it does; of 16 bits, with the last axis of `root` for columns."""
+    value = val(root)
+    if not isinstance(value, Tensor) or value.dtype not in _NARROW or value.ndim == 0 or 0 in value.shape:
+        return None
+    return _match(PRODUCERS[name], root, value.numel() // value.shape[-1], value.shape[-1])
+
+
+def last_operator(name: str) -> Any:
+    """What a producer ends in, as Inductor has decomposed it."""
+    return _pattern(name, torch.bfloat16)[0].target
+
+
+def reshaped(node: fx.Node, shape: list[Any]) -> fx.Node:
+    """`node` as a tensor of a shape, in a place where nodes are inserted."""
+    return _shaped(node, shape)

@@ -62,37 +62,38 @@ _READS_VALUES = (
 """Operators whose result depends on the last bit of what they read."""
 
 
-def implementation(node: fx.Node, portable: bool = False) -> Callable[..., Any]:
+def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) -> Callable[..., Any]:
     """What to trace in the place of a node: the reference, or what suits the device better.
 
-    `portable` keeps to operators that torch itself has, for programs that run where fxquant is not.
+    `portable` and `kernels` are those of `lower`.
     """
     if node.target is _GROUPED_MM:
         return portable_grouped_mm
     name = str(getattr(node.target, "_opname"))  # noqa: B009
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     if name == "scaled_mm" and device.type == "cuda":
-        return few_rows.scaled_mm if not portable and few_rows.decodes(node) else gemm.scaled_mm
-    if device.type == "cuda" and not portable:
+        return few_rows.scaled_mm if kernels and few_rows.decodes(node) else gemm.scaled_mm
+    lies = name in _READS_VALUES and in_memory(node.args[0])
+    if device.type == "cuda" and kernels:
         if name == "quantize" and (few_rows.quantizes_few_rows(node) or few_rows.quantizes_rows_in_memory(node)):
             return few_rows.quantize
-        lies = name in _READS_VALUES and in_memory(node.args[0])
         if name == "amax" and lies and 0 not in val(node.args[0]).shape:
             return triton_amax.tensor_amax
         if name in ("quantize", "hybrid_quantize") and _by_triton(name, node):
             run = triton_quantize if name == "quantize" else triton_hybrid_quantize
             return functools.partial(run, triton_amax.tensor_amax if lies else _amax_of_rounded)
+    if device.type == "cuda" and not portable:
         if name in attention_cuda.IMPLEMENTATIONS:
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
             return attention_cuda.quantize_heads
         if name == "quantize_qkv" and _casts_qkv(node):
             return attention_cuda.quantize_qkv
-        if name == "split_amax" and in_memory and _some_groups(*(val(arg) for arg in node.args)):
+        if name == "split_amax" and lies and _some_groups(*(val(arg) for arg in node.args)):
             return grouped_cast.group_amax
-        if name in ("split_quantize", "hybrid_split_quantize") and _groups_by_triton(name, node, in_memory):
+        if name in ("split_quantize", "hybrid_split_quantize") and _groups_by_triton(name, node, lies):
             split = triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
-            return functools.partial(split, grouped_cast.group_amax if in_memory else _group_amax_of_rounded)
+            return functools.partial(split, grouped_cast.group_amax if lies else _group_amax_of_rounded)
         if name == "produce_quantize":
             return triton_produce_quantize
         if name == "delayed_update":
@@ -325,18 +326,21 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     raise AssertionError("a traced graph has an output")
 
 
-def lower(graph: fx.Graph, *, portable: bool = False) -> int:
+def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = None) -> int:
     """Rewrites `graph` in place; returns how many operators were lowered.
 
-    A `portable` graph has none of fxquant's own operators and kernels either, so that it runs where fxquant is not.
+    A `portable` graph has no operators of fxquant's own, so that it runs where fxquant is not. Its Triton kernels for
+    GEMMs and casts stay out as well, unless it is told that `kernels` will be compiled into what runs: a graph that is
+    saved could not name them.
     """
     count = 0
-    if not portable:
-        few_rows.leave_unquantized(graph)
+    kernels = not portable if kernels is None else kernels
+    if kernels:
+        few_rows.prepare(graph)
     traced: dict[Any, fx.GraphModule] = {}
     nodes = [node for node in graph.nodes if is_fxquant(node) or (portable and node.target is _GROUPED_MM)]
     # chosen before any of them goes, since a choice looks at what a node reads
-    for node, run in [(node, implementation(node, portable)) for node in nodes]:
+    for node, run in [(node, implementation(node, portable, kernels)) for node in nodes]:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:

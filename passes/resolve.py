@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import capability, card_name, size_hint
+from fxquant.compat import capability, card_name, size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
@@ -62,7 +62,8 @@ def _matmul(match: Match, product: Product, stored: bool, sources: dict[object, 
         batch *= size_hint(dim)
     dims = {"m": product.m, "k": product.k, "n": product.n}
     return Matmul(
-        m=size_hint(product.m), k=size_hint(product.k), n=size_hint(product.n), batch=batch,
+        m=size_hint(product.m), k=size_hint(product.k), n=size_hint(product.n),
+        most_m=upper_bound(product.m), batch=batch,
         batch_weights=bool(product.batch) and product.rhs_is_weight, groups=size_hint(product.groups or 0),
         dynamic="".join(name for name, dim in dims.items() if not isinstance(dim, int)),
         dtype=match.autocast or torch.promote_types(lhs.dtype, rhs.dtype),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 import fxquant
 from fxquant import Backend
@@ -40,9 +43,9 @@ def test_bytes_of_the_activation(rows: int, specs: tuple[str, str]) -> None:
     sources: list[list[Tensor]] = [parts]
     multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
     for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-        if triton_decode.quantizes_itself(x):
+        if triton_decode.quantizes_itself(x, a_spec, given=bool(given)):
             sources.append([x, *given])
-        else:
+        if rows > 1:
             quantized = triton_decode.quantize(x, a_spec, *given)
             assert torch.equal(quantized[0].view(torch.uint8), parts[0].view(torch.uint8))
             assert torch.equal(quantized[1], parts[1])
@@ -69,3 +72,39 @@ def test_folded_program(shape: tuple[int, int, int], recipe: str) -> None:
     with torch.no_grad():
         got = run(x.to(DEVICE)).cpu().double()
     assert (got - want).norm() < 2**-8 * want.norm()
+
+
+class Gated(nn.Module):
+    """Layers that are joined in a package, an activation and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(512, 17024, bias=False) for _ in range(2))
+        self.down, self.wide = nn.Linear(17024, 512), nn.Linear(512, 17024)
+        self.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y, nn.functional.gelu(self.wide(y)) + self.gate(y)
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+@pytest.mark.parametrize("recipe", ["calibrated", "rowwise", "float8_blockwise"])
+def test_epilogues_and_dynamic_rows(recipe: str, packaged: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Gated().to(DEVICE)
+    x = torch.randn(5, 512, dtype=torch.bfloat16, device=DEVICE)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: Dim("batch", min=1, max=16)},))
+    program = fxquant.quantize_program(
+        exported, "current_scaling" if recipe == "calibrated" else recipe, calibration=[x]
+    )
+    if packaged:
+        path = fxquant.aoti_compile_and_package(program, package_path=tmp_path / "model.pt2")
+        run = torch._inductor.aoti_load_package(path)
+    else:
+        run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for rows in (1, 2, 16):
+            x = torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE)
+            for got, want in zip(run(x), program.module()(x), strict=True):
+                assert (got.double() - want.double()).norm() < 2**-6 * want.double().norm(), rows

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from fxquant.formats import ELEMENTS, QuantSpec
 from fxquant.kernels import reference, triton_decode
@@ -68,15 +69,28 @@ for texts in PAIRS:
         sources = [a]
         multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
         for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-            if triton_decode.quantizes_itself(x):
+            if triton_decode.quantizes_itself(x, a_spec, given=bool(given)):
                 sources.append([x, *given])
-            if triton_decode.quantizes(x, a_spec):
+            if triton_decode.quantizes(x):
                 for got, part in zip(triton_decode.quantize(x, a_spec, *given), a, strict=True):
                     assert got.shape == part.shape and torch.equal(got.float(), part.float()), (texts, m, k)
         for source in sources:
-            assert triton_decode.supports(source, a_spec, b, b_spec)
+            assert triton_decode.supports(a_spec, b_spec)
             check(triton_decode.scaled_mm(source, a_spec, b, b_spec, bias, dtype), want, (texts, m, k, n, len(source)))
             count += 1
+for rows in (1, 20):
+    a_spec = b_spec = QuantSpec.parse("per_row_e4m3")
+    x, _, b = operands(rows, 256, 136, a_spec, b_spec)
+    a = reference.quantize(x.clamp(-3, 3), a_spec)
+    y = reference.scaled_mm(a, a_spec, b, b_spec, None, torch.bfloat16)
+    other = (10 * torch.randn(rows, 136)).to(torch.bfloat16)
+    for name, after in (
+        ("add", y + other), ("silu_mul", silu(other.float()) * y), ("gelu", gelu(y)),
+        ("gelu_tanh", gelu(y, approximate="tanh")),
+    ):  # fmt: skip
+        more = other if name in ("add", "silu_mul") else None
+        got = triton_decode.scaled_mm(a, a_spec, b, b_spec, None, torch.bfloat16, name, more)
+        torch.testing.assert_close(got, after.bfloat16(), rtol=2**-6, atol=0.5)  # of values around 16, rounded twice
 x = torch.randn(48, 8).to(torch.bfloat16).t()
 a_spec = QuantSpec.parse("per_row_e4m3")
 for got, part in zip(triton_decode.quantize(x, a_spec), reference.quantize(x, a_spec), strict=True):

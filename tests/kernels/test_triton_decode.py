@@ -6,14 +6,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    StrictMinMaxConstraint,
+)
+from torch.nn.functional import gelu, silu
+from torch.utils._sympy.value_ranges import ValueRanges
 
 import fxquant.kernels.linear  # noqa: F401  registers the operators
-from fxquant.compat import make_fx, triton_kernel_wrapper_functional
+from fxquant.compat import inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.passes.lower import lower
 
 
@@ -27,18 +37,27 @@ def test_values_in_the_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "is_hopper", lambda device: True)
+    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "capability", lambda device: (9, 0))
 
 
 def lowered(
-    rows: int, spec: str, weight_spec: str = "", *, fast: bool = True, launches: bool = True, gemms: int = 1,
-    multiplier: bool = False, read: bool = False, made: bool = False,
+    rows: int, spec: str, weight_spec: str = "", *, fast: bool = True, gemms: int = 1, multiplier: bool = False,
+    read: bool = False, made: bool = False, after: Any = None, length: int = 256, width: int = 384,
+    most: int | None = None, **options: bool,
 ) -> list[str]:  # fmt: skip
-    """What is left to run of a quantization and GEMMs of its result: launches by what they write, GEMMs, amaxes."""
-    with FakeTensorMode():
-        x = torch.empty(rows, 256, device="cuda", dtype=torch.bfloat16)
+    """What is left to run of a quantization and GEMMs of its result: launches by what they write, and other operators.
+
+    `after` is what becomes of the GEMMs' results. With `most` the number of rows is symbolic, and at most that.
+    """
+    example, size = torch.empty(rows), rows
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        if most is not None:
+            within = StrictMinMaxConstraint(vr=ValueRanges(1, most), warn_only=False)
+            dims = StatelessSymbolicContext([DimDynamic.DYNAMIC], constraint_sizes=[within])
+            size = mode.from_tensor(example, source=ConstantSource("rows"), symbolic_context=dims).shape[0]
+        x = torch.empty(size, length, device="cuda", dtype=torch.bfloat16)
         weights = torch.ops.fxquant.quantize(
-            torch.empty(384, 256, device="cuda", dtype=torch.bfloat16), weight_spec or spec, "rowwise"
+            torch.empty(width, length, device="cuda", dtype=torch.bfloat16), weight_spec or spec, "rowwise"
         )
         one = torch.ones(1, device="cuda")
 
@@ -46,10 +65,11 @@ def lowered(
             x = x.exp() if made else x
             a = torch.ops.fxquant.quantize(x, spec, "rowwise", *([one] if multiplier else []))
             args = ([w, w_scale], spec, weight_spec or spec, None, torch.bfloat16, fast)
-            return [torch.ops.fxquant.scaled_mm(a, *args) for _ in range(gemms)] + ([a[0]] if read else [])
+            products = [torch.ops.fxquant.scaled_mm(a, *args) for _ in range(gemms)]
+            return [*(products if after is None else after(*products)), *([a[0]] if read else [])]
 
-        graph = make_fx(run)(x, *weights, one).graph
-    lower(graph, portable=not launches)
+        graph = make_fx(run, decomposition_table=dict(inductor_decompositions()))(x, *weights, one).graph
+    lower(graph, **options)
     graph.eliminate_dead_code()
     names = []
     for node in graph.nodes:
@@ -59,6 +79,8 @@ def lowered(
             names.append("scaled_mm")
         elif "amax" in str(node.target):
             names.append("amax")
+        elif node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.erf.default):
+            names.append(str(node.target).split(".")[1])
     return names
 
 
@@ -78,14 +100,55 @@ def test_more_are_quantized_once_by_a_kernel() -> None:
     assert lowered(16, "per_row_e4m3", gemms=2) == ["data,scale", "y", "y"]
     assert lowered(2, *BLOCKS) == ["data,scale", "y"]
     assert lowered(64, "per_tensor_e4m3") == ["part", "data,scale", "y"]
+    assert lowered(16, "per_tensor_e4m3", gemms=2) == ["part", "data,scale", "y", "y"]
     assert lowered(64, "per_tensor_e4m3", multiplier=True) == ["data,scale", "y"]
+
+
+def test_one_scale_is_applied_as_the_activation_is_read() -> None:
+    assert lowered(16, "per_tensor_e4m3") == ["part", "y"]
+    assert lowered(16, "per_tensor_e4m3", multiplier=True, gemms=2) == ["y", "y"]
+    assert lowered(16, "per_tensor_e4m3", multiplier=True, read=True) == ["y"]
+
+
+def test_what_follows_is_part_of_the_gemm() -> None:
+    """A sum with a residual, and activations; not where another reads the product, or its sums are partial."""
+    wide = {"width": 16384}
+
+    def residual(y: Tensor, *_: Tensor) -> list[Tensor]:
+        return [(y.view(-1, 1, 128) + torch.ones_like(y).view(-1, 1, 128)).view(y.shape)]
+
+    for rows in (1, 16):
+        assert lowered(rows, *BLOCKS, after=residual, **wide)[-1] == "y", rows
+        assert lowered(rows, *BLOCKS, after=lambda y: [gelu(y)], **wide)[-1] == "y", rows
+        assert lowered(rows, *BLOCKS, after=lambda y, z: [silu(y) * z], gemms=2, **wide)[-1] == "y", rows
+        assert lowered(rows, *BLOCKS, after=lambda y: [y, *residual(y)], **wide)[-1] == "add", rows
+        assert lowered(rows, *BLOCKS, after=lambda y: [y + y], **wide)[-1] == "add", rows
+        assert lowered(rows, *BLOCKS, after=lambda y: [y.t() + torch.ones_like(y.t())], **wide)[-1] == "add", rows
+    assert lowered(1, *BLOCKS, after=residual) == ["y"]
+    assert lowered(16, *BLOCKS, after=residual, length=4096)[-1] == "add"
+
+
+def test_a_dynamic_number_of_rows() -> None:
+    """One whose range says that they are few; otherwise cuBLAS does better where they turn out to be many."""
+    assert lowered(16, "per_row_e4m3", most=64) == ["data,scale", "y"]
+    assert lowered(16, "per_tensor_e4m3", most=64) == ["part", "data,scale", "y"]
+    assert lowered(16, *BLOCKS, most=32) == ["data,scale", "y"]
+    assert lowered(16, "per_tensor_e4m3", multiplier=True, most=16) == ["y"]
+    assert lowered(16, "per_row_e4m3", most=65)[-1] == "scaled_mm"
+
+
+def test_packages_compile_the_kernels_in() -> None:
+    """What is saved as a graph cannot name them."""
+    assert lowered(16, "per_row_e4m3", portable=True, kernels=True) == ["data,scale", "y"]
+    assert lowered(1, *BLOCKS, portable=True, kernels=True) == ["y"]
+    assert lowered(16, "per_row_e4m3", portable=True) == ["amax", "scaled_mm"]
 
 
 def test_inductor_fuses_a_cast_into_what_makes_its_tensor() -> None:
     """But not where an amax of the tensor comes between."""
     assert lowered(16, "per_row_e4m3", made=True) == ["amax", "y"]
-    assert lowered(16, "per_tensor_e4m3", multiplier=True, made=True) == ["y"]
-    assert lowered(16, "per_tensor_e4m3", made=True) == ["part", "data,scale", "y"]
+    assert lowered(64, "per_tensor_e4m3", multiplier=True, made=True) == ["y"]
+    assert lowered(64, "per_tensor_e4m3", made=True) == ["part", "data,scale", "y"]
 
 
 def test_what_else_reads_a_payload_keeps_it() -> None:
@@ -93,13 +156,12 @@ def test_what_else_reads_a_payload_keeps_it() -> None:
 
 
 def test_which_gemms_stay() -> None:
-    """Many rows, GEMMs that are not to accumulate fast, other formats, and graphs that are saved."""
+    """Many rows, GEMMs that are not to accumulate fast, and other formats."""
     assert lowered(65, "per_tensor_e4m3")[-1] == "scaled_mm"
     assert lowered(16, "per_row_e4m3", fast=False)[-1] == "scaled_mm"
-    assert lowered(16, "per_row_e4m3", launches=False) == ["amax", "scaled_mm"]
     assert "y" not in lowered(16, "mxfp8_e4m3")
 
 
 def test_other_cards_keep_their_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "is_hopper", lambda device: False)
+    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "capability", lambda device: (8, 9))
     assert lowered(1, "per_row_e4m3")[-1] == "scaled_mm"
