@@ -41,7 +41,7 @@ def ragged(offs: list[int], columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def used(parts: list[Tensor], offs: list[int], direction: str) -> list[Tensor]:
-    """Payload and scales without the rows of no group, whose bytes mean nothing; scales may lie as a GEMM reads them."""
+    """Payload and scales without the rows of no group, whose bytes mean nothing; scales lie as a GEMM reads them."""
     parts = [part.contiguous() for part in parts]
     if direction == "columnwise":
         return parts
