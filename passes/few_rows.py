@@ -22,7 +22,8 @@ from fxquant.compat import capability, converts_to_fp8, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels import choice, triton_decode
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
-from fxquant.passes.fuse_producers import inputs_of, last_operator, reshaped
+from fxquant.passes.fuse_producers import inputs_of, last_operator
+from fxquant.passes.patterns import shaped
 
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -98,11 +99,11 @@ def _fuse_epilogues(graph: fx.Graph) -> None:
                 if _takes_epilogue(gemm) and _is_all_between(gemm, root):
                     with graph.inserting_before(root):
                         shape = list(val(gemm).shape)
-                        more = {"epilogue": name, **({} if other is None else {"other": reshaped(other, shape)})}
+                        more = {"epilogue": name, **({} if other is None else {"other": shaped(other, shape)})}
                         fused = graph.call_function(gemm.target, gemm.args, more)  # type: ignore[arg-type]
                         fused.meta = dict(gemm.meta)
-                        shaped = reshaped(fused, list(val(root).shape))
-                    root.replace_all_uses_with(shaped)
+                        made = shaped(fused, list(val(root).shape))
+                    root.replace_all_uses_with(made)
                     _erase_dead(root)
                     break
 

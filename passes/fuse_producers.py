@@ -17,7 +17,6 @@ with the bits of Inductor's own kernels.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,6 @@ from torch import Tensor, fx
 
 from fxquant.compat import (
     converts_to_fp8,
-    detect_fake_mode,
     inductor_config,
     inductor_decompositions,
     make_fx,
@@ -40,10 +38,9 @@ from fxquant.kernels import triton_cast
 from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Producer
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.partition import scale_of
+from fxquant.passes.patterns import RESHAPES, matches, readers, shaped
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
-_COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
 _EXCHANGES = ((_aten.permute.default, [0, 2, 1, 3]), (_aten.transpose.int, 1, 2))
 """What exchanges heads and positions."""
 _NARROW = (torch.bfloat16, torch.float16)
@@ -124,11 +121,11 @@ def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
     for node in list(graph.nodes):
         if not _quantizes(node):
             continue
-        root = behind_views(node.args[0], _VIEWS)
+        root = behind_views(node.args[0], RESHAPES)
         if root in seen:
             continue
         seen.add(root)
-        users = list(_readers(root))
+        users = list(readers(root))
         quantizations = [user for user in users if _quantizes(user)]
         own = {_own_amax(state) for user in quantizations for state in user.args if isinstance(state, fx.Node)}
         amaxes = [user for user in users if is_fxquant(user, "amax")]
@@ -162,15 +159,6 @@ def _is_rowwise(node: fx.Node) -> bool:
 def _own_amax(state: Any) -> Any:
     """The amax that a scale is made of, where it is made in the graph of its own tensor."""
     return state.args[0] if isinstance(state, fx.Node) and is_fxquant(state, "scale_from_amax") else None
-
-
-def _readers(root: fx.Node) -> Iterator[fx.Node]:
-    """What reads a tensor, through views."""
-    for user in root.users:
-        if user.target in _VIEWS:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _casts(node: fx.Node, device: str) -> bool:
@@ -240,10 +228,10 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     record = group[0].amax is not None
     with graph.inserting_before(anchor):
         shapes = {"matrix": [rows, length], "row": [rows, 1], "column": [length], "heads": list(val(inputs[0]).shape)}
-        shaped = [_shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
+        given = [shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
         specs = [[s for s in side if s] for side in zip(*((site.row, site.column) for site in group), strict=True)]
         target = torch.ops.fxquant.produce_quantize.default
-        fused = graph.call_function(target, (shaped, producer.name, *specs, *states, record))
+        fused = graph.call_function(target, (given, producer.name, *specs, *states, record))
         fused.meta = {**anchor.meta}
         values: list[Any] = []
         gone: list[fx.Node] = []
@@ -287,7 +275,7 @@ def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool
     if order[node] < order[anchor]:
         return True
     tags = getattr(node.target, "tags", ())
-    movable = node.target in (*_VIEWS, _aten.slice.Tensor, _CONVERT) or torch.Tag.pointwise in tags
+    movable = node.target in (*RESHAPES, _aten.slice.Tensor, _CONVERT) or torch.Tag.pointwise in tags
     if not movable and not is_fxquant(node, "amax") and not is_fxquant(node, "scale_from_amax"):
         return False
     if not all(_is_there(source, anchor, order) for source in node.all_input_nodes):
@@ -295,17 +283,6 @@ def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool
     anchor.prepend(node)
     order[node] = order[anchor] - 1
     return True
-
-
-def _shaped(node: fx.Node, shape: list[Any]) -> fx.Node:
-    """`node` as a tensor of a shape, in a place where nodes are inserted."""
-    value = val(node)
-    if len(value.shape) == len(shape) and all(map(statically_known_true, map(operator.eq, value.shape, shape))):
-        return node
-    made = node.graph.call_function(_aten.reshape.default, (node, shape))
-    with detect_fake_mode([value]) or contextlib.nullcontext():
-        made.meta = {**node.meta, "val": value.reshape(shape)}
-    return made
 
 
 def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node, ...] | None:
@@ -317,7 +294,7 @@ def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[f
         return _heads(root, rows, length)
     outputs, names = _pattern(producer.name, value.dtype)
     found: dict[fx.Node, fx.Node] = {}
-    if not _matches(outputs, root, found):
+    if not matches(outputs, root, found):
         return None
     inputs = tuple(found[name] for name in names)
     for node, kind in zip(inputs, producer.inputs, strict=True):
@@ -335,7 +312,7 @@ def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
     """The heads [B, H, S, D], dense and of static sizes, of which `root` is the copy that has them side by side."""
     if root.target is not _aten.clone.default:
         return None
-    moved = behind_views(root.args[0], _VIEWS)
+    moved = behind_views(root.args[0], RESHAPES)
     if not isinstance(moved, fx.Node) or (moved.target, *moved.args[1:]) not in _EXCHANGES:
         return None
     x = moved.args[0]
@@ -344,28 +321,6 @@ def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
     static = heads.ndim == 4 and all(isinstance(size, int) for size in heads.shape)
     fits = static and heads.is_contiguous() and heads.numel() < 2**31 and heads.shape[3] % 16 == 0
     return (x,) if fits and JOINED_HEADS.shape(heads) == (rows, length) else None
-
-
-def _matches(pattern: Any, node: Any, found: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a node computes what a node of a pattern does, with the pattern's inputs as `found`."""
-    if not isinstance(pattern, fx.Node):
-        return type(pattern) is type(node) and bool(pattern == node)
-    if not isinstance(node, fx.Node):
-        return False
-    node = behind_views(node, _VIEWS)
-    if pattern.op == "placeholder":
-        return found.setdefault(pattern, node) is node
-    if pattern.op != node.op or pattern.target is not node.target or len(pattern.args) != len(node.args):
-        return False
-    if pattern.kwargs != node.kwargs:
-        return False
-    before = dict(found)
-    for args in (node.args, node.args[::-1])[: 2 if node.target in _COMMUTATIVE else 1]:
-        if all(_matches(a, b, found) for a, b in zip(pattern.args, args, strict=True)):
-            return True
-        found.clear()
-        found.update(before)
-    return False
 
 
 @functools.cache
@@ -390,8 +345,3 @@ def inputs_of(name: str, root: fx.Node) -> tuple[fx.Node, ...] | None:
 def last_operator(name: str) -> Any:
     """What a producer ends in, as Inductor has decomposed it."""
     return _pattern(name, torch.bfloat16)[0].target
-
-
-def reshaped(node: fx.Node, shape: list[Any]) -> fx.Node:
-    """`node` as a tensor of a shape, in a place where nodes are inserted."""
-    return _shaped(node, shape)
