@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.compat import cudnn_attention, cudnn_attention_backward
+from fxquant.compat import converts_to_fp8, cudnn_attention, cudnn_attention_backward
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels import attention_ops, attention_reference, triton_attention, triton_head_cast
 from fxquant.kernels.triton_head_cast import Scaling
@@ -75,13 +75,14 @@ def _is_mx(spec: QuantSpec) -> bool:
 def casts(x: Tensor, spec: str) -> bool:
     """Whether a kernel quantizes x [B, H, S, D]."""
     known = _SCALINGS.get(spec) in ("head", "block") and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
-    return known and x.shape[-1] in triton_attention.HEAD_DIMS
+    return known and x.shape[-1] in triton_attention.HEAD_DIMS and converts_to_fp8(x.device)
 
 
 def casts_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str) -> bool:
     """Whether kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together, by scales of their own."""
     known = spec in _SCALINGS and q.ndim == 4 and q.dtype in (torch.bfloat16, torch.float16)
-    return known and q.shape[-1] == v.shape[-1] and q.shape[-1] in triton_attention.HEAD_DIMS
+    known = known and q.shape[-1] == v.shape[-1] and q.shape[-1] in triton_attention.HEAD_DIMS
+    return known and converts_to_fp8(q.device)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -110,6 +110,11 @@ def remembered(problem: Problem, device: torch.device) -> Times | None:
     return None if entry is None else Times(tuple(entry[:-1]), entry[-1])
 
 
+def all_remembered() -> str:
+    """What was measured before, all of it: a part of the key of what it decides."""
+    return repr(_read(_path()))
+
+
 def measured(problem: Problem, device: torch.device) -> Times | None:
     """What was measured before, or else now, with random operands; None where memory is short.
 

@@ -339,7 +339,7 @@ def dkdv_kernel(
     if MASK == _KEY_MASK:
         seen += batch.to(tl.int64) * seen_batch_step
         hidden = (first >= tl.load(seen + 1)) | (first + BN <= tl.load(seen))
-        steps = tl.where(hidden, 0, steps)
+        steps = tl.where(hidden & (seen_head_step == 0), 0, steps)  # a key that one head does not see another may
     draw = tl.full([], 0, tl.int64)
     if DROPPED > 0:
         draw = tl.load(seed)
@@ -647,7 +647,8 @@ def _mask_arguments(mask: Tensor | None, device: torch.device) -> tuple[int, Ten
         return _NO_MASK.value, *_given(None, None, device=device), (0, 0, 0, 0, 0, 0)
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     steps = _steps(mask)
-    if mask.dtype != torch.bool or not statically_known_true(mask.shape[2] == 1):
+    of_keys = statically_known_true(mask.shape[2] == 1) and not statically_known_true(mask.shape[3] == 1)
+    if mask.dtype != torch.bool or not of_keys:
         kind = _BOOL_MASK if mask.dtype == torch.bool else _ADDED_MASK
         return kind.value, mask, *_given(None, device=device), (*steps, 0, 0)
     keys = torch.arange(mask.shape[3], device=device)

@@ -192,7 +192,7 @@ def quantize_piece(
     BK: tl.constexpr,
 ):  # fmt: skip
     """Quantizes a program's BK elements of a row."""
-    m, piece = tl.program_id(0), tl.program_id(1)
+    m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
     if KIND == _BLOCK:
@@ -414,7 +414,7 @@ def scaled_mm(
         block_n, warps = 4 if block_k <= 16384 else 2, min(max(block_k // 1024, 4), 16)
         scale = a[1] if len(a) > 1 else unread()
         wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
-            x, scale, w, w_scale, unread() if bias is None else bias, other, y, size_n, size_k, x.shape[1],
+            x, scale, w, w_scale, unread() if bias is None else bias.contiguous(), other, y, size_n, size_k, x.shape[1],
             scale.stride(-1), x_kind, source, w_kind, *_rule(a_spec, x.dtype), bias is not None, more, block_n, block_k,
             num_warps=warps,
         )  # fmt: skip
@@ -429,13 +429,13 @@ def scaled_mm(
         dtype=out_dtype if split == 1 else torch.float32, device=x.device,
     )  # fmt: skip
     scale_steps = (scale.stride(0), scale.stride(-1)) if scale.ndim == 2 else (0, 0)
-    has_bias = bias is not None and split == 1
+    given_bias = None if bias is None or split > 1 else bias.contiguous()
     even = size_k % (tiles.k * split) == 0 and x.shape[1] == size_k
     wrap_triton(gemm_kernel)[(columns, split)](
-        x, scale, w, w_scale, bias if has_bias else unread(), other, y, size_m, size_n, size_k, x.shape[1], x.stride(0),
-        *scale_steps, parts, x_kind, source, w_kind, *_rule(a_spec, x.dtype), triton.next_power_of_2(most_parts),
-        has_bias, more if split == 1 else _NONE.value, even, split > 1, steps, tiles.m, tiles.n, tiles.k,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        x, scale, w, w_scale, unread() if given_bias is None else given_bias, other, y, size_m, size_n, size_k,
+        x.shape[1], x.stride(0), *scale_steps, parts, x_kind, source, w_kind, *_rule(a_spec, x.dtype),
+        triton.next_power_of_2(most_parts), given_bias is not None, more if split == 1 else _NONE.value, even,
+        split > 1, steps, tiles.m, tiles.n, tiles.k, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if split == 1:
         return y

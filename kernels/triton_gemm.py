@@ -232,6 +232,7 @@ def scaled_mm(
     (size_m, size_k), size_n = left.shape, right.shape[0]
     itemsize = out_dtype.itemsize * (keep + (residual is not None)) + (codes is not None)
     how = how or tiling(fast_accum, itemsize)
+    bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     y = torch.empty((size_m, size_n), dtype=out_dtype, device=left.device) if keep else None
     amax = torch.zeros(1, dtype=torch.float32, device=left.device) if record else None

@@ -18,6 +18,7 @@ from torch import fx
 import fxquant
 from fxquant.compat import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
+from fxquant.kernels import gemm_timing
 from fxquant.passes.assign_roles import assign_roles
 from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.bind_state import bind_state, stateful_graphs
@@ -144,7 +145,8 @@ class Lowering(CustomGraphPass):
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.after]
         if None in others:
             return None
-        return get_hash_for_files(_sources(), repr((self.fingerprint, self.portable, self.gemm, others)))
+        known = gemm_timing.all_remembered() if self.gemm in ("auto", "autotune") else ""
+        return get_hash_for_files(_sources(), repr((self.fingerprint, self.portable, self.gemm, known, others)))
 
     @staticmethod
     def merge(graph: fx.Graph) -> None:

@@ -23,10 +23,9 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels import choice, triton_decode
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.fuse_producers import inputs_of, last_operator
-from fxquant.passes.patterns import shaped
+from fxquant.passes.patterns import RESHAPES, shaped
 
 _aten = torch.ops.aten
-_RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -66,7 +65,8 @@ def prepare(graph: fx.Graph) -> None:
     _fuse_epilogues(graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
         if quantizes_few_rows(node):
-            weights = [user.args[1][0] for user in graph.nodes if user in _gemms(node)]
+            gemms = _gemms(node)
+            weights = [user.args[1][0] for user in graph.nodes if user in gemms]
             if behind_views(weights[0]).op in ("placeholder", "get_attr") and val(weights[0]).is_contiguous():
                 node.kwargs = {"ahead": weights[0]}
 
@@ -125,8 +125,8 @@ def _ends_of(name: str, root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None
     elif (inputs := inputs_of(name, root)) is not None:
         found = [(inputs[-1], inputs[0] if len(inputs) > 1 else None)]
     for end, other in found:
-        gemm = behind_views(end, _RESHAPES)
-        if is_fxquant(gemm, "scaled_mm") and behind_views(other, _RESHAPES) is not gemm:
+        gemm = behind_views(end, RESHAPES)
+        if is_fxquant(gemm, "scaled_mm") and behind_views(other, RESHAPES) is not gemm:
             yield gemm, other
 
 

@@ -158,7 +158,7 @@ def triton_hybrid_quantize(
     return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, amax)
 
 
-def _groups_by_triton(name: str, node: fx.Node, in_memory: bool) -> bool:
+def _groups_by_triton(name: str, node: fx.Node, lies: bool) -> bool:
     """As `_by_triton`, for groups of rows, and for weights that lie in memory, which nothing can be fused with.
 
     How many rows there are may be known on the device alone.
@@ -167,7 +167,7 @@ def _groups_by_triton(name: str, node: fx.Node, in_memory: bool) -> bool:
     texts, columnwise = (args[:1], args[1] == "columnwise") if name == "split_quantize" else (args[:2], True)
     specs = [QuantSpec.parse(str(text)) for text in texts]
     row, column = specs if len(specs) == 2 else (None, specs[0]) if columnwise else (specs[0], None)
-    alone = columnwise or (offs is None and in_memory)
+    alone = columnwise or (offs is None and lies)
     known = grouped_cast.supported(x, offs, row, column)
     return alone and known and _some_groups(x, offs) and converts_to_fp8(x.device)
 
@@ -377,6 +377,6 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
     parts = (run.func, *run.args) if isinstance(run, functools.partial) else (run,)
     return (
-        *(part.__name__ for part in parts),
+        *(f"{part.__module__}.{part.__name__}" for part in parts),
         tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])),
     )

@@ -1,4 +1,5 @@
-"""Launches every Triton kernel at small and odd sizes, for compute-sanitizer to watch: `make sanitize`.
+"""Launches the Triton kernels of casts, producers, few rows, experts and attention at small and odd sizes, for
+compute-sanitizer to watch: `make sanitize`.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [casts | block_casts | producers | decode | ...]
 
@@ -102,7 +103,7 @@ def block_casts() -> Iterator[str]:
 
 def producers() -> Iterator[str]:
     rows, length = 200, 392
-    shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,)}
+    shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,), "heads": (2, 4, rows // 2, 96)}
     for name, producer in PRODUCERS.items():
         inputs = [noise(*shapes[k], dtype=torch.float32 if k == "row" else torch.bfloat16) for k in producer.inputs]
         for text in PRODUCED:
@@ -121,7 +122,7 @@ def decode() -> Iterator[str]:
             multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
             sources = [a]
             for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-                if triton_decode.quantizes_itself(x):
+                if triton_decode.quantizes_itself(x, a_spec, given=bool(given)):
                     sources.append([x, *given])
                 else:
                     triton_decode.quantize(x, a_spec, *given)

@@ -47,6 +47,8 @@ CASES = (
     (1, 4, 2, 300, 400, 128, True, None, None, 0.2),
     (3, 4, 2, 300, 400, 64, False, "keys", None, 0.0),
     (1, 2, 2, 300, 400, 256, False, "seen", None, 0.0),
+    (1, 4, 2, 300, 400, 64, False, "keys of heads", "head", 0.0),
+    (2, 4, 2, 300, 400, 128, False, "batches", "head", 0.0),
 )
 
 
@@ -64,6 +66,10 @@ def make_mask(kind: str | None, batches: int, heads: int, queries: int, keys: in
         ranges = torch.tensor([[0, 70], [135, keys], [0, 0]], device="cuda")[:batches, None, None]
         place = torch.arange(keys, device="cuda")
         return (place >= ranges[..., :1]) & (place < ranges[..., 1:])
+    if kind == "keys of heads":
+        return torch.arange(keys, device="cuda") < torch.tensor([20, keys], device="cuda").repeat(2)[:, None, None]
+    if kind == "batches":
+        return torch.tensor([True, False], device="cuda")[:, None, None, None]
     mask = noise(1, 1, queries, keys) > 0
     mask[..., 7, :] = False
     return mask

@@ -68,6 +68,8 @@ FORWARD = (
     (3, 2, 1, 40, 150, 64, False, "keys", "block", 0.3, None),
     (3, 2, 1, 170, 150, 64, True, "keys", "block", 0.0, None),
     (2, 2, 1, 40, 70, 64, True, None, None, 0.3, None),
+    (1, 2, 1, 40, 150, 64, False, "keys of heads", "head", 0.0, None),
+    (2, 2, 1, 40, 150, 64, False, "batches", "head", 0.0, None),
 )
 BACKWARD = (
     (1, 2, 1, 100, 77, 64, False, None, "head", 0.0),
@@ -78,6 +80,8 @@ BACKWARD = (
     (3, 2, 1, 40, 150, 64, False, "keys", "block", 0.3),
     (2, 2, 1, 40, 70, 64, True, None, None, 0.3),
     (1, 2, 2, 40, 70, 64, False, "seen", None, 0.0),
+    (1, 2, 1, 40, 150, 64, False, "keys of heads", "head", 0.0),
+    (2, 2, 1, 40, 150, 64, False, "batches", "head", 0.0),
 )
 
 
@@ -101,6 +105,10 @@ def make(batches: int, heads: int, kv_heads: int, queries: int, keys: int, width
         ranges = torch.tensor([[0, 70], [135, keys], [0, 0]])[:batches, None, None]
         place = torch.arange(keys)
         mask = (place >= ranges[..., :1]) & (place < ranges[..., 1:])
+    elif kind == "keys of heads":
+        mask = torch.arange(keys) < torch.tensor([20, keys])[:, None, None]
+    elif kind == "batches":
+        mask = torch.tensor([True, False])[:, None, None, None]
     return [q, k, v, mask]
 
 
