@@ -310,12 +310,11 @@ def dkdv_kernel(
     first = (tl.program_id(0) % blocks) * BN
     batch = kv_head // kv_heads
     group = heads // kv_heads
-    k_factor, v_factor = scale * _LOG2_E, 1.0
+    k_factor, v_factor = tl.cast(scale, tl.float32) * _LOG2_E, 1.0
     if not WIDE:
         k_factor *= tl.load(k_scale + scale_place(kv_head, first, kv_len, SCALING))
         v_factor = tl.load(v_scale + scale_place(kv_head, first, kv_len, SCALING))
         q_scale += scale_place(kv_head, 0, q_len, SCALING)
-    k_factor = tl.cast(k_factor, tl.float32)
     factor = k_factor
     if SCALING != BLOCK and not WIDE:
         factor = k_factor * tl.load(q_scale)
@@ -405,14 +404,13 @@ def dq_kernel(
     first = block * BM
     batch = head // heads
     kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
-    q_factor, v_factor = scale * _LOG2_E, 1.0
+    q_factor, v_factor = tl.cast(scale, tl.float32) * _LOG2_E, 1.0
     if not WIDE:
         q_factor *= tl.load(q_scale + scale_place(kv_head, first, q_len, SCALING))
         k_scale += scale_place(kv_head, 0, kv_len, SCALING)
         v_scale += scale_place(kv_head, 0, kv_len, SCALING)
         do_factor = tl.load(do_scale + head)
         v_factor = do_factor * tl.load(v_scale)
-    q_factor = tl.cast(q_factor, tl.float32)
     factor = q_factor
     if SCALING != BLOCK and not WIDE:
         factor = q_factor * tl.load(k_scale)
