@@ -62,9 +62,8 @@ def _known(
     else:
         taken = _is_mx(spec.qkv) and softmax.family in attention_reference.UNQUANTIZED_SOFTMAX
     taken = taken and triton_attention.supports(
-        head_dim=width, kv_len=k.shape[-2], causal=plain.causal, has_mask=plain.mask is not None, dropout=spec.dropout,
-        dtype=dtype, device=k.device,
-    )  # fmt: skip
+        head_dim=width, kv_len=k.shape[-2], dropout=spec.dropout, dtype=dtype, device=k.device
+    )
     return plain if taken else None
 
 

@@ -499,8 +499,7 @@ _WIDE_QUERY_TILES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4,
 
 
 def supports(
-    *, head_dim: int, kv_len: int | torch.SymInt, causal: bool, has_mask: bool, dropout: float, dtype: torch.dtype,
-    device: torch.device,
+    *, head_dim: int, kv_len: int | torch.SymInt, dropout: float, dtype: torch.dtype, device: torch.device
 ) -> bool:  # fmt: skip
     """Whether `forward` and `backward` can run such an attention, of operands of this dtype on this device."""
     if dropout >= 1 or head_dim not in HEAD_DIMS or dtype not in (torch.bfloat16, torch.float16):

@@ -34,6 +34,7 @@ from fxquant.compat import (
 )
 from fxquant.formats import QuantSpec
 from fxquant.passes.base import VIEWS, behind_views, is_fxquant, run_pass, val
+from fxquant.passes.patterns import readers
 from fxquant.passes.share_quantized import share_quantized
 
 SAVE = ("quantized", "least")
@@ -108,12 +109,7 @@ def _lays_out_attention(node: fx.Node) -> bool:
     of_attention = isinstance(source, fx.Node) and any(
         is_fxquant(source, name) for name in ("dequantize_heads", "attention_forward")
     )
-    return of_attention and not any(is_fxquant(reader) for reader in _readers(node))
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node or its views."""
-    return [each for user in node.users for each in (_readers(user) if user.target in VIEWS else [user])]
+    return of_attention and not any(is_fxquant(reader) for reader in readers(node, VIEWS))
 
 
 def scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:

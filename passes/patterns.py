@@ -19,11 +19,11 @@ RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.defaul
 _COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
 
 
-def readers(root: fx.Node) -> Iterator[fx.Node]:
+def readers(root: fx.Node, views: tuple[Any, ...] = RESHAPES) -> Iterator[fx.Node]:
     """What reads a tensor, through views."""
     for user in root.users:
-        if user.target in RESHAPES:
-            yield from readers(user)
+        if user.target in views:
+            yield from readers(user, views)
         else:
             yield user
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.compat import OpOverload, detect_fake_mode, force_stride_order, triton_kernel_wrapper_functional
 from fxquant.passes.base import EXTERNAL, VIEWS, behind_views, val
+from fxquant.passes.patterns import readers
 
 
 def write_once(graph: fx.Graph) -> int:
@@ -26,10 +27,10 @@ def write_once(graph: fx.Graph) -> int:
     )
     count = 0
     for base in bases:
-        readers = _in_memory(base)
-        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or len(readers) < 2 or not _plain(base):
+        apart = _read_apart(base)
+        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or len(apart) < 2 or not _plain(base):
             continue
-        users = [user for user in base.users if user.target in VIEWS or user in readers]
+        users = [user for user in base.users if user.target in VIEWS or user in apart]
         with graph.inserting_after(base):
             written = graph.call_function(force_stride_order, (base, [int(step) for step in val(base).stride()]))
         mode = detect_fake_mode([val(base)])
@@ -42,15 +43,10 @@ def write_once(graph: fx.Graph) -> int:
     return count
 
 
-def _in_memory(node: fx.Node) -> set[fx.Node]:
+def _read_apart(node: fx.Node) -> set[fx.Node]:
     """The readers of a tensor, or of views of it, into which Inductor cannot fuse what makes it."""
-    readers = set()
-    for user in node.users:
-        if user.target in VIEWS:
-            readers |= _in_memory(user)
-        elif user.op == "output" or user.target in (triton_kernel_wrapper_functional, *EXTERNAL):
-            readers.add(user)
-    return readers
+    apart = (triton_kernel_wrapper_functional, *EXTERNAL)
+    return {user for user in readers(node, VIEWS) if user.op == "output" or user.target in apart}
 
 
 def _plain(node: fx.Node) -> bool:

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from gpu.test_producers import Block
+from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.nn.functional import silu
 
 from fxquant import Backend
 
 pytestmark = pytest.mark.gpu
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(256)
-        self.gate, self.up = nn.Linear(256, 768, bias=False), nn.Linear(256, 768, bias=False)
-        self.down = nn.Linear(768, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(silu(self.gate(y)) * self.up(y))
 
 
 def gradients(recipe: str, mode: str | None) -> list[Tensor]:

@@ -108,9 +108,7 @@ def test_what_is_taken() -> None:
     cuda = torch.device("cuda")
 
     def taken(head_dim: int = 128, dropout: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return attention.supports(
-            head_dim=head_dim, kv_len=100, causal=True, has_mask=False, dropout=dropout, dtype=dtype, device=cuda
-        )
+        return attention.supports(head_dim=head_dim, kv_len=100, dropout=dropout, dtype=dtype, device=cuda)
 
     assert all(taken(head_dim) for head_dim in (64, 128, 256))
     assert not taken(96)
