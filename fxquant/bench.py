@@ -57,11 +57,13 @@ from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 CACHED = ("rowwise cached", "float8_blockwise cached")
 """Recipes whose weights stay quantized: all micro-batches of a step but the first."""
+LEAST = ("current_scaling least", "delayed_scaling least")
+"""Recipes whose forward keeps the least for its backward (docs/memory.md)."""
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 ATTENTION = " + attention"
 """What follows a recipe's name in the name of a provider whose attention is quantized as well."""
 WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
-PROVIDERS = ("bf16", *QUANTIZED, *CACHED, *TORCHAO, *WITH_ATTENTION)
+PROVIDERS = ("bf16", *QUANTIZED, *CACHED, *LEAST, *TORCHAO, *WITH_ATTENTION)
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
     "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms",
@@ -263,7 +265,7 @@ def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor]
     """The model compiled as a provider does it, and fxquant's backend where that is the provider."""
     recipe = recipe_of(provider)
     if recipe is not None:
-        backend = Backend(recipe, cache_weights=provider in CACHED)
+        backend = Backend(recipe, cache_weights=provider in CACHED, save="least" if provider in LEAST else "quantized")
         return torch.compile(model, backend=backend, fullgraph=True, dynamic=False), backend
     if provider in TORCHAO and isinstance(model, Experts):
         model.multiply = torchao_grouped_mm(provider)
@@ -280,7 +282,7 @@ def recipe_of(provider: str) -> recipes.Recipe | None:
 
     With attention, its forward is in FP8 with a scale for each head, its backward in high precision.
     """
-    name = provider.removesuffix(ATTENTION).removesuffix(" cached")
+    name = provider.removesuffix(ATTENTION).removesuffix(" cached").removesuffix(" least")
     if name not in QUANTIZED or not provider.endswith(ATTENTION):
         return recipes.get(name) if name in QUANTIZED else None
     heads = recipes.Rule(Float8HeadQuantizer(), module_type="dpa", tensor_type="qkv|s")
@@ -557,7 +559,9 @@ def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
     from fxquant.__main__ import runs_as
 
-    provider = provider.removesuffix(" calibrated").removesuffix(" cached").removesuffix(ATTENTION)
+    provider = (
+        provider.removesuffix(" calibrated").removesuffix(" cached").removesuffix(" least").removesuffix(ATTENTION)
+    )
     if provider not in QUANTIZED:
         return "native"
     return runs_as(
@@ -751,11 +755,11 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=int, default=LLAMA3_8B.length, help="tokens in a sequence (default: %(default)s)"
     )
     block.add_argument("--blocks", type=int, default=LLAMA3_8B.blocks, help="decoder blocks (default: %(default)s)")
-    block.set_defaults(sizes=_stack, providers=[*(p for p in known if p not in CACHED), WITH_ATTENTION[0]])
+    block.set_defaults(sizes=_stack, providers=[*(p for p in known if p not in CACHED + LEAST[1:]), WITH_ATTENTION[0]])
     linear = kinds.add_parser("linear", help="forward and backward of one linear layer")
-    linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4", *CACHED)])
+    linear.set_defaults(sizes=_linears, providers=[p for p in known if p not in ("mxfp8", "nvfp4", *CACHED, *LEAST)])
     grouped = kinds.add_parser("grouped", help="forward and backward of the experts of one layer")
-    grouped.set_defaults(sizes=_groups, providers=[p for p in known if p != "torchao tensorwise"])
+    grouped.set_defaults(sizes=_groups, providers=[p for p in known if p not in ("torchao tensorwise", *LEAST)])
     decode = kinds.add_parser("decode", help="inference of one linear layer with few tokens")
     decode.set_defaults(sizes=_decodes, providers=[p for p in bench_decode.PROVIDERS if p not in TORCHAO or p in known])
     export = kinds.add_parser("export", help="inference of a decoder block compiled ahead of time")
