@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxquant.compat import ScalingType, capability
+from fxquant.compat import ScalingType, capability, statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels import choice, reference, triton_gemm
 from fxquant.kernels.choice import GemmKernel
@@ -94,6 +94,9 @@ def _block_mm(
 ) -> Tensor:
     (a_data, a_scale), (b_data, b_scale) = a, b
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 and bias is None else torch.float32
+    if statically_known_true(a_data.shape[1] == 0):  # a sum of nothing, which cuBLAS refuses here
+        empty = torch.zeros(a_data.shape[0], b_data.shape[0], dtype=out_dtype, device=a_data.device)
+        return empty if bias is None else empty + bias.to(out_dtype)
     if b_spec.row.block[0] == 1:
         b_scale, b_kind = _by_columns(b_scale), ScalingType.BlockWise1x128
     else:  # cuBLAS reads the scales of a row of tiles in fours

@@ -292,7 +292,8 @@ def _make_functional(graph: fx.Graph) -> None:
             results = {name: graph.call_function(operator.getitem, (call, name)) for name in written}
         for name, result in results.items():
             buffer = given[name]
-            buffer.replace_all_uses_with(result, delete_user_cb=lambda user, own=(call, node): user not in own)
+            # what stands before the launch reads a buffer as it was, or its sizes and strides alone
+            buffer.replace_all_uses_with(result, delete_user_cb=lambda user, launch=node: user > launch)
         graph.erase_node(node)
 
 

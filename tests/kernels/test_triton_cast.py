@@ -13,7 +13,9 @@ import pytest
 import torch
 import triton
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -108,6 +110,21 @@ def launches_of(graph: fx.Graph) -> list[str]:
 def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
     assert lowered("mxfp8_e4m3", 64, 96) == ["column_data,column_scale"]
     assert lowered("per_row_e4m3", 64, 96) == ["column_amax", "column_data,column_scale"]
+
+
+@pytest.mark.parametrize("text", ["per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3"])
+def test_rows_may_be_a_symbol(text: str) -> None:
+    """Strides of what a launch writes, which stand before it, are not taken from what it returns."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
+        dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    )
+    like = mode.from_tensor(torch.empty(96, 128), source=ConstantSource("x"), symbolic_context=sizes)
+    with mode:
+        x = torch.empty(like.shape[0], 128, device="cuda", dtype=torch.bfloat16)
+        graph = make_fx(lambda x: torch.ops.fxquant.hybrid_quantize(x, text, text))(x).graph
+    assert launches_of(graph)[-1] == "row_data,row_scale,column_data,column_scale"
+    graph.lint()
 
 
 def test_rowwise_casts_of_weights_are_the_kernels_on_cuda() -> None:
