@@ -131,4 +131,5 @@ def package(provider: str, program: torch.export.ExportedProgram) -> Callable[..
             torch._inductor.aoti_compile_and_package(program, package_path=path)
         else:
             aoti_compile_and_package(program, package_path=path)
-        return torch._inductor.aoti_load_package(path)
+        # what keeps callers of several threads apart cannot be captured in a graph
+        return torch._inductor.aoti_load_package(path, run_single_threaded=True)

@@ -104,7 +104,7 @@ def _block_mm(
         b_kind = ScalingType.BlockWise128x128
     out = torch.ops.aten._scaled_mm_v2(
         a_data, b_data.t(), [_by_columns(a_scale)], [ScalingType.BlockWise1x128.value], [0], [b_scale],
-        [b_kind.value], [0], None, dtype,
+        [b_kind.value], [0], None, dtype, [1, 0],  # the default, which a package cannot pass on: it is an empty list
     )  # fmt: skip
     return (out if bias is None else out + bias.float()).to(out_dtype)  # type: ignore[no-any-return]
 
