@@ -104,9 +104,28 @@ def _block_mm(
         b_kind = ScalingType.BlockWise128x128
     out = torch.ops.aten._scaled_mm_v2(
         a_data, b_data.t(), [_by_columns(a_scale)], [ScalingType.BlockWise1x128.value], [0], [b_scale],
-        [b_kind.value], [0], None, dtype, [1, 0],  # the default, which a package cannot pass on: it is an empty list
+        [b_kind.value], [0], None, dtype,
     )  # fmt: skip
     return (out if bias is None else out + bias.float()).to(out_dtype)  # type: ignore[no-any-return]
+
+
+def portable_block_mm(
+    a: Tensor, b: Tensor, a_scale: Sequence[Tensor], a_kind: Sequence[int], a_swizzle: Sequence[int],
+    b_scale: Sequence[Tensor], b_kind: Sequence[int], b_swizzle: Sequence[int], bias: None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`_scaled_mm_v2` as `_block_mm` calls it, by an operator that packages can call.
+
+    torch has no C function of `_scaled_mm_v2`, and what calls it instead mistakes one dtype for another. The older
+    operator knows blocks by the shapes of their scales, and takes tiles whose rows come in fours: others get columns
+    of zeros.
+    """
+    left, right = a_scale[0], b_scale[0]
+    spare = -a.shape[1] % 512 if b_kind[0] == ScalingType.BlockWise128x128.value else 0
+    if spare:
+        a = torch.nn.functional.pad(a.view(torch.uint8), (0, spare)).view(a.dtype)
+        b = torch.nn.functional.pad(b.t().view(torch.uint8), (0, spare)).view(b.dtype).t()
+        left = torch.nn.functional.pad(left.t(), (0, 0, 0, spare // 128)).t()
+    return torch._scaled_mm(a, b, scale_a=left, scale_b=right, out_dtype=out_dtype)
 
 
 def _by_columns(scale: Tensor) -> Tensor:

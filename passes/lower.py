@@ -54,6 +54,8 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "s
 """What a lowered node keeps of the operator it comes from."""
 
 _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
+_PORTABLE = {_GROUPED_MM: portable_grouped_mm, torch.ops.aten._scaled_mm_v2.default: gemm.portable_block_mm}
+"""What runs where fxquant is not."""
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
@@ -271,7 +273,7 @@ def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     inputs = [flat[i] for i in tensors]
     # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
     with detect_fake_mode(inputs) or contextlib.nullcontext(), enable_python_dispatcher():
-        table = {**inductor_decompositions(), **({_GROUPED_MM: portable_grouped_mm} if portable else {})}
+        table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
         body = make_fx(call, decomposition_table=table)(*inputs)
     _make_functional(body.graph)
     body.graph.eliminate_dead_code()

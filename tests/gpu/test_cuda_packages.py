@@ -27,10 +27,10 @@ print("same")
 
 
 class Gated(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int = 256) -> None:
         super().__init__()
-        self.up, self.gate = nn.Linear(256, 384, bias=False), nn.Linear(256, 384, bias=False)
-        self.down = nn.Linear(384, 256)
+        self.up, self.gate = nn.Linear(size, 384, bias=False), nn.Linear(size, 384, bias=False)
+        self.down = nn.Linear(384, size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x) * self.gate(x).sigmoid())
@@ -41,6 +41,17 @@ class Gated(nn.Module):
 def test_a_package_runs_where_fxquant_is_not(recipe: str, dynamic: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Gated().bfloat16().eval(), torch.randn(32, 256).bfloat16()
+    check(model, x, recipe, tmp_path, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "float8_blockwise"])
+def test_a_prefill_runs_where_fxquant_is_not(recipe: str, tmp_path: Path) -> None:
+    """Rows for cuBLAS, and for its tiles of 128 sums of four of them and of three."""
+    torch.manual_seed(0)
+    check(Gated(512).bfloat16().eval(), torch.randn(256, 512).bfloat16(), recipe, tmp_path, dynamic=False)
+
+
+def check(model: nn.Module, x: Tensor, recipe: str, tmp_path: Path, *, dynamic: bool) -> None:
     batch = {0: Dim("batch", min=2, max=256)}
 
     def quantized(device: str) -> torch.export.ExportedProgram:
