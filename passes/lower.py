@@ -54,7 +54,10 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "s
 """What a lowered node keeps of the operator it comes from."""
 
 _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
-_PORTABLE = {_GROUPED_MM: portable_grouped_mm, torch.ops.aten._scaled_mm_v2.default: gemm.portable_block_mm}
+_PORTABLE: dict[Any, Callable[..., Any]] = {
+    _GROUPED_MM: portable_grouped_mm,
+    torch.ops.aten._scaled_mm_v2.default: gemm.portable_block_mm,
+}
 """What runs where fxquant is not."""
 
 _READS_VALUES = (
