@@ -218,10 +218,13 @@ def _store_scales(
     """
     A: tl.constexpr = v.shape[3] * v.shape[1] * v.shape[4]
     B: tl.constexpr = v.shape[2] * v.shape[0] * v.shape[5] * v.shape[6]
-    v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
-    v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
-    row = first_row + tl.arange(0, A * DOWN)[:, None]
-    column = first_column + tl.arange(0, B * ACROSS)[None, :]
+    if A * DOWN * B * ACROSS == 1:  # as a tensor of one, Triton computes it from the whole tile in each thread
+        row, column, v = first_row, first_column, tl.max(v)
+    else:
+        v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
+        v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
+        row = first_row + tl.arange(0, A * DOWN)[:, None]
+        column = first_column + tl.arange(0, B * ACROSS)[None, :]
     place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
     tl.store(scale + place, v, mask=(row < rows) & (column < columns))
 

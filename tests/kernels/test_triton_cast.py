@@ -83,6 +83,18 @@ def test_payloads_are_transposed_in_registers(text: str, monkeypatch: pytest.Mon
     assert "local" not in ptx
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes of it")
+def test_a_tile_with_one_scale_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At odd sizes, where loads are narrow, Triton recomputed the whole tile in each thread to store its scale."""
+    record = Compiled()
+    monkeypatch.setattr(triton_cast, "wrap_triton", record)
+    spec = QuantSpec.parse("block_128x128_e4m3")
+    triton_cast.quantize(torch.zeros(33, 50, dtype=torch.bfloat16), spec, spec)
+    (launch,) = record.launches
+    assert launch.asm["ptx"].count("cvt.rn.satfinite.e4m3x2") == 64
+    assert len(re.findall(r"ld\.global", launch.asm["ptx"])) <= 64
+
+
 def captured(text: str, direction: str, device: str, *shape: int) -> fx.Graph:
     """A graph of one quantize."""
     with FakeTensorMode():
