@@ -93,7 +93,7 @@ class WeightCache:
             if key not in self._functions:
                 self._functions[key] = self._compiled(value, weight, directions)
             run, sizes = self._functions[key]
-            flat = iter(run(value))
+            flat = (part.contiguous() for part in run(value))  # as graphs expect their inputs; kernels may not
         return {direction: list(itertools.islice(flat, n)) for direction, n in zip(directions, sizes, strict=True)}
 
     def _compiled(

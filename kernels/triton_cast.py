@@ -34,8 +34,6 @@ _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in ra
 _KINDS = {"per_tensor": _PER_TENSOR, "per_row": _PER_ROW, "block": _BLOCK, "mxfp8": _MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
-_ROWS = tl.constexpr(16)
-"""Rows of a thread: as many bytes of a column as one instruction stores, and as sizes are padded to."""
 _KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MOST = (
     tl.constexpr(i) for i in range(12)
 )
@@ -157,7 +155,7 @@ def _amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
     LM: tl.constexpr = LAYOUT[1]
     WK: tl.constexpr = LAYOUT[2]
     WM: tl.constexpr = LAYOUT[3]
-    R: tl.constexpr = _ROWS
+    R: tl.constexpr = LAYOUT[4]
     tl.static_assert((P <= R * LM) | (P == R * LM * WM))
     tl.static_assert((Q <= 4 * LK) | (Q == 4 * LK * WK))
     amax = tl.abs(x)
@@ -212,16 +210,19 @@ def _block_scale(amax, SIDE: tl.constexpr):
 def _store_scales(
     v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
 ):  # fmt: skip
-    """Stores scales v [LK, LM, WK, WM, 16, 2, 2], the last axes for four columns, from a row and a column on.
+    """Stores scales v [LK, LM, WK, WM, R, 2, 2], the last axes for four columns, from a row and a column on.
 
     Each stands in DOWN rows and ACROSS columns.
     """
     A: tl.constexpr = v.shape[3] * v.shape[1] * v.shape[4]
     B: tl.constexpr = v.shape[2] * v.shape[0] * v.shape[5] * v.shape[6]
-    v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
-    v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
-    row = first_row + tl.arange(0, A * DOWN)[:, None]
-    column = first_column + tl.arange(0, B * ACROSS)[None, :]
+    if A * DOWN * B * ACROSS == 1:  # as a tensor of one, Triton computes it from the whole tile in each thread
+        row, column, v = first_row, first_column, tl.max(v)
+    else:
+        v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
+        v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
+        row = first_row + tl.arange(0, A * DOWN)[:, None]
+        column = first_column + tl.arange(0, B * ACROSS)[None, :]
     place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
     tl.store(scale + place, v, mask=(row < rows) & (column < columns))
 
@@ -301,14 +302,14 @@ def cast_kernel(
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
     PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr,
     RECORD: tl.constexpr,
-    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
+    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
+    """One tile of x [M, K], of R * LM * WM rows and 4 * LK * WK columns.
 
-    A thread has 16 rows of four columns. In a warp LK threads stand side by side and LM one below the other; WK and WM
-    warps likewise. A tile is a tensor [LK, LM, WK, WM, 16] for each of the four columns: in that order the layouts
+    A thread has R rows of four columns. In a warp LK threads stand side by side and LM one below the other; WK and WM
+    warps likewise. A tile is a tensor [LK, LM, WK, WM, R] for each of the four columns: in that order the layouts
     that Triton gives to loads and stores are all the same one, so that a payload is transposed in registers, and an
-    amax of 16 rows is taken in them.
+    amax of R rows is taken in them.
 
     A PRODUCER makes what is cast from x and more inputs. The outputs of two RESULTS lie one behind the other; a
     program makes both AT_ONCE, or the next one makes the second and finds the inputs in the cache. RECORD takes the
@@ -317,8 +318,7 @@ def cast_kernel(
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
     of 16 bytes, a factor that the compiler sees in the alignment of stores.
     """
-    R: tl.constexpr = _ROWS
-    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
+    LAYOUT: tl.constexpr = (LK, LM, WK, WM, R)
     ROW: tl.constexpr = (
         ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
         ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
@@ -491,11 +491,11 @@ def cast_tile(
     Tiles, their layout, scales and units are those of `triton_cast.cast_kernel`. A group's scales, and what they come
     from, are `*_scale_group` apart.
     """
-    R: tl.constexpr = _ROWS
     LK: tl.constexpr = LAYOUT[0]
     LM: tl.constexpr = LAYOUT[1]
     WK: tl.constexpr = LAYOUT[2]
     WM: tl.constexpr = LAYOUT[3]
+    R: tl.constexpr = LAYOUT[4]
     padded_M = column_units * 16
     padded_K = row_units * 16
     padded_size = padded_end - padded_start
@@ -615,7 +615,7 @@ def quantize(
 
     `row_scale` and `column_scale` [1] are multipliers to use in the place of the tensor's own (per-tensor formats).
     `amax` takes the amax [1] of a tensor. x is not empty, and float32, bfloat16 or float16. Block scales of 1x128 lie
-    transposed in memory, as cuBLAS wants them.
+    transposed in memory, as cuBLAS wants them, and those of MX too.
     """
     if x.stride(-1) != 1:
         if x.stride(-2) == 1:  # a matrix stored by columns: the same with the directions exchanged
@@ -686,10 +686,10 @@ def _launch(
     size_m, size_k = x.shape if producer is None else PRODUCERS[producer].shape(x)
     column_units = _cdiv(right.data.shape[-1] if column is not None else size_m, 16)
     row_units = _cdiv(left.data.shape[-1] if row is not None else size_k, 16)
-    lanes_k, lanes_m, warps_k, warps_m = layout = tile_layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout = tile_layout(row, column)
     # scales of blocks, or of lines, take the registers that a second result would
     at_once = results > 1 and all(spec.row.family == "per_tensor" for spec in (row, column) if spec is not None)
-    tiles = _cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k)
+    tiles = _cdiv(16 * column_units, thread_rows * lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k)
     grid = (tiles if at_once else tiles * results,)
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
@@ -709,12 +709,15 @@ def _cdiv(size: Any, by: int) -> Any:
     return (size + by - 1) // by
 
 
-def tile_layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int]:
-    """Threads across and down, warps across and down: the quickest of those tried (docs/performance.md)."""
+def tile_layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int, int]:
+    """Threads across and down, warps across and down, and rows of a thread (16 or 8).
+
+    The quickest of those tried (docs/performance.md).
+    """
     families = {spec.row.family for spec in (row, column) if spec is not None}
     if "block" in families:
-        return 16, 2, 2, 4
-    return (8, 4, 4, 1) if "mxfp8" in families else (16, 2, 2, 2)
+        return 16, 2, 2, 4, 16
+    return (8, 4, 4, 2, 8) if "mxfp8" in families else (16, 2, 2, 2, 16)
 
 
 def _line_amaxes(
@@ -765,7 +768,8 @@ def _make_side(
     scale_rows = rows if repeated or block_rows == 1 else _cdiv(rows, block_rows)
     scale_columns = padded // block_columns
     dtype = torch.uint8 if repeated else torch.float32
-    transposed = row.family == "block" and block_rows == 1
+    # what lies beside each other in a tile lies so in memory: sectors shared with other tiles cost more than payloads
+    transposed = repeated or block_rows == 1
     shape = (results * scale_columns, scale_rows) if transposed else (results * scale_rows, scale_columns)
     scale = torch.empty(shape, dtype=dtype, device=x.device)
     steps = (1, scale_rows) if transposed else (scale_columns, 1)

@@ -112,14 +112,14 @@ def grouped_cast_kernel(
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
     BATCH: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr,
-    WK: tl.constexpr, WM: tl.constexpr,
+    WK: tl.constexpr, WM: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
 
     BACKWARDS after a kernel of amaxes: what that has read last is still in the cache.
     """
-    LAYOUT: tl.constexpr = (LK, LM, WK, WM)
-    HEIGHT: tl.constexpr = 16 * LM * WM
+    LAYOUT: tl.constexpr = (LK, LM, WK, WM, R)
+    HEIGHT: tl.constexpr = R * LM * WM
     WIDTH: tl.constexpr = 4 * LK * WK
     ROW: tl.constexpr = (
         ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
@@ -303,9 +303,9 @@ def quantize(
 
     left = _side_of(x, offs, row, row_amax, given, row_state, size, unread, columnwise=False)
     right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
-    lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast.tile_layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout = triton_cast.tile_layout(row, column)
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
-    grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
+    grid = (count * (_STRIP // (thread_rows * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
         row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from helpers import NAMES, Recorder, assert_same_bits, eager_backend, recomputable_mlp, train_step
 from saved import saved_tensors
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import Backend, DelayedScaling, OptionError
 from fxquant.bench import LLAMA3_8B
+from fxquant.passes.cache_weights import Taken, Weight
 from fxquant.weight_cache import WeightCache
 
 ROWS, HIDDEN, FFN = 2 * 8192, 4096, 14336
@@ -170,6 +171,19 @@ class Counted:
         if grad:
             y.sum().backward()
         return self.count - before
+
+
+def test_cached_weights_are_as_dense_as_graphs_expect_them() -> None:
+    """Whatever strides the kernels give to scales."""
+
+    def transposing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., list[Tensor]]:
+        return lambda *values: [part.mT.contiguous().mT for part in graph(*values)]
+
+    weight = Weight((), torch.float32, "mxfp8_e4m3", False)
+    directions = ("rowwise", "columnwise")
+    cached = WeightCache(transposing).parts([Taken(0, weight, d) for d in directions], [torch.randn(96, 64)])
+    assert [tuple(part.shape) for part in cached] == [(96, 64), (96, 2), (64, 96), (64, 3)]
+    assert all(part.is_contiguous() for part in cached)
 
 
 class WritesData(torch.optim.Optimizer):

@@ -1,18 +1,22 @@
-"""Launches the Triton kernels of casts, producers, few rows, experts and attention at small and odd sizes, for
+"""Launches the Triton kernels of casts, producers, GEMMs, few rows, experts and attention at small and odd sizes, for
 compute-sanitizer to watch: `make sanitize`.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [casts | block_casts | producers | decode | ...]
+    compute-sanitizer --tool memcheck --target-processes all python tests/gpu/sanitize.py [casts | block_casts | ...]
 
-What the kernels compute is for the other tests; here every access must lie within its tensor. torch must not take its
+Without names each family runs in a process of its own, all at the same time: most of it is Triton's compilation. What
+the kernels compute is for the other tests; here every access must lie within its tensor. torch must not take its
 tensors from larger blocks of its own: PYTORCH_NO_CUDA_MEMORY_CACHING=1, which is set here if it is not.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from itertools import cycle, islice
+from typing import Any
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
@@ -29,7 +33,10 @@ from fxquant.kernels import (
     triton_attention,
     triton_cast,
     triton_decode,
+    triton_delayed,
+    triton_gemm,
     triton_grouped_cast,
+    triton_head_cast,
 )
 from fxquant.kernels.producers import PRODUCERS
 
@@ -44,8 +51,14 @@ BLOCK_CASTS = (
     ("mxfp8_e4m3", "mxfp8_e5m2"), ("mxfp8_2d_e4m3", "mxfp8_2d_e4m3"), (None, "mxfp8_e4m3"),
     ("block_1x128_e4m3(pow2)", "block_1x128_e4m3"), ("block_128x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"),
 )  # fmt: skip
-"""The last takes Triton 3.6 minutes to compile for sizes that are no multiple of 16."""
 PRODUCED = ("per_tensor_e4m3", "per_tensor_e5m2(slot=1)", "per_row_e4m3", "block_1x128_e4m3(pow2)", "mxfp8_e4m3")
+"""The first producer takes all, those behind it one after the other."""
+GEMMS = (
+    # M, K, N, activation, bias, residual, dtype of the result
+    (1, 272, 8, "relu", True, False, torch.bfloat16),
+    (8, 128, 136, "silu", False, True, torch.float16),
+    (300, 400, 528, "gelu_tanh", True, True, torch.bfloat16),
+)
 DECODED = (
     ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_row_e4m3(pow2,torchao)", "per_row_e4m3"),
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"),
@@ -57,13 +70,14 @@ EXPERTS = (
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)", "block_1x128_e4m3(pow2)"),
 )  # fmt: skip
 SPLITS = ([0, 1, 38, 38, 165], [0, 0, 0], [128, 128, 257])
-ATTENTION = (
-    # B, H, Hkv, Sq, Sk, D, causal, mask
-    (1, 2, 1, 100, 77, 64, False, None),
-    (2, 2, 2, 33, 150, 128, True, None),
-    (1, 2, 1, 1, 130, 256, True, None),
-    (1, 2, 2, 40, 50, 128, False, "seen"),
-    (1, 1, 1, 40, 50, 64, True, "added"),
+ATTENTION: tuple[tuple[int, int, int, int, int, int, bool, str | None, Any, float], ...] = (
+    # B, H, Hkv, Sq, Sk, D, causal, mask, scales (None: not quantized), dropout
+    (1, 2, 1, 100, 77, 64, False, None, "head", 0.0),
+    (2, 2, 2, 33, 150, 128, True, None, "block", 0.0),
+    (1, 2, 1, 1, 130, 256, True, None, "tensor", 0.0),
+    (2, 2, 2, 40, 50, 128, False, "keys", "head", 0.0),
+    (1, 2, 2, 40, 50, 128, False, "seen", "block", 0.0),
+    (1, 1, 1, 40, 50, 64, True, "added", None, 0.25),
 )
 
 
@@ -101,16 +115,51 @@ def block_casts() -> Iterator[str]:
     yield from quantized(BLOCK_CASTS)
 
 
-def producers() -> Iterator[str]:
+def produced(texts: dict[str, Iterable[str]]) -> Iterator[str]:
+    """Producers by name, with what they are cast to."""
     rows, length = 200, 392
     shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,), "heads": (2, 4, rows // 2, 96)}
-    for name, producer in PRODUCERS.items():
+    for name, formats in texts.items():
+        producer = PRODUCERS[name]
         inputs = [noise(*shapes[k], dtype=torch.float32 if k == "row" else torch.bfloat16) for k in producer.inputs]
-        for text in PRODUCED:
+        for text in formats:
             spec = QuantSpec.parse(text)
             scales = [torch.ones(1, device=DEVICE) if spec.is_delayed else None] * producer.results
             triton_cast.produce(name, inputs, spec, spec, scales, scales, spec.is_delayed)
-        yield name
+            yield f"{name}, {text}"
+
+
+def activations() -> Iterator[str]:
+    first, *others = (name for name in PRODUCERS if "silu" in name or "gelu" in name)
+    yield from produced(
+        {first: PRODUCED, **{name: [text] for name, text in zip(others, cycle(PRODUCED), strict=False)}}
+    )
+
+
+def norms() -> Iterator[str]:
+    texts = cycle(PRODUCED)
+    names = [name for name in PRODUCERS if "silu" not in name and "gelu" not in name]
+    yield from produced({name: list(islice(texts, 2)) for name in names})
+
+
+def gemm() -> Iterator[str]:
+    for text, fast in (("per_tensor_e4m3", True), ("per_row_e4m3", True), ("per_tensor_e4m3", False)):
+        spec = QuantSpec.parse(text)
+        for m, k, n, activation, has_bias, has_residual, dtype in GEMMS:
+            a, b = reference.quantize(noise(m, k), spec), reference.quantize(noise(n, k), spec)
+            bias = noise(n, dtype=dtype) if has_bias else None
+            residual = noise(m, n, dtype=dtype) if has_residual else None
+            codes = (torch.ones(1, device=DEVICE), torch.float8_e4m3fn) if n % 16 == 0 else None
+            triton_gemm.scaled_mm(
+                a, spec, b, spec, bias, dtype, fast, activation=activation, residual=residual, record=True, codes=codes
+            )
+            yield f"{text}, {(m, k, n)}, {activation}, fast {fast}"
+    for algorithm in ("max", "most_recent"):
+        new, kept = torch.ones(7, device=DEVICE), torch.ones(3, 7, device=DEVICE)
+        step = torch.zeros(1, dtype=torch.float64, device=DEVICE)
+        backward = torch.ones(2, 7, dtype=torch.float64, device=DEVICE)
+        triton_delayed.update(new, kept, new, backward, step, new, 0.0, algorithm)
+        yield f"delayed scales, {algorithm}"
 
 
 def decode() -> Iterator[str]:
@@ -158,33 +207,52 @@ def grouped() -> Iterator[str]:
 
 
 def attention() -> Iterator[str]:
-    for batches, heads, kv_heads, queries, keys, width, causal, kind in ATTENTION:
+    for case in ATTENTION:
+        batches, heads, kv_heads, queries, keys, width, causal, kind, scaling, dropout = case
         q, k, v = (noise(batches, *s, width) for s in ((heads, queries), (kv_heads, keys), (kv_heads, keys)))
         mask = noise(heads, queries, keys) if kind else None
-        if kind == "seen":
+        if kind == "keys":
+            mask = noise(batches, 1, 1, keys) > 0
+        elif kind == "seen":
             assert mask is not None
             mask = mask > 0
-        parts = [triton_attention.quantize_heads(x, g, False) for x, g in ((q, heads // kv_heads), (k, 1), (v, 1))]
-        transposed, _ = triton_attention.quantize_heads(v.transpose(1, 2).contiguous().transpose(1, 2), 1, True)
-        (q8, _), (k8, _), (v8, _) = parts
-        scales = [scale for _, scale in parts]
-        case = {"causal": causal, "scale": width**-0.5, "mask": mask}
-        o, lse = triton_attention.forward(q8, k8, transposed, *scales, **case, out_dtype=torch.bfloat16)
-        triton_attention.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **case)
-        yield str((batches, heads, kv_heads, queries, keys, width, causal, kind))
+        seed = torch.ones(1, dtype=torch.int64, device=DEVICE) if dropout else None
+        options: dict[str, Any] = {
+            "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
+        }  # fmt: skip
+        if scaling is None:
+            o, lse = triton_attention.forward(q, k, v, None, None, None, **options, out_dtype=torch.bfloat16)
+            triton_attention.wide_backward(noise(*o.shape), q, k, v, o, lse, **options)
+        else:
+            if scaling != "tensor":
+                for x, transposed in ((q, False), (v.transpose(1, 2).contiguous().transpose(1, 2), True)):
+                    triton_head_cast.quantize_heads(x, 1, transposed, scaling)
+            q8, q_scale, k8, k_scale, v8, v_scale = triton_head_cast.quantize_qkv(q, k, v, scaling)
+            scales = (q_scale, k_scale, v_scale)
+            options["scaling"] = scaling
+            o, lse = triton_attention.forward(q8, k8, v8, *scales, **options, out_dtype=torch.bfloat16)
+            triton_attention.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **options)
+        yield str(case)
 
 
-FAMILIES = {each.__name__: each for each in (casts, block_casts, producers, decode, grouped, attention)}
+FAMILIES = {
+    each.__name__: each
+    for each in (activations, attention, grouped, norms, casts, block_casts, gemm, decode)
+}  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str]) -> int:
+    if not names:
+        children = [subprocess.Popen([sys.executable, __file__, name]) for name in FAMILIES]
+        return max(abs(child.wait()) for child in children)
     torch.manual_seed(0)
     start = time.perf_counter()
-    for name in names or FAMILIES:
+    for name in names:
         for what in FAMILIES[name]():
             torch.cuda.synchronize()
             print(f"{time.perf_counter() - start:5.0f} s  {name}: {what}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
