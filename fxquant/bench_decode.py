@@ -43,7 +43,7 @@ class Decode:
         return f"{self.m} tokens {self.k}x{self.n}"
 
 
-SIZES = tuple(Decode(m, k, n) for k, n in ((4096, 14336), (8192, 28672)) for m in (1, 4, 16, 64))
+SIZES = tuple(Decode(m, k, n) for k, n in ((4096, 14336), (8192, 28672)) for m in (1, 4, 16, 32, 64))
 """The up-projections of Llama3 8B and 70B."""
 TINY = (Decode(1, 64, 96), Decode(16, 64, 96))
 

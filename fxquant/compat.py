@@ -75,11 +75,33 @@ def _keep_loops_that_do_not_split() -> None:
     CppScheduling.try_loop_split = try_loop_split  # type: ignore[method-assign]
 
 
+@functools.cache
+def _launch_early() -> None:
+    """Lets Inductor launch a user's Triton kernel while the one before it still runs, where its `EARLY` is true.
+
+    Such a kernel waits for that one itself. Inductor (torch 2.11 to 2.13 at least) has the attribute of the launch for
+    kernels of its own alone. Where its code is not as expected kernels are launched as ever, and the wait in them
+    returns at once.
+    """
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    define: Any = PythonWrapperCodegen.define_kernel
+
+    @functools.wraps(define)
+    def define_kernel(self: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any) -> Any:
+        if "custom_kernel=True" in kernel_body and "'EARLY': True" in kernel_body:
+            kernel_body = kernel_body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+        return define(self, kernel_name, kernel_body, *args, **kwargs)
+
+    PythonWrapperCodegen.define_kernel = define_kernel  # type: ignore[method-assign]
+
+
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """`compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
     _keep_loops_that_do_not_split()
+    _launch_early()
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
 
@@ -349,6 +371,14 @@ def is_hopper(device: torch.device) -> bool:
     return capability(device)[0] == 9
 
 
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels that wait for the one before them may be launched while it runs: on Hopper.
+
+    Not where Inductor's own are, which take it that the kernel before them began after the one before that had ended.
+    """
+    return is_hopper(device) and not inductor_config.triton.enable_pdl
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device, (0, 0) for others; without a driver, the first that makes FP8."""
     if device.type != "cuda":
@@ -425,6 +455,7 @@ __all__ = [
     "is_inductor_option",
     "is_traceable_wrapper_subclass",
     "largest_over_ranks",
+    "launches_early",
     "lazy_format_graph_code",
     "make_boxed_func",
     "make_fx",

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written, upper_bound
+from fxquant.compat import declare_written, launches_early, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, magnitude, multiplier
 
@@ -40,6 +40,7 @@ _PIECE = 2048
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _AHEAD = {_TENSOR.value: 8 << 20, _ROW.value: 4 << 20, _BLOCK.value: 8 << 20}
 """Bytes of a weight to bring into L2 while its GEMM's activation is quantized: what memory can read meanwhile."""
+_COLUMNS = 0
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
 _NONE, _ADD, _SILU_MUL, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(5))
@@ -65,26 +66,74 @@ def epilogue(y, other, EPILOGUE: tl.constexpr):
 
 
 @triton.jit
+def tiles_of(x, w_step, down, m, M, K, at, x_length, x_step, BK: tl.constexpr, EVEN: tl.constexpr):
+    """BK columns from `at` on of a program's rows of the weight, `down` from `w_step`, and of the M rows of x."""
+    k = tl.arange(0, BK)
+    columns = (at + k)[None, :]
+    w_step += down[:, None] + k[None, :]
+    x += m[:, None] * x_step + columns
+    if EVEN:
+        weights = tl.load(w_step, eviction_policy="evict_first")
+        tokens = tl.load(x, mask=m[:, None] < M, other=0.0)
+    else:
+        weights = tl.load(w_step, mask=columns < K, other=0.0, eviction_policy="evict_first")
+        tokens = tl.load(x, mask=(m[:, None] < M) & (columns < x_length), other=0.0)
+    return weights, tokens
+
+
+@triton.jit
+def block_product(x, w_step, down, m, M, K, at, x_length, x_step, EVEN: tl.constexpr):
+    """What the 128 columns from `at` on make, which have a scale for each row of x and one for the weight's."""
+    weights, tokens = tiles_of(x, w_step, down, m, M, K, at, x_length, x_step, 128, EVEN)
+    return tl.dot(weights, tl.trans(tokens))
+
+
+@triton.jit
+def block_scales(x_scale, w_scale, m, M, K, at, x_scale_step, x_scale_column_step):
+    """The scales of the 128 columns from `at` on, or of the last: those of M rows of x, and that of the weight's."""
+    block = tl.minimum(at, K - 128) // 128
+    of_x = tl.load(x_scale + m * x_scale_step + block * x_scale_column_step, mask=m < M, other=0.0)
+    return of_x, tl.load(w_scale + block)
+
+
+@triton.jit
+def prefetch_tile(w, N, K, first_n, first_k, BN: tl.constexpr, COLUMNS: tl.constexpr):
+    """Asks for the first COLUMNS bytes of a program's BN rows of w [N, K] to be brought into L2."""
+    lines: tl.constexpr = COLUMNS // 128
+    i = tl.arange(0, BN * lines)
+    n = tl.minimum(first_n + i // lines, N - 1)
+    address = w + n.to(tl.int64) * K + (first_k + i % lines * 128)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def gemm_kernel(
     x, x_arg, w, w_scale, bias, other, y, M, N, K, x_length, x_step, x_scale_step, x_scale_column_step, parts,
     X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
     EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile y [BM, BN] of y [M, N]; with SPLIT what STEPS blocks of K add to it, y being [splits, M, N].
 
     x [M, x_length] is a payload or, with scales per tensor, to be multiplied by a number given or by that of its amax,
     the largest of `parts` numbers; its rows are `x_step` apart. w [N, K] is contiguous, with K a multiple of 16 and,
-    where scales are of blocks, of BK = 128.
+    where scales are of blocks, of 128; BK is then twice that.
     """
     first_n = tl.program_id(0) * BN
     n = first_n + tl.arange(0, BN)
     m = tl.arange(0, BM)
-    k = tl.arange(0, BK)
     first = tl.program_id(1) * (STEPS * BK)
     w_tile = w + first_n.to(tl.int64) * K + first
     down = (tl.minimum(n, N - 1) - first_n) * K
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        if COLUMNS:
+            prefetch_tile(w, N, K, first_n, first, BN, COLUMNS)
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BN, BM), tl.float32)
     if X_SOURCE == _GIVEN:
         factor = tl.load(x_arg)
@@ -92,31 +141,25 @@ def gemm_kernel(
         i = tl.arange(0, PARTS)
         amax = tl.max(tl.load(x_arg + i, mask=i < parts, other=0.0), axis=0)
         factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
-    if X_KIND == _BLOCK:  # a scale is asked for a step before it is used
+    if X_KIND == _BLOCK:  # scales are asked for as soon as the ones before them are used
+        tl.static_assert(BK == 256)
         w_scale += first_n // 128 * (K // 128)
-        scale = tl.load(x_arg + m * x_scale_step + first // 128 * x_scale_column_step, mask=m < M, other=0.0)
-        scale *= tl.load(w_scale + first // 128)
+        even_x, even_w = block_scales(x_arg, w_scale, m, M, K, first, x_scale_step, x_scale_column_step)
+        odd_x, odd_w = block_scales(x_arg, w_scale, m, M, K, first + 128, x_scale_step, x_scale_column_step)
     for step in tl.range(0, STEPS):
         at = first + step * BK
-        if EVEN:
-            weights = tl.load(w_tile + step * BK + (down[:, None] + k[None, :]), eviction_policy="evict_first")
-            tokens = tl.load(x + m[:, None] * x_step + (at + k)[None, :], mask=m[:, None] < M, other=0.0)
-        else:
-            columns = (at + k)[None, :]
-            weights = tl.load(
-                w_tile + step * BK + (down[:, None] + k[None, :]), mask=columns < K, other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
-            tokens = tl.load(x + m[:, None] * x_step + columns, mask=(m[:, None] < M) & (columns < x_length), other=0.0)
-        if X_SOURCE != _PAYLOAD:
-            tokens = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
+        w_step = w_tile + step * BK
         if X_KIND == _BLOCK:
-            following = tl.minimum(at + BK, K - BK) // 128
-            next_scale = tl.load(x_arg + m * x_scale_step + following * x_scale_column_step, mask=m < M, other=0.0)
-            next_scale *= tl.load(w_scale + following)
-            acc += tl.dot(weights, tl.trans(tokens)) * scale[None, :]
-            scale = next_scale
+            product = block_product(x, w_step, down, m, M, K, at, x_length, x_step, EVEN)
+            acc += product * (even_x * even_w)[None, :]
+            even_x, even_w = block_scales(x_arg, w_scale, m, M, K, at + BK, x_scale_step, x_scale_column_step)
+            product = block_product(x, w_step + 128, down, m, M, K, at + 128, x_length, x_step, EVEN)
+            acc += product * (odd_x * odd_w)[None, :]
+            odd_x, odd_w = block_scales(x_arg, w_scale, m, M, K, at + BK + 128, x_scale_step, x_scale_column_step)
         else:
+            weights, tokens = tiles_of(x, w_step, down, m, M, K, at, x_length, x_step, BK, EVEN)
+            if X_SOURCE != _PAYLOAD:
+                tokens = (tokens.to(tl.float32) * factor).to(w.dtype.element_ty)
             acc = tl.dot(weights, tl.trans(tokens), acc)
     if X_SOURCE != _PAYLOAD:
         acc = acc * tl.div_rn(1.0, factor)
@@ -159,8 +202,10 @@ def prefetch(w, N, K, first, programs, COLUMNS: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def piece_amax(x, part, x_length, x_step, BK: tl.constexpr):
+def piece_amax(x, part, x_length, x_step, BK: tl.constexpr, EARLY: tl.constexpr):
     """The amax of a program's BK elements of a row."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     m, piece = tl.program_id(0), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
@@ -170,28 +215,32 @@ def piece_amax(x, part, x_length, x_step, BK: tl.constexpr):
 @triton.jit
 def amax_kernel(
     x, part, ahead, M, x_length, x_step, ahead_rows, ahead_step, BK: tl.constexpr, AHEAD: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order.
 
     The rest is as in `quantize_kernel`.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if AHEAD == 0:
-        piece_amax(x, part, x_length, x_step, BK)
+        piece_amax(x, part, x_length, x_step, BK, EARLY)
     elif tl.program_id(0) < M:
-        piece_amax(x, part, x_length, x_step, BK)
+        piece_amax(x, part, x_length, x_step, BK, EARLY)
     elif not INTERPRETED:
         prefetch(ahead, ahead_rows, ahead_step, tl.program_id(0) - M, tl.num_programs(0) - M, AHEAD, THREADS)
 
 
 @triton.jit
 def quantize_piece(
-    x, arg, data, scale, x_length, K, x_step, parts,
+    x, arg, data, scale, M, x_length, K, x_step, parts,
     KIND: tl.constexpr, SOURCE: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
     POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantizes a program's BK elements of a row."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
@@ -201,7 +250,7 @@ def quantize_piece(
         factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
         values = tl.reshape(groups * factor[:, None], (BK,))
         block = piece * (BK // 128) + tl.arange(0, BK // 128)
-        tl.store(scale + m * (K // 128) + block, tl.div_rn(1.0, factor), mask=block < K // 128)
+        tl.store(scale + block * M + m, tl.div_rn(1.0, factor), mask=block < K // 128)
     else:
         if SOURCE == _GIVEN:
             factor = tl.load(arg)
@@ -223,22 +272,25 @@ def quantize_kernel(
     x, arg, data, scale, ahead, M, x_length, K, x_step, parts, ahead_rows, ahead_step,
     KIND: tl.constexpr, SOURCE: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
     POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
+    BK: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantizes pieces of BK elements of rows of x [M, x_length] into data [M, K], padded with zeros; BK >= K for _ROW.
 
     `arg` is the multiplier given, or the tensor's amax as that of `parts` numbers. `ahead` is the weight that is read
-    next: programs beyond the M rows bring its first AHEAD columns into the L2 cache.
+    next: programs beyond the M rows bring its first AHEAD columns into the L2 cache. Scales of blocks are transposed,
+    [K / 128, M], so that the GEMM reads those of a step side by side.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if AHEAD == 0:
         quantize_piece(
-            x, arg, data, scale, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
-            TORCHAO_MOST, PARTS, BK,
+            x, arg, data, scale, M, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
+            TORCHAO_MOST, PARTS, BK, EARLY,
         )  # fmt: skip
     elif tl.program_id(0) < M:
         quantize_piece(
-            x, arg, data, scale, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
-            TORCHAO_MOST, PARTS, BK,
+            x, arg, data, scale, M, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
+            TORCHAO_MOST, PARTS, BK, EARLY,
         )  # fmt: skip
     elif not INTERPRETED:
         prefetch(ahead, ahead_rows, ahead_step, tl.program_id(0) - M, tl.num_programs(0) - M, AHEAD, THREADS)
@@ -249,7 +301,7 @@ def gemv_kernel(
     x, x_arg, w, w_scale, bias, other, y, N, K, x_length, x_scale_column_step,
     X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
     EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN elements of y [N] from whole rows of the weight, without tensor cores; BK is a power of two from K on.
 
@@ -260,6 +312,9 @@ def gemv_kernel(
     k = tl.arange(0, BK)
     w_tile = w + first_n.to(tl.int64) * K
     down = (tl.minimum(n, N - 1) - first_n) * K
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     weights = tl.load(
         w_tile + (down[:, None] + k[None, :]), mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
     )
@@ -318,8 +373,6 @@ class Tiles(NamedTuple):
         At least two programs share a multiprocessor: stages are what its memory has room for.
         """
         m = max(16, triton.next_power_of_2(rows))
-        if kind == _BLOCK.value:
-            return cls(m, 128, 128, 4 if m == 64 else 5, 4)
         return cls(m, 64, 256, 3 if m == 64 or source != _PAYLOAD.value else 4, 4)
 
     def steps(self, size_n: int, size_k: int) -> tuple[int, int]:
@@ -416,7 +469,7 @@ def scaled_mm(
         wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
             x, scale, w, w_scale, unread() if bias is None else bias.contiguous(), other, y, size_n, size_k, x.shape[1],
             scale.stride(-1), x_kind, source, w_kind, *_rule(a_spec, x.dtype), bias is not None, more, block_n, block_k,
-            num_warps=warps,
+            launches_early(x.device), num_warps=warps,
         )  # fmt: skip
         return y
     tiles = Tiles.of(upper_bound(size_m), x_kind, source)
@@ -429,13 +482,14 @@ def scaled_mm(
         dtype=out_dtype if split == 1 else torch.float32, device=x.device,
     )  # fmt: skip
     scale_steps = (scale.stride(0), scale.stride(-1)) if scale.ndim == 2 else (0, 0)
+    early = source == _PAYLOAD.value and launches_early(x.device)
     given_bias = None if bias is None or split > 1 else bias.contiguous()
     even = size_k % (tiles.k * split) == 0 and x.shape[1] == size_k
     wrap_triton(gemm_kernel)[(columns, split)](
         x, scale, w, w_scale, unread() if given_bias is None else given_bias, other, y, size_m, size_n, size_k,
         x.shape[1], x.stride(0), *scale_steps, parts, x_kind, source, w_kind, *_rule(a_spec, x.dtype),
         triton.next_power_of_2(most_parts), given_bias is not None, more if split == 1 else _NONE.value, even,
-        split > 1, steps, tiles.m, tiles.n, tiles.k, num_warps=tiles.warps, num_stages=tiles.stages,
+        split > 1, steps, tiles.m, tiles.n, tiles.k, _COLUMNS, early, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if split == 1:
         return y
@@ -456,7 +510,7 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead
     kind = _KINDS[spec.row.family]
     piece = _PIECE if kind is not _ROW else triton.next_power_of_2(size_k)
     pieces = triton.cdiv(size_k, piece)
-    shape = {_TENSOR: (1,), _ROW: (size_m, 1), _BLOCK: (size_m, size_k // 128)}[kind]
+    shape = {_TENSOR: (1,), _ROW: (size_m, 1), _BLOCK: (size_k // 128, size_m)}[kind]
     data = torch.empty((size_m, size_k), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     unread = functools.partial(torch.empty, 1, dtype=torch.float32, device=x.device)
@@ -466,12 +520,13 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead
         ahead = None
     coming, programs = _ahead(ahead, upper_bound(size_m), kind.value, pieces)
     warps = 8 if kind is _ROW else 4
+    early = upper_bound(size_m) <= MOST_TOKENS and launches_early(x.device)
     wrap_triton(quantize_kernel)[(size_m + programs, pieces)](
         x, argument, data, scale, unread() if ahead is None else ahead, size_m, length, size_k, x.stride(0), parts,
         *coming[:2], kind.value, (_OWN if multiplier is None else _GIVEN).value, *_rule(spec, x.dtype),
-        triton.next_power_of_2(most_parts), piece, coming[2], 32 * warps, num_warps=warps,
+        triton.next_power_of_2(most_parts), piece, coming[2], 32 * warps, early, num_warps=warps,
     )  # fmt: skip
-    return [data, scale]
+    return [data, scale.t() if kind is _BLOCK else scale]
 
 
 def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec) -> tuple[Tensor, Any, int]:
@@ -482,7 +537,18 @@ def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec) -> tuple[Tensor, A
     coming, programs = _ahead(ahead, upper_bound(size_m), _KINDS[spec.row.family].value, pieces)
     weight = torch.empty(1, dtype=torch.float32, device=x.device) if ahead is None else ahead
     wrap_triton(amax_kernel)[(size_m + programs, pieces)](
-        x, part, weight, size_m, length, x.stride(0), *coming[:2], _PIECE, coming[2], 128, num_warps=4
+        x,
+        part,
+        weight,
+        size_m,
+        length,
+        x.stride(0),
+        *coming[:2],
+        _PIECE,
+        coming[2],
+        128,
+        launches_early(x.device),
+        num_warps=4,
     )
     return part, size_m * pieces, upper_bound(size_m) * pieces
 

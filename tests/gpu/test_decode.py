@@ -108,3 +108,29 @@ def test_epilogues_and_dynamic_rows(recipe: str, packaged: bool, tmp_path: Path)
             x = torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE)
             for got, want in zip(run(x), program.module()(x), strict=True):
                 assert (got.double() - want.double()).norm() < 2**-6 * want.double().norm(), rows
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", "calibrated", "rowwise", "float8_blockwise"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_one_after_another_in_a_graph(rows: int, recipe: str) -> None:
+    """Kernels that are launched while the one before still runs read what that wrote, and leave what it reads."""
+    torch.manual_seed(0)
+    model = Gated().to(DEVICE)
+    inputs = [torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE) for _ in range(12)]
+    program = fxquant.quantize_program(
+        torch.export.export(model, (inputs[0],)), "current_scaling" if recipe == "calibrated" else recipe,
+        calibration=inputs[:1] if recipe == "calibrated" else None,
+    )  # fmt: skip
+    run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        want = []
+        for x in inputs:
+            want.append([y.clone() for y in run(x)])
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [run(x) for x in inputs]
+        for _ in range(3):
+            graph.replay()
+            for each, alone in zip(got, want, strict=True):
+                assert all(map(torch.equal, each, alone))

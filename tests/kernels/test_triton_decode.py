@@ -23,6 +23,7 @@ from torch.nn.functional import gelu, silu
 from torch.utils._sympy.value_ranges import ValueRanges
 
 import fxquant.kernels.linear  # noqa: F401  registers the operators
+from fxquant import compat
 from fxquant.compat import inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.passes.lower import lower
 
@@ -160,6 +161,27 @@ def test_which_gemms_stay() -> None:
     assert lowered(65, "per_tensor_e4m3")[-1] == "scaled_mm"
     assert lowered(16, "per_row_e4m3", fast=False)[-1] == "scaled_mm"
     assert "y" not in lowered(16, "mxfp8_e4m3")
+
+
+def test_kernels_that_wait_may_be_launched_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's text of a launch gets the attribute, and that of a kernel which does not wait stays."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    monkeypatch.setattr(PythonWrapperCodegen, "define_kernel", lambda self, name, body: lines.append(body))
+    compat._launch_early.__wrapped__()
+    lines: list[str] = []
+    for constants in ("{'EARLY': True}", "{'EARLY': False}"):
+        body = f"triton_meta={{'constants': {constants}}}, custom_kernel=True"
+        PythonWrapperCodegen.define_kernel(object(), "name", body)  # type: ignore[call-arg, arg-type]
+    assert lines[0].startswith("triton_meta={'launch_pdl': True, 'constants'") and "launch_pdl" not in lines[1]
+
+
+def test_kernels_beside_early_ones_of_inductor_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's do not wait for kernels further back than the last, which ours would let run on."""
+    monkeypatch.setattr(compat, "is_hopper", lambda device: True)
+    assert compat.launches_early(torch.device("cuda"))
+    with compat.inductor_config.patch({"triton.enable_pdl": True}):
+        assert not compat.launches_early(torch.device("cuda"))
 
 
 def test_other_cards_keep_their_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
