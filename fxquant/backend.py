@@ -134,8 +134,9 @@ class Backend:
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
         recomputed = self.save == "least" or quantizes(gm, recomputed=True)
+        given = {**_memory_settings(example_inputs), **self.inductor}
         patches = inductor_settings(
-            self.recipe.fingerprint(), self.inductor, recomputed=recomputed, save=self.save, gemm=self.gemm
+            self.recipe.fingerprint(), given, recomputed=recomputed, save=self.save, gemm=self.gemm
         )
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
@@ -201,6 +202,17 @@ def inductor_settings(
             gemm=gemm,
         ),
     }
+
+
+def _memory_settings(example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """What keeps the peak of a training step low on a GPU.
+
+    Inductor holds what it will use again for a tensor of the same size, unless that raises the peak as it estimates it,
+    which it does far too high where kernels that have been fused keep tensors to themselves.
+    """
+    tensors = [x for x in example_inputs if isinstance(x, Tensor)]
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return {"allow_buffer_reuse": False} if trains and any(x.is_cuda for x in tensors) else {}
 
 
 def compile_eager(

@@ -11,7 +11,8 @@ Whatever a quantization takes besides its tensor, a scale or random numbers' see
 again, so that a tensor which the backward quantizes again gets the bits that the forward gave it.
 
 ``quantized`` saves activations as they are multiplied in the backward, 8 bits or fewer an element. ``least`` lets the
-backward quantize them again where that takes nothing but tensors that are saved anyway.
+backward quantize them again where that takes nothing but tensors that are saved anyway, and multiply again for the sum
+of an attention's output and what it is added to.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fxquant.compat import (
     must_recompute,
     must_save,
     recomputable,
+    statically_known_true,
 )
 from fxquant.formats import QuantSpec
 from fxquant.passes.base import VIEWS, behind_views, is_fxquant, run_pass, val
@@ -59,6 +61,8 @@ class Partition(CustomPartitionerFn):
         for node in gm.graph.nodes:
             if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node):
                 must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
+        if self.save == "least":
+            run_pass("partition", multiply_again, gm.graph)
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
@@ -73,12 +77,10 @@ class Partition(CustomPartitionerFn):
 
 def share_scales(graph: fx.Graph) -> int:
     """Rewrites a joint graph in place; returns how many quantizations got their tensor's one scale."""
-    of_backward: set[fx.Node] = set()
+    of_backward = _of_backward(graph)
     scales: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or of_backward & set(node.all_input_nodes):
-            of_backward.add(node)
         name = next((name for name in _AMAX if is_fxquant(node, name)), None)
         if name is None:
             continue
@@ -97,6 +99,56 @@ def share_scales(graph: fx.Graph) -> int:
                 must_save(source)
     graph.lint()
     return count
+
+
+def multiply_again(graph: fx.Graph) -> int:
+    """Has the backward compute products again that are only added to something; returns how many.
+
+    A product of K features takes K operations for each byte of it. So it is one that gives at least half as many as it
+    takes, which the second product of a feed-forward network does not, and whose input is kept by others: of a decoder
+    block the projection of attention's output, whose sum with the block's input is then not saved.
+    """
+    of_backward = _of_backward(graph)
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
+        features = val(node.args[0][0]).shape[-1]
+        if node in of_backward or not statically_known_true(features <= 2 * val(node).shape[-1]):
+            continue
+        added = [reader for reader in readers(node) if reader not in of_backward]
+        if not added or any(reader.target is not torch.ops.aten.add.Tensor for reader in added):
+            continue
+        between: list[fx.Node] = []
+        if all(_is_kept(part, of_backward, between) for part in node.args[0]):
+            for made in (node, *added, *between):
+                must_recompute(made)
+            count += 1
+    return count
+
+
+def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -> bool:
+    """Whether the backward reads a tensor other than to quantize it, or can make it of such tensors and small ones.
+
+    Adds what makes it of those to `between`.
+    """
+    node = behind_views(node)
+    if node.op == "placeholder" or is_fxquant(node, "scale_from_amax"):
+        return True
+    if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, VIEWS)):
+        return True
+    tags = getattr(node.target, "tags", ())
+    made = node.target in (operator.getitem, torch.ops.aten.clone.default) or is_fxquant(node, "quantize")
+    made |= torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    between.append(node)
+    return made and all(_is_kept(source, of_backward, between) for source in node.all_input_nodes)
+
+
+def _of_backward(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a joint graph that the gradients of its results go into."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or found & set(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _lays_out_attention(node: fx.Node) -> bool:
@@ -137,4 +189,4 @@ def _unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["SAVE", "Partition", "scale_of", "share_scales"]
+__all__ = ["SAVE", "Partition", "multiply_again", "scale_of", "share_scales"]
