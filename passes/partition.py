@@ -33,8 +33,10 @@ from fxquant.compat import (
     must_save,
     recomputable,
     statically_known_true,
+    upper_bound,
 )
 from fxquant.formats import QuantSpec
+from fxquant.kernels.triton_decode import MOST_TOKENS
 from fxquant.passes.base import VIEWS, behind_views, is_fxquant, run_pass, val
 from fxquant.passes.patterns import readers
 from fxquant.passes.share_quantized import share_quantized
@@ -106,21 +108,25 @@ def multiply_again(graph: fx.Graph) -> int:
 
     A product of K features takes K operations for each byte of it. So it is one that gives at least half as many as it
     takes, which the second product of a feed-forward network does not, and whose input is kept by others: of a decoder
-    block the projection of attention's output, whose sum with the block's input is then not saved.
+    block the projection of attention's output, whose sum with the block's input is then not saved. What it is added to
+    is no such sum itself, or a backward would begin with all of them. Few rows have kernels that quantize as they read.
     """
     of_backward = _of_backward(graph)
+    sums: set[fx.Node] = set()
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
-        features = val(node.args[0][0]).shape[-1]
-        if node in of_backward or not statically_known_true(features <= 2 * val(node).shape[-1]):
+        (rows, given), made = val(node.args[0][0]).shape, val(node).shape[-1]
+        if node in of_backward or not statically_known_true(given <= 2 * made) or upper_bound(rows) <= MOST_TOKENS:
             continue
         added = [reader for reader in readers(node) if reader not in of_backward]
-        if not added or any(reader.target is not torch.ops.aten.add.Tensor for reader in added):
+        terms = {behind_views(term) for each in added for term in each.all_input_nodes}
+        if not added or any(each.target is not torch.ops.aten.add.Tensor for each in added) or terms & sums:
             continue
         between: list[fx.Node] = []
         if all(_is_kept(part, of_backward, between) for part in node.args[0]):
-            for made in (node, *added, *between):
-                must_recompute(made)
+            for each in (node, *added, *between):
+                must_recompute(each)
+            sums.update(added)
             count += 1
     return count
 
@@ -136,10 +142,12 @@ def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -
     if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, VIEWS)):
         return True
     tags = getattr(node.target, "tags", ())
-    made = node.target in (operator.getitem, torch.ops.aten.clone.default) or is_fxquant(node, "quantize")
+    quantized = is_fxquant(node, "quantize")  # and its state is saved
+    made = quantized or node.target in (operator.getitem, torch.ops.aten.clone.default)
     made |= torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     between.append(node)
-    return made and all(_is_kept(source, of_backward, between) for source in node.all_input_nodes)
+    sources = node.all_input_nodes[:1] if quantized else node.all_input_nodes
+    return made and all(_is_kept(source, of_backward, between) for source in sources)
 
 
 def _of_backward(graph: fx.Graph) -> set[fx.Node]:
