@@ -130,7 +130,7 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.inner == "aot_eager":
-            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, save=self.save)
+            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, Partition(self.save))
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
         recomputed = self.save == "least" or quantizes(gm, recomputed=True)
@@ -219,7 +219,7 @@ def compile_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
-    save: str = "quantized",
+    partition: Partition | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd with the partitioner that Inductor uses, merged graphs, and `inner` as their compiler."""
 
@@ -232,7 +232,7 @@ def compile_eager(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=Partition(save),
+        partition_fn=partition or Partition(),
     )
     return run(gm, list(example_inputs))
 

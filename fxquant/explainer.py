@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend import Backend, compile_eager
 from fxquant.compat import card_name, compile_to_look, own_errors, tree_map_only
+from fxquant.passes import Partition
 from fxquant.passes.assign_roles import layer_name
 from fxquant.passes.fuse_epilogues import problems
 from fxquant.recipes import Recipe
@@ -31,6 +32,7 @@ class _Explainer(Backend):
         super().__init__(recipe, inner="aot_eager", model=model)
         self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}
         self.epilogues: list[EpilogueGemm] = []
+        self.again: list[str] = []
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def record(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -49,7 +51,10 @@ class _Explainer(Backend):
 
             return zeros
 
-        return compile_eager(gm, example_inputs, record)
+        partition = Partition()
+        run = compile_eager(gm, example_inputs, record, partition)
+        self.again += [layer_name(node, self._names()) for node in partition.again]
+        return run
 
 
 def _zeros(fake: Tensor) -> Tensor:
@@ -69,6 +74,6 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     with own_errors(), compile_to_look():
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
-    report.epilogues = backend.epilogues
+    report.epilogues, report.again = backend.epilogues, backend.again
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
     return report

@@ -18,6 +18,7 @@ of an attention's output and what it is added to.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -49,11 +50,15 @@ _AMAX = {"quantize": "amax", "split_quantize": "split_amax"}
 
 
 class Partition(CustomPartitionerFn):
-    """The partitioner of a training graph; `inner` (torch's min-cut unless given) is asked last."""
+    """The partitioner of a training graph; `inner` (torch's min-cut unless given) is asked last.
+
+    `again` are the products that a backward of ``least`` computes again, of the last graph.
+    """
 
     def __init__(self, save: str = "quantized", inner: Any = None) -> None:
         self.save = save
         self.inner = inner
+        self.again: list[fx.Node] = []
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
@@ -63,8 +68,10 @@ class Partition(CustomPartitionerFn):
         for node in gm.graph.nodes:
             if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node):
                 must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
-        if self.save == "least":
-            run_pass("partition", multiply_again, gm.graph)
+        products = products_to_repeat(gm.graph)
+        self.again = list(products)
+        for node in itertools.chain(*products.values()) if self.save == "least" else ():
+            must_recompute(node)
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
@@ -103,17 +110,18 @@ def share_scales(graph: fx.Graph) -> int:
     return count
 
 
-def multiply_again(graph: fx.Graph) -> int:
-    """Has the backward compute products again that are only added to something; returns how many.
+def products_to_repeat(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The products of a joint graph that are only added to something; each with all that is computed again with it.
 
     A product of K features takes K operations for each byte of it. So it is one that gives at least half as many as it
     takes, which the second product of a feed-forward network does not, and whose input is kept by others: of a decoder
-    block the projection of attention's output, whose sum with the block's input is then not saved. What it is added to
-    is no such sum itself, or a backward would begin with all of them. Few rows have kernels that quantize as they read.
+    block the projection of attention's output, whose sum with the block's input need not be saved then. What it is
+    added to is no such sum itself, or a backward would begin with all of them. Few rows have kernels that quantize as
+    they read.
     """
     of_backward = _of_backward(graph)
     sums: set[fx.Node] = set()
-    count = 0
+    found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
         (rows, given), made = val(node.args[0][0]).shape, val(node).shape[-1]
         if node in of_backward or not statically_known_true(given <= 2 * made) or upper_bound(rows) <= MOST_TOKENS:
@@ -124,11 +132,12 @@ def multiply_again(graph: fx.Graph) -> int:
             continue
         between: list[fx.Node] = []
         if all(_is_kept(part, of_backward, between) for part in node.args[0]):
-            for each in (node, *added, *between):
-                must_recompute(each)
+            found[node] = [node, *added, *between]
             sums.update(added)
-            count += 1
-    return count
+    return found
+
+
+_SAME = (*VIEWS, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -> bool:
@@ -136,10 +145,10 @@ def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -
 
     Adds what makes it of those to `between`.
     """
-    node = behind_views(node)
+    node = behind_views(node, _SAME)
     if node.op == "placeholder" or is_fxquant(node, "scale_from_amax"):
         return True
-    if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, VIEWS)):
+    if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, _SAME)):
         return True
     tags = getattr(node.target, "tags", ())
     quantized = is_fxquant(node, "quantize")  # and its state is saved
@@ -197,4 +206,4 @@ def _unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["SAVE", "Partition", "multiply_again", "scale_of", "share_scales"]
+__all__ = ["SAVE", "Partition", "products_to_repeat", "scale_of", "share_scales"]

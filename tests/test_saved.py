@@ -106,8 +106,8 @@ class Attends(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = x.view(2, 64, 4, 32).transpose(1, 2)
         o = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
-        o = self.project(nn.functional.dropout(o, self.before))
-        x = x + nn.functional.dropout(o, self.behind)
+        o = self.project(nn.functional.dropout(o, self.before) if self.before else o)
+        x = x + (nn.functional.dropout(o, self.behind) if self.behind else o)
         return x + self.feed(x)  # type: ignore[no-any-return]
 
 
@@ -124,6 +124,14 @@ def test_products_that_a_backward_makes_again(model: nn.Module, again: int) -> N
     saved = saved_tensors(lambda: (model, torch.randn(2, 64, 128)), "current_scaling", save="least")
     graphs = [gm.graph.find_nodes(op="call_function", target=SCALED_MM) for gm in (saved.forward, saved.backward)]
     assert [len(nodes) for nodes in graphs] == [3, 6 + again]
+
+
+def test_reports_name_what_a_backward_makes_again() -> None:
+    model = nn.Sequential(Attends(), Attends(before=0.5), Attends())
+    report = fxquant.explain(model, "current_scaling", torch.randn(2, 64, 128, requires_grad=True))
+    assert report.again == ["0.project", "2.project"]
+    line = 'with save="least" the backward computes again, besides casts: 0.project, 2.project'
+    assert line in report.text() and '"again"' in report.to_json()
 
 
 @pytest.mark.sweep
