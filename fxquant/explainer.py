@@ -14,6 +14,7 @@ from fxquant.compat import card_name, compile_to_look, own_errors, tree_map_only
 from fxquant.passes import Partition
 from fxquant.passes.assign_roles import layer_name
 from fxquant.passes.fuse_epilogues import problems
+from fxquant.passes.partition import products_to_repeat
 from fxquant.recipes import Recipe
 from fxquant.report import EpilogueGemm, Report
 
@@ -51,10 +52,12 @@ class _Explainer(Backend):
 
             return zeros
 
-        partition = Partition()
-        run = compile_eager(gm, example_inputs, record, partition)
-        self.again += [layer_name(node, self._names()) for node in partition.again]
-        return run
+        class Noting(Partition):
+            def repeated(_, graph: fx.Graph) -> list[fx.Node]:
+                self.again += [layer_name(node, self._names()) for node in products_to_repeat(graph)]
+                return []
+
+        return compile_eager(gm, example_inputs, record, Noting())
 
 
 def _zeros(fake: Tensor) -> Tensor:

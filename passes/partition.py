@@ -50,15 +50,11 @@ _AMAX = {"quantize": "amax", "split_quantize": "split_amax"}
 
 
 class Partition(CustomPartitionerFn):
-    """The partitioner of a training graph; `inner` (torch's min-cut unless given) is asked last.
-
-    `again` are the products that a backward of ``least`` computes again, of the last graph.
-    """
+    """The partitioner of a training graph; `inner` (torch's min-cut unless given) is asked last."""
 
     def __init__(self, save: str = "quantized", inner: Any = None) -> None:
         self.save = save
         self.inner = inner
-        self.again: list[fx.Node] = []
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
@@ -68,14 +64,16 @@ class Partition(CustomPartitionerFn):
         for node in gm.graph.nodes:
             if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node):
                 must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
-        products = products_to_repeat(gm.graph)
-        self.again = list(products)
-        for node in itertools.chain(*products.values()) if self.save == "least" else ():
+        for node in self.repeated(gm.graph):
             must_recompute(node)
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
             return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+
+    def repeated(self, graph: fx.Graph) -> list[fx.Node]:
+        """What the backward computes again at the cost of a product."""
+        return [*itertools.chain(*products_to_repeat(graph).values())] if self.save == "least" else []
 
     def uuid(self) -> Any:
         inner = None if self.inner is None else self.inner.uuid()
