@@ -134,7 +134,7 @@ class Backend:
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
         recomputed = self.save == "least" or quantizes(gm, recomputed=True)
-        given = {**_memory_settings(example_inputs), **self.inductor}
+        given = {**memory_settings(example_inputs), **self.inductor}
         patches = inductor_settings(
             self.recipe.fingerprint(), given, recomputed=recomputed, save=self.save, gemm=self.gemm
         )
@@ -204,7 +204,7 @@ def inductor_settings(
     }
 
 
-def _memory_settings(example_inputs: Sequence[Any]) -> dict[str, Any]:
+def memory_settings(example_inputs: Sequence[Any]) -> dict[str, Any]:
     """What keeps the peak of a training step low on a GPU.
 
     Inductor holds what it will use again for a tensor of the same size, unless that raises the peak as it estimates it,
@@ -320,4 +320,5 @@ __all__ = [
     "compile_eager",
     "fxquant_backend",
     "inductor_settings",
+    "memory_settings",
 ]

@@ -11,10 +11,12 @@ import torch
 from helpers import NAMES, Recorder, assert_same_bits, eager_backend, recomputable_mlp, train_step
 from saved import saved_tensors
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import Backend, DelayedScaling, OptionError
+from fxquant.backend import memory_settings
 from fxquant.bench import LLAMA3_8B, Stack
 from fxquant.weight_cache import WeightCache
 
@@ -338,6 +340,15 @@ def test_set_recipe_keeps_a_cache_for_each() -> None:
         p.data.mul_(2)
     run.clear_cache()
     assert torch.equal(run(x), torch.compile(net, backend=eager_backend("mxfp8"))(x))
+
+
+def test_inductor_holds_no_buffers_in_training_on_a_gpu() -> None:
+    with FakeTensorMode():
+        weights = {device: torch.empty(4, device=device, requires_grad=True) for device in ("cuda", "cpu")}
+    assert memory_settings([weights["cuda"], 1]) == {"allow_buffer_reuse": False}
+    assert memory_settings([weights["cpu"]]) == memory_settings([weights["cuda"].detach()]) == {}
+    with torch.no_grad():
+        assert memory_settings([weights["cuda"]]) == {}
 
 
 def test_unknown_choices_are_refused() -> None:
