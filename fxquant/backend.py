@@ -130,12 +130,13 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.inner == "aot_eager":
-            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, save=self.save)
+            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, Partition(self.save))
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
         recomputed = self.save == "least" or quantizes(gm, recomputed=True)
+        given = {**memory_settings(example_inputs), **self.inductor}
         patches = inductor_settings(
-            self.recipe.fingerprint(), self.inductor, recomputed=recomputed, save=self.save, gemm=self.gemm
+            self.recipe.fingerprint(), given, recomputed=recomputed, save=self.save, gemm=self.gemm
         )
         return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
@@ -203,11 +204,22 @@ def inductor_settings(
     }
 
 
+def memory_settings(example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """What keeps the peak of a training step low on a GPU.
+
+    Inductor holds what it will use again for a tensor of the same size, unless that raises the peak as it estimates it,
+    which it does far too high where kernels that have been fused keep tensors to themselves.
+    """
+    tensors = [x for x in example_inputs if isinstance(x, Tensor)]
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return {"allow_buffer_reuse": False} if trains and any(x.is_cuda for x in tensors) else {}
+
+
 def compile_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
-    save: str = "quantized",
+    partition: Partition | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd with the partitioner that Inductor uses, merged graphs, and `inner` as their compiler."""
 
@@ -220,7 +232,7 @@ def compile_eager(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=Partition(save),
+        partition_fn=partition or Partition(),
     )
     return run(gm, list(example_inputs))
 
@@ -308,4 +320,5 @@ __all__ = [
     "compile_eager",
     "fxquant_backend",
     "inductor_settings",
+    "memory_settings",
 ]

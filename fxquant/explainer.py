@@ -11,8 +11,10 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend import Backend, compile_eager
 from fxquant.compat import card_name, compile_to_look, own_errors, tree_map_only
+from fxquant.passes import Partition
 from fxquant.passes.assign_roles import layer_name
 from fxquant.passes.fuse_epilogues import problems
+from fxquant.passes.partition import products_to_repeat
 from fxquant.recipes import Recipe
 from fxquant.report import EpilogueGemm, Report
 
@@ -31,6 +33,7 @@ class _Explainer(Backend):
         super().__init__(recipe, inner="aot_eager", model=model)
         self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}
         self.epilogues: list[EpilogueGemm] = []
+        self.again: list[str] = []
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def record(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -49,7 +52,12 @@ class _Explainer(Backend):
 
             return zeros
 
-        return compile_eager(gm, example_inputs, record)
+        class Noting(Partition):
+            def repeated(_, graph: fx.Graph) -> list[fx.Node]:
+                self.again += [layer_name(node, self._names()) for node in products_to_repeat(graph)]
+                return []
+
+        return compile_eager(gm, example_inputs, record, Noting())
 
 
 def _zeros(fake: Tensor) -> Tensor:
@@ -69,6 +77,6 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     with own_errors(), compile_to_look():
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
-    report.epilogues = backend.epilogues
+    report.epilogues, report.again = backend.epilogues, backend.again
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
     return report

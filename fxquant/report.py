@@ -63,9 +63,10 @@ class Report:
 
     `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
     each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks.
-    `epilogues` are the GEMMs whose results are activated, added to something or measured by what reads them. `card` is
-    the one to tell kernels and times of, in the place of the device that the tensors are on; see `on`. `losses` are
-    what `fxquant.measure` has measured.
+    `epilogues` are the GEMMs whose results are activated, added to something or measured by what reads them. `again`
+    are the layers whose product a backward computes again with the option ``save="least"``. `card` is the one to tell
+    kernels and times of, in the place of the device that the tensors are on; see `on`. `losses` are what
+    `fxquant.measure` has measured.
     """
 
     recipe: str
@@ -74,6 +75,7 @@ class Report:
     unused: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     epilogues: list[EpilogueGemm] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
     card: str = ""
     losses: list[Loss] = field(default_factory=list)
 
@@ -303,6 +305,7 @@ class Report:
                 }
                 for each in self.epilogues
             ],
+            "again": self.again,
             "losses": [asdict(each) for each in self.losses],
             "decisions": [_plain(d) for d in self.decisions],
             "graphs": self.graphs,
@@ -330,6 +333,9 @@ class Report:
         lines += filter(None, tables)
         lines += self.verdict()
         lines.append(self.totals())
+        if self.again:
+            layers = _some([name or "<model>" for name in self.again])
+            lines.append(f'with save="least" the backward computes again, besides casts: {layers}')
         lines += [f"unused in the recipe: {part}" for part in self.unused]
         lines += [f"graph break: {reason}" for reason in self.breaks]
         return "\n".join(lines)

@@ -123,6 +123,7 @@ def section(report: Report) -> str:
     """The report without style and script, for `page`."""
     parts = [f"<h1>Recipe <span class='mono' style='font-size:.95em'>{escape(report.recipe)}</span></h1>"]
     parts += [f"<p class='soft'>{escape(report.totals())}</p>", _cards(report)]
+    parts += _notes('Computed again in the backward with save="least", besides casts', report.again)
     parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
     if report.decisions:
         parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]

@@ -22,7 +22,7 @@ class Producer:
     `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first is, unless it has ``heads``
     [B, H, S, D] whose result is [B S, H D]), a float32 ``row`` vector [M, 1], or a ``column`` vector [K]. A producer
     of several results is made of `parts` that each take the inputs named by their positions. A `slow` one takes longer
-    to compute than to read.
+    to compute than to read. An `exact` one has the bits of Inductor's kernels where these round every 16-bit result.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Producer:
     inputs: tuple[str, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     slow: bool = False
+    exact: bool = False
 
     @property
     def results(self) -> int:
@@ -98,9 +99,9 @@ def _layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Ten
     return ((x.float() - mean) * rstd * weight + bias).to(x.dtype)
 
 
-IDENTITY = Producer(name="identity", run=_identity, inputs=("matrix",))
+IDENTITY = Producer(name="identity", run=_identity, inputs=("matrix",), exact=True)
 """Of a tensor that is there already; what is asked of it is its amax along with the cast."""
-JOINED_HEADS = Producer(name="joined_heads", run=_joined_heads, inputs=("heads",))
+JOINED_HEADS = Producer(name="joined_heads", run=_joined_heads, inputs=("heads",), exact=True)
 """What comes out of attention, as the next linear reads it. It has the amax of its input."""
 _TWO, _THREE = ("matrix",) * 2, ("matrix",) * 3
 
@@ -117,7 +118,7 @@ PRODUCERS: dict[str, Producer] = {
         Producer(name="gelu_tanh", run=_gelu_tanh, inputs=("matrix",), slow=True),
         Producer(name="gelu_grad", run=_gelu_grad, inputs=_TWO, slow=True),
         Producer(name="gelu_tanh_grad", run=_gelu_tanh_grad, inputs=_TWO, slow=True),
-        Producer(name="rms_norm", run=_rms_norm, inputs=("matrix", "row", "column")),
+        Producer(name="rms_norm", run=_rms_norm, inputs=("matrix", "row", "column"), exact=True),
         Producer(name="rms_norm_rounded", run=_rms_norm_rounded, inputs=("matrix", "row", "column")),
         Producer(name="layer_norm", run=_layer_norm, inputs=("matrix", "row", "row", "column", "column")),
         JOINED_HEADS,

@@ -32,10 +32,12 @@ from fxquant.compat import (
     inductor_decompositions,
     make_fx,
     statically_known_true,
+    upper_bound,
 )
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_cast
 from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Producer
+from fxquant.kernels.triton_decode import MOST_TOKENS
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.partition import scale_of
 from fxquant.passes.patterns import RESHAPES, matches, readers, shaped
@@ -53,8 +55,8 @@ def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for producer in PRODUCERS.values():
-        if inductor_config.emulate_precision_casts and producer not in (IDENTITY, JOINED_HEADS):
-            continue  # its arithmetic is not to the bit that of Inductor's kernels
+        if inductor_config.emulate_precision_casts and not producer.exact:
+            continue
         for group in _groups(producer, sites):
             fused = _pays(producer, group[0]) and _insert(graph, producer, group, order)
             if fused or producer.parts:  # one kernel makes all results, Inductor's if not ours
@@ -133,7 +135,7 @@ def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
         if len(recorded) > 1:
             continue
         fusible = [user for user in quantizations if _casts(user, device)]
-        alone = len(fusible) + len(amaxes) == len(users) and not any(map(_is_rowwise, fusible))
+        alone = len(fusible) + len(amaxes) == len(users) and not any(map(_inductor_fuses, fusible))
         for quantization in fusible:
             rows, length = val(quantization.args[0]).shape
             made = {
@@ -152,8 +154,12 @@ def _quantizes(node: fx.Node) -> bool:
     return is_fxquant(node, "quantize") or is_fxquant(node, "hybrid_quantize")
 
 
-def _is_rowwise(node: fx.Node) -> bool:
-    return node.args[2] == "rowwise"
+def _inductor_fuses(node: fx.Node) -> bool:
+    """Whether Inductor does a cast where it computes the tensor: one that is wanted rowwise, not after its amax."""
+    if node.args[2] != "rowwise":
+        return False
+    after_amax = _per_tensor(str(node.args[1])) and (len(node.args) < 4 or _own_amax(node.args[3]) is not None)
+    return not after_amax or upper_bound(val(node.args[0]).shape[0]) <= MOST_TOKENS
 
 
 def _own_amax(state: Any) -> Any:
@@ -166,7 +172,7 @@ def _casts(node: fx.Node, device: str) -> bool:
     x = val(node.args[0])
     if x.ndim != 2 or x.device.type != device or x.dtype not in _NARROW:
         return False
-    if _is_rowwise(node) and not in_memory(node.args[0]):
+    if _inductor_fuses(node) and not in_memory(node.args[0]):
         return False
     specs = [QuantSpec.parse(str(s)) for s in node.args[1 : 2 if is_fxquant(node, "quantize") else 3]]
     empty = any(statically_known_true(size == 0) for size in x.shape)

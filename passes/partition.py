@@ -11,12 +11,14 @@ Whatever a quantization takes besides its tensor, a scale or random numbers' see
 again, so that a tensor which the backward quantizes again gets the bits that the forward gave it.
 
 ``quantized`` saves activations as they are multiplied in the backward, 8 bits or fewer an element. ``least`` lets the
-backward quantize them again where that takes nothing but tensors that are saved anyway.
+backward quantize them again where that takes nothing but tensors that are saved anyway, and multiply again for the sum
+of an attention's output and what it is added to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +33,11 @@ from fxquant.compat import (
     must_recompute,
     must_save,
     recomputable,
+    statically_known_true,
+    upper_bound,
 )
 from fxquant.formats import QuantSpec
+from fxquant.kernels.triton_decode import MOST_TOKENS
 from fxquant.passes.base import VIEWS, behind_views, is_fxquant, run_pass, val
 from fxquant.passes.patterns import readers
 from fxquant.passes.share_quantized import share_quantized
@@ -59,10 +64,16 @@ class Partition(CustomPartitionerFn):
         for node in gm.graph.nodes:
             if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node):
                 must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
+        for node in self.repeated(gm.graph):
+            must_recompute(node)
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
             return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+
+    def repeated(self, graph: fx.Graph) -> list[fx.Node]:
+        """What the backward computes again at the cost of a product."""
+        return [*itertools.chain(*products_to_repeat(graph).values())] if self.save == "least" else []
 
     def uuid(self) -> Any:
         inner = None if self.inner is None else self.inner.uuid()
@@ -73,12 +84,10 @@ class Partition(CustomPartitionerFn):
 
 def share_scales(graph: fx.Graph) -> int:
     """Rewrites a joint graph in place; returns how many quantizations got their tensor's one scale."""
-    of_backward: set[fx.Node] = set()
+    of_backward = _of_backward(graph)
     scales: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or of_backward & set(node.all_input_nodes):
-            of_backward.add(node)
         name = next((name for name in _AMAX if is_fxquant(node, name)), None)
         if name is None:
             continue
@@ -97,6 +106,64 @@ def share_scales(graph: fx.Graph) -> int:
                 must_save(source)
     graph.lint()
     return count
+
+
+def products_to_repeat(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The products of a joint graph that are only added to something; each with all that is computed again with it.
+
+    A product of K features takes K operations for each byte of it. So it is one that gives at least half as many as it
+    takes, which the second product of a feed-forward network does not, and whose input is kept by others: of a decoder
+    block the projection of attention's output, whose sum with the block's input need not be saved then. What it is
+    added to is no such sum itself, or a backward would begin with all of them. Few rows have kernels that quantize as
+    they read.
+    """
+    of_backward = _of_backward(graph)
+    sums: set[fx.Node] = set()
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
+        (rows, given), made = val(node.args[0][0]).shape, val(node).shape[-1]
+        if node in of_backward or not statically_known_true(given <= 2 * made) or upper_bound(rows) <= MOST_TOKENS:
+            continue
+        added = [reader for reader in readers(node) if reader not in of_backward]
+        terms = {behind_views(term) for each in added for term in each.all_input_nodes}
+        if not added or any(each.target is not torch.ops.aten.add.Tensor for each in added) or terms & sums:
+            continue
+        between: list[fx.Node] = []
+        if all(_is_kept(part, of_backward, between) for part in node.args[0]):
+            found[node] = [node, *added, *between]
+            sums.update(added)
+    return found
+
+
+_SAME = (*VIEWS, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+
+
+def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -> bool:
+    """Whether the backward reads a tensor other than to quantize it, or can make it of such tensors and small ones.
+
+    Adds what makes it of those to `between`.
+    """
+    node = behind_views(node, _SAME)
+    if node.op == "placeholder" or is_fxquant(node, "scale_from_amax"):
+        return True
+    if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, _SAME)):
+        return True
+    tags = getattr(node.target, "tags", ())
+    quantized = is_fxquant(node, "quantize")  # and its state is saved
+    made = quantized or node.target in (operator.getitem, torch.ops.aten.clone.default)
+    made |= torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    between.append(node)
+    sources = node.all_input_nodes[:1] if quantized else node.all_input_nodes
+    return made and all(_is_kept(source, of_backward, between) for source in sources)
+
+
+def _of_backward(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a joint graph that the gradients of its results go into."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or found & set(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _lays_out_attention(node: fx.Node) -> bool:
@@ -137,4 +204,4 @@ def _unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["SAVE", "Partition", "scale_of", "share_scales"]
+__all__ = ["SAVE", "Partition", "products_to_repeat", "scale_of", "share_scales"]

@@ -1,0 +1,38 @@
+"""How much memory a training step takes at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fxquant import Backend
+from fxquant.bench import Stack
+
+pytestmark = pytest.mark.gpu
+
+SIZE = Stack(blocks=3, hidden=1024, ffn=4096, heads=8, kv_heads=2, batch=2, length=2048)
+
+
+def peak(recipe: str, **options: Any) -> int:
+    """Bytes, of a second step."""
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        model, x = SIZE.model(), SIZE.input().requires_grad_()
+    run = torch.compile(model, backend=Backend(recipe, **options), fullgraph=True, dynamic=False)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        run(x).sum().backward()
+        model.zero_grad()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_buffers_are_not_held_and_the_least_takes_less() -> None:
+    held = peak("delayed_scaling", inductor={"allow_buffer_reuse": True})
+    quantized = peak("delayed_scaling")
+    least = peak("delayed_scaling", save="least")
+    assert least < 0.95 * quantized
+    assert quantized < held
