@@ -8,6 +8,7 @@ going back to one finds its compiled graphs again.
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +54,7 @@ class _Switch:
         self.compiled: dict[Recipe, tuple[Backend, Callable[..., Any]]] = {}
         self.running: Recipe | None = None
         self.warned = False
+        self.unchecked = False
 
     def get(self, recipe: Recipe) -> tuple[Backend, Callable[..., Any]]:
         if recipe not in self.compiled:
@@ -70,6 +72,7 @@ class _Switch:
             self.note_change(recipe)
             backend.activate()
             self.running = recipe
+            self.unchecked = True
         return run
 
     def note_change(self, recipe: Recipe) -> None:
@@ -83,6 +86,19 @@ class _Switch:
             )
         else:
             log.info("recipe changed from %s to %s", self.running, recipe)
+
+    def check_captured(self) -> None:
+        """Warns when the model has run under a recipe for which nothing was compiled."""
+        if not self.unchecked or torch.compiler.is_compiling():
+            return
+        self.unchecked = False
+        assert self.running is not None
+        if not self.compiled[self.running][0].captured:
+            log.warning(
+                "torch.compile captured no graph of %s, which ran unquantized: TORCH_LOGS=graph_breaks,recompiles says "
+                "why. It gives up after %d compilations of one function, such as the forward of every nn.Sequential.",
+                type(self.model).__name__, torch._dynamo.config.recompile_limit,
+            )  # fmt: skip
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Runs the model under another recipe from the next call on. Raises RecipeError for an unknown one."""
@@ -128,7 +144,9 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         def forward(*args: Any, **kwargs: Any) -> Any:
             current: Any = switch.current()
             with own_errors():
-                return (own_forward if current is run else current.forward)(*args, **kwargs)
+                result = (own_forward if current is run else current.forward)(*args, **kwargs)
+            switch.check_captured()
+            return result
 
         object.__setattr__(compiled, "forward", forward)
     else:
@@ -136,7 +154,9 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         @functools.wraps(model)
         def compiled(*args: Any, **kwargs: Any) -> Any:
             with own_errors():
-                return switch.current()(*args, **kwargs)
+                result = switch.current()(*args, **kwargs)
+            switch.check_captured()
+            return result
 
     methods = {
         "set_recipe": switch.set_recipe,
@@ -147,7 +167,25 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     }
     for name, method in methods.items():
         object.__setattr__(compiled, name, method)
+    if isinstance(compiled, nn.Module):  # torch's own copies would not have the methods, nor the recipe set by one
+
+        def settings() -> tuple[Any, ...]:
+            return switch.recipe, switch.options, switch.kwargs, switch.state_dict()
+
+        object.__setattr__(
+            compiled, "__deepcopy__", lambda memo: _compiled_again(copy.deepcopy(model, memo), *settings())
+        )
+        object.__setattr__(compiled, "__reduce_ex__", lambda _protocol: (_compiled_again, (model, *settings())))
     return compiled
+
+
+def _compiled_again(
+    model: nn.Module, recipe: Recipe, options: Mapping[str, Any], kwargs: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> Any:
+    """What `compile` gave, of a copy of its model."""
+    made = compile(model, recipe, options=options, **kwargs)
+    made.load_quantization_state_dict(state)
+    return made
 
 
 __all__ = ["autocast", "compile"]

@@ -180,7 +180,7 @@ def _story(state: StateTensors, node: fx.Node, told: dict[fx.Node, str] | None =
 def _erase_unused_users(node: fx.Node) -> None:
     """Erases what was computed from a weight that nothing reads any more, and checks of a weight that always holds."""
     for user in list(node.users):
-        if user in node.users and isinstance(user.target, OpOverload):
+        if user in node.users and (isinstance(user.target, OpOverload) or user.target is operator.getitem):
             _erase_unused_users(user)
             if not user.users and (not user.is_impure() or op_name(user) == "_assert_tensor_metadata"):
                 user.graph.erase_node(user)

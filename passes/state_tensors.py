@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -147,7 +148,8 @@ class StateTensors:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][0])  # type: ignore[index]
         with torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-        if not isinstance(result, Tensor):
+        parts = result if isinstance(result, (tuple, list)) else [result]
+        if not all(isinstance(part, Tensor) for part in parts):
             return None
         return result, frozenset().union(*(value[1] for value in values.values() if value is not None))
 
@@ -175,6 +177,7 @@ class StateTensors:
         before = graph.find_nodes(op="placeholder")[place] if place < len(self.inputs) else _body_start(graph)
         with graph.inserting_before(before):
             node = graph.placeholder(f"b_{free.replace('.', '_')}")
+        node.target = node.name  # the graph made it unlike those of other tensors; the argument is called by the target
         mode = fake_mode_of([n.meta.get("val") for n in graph.nodes])
         assert mode is not None
         node.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
@@ -217,6 +220,8 @@ class StateTensors:
 def obstacle(node: fx.Node) -> str:
     """Why an operator is no function of its inputs alone that can be computed beforehand; empty where it is one."""
     target = node.target
+    if target is operator.getitem:
+        return ""
     if not isinstance(target, OpOverload) or is_fxquant(node):
         return f"{op_name(node) or node.target} cannot be computed beforehand"
     if target._schema.is_mutable:

@@ -578,3 +578,13 @@ def test_compiling_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_step(model, compiled(model, "nvfp4"), x)
+
+
+def test_a_checkpoint_around_a_compiled_model_compiles_it() -> None:
+    """A checkpoint counts what a forward saves, and the first one runs while the model is compiled."""
+    model, x = Mlp(), torch.randn(32, 32, requires_grad=True)
+    run = torch.compile(model, backend=eager_backend("mxfp8"))
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum().backward()
+    got, x.grad = x.grad, None
+    run(x).sum().backward()
+    assert torch.equal(x.grad, got)

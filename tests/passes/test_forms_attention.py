@@ -143,6 +143,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], list[Any], str]] = {
     "fused, bool": (sdpa(), [Q, K, V, BOOL], "mul keep0"),
     "fused, bias": (sdpa(), [Q, K, V, (1, 1, 5, 7)], "mul add0"),
     "fused, causal, grouped": (sdpa(is_causal=True, enable_gqa=True), FEW, "mul causal"),
+    "fused, one key head": (sdpa(is_causal=True), [Q, (2, 1, 7, 16), (2, 1, 7, 8)], "mul causal"),
     "fused, 3 axes": (sdpa(), [(6, 5, 16), (6, 7, 16), (6, 7, 8)], "mul"),
     "fused, repeated": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, dim=1)),
