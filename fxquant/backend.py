@@ -70,6 +70,10 @@ class Backend:
             raise OptionError(f"unknown choice {save!r} of what to save; known: {', '.join(SAVE)}")
         if gemm not in GEMM:
             raise OptionError(f"unknown choice {gemm!r} of GEMMs; known: {', '.join(GEMM)}")
+        if not isinstance(inductor, Mapping | None):
+            raise OptionError(f"Inductor's settings are a dict, not {inductor!r}")
+        if amax_group is not None and not hasattr(amax_group, "group_name"):
+            raise OptionError(f"amax_group is a process group, not {amax_group!r}")
         self.inner = inner
         self.save = save
         self.gemm = gemm
@@ -305,6 +309,8 @@ def _states_of(options: Mapping[str, Any]) -> _OptionStates:
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises OptionError for an unknown option, or when no recipe is given."""
+    if not isinstance(options, Mapping):
+        raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not a {type(options).__name__}")
     unknown = [key for key in options if key not in OPTIONS]
     if unknown:
         raise OptionError(f"unknown options {unknown}; known options: {', '.join(OPTIONS)}")

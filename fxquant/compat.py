@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxquant.errors import FxQuantError
+from fxquant.errors import FxQuantError, OptionError
 
 OLDEST_TORCH = (2, 11)
 
@@ -131,12 +131,12 @@ def no_modes() -> AbstractContextManager[Any]:
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
-    """The settings behind `torch.compile(mode=...)`; raises RuntimeError with the known modes for another."""
+    """The settings behind `torch.compile(mode=...)`; raises OptionError with the known modes for another."""
     if mode in (None, "default"):
         return {}
     known = torch._inductor.list_mode_options()
     if mode not in known:
-        raise RuntimeError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
+        raise OptionError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
     return dict(known[mode])
 
 

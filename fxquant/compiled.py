@@ -134,7 +134,14 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     """
     if "backend" in kwargs:
         raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
-    check_options({**(options or {}), "recipe": recipe})
+    if not callable(model):
+        raise OptionError(f"a module or a function is compiled, not a {type(model).__name__}")
+    if isinstance(options, Mapping):
+        if "recipe" in options:
+            raise OptionError("the recipe is an argument of its own: drop it from the options")
+        check_options({**options, "recipe": recipe})
+    elif options is not None:
+        check_options(options)
     switch = _Switch(model, recipe, options or {}, kwargs)
     _, run = switch.get(switch.recipe)
     if isinstance(run, nn.Module):

@@ -87,8 +87,18 @@ def test_unknown_recipes_and_options_are_refused_at_once_with_the_known_ones() -
         fxquant.Backend("mxfp8", inductor={"max_autotunne": True})
     with pytest.raises(OptionError, match="drop the backend"):
         fxquant.compile(model, "mxfp8", backend="inductor")
-    with pytest.raises(RuntimeError, match=r"known modes|Unrecognized mode"):
+    with pytest.raises(OptionError, match="unknown mode 'fast'; known modes: default"):
         fxquant.compile(model, "mxfp8", mode="fast")
+    with pytest.raises(OptionError, match="a module or a function is compiled, not a NoneType"):
+        fxquant.compile(None, "mxfp8")
+    for options, message in (
+        (["inner"], "options are a dict of recipe.*not a list"),
+        ({"recipe": "nvfp4"}, "drop it from the options"),
+        ({"inductor": 3}, "settings are a dict, not 3"),
+        ({"amax_group": 3}, "amax_group is a process group, not 3"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            fxquant.compile(model, "mxfp8", options=options)
 
 
 @pytest.mark.parametrize(
