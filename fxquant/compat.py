@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -138,6 +139,12 @@ def inductor_mode_options(mode: str | None) -> dict[str, Any]:
     if mode not in known:
         raise OptionError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
     return dict(known[mode])
+
+
+def isolated() -> dict[str, Any]:
+    """Arguments of `torch.compile` that let one model's recompilations count for it alone; torch 2.11 has none."""
+    name = "isolate_recompiles"
+    return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
 def is_inductor_option(name: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend import Backend, check_options
-from fxquant.compat import own_errors
+from fxquant.compat import isolated, own_errors
 from fxquant.errors import OptionError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.report import Report
@@ -59,7 +59,7 @@ class _Switch:
     def get(self, recipe: Recipe) -> tuple[Backend, Callable[..., Any]]:
         if recipe not in self.compiled:
             model = self.model if isinstance(self.model, nn.Module) else None
-            kwargs = {key: value for key, value in self.kwargs.items() if key != "mode"}
+            kwargs = {**isolated(), **{key: value for key, value in self.kwargs.items() if key != "mode"}}
             backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, states=self.states)
             self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
         return self.compiled[recipe]
@@ -96,9 +96,9 @@ class _Switch:
         if not self.compiled[self.running][0].captured:
             log.warning(
                 "torch.compile captured no graph of %s, which ran unquantized: TORCH_LOGS=graph_breaks,recompiles says "
-                "why. It gives up after %d compilations of one function, such as the forward of every nn.Sequential.",
-                type(self.model).__name__, torch._dynamo.config.recompile_limit,
-            )  # fmt: skip
+                "why. It gives up after torch._dynamo.config.recompile_limit compilations of one function.",
+                type(self.model).__name__,
+            )
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Runs the model under another recipe from the next call on. Raises RecipeError for an unknown one."""

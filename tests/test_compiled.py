@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fxquant
-from fxquant import CustomRecipe, DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Quantizer, RecipeError
+from fxquant import CustomRecipe, DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Quantizer, RecipeError, compat
 from fxquant.quantizers import QuantizedOperand
 
 EAGER = {"inner": "aot_eager"}
@@ -126,6 +126,16 @@ def test_a_model_of_which_nothing_was_captured_warns(caplog: pytest.LogCaptureFi
         compiled(x)
         compiled(x)
     assert len(caplog.records) == 1 and "no graph of Sequential, which ran unquantized" in caplog.text
+
+
+@pytest.mark.skipif(not compat.isolated(), reason="torch counts the compilations of a function for all its models")
+def test_one_models_compilations_do_not_count_for_another() -> None:
+    x = torch.randn(32, 64)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            compiled = fxquant.compile(nn.Sequential(nn.Linear(64, 64)), "rowwise", options=EAGER)
+            compiled(x)
+            assert compiled.report().decisions
 
 
 def test_functions_have_the_same_methods() -> None:

@@ -203,7 +203,8 @@ def test_exported_attention_is_found_before_and_after_decomposition() -> None:
     class Model(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return fused + F.scaled_dot_product_attention(q, k, v, attn_mask=BOOL)
+            by_hand = (q @ k.mT).to(torch.float64).softmax(-1).to(q.dtype) @ v
+            return fused + by_hand + F.scaled_dot_product_attention(q, k, v, attn_mask=BOOL)
 
     inputs = [x.detach() for x in made([Q, K, V])]
     program = torch.export.export(Model(), tuple(inputs))
@@ -211,7 +212,7 @@ def test_exported_attention_is_found_before_and_after_decomposition() -> None:
         gm = form.graph_module
         matches = find_matmuls(gm)
         attentions = {id(m.attention): m for m in matches if m.attention is not None}
-        assert len(attentions) == 2 and {m.module_type for m in matches} == {"dpa"}
+        assert len(attentions) == 3 and {m.module_type for m in matches} == {"dpa"}
         for match in attentions.values():
             write(match)
         gm.recompile()
