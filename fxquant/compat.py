@@ -399,6 +399,7 @@ __all__ = [
     "OLDEST_TORCH",
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",

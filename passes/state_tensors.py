@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 
-from fxquant.compat import OpOverload, fake_mode_of
+from fxquant.compat import FakeTensorMode, OpOverload, fake_mode_of
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.bodies import Bodies
 from fxquant.passes.forms_weights import VIEWS, op_name
@@ -178,15 +179,19 @@ class StateTensors:
         with graph.inserting_before(before):
             node = graph.placeholder(f"b_{free.replace('.', '_')}")
         node.target = node.name  # the graph made it unlike those of other tensors; the argument is called by the target
-        mode = fake_mode_of([n.meta.get("val") for n in graph.nodes])
-        assert mode is not None
-        node.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
+        node.meta["val"] = self._mode.from_tensor(tensor, static_shapes=True)
         spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), free, persistent=True)
         self.inputs.insert(place, spec)
         self._specs[node.name] = spec
         self.placeholders[node.name] = node
         self.state[free] = tensor
         return node
+
+    @functools.cached_property
+    def _mode(self) -> FakeTensorMode:
+        mode = fake_mode_of([node.meta.get("val") for node in self.bodies.top.graph.nodes])
+        assert mode is not None
+        return mode
 
     def drop_unused(self, replaced: set[fx.Node]) -> list[str]:
         """Removes those of the `replaced` tensors that nothing reads any more, under all their names."""

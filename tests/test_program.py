@@ -277,6 +277,23 @@ def test_parts_of_one_weight_are_stored(decomposed: bool) -> None:
     assert torch.equal(run(reload(program), x), run(quantize_program(source, "mxfp8", fold_weights=False), x))
 
 
+def test_a_deep_model_with_a_tied_embedding() -> None:
+    """Each residual doubles the ways from the embedding, which stays, to the result."""
+
+    class Deep(Tied):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for _ in range(48):
+                x = x + self.body(x).tanh() / 8
+            return self.head(x)
+
+    torch.manual_seed(0)
+    source = exported(Deep(), ids := torch.arange(96).view(4, 24), dynamic=False)
+    program = quantize_program(source, "mxfp8")
+    assert {"embed.weight", "head.weight"} & set(program.state_dict) and "body.weight" not in program.state_dict
+    assert (run(program, ids) - run(source, ids)).norm() < 0.1 * run(source, ids).norm()
+
+
 def test_a_weight_tied_between_linears_goes_away_under_both_names() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
