@@ -173,7 +173,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Quantizes a program saved by torch.export.save and saves the result, as a whole or not at all.",
     )
     quantize.add_argument("program", metavar="PROGRAM.pt2", help="the file of torch.export.save")
-    quantize.add_argument("--recipe", default="mxfp8", help=f"one of {', '.join(recipes.RECIPES)} (default: mxfp8)")
+    quantize.add_argument(
+        "--recipe", default="mxfp8", help="one of those that the command recipes lists (default: mxfp8)"
+    )
     quantize.add_argument("-o", "--output", metavar="PATH", required=True, help="where the result goes")
     quantize.add_argument(
         "--calibrate", metavar="DATA.pt", help="a list of inputs, saved by torch.save, for static activation scales"
@@ -240,10 +242,12 @@ def _explain(options: argparse.Namespace) -> str:
 
 def _quantize(options: argparse.Namespace) -> str:
     from fxquant.program import quantize_program, report_of
-    from fxquant.program_files import load_inputs, load_program, save_program, write_whole
+    from fxquant.program_files import check_place, load_inputs, load_program, save_program, write_whole
     from fxquant.report_html import page, section
 
-    recipe = recipes.get(options.recipe)
+    recipe = _recipe(options.recipe)
+    for path in filter(None, (options.output, options.report)):
+        check_place(path)
     source = load_program(options.program)
     inputs = load_inputs(options.calibrate) if options.calibrate else None
     program = quantize_program(source, recipe, calibration=inputs)

@@ -43,7 +43,7 @@ class Backend:
     kernel multiplies where a GPU has two for it: ``cublas``, ``triton``, whose epilogues do what follows a GEMM, the
     faster by what was measured before (``auto``), or by measuring while compiling (``autotune``). `model` gives layers
     their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the
-    largest amax. Backends with the same `states` share them.
+    largest amax. Backends with the same `states` share them. `captured` counts the graphs so far.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -70,6 +70,10 @@ class Backend:
             raise OptionError(f"unknown choice {save!r} of what to save; known: {', '.join(SAVE)}")
         if gemm not in GEMM:
             raise OptionError(f"unknown choice {gemm!r} of GEMMs; known: {', '.join(GEMM)}")
+        if not isinstance(inductor, Mapping | None):
+            raise OptionError(f"Inductor's settings are a dict, not {inductor!r}")
+        if amax_group is not None and not hasattr(amax_group, "group_name"):
+            raise OptionError(f"amax_group is a process group, not {amax_group!r}")
         self.inner = inner
         self.save = save
         self.gemm = gemm
@@ -81,6 +85,7 @@ class Backend:
         self.amax_group = None if amax_group is None else amax_group.group_name
         self.states = states or StateStore()
         self.weights = WeightCache(self._compile_quantization) if cache_weights else None
+        self.captured = 0
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
@@ -88,7 +93,9 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
-        slots = self.rewrite(gm, example_inputs)
+        self.captured += 1
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # a checkpoint around counts what is saved
+            slots = self.rewrite(gm, example_inputs)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         states = self.states.get(slots, device)
@@ -107,6 +114,15 @@ class Backend:
         if not tensors and not taken:
             return run
         return lambda *inputs: self._call(run, inputs, tensors, taken)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts with: the settings and the states, and nothing of what is compiled."""
+        made = {"captured": 0, "_decisions": [], "_roles": [], "_names": dict}
+        return {**vars(self), **made, "weights": self.weights is not None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.weights = WeightCache(self._compile_quantization) if state["weights"] else None
 
     def _call(
         self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor], taken: Sequence[Taken]
@@ -237,6 +253,10 @@ def compile_eager(
     return run(gm, list(example_inputs))
 
 
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
+
+
 def _ambient_autocast(example_inputs: Sequence[Any]) -> torch.dtype | None:
     """The dtype of an autocast region around the compiled call, which no node of the graph shows."""
     device = next((x.device.type for x in example_inputs if isinstance(x, Tensor)), "cpu")
@@ -301,6 +321,8 @@ def _states_of(options: Mapping[str, Any]) -> _OptionStates:
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises OptionError for an unknown option, or when no recipe is given."""
+    if not isinstance(options, Mapping):
+        raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not a {type(options).__name__}")
     unknown = [key for key in options if key not in OPTIONS]
     if unknown:
         raise OptionError(f"unknown options {unknown}; known options: {', '.join(OPTIONS)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,9 @@ class Amax:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise OptionError(f"unknown calibration method {self.method!r}; known methods: {', '.join(METHODS)}")
+        for name in ("momentum", "percentile"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise OptionError(f"{name} must be a number, not {getattr(self, name)!r}")
         if not 0 <= self.momentum < 1:
             raise OptionError(f"momentum must be at least 0 and less than 1, not {self.momentum}")
         if not 0 < self.percentile <= 100:
@@ -61,6 +64,26 @@ class Calibration:
     overrides: Mapping[str, Amax | None] = field(default_factory=dict)
     progress: bool = True
 
+    def __post_init__(self) -> None:
+        if isinstance(self.inputs, (str, bytes, Mapping)) or not isinstance(self.inputs, Iterable):
+            raise OptionError(
+                f"calibration inputs are a list, or another iterable, of what one call takes, not a "
+                f"{type(self.inputs).__name__}: put a single input into a list"
+            )
+        for layers, amax in [("amax", self.amax), *self.overrides.items()]:
+            if not isinstance(amax, Amax) and (layers == "amax" or amax is not None):
+                raise OptionError(f"calibration of {layers!r}: an fxquant.Amax is expected, not {amax!r}")
+        for layers in self.overrides:
+            try:
+                re.compile(layers)
+            except re.error as error:
+                raise OptionError(f"calibration: {layers!r} is no regular expression of layers: {error}") from error
+
+    def unused(self, layers: Collection[str]) -> list[str]:
+        """The overrides that are for none of these layers."""
+        met = {next((name for name in self.overrides if re.fullmatch(name, layer)), None) for layer in layers}
+        return [f"calibration of {name!r}" for name in self.overrides if name not in met]
+
     def amax_of(self, layer: str) -> Amax | None:
         """The method of a layer, None for dynamic scales."""
         return next((amax for name, amax in self.overrides.items() if re.fullmatch(name, layer)), self.amax)
@@ -79,7 +102,10 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class Observer(torch.nn.Module):
-    """Sees an activation of every calibration input. `result()` is its amax, float32 [1], None if it was never seen."""
+    """Sees an activation of every calibration input.
+
+    `result()` is its amax, float32 [1], or None where there never was a number.
+    """
 
     def __init__(self, amax: Amax) -> None:
         super().__init__()
@@ -89,7 +115,7 @@ class Observer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> None:
         magnitude = x.detach().float().abs()
-        if not magnitude.numel():
+        if not magnitude.numel() or bool(magnitude.isnan().all()):
             return
         if self.amax.method == "percentile":
             counts = torch.bincount(magnitude.flatten().view(torch.int32) >> 16, minlength=_BINS + 128)
@@ -109,6 +135,8 @@ class Observer(torch.nn.Module):
         counts = self.counts[: _BINS + 1].cumsum(0)  # without NaN
         wanted = (counts[-1].double() * (self.amax.percentile / 100)).ceil().clamp(min=1).long()
         place = int(torch.searchsorted(counts, wanted).item())
+        if not place:  # zeros, and what is as good as zero
+            return torch.zeros(1, device=counts.device)
         if place >= _BINS:
             return torch.full((1,), torch.inf, device=counts.device)
         # the end of the bin, so that at least that many elements lie below it

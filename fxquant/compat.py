@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,7 +40,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxquant.errors import FxQuantError
+from fxquant.errors import FxQuantError, OptionError
 
 OLDEST_TORCH = (2, 11)
 
@@ -153,13 +154,19 @@ def no_modes() -> AbstractContextManager[Any]:
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
-    """The settings behind `torch.compile(mode=...)`; raises RuntimeError with the known modes for another."""
+    """The settings behind `torch.compile(mode=...)`; raises OptionError with the known modes for another."""
     if mode in (None, "default"):
         return {}
     known = torch._inductor.list_mode_options()
     if mode not in known:
-        raise RuntimeError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
+        raise OptionError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
     return dict(known[mode])
+
+
+def isolated() -> dict[str, Any]:
+    """Arguments of `torch.compile` that let one model's recompilations count for it alone; torch 2.11 has none."""
+    name = "isolate_recompiles"
+    return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
 def is_inductor_option(name: str) -> bool:
@@ -422,6 +429,7 @@ __all__ = [
     "OLDEST_TORCH",
     "CustomGraphPass",
     "CustomPartitionerFn",
+    "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",

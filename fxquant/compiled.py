@@ -8,6 +8,7 @@ going back to one finds its compiled graphs again.
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend import Backend, check_options
-from fxquant.compat import own_errors
+from fxquant.compat import isolated, own_errors
 from fxquant.errors import OptionError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.report import Report
@@ -53,11 +54,12 @@ class _Switch:
         self.compiled: dict[Recipe, tuple[Backend, Callable[..., Any]]] = {}
         self.running: Recipe | None = None
         self.warned = False
+        self.unchecked = False
 
     def get(self, recipe: Recipe) -> tuple[Backend, Callable[..., Any]]:
         if recipe not in self.compiled:
             model = self.model if isinstance(self.model, nn.Module) else None
-            kwargs = {key: value for key, value in self.kwargs.items() if key != "mode"}
+            kwargs = {**isolated(), **{key: value for key, value in self.kwargs.items() if key != "mode"}}
             backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, states=self.states)
             self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
         return self.compiled[recipe]
@@ -70,6 +72,7 @@ class _Switch:
             self.note_change(recipe)
             backend.activate()
             self.running = recipe
+            self.unchecked = True
         return run
 
     def note_change(self, recipe: Recipe) -> None:
@@ -83,6 +86,19 @@ class _Switch:
             )
         else:
             log.info("recipe changed from %s to %s", self.running, recipe)
+
+    def check_captured(self) -> None:
+        """Warns when the model has run under a recipe for which nothing was compiled."""
+        if not self.unchecked or torch.compiler.is_compiling():
+            return
+        self.unchecked = False
+        assert self.running is not None
+        if not self.compiled[self.running][0].captured:
+            log.warning(
+                "torch.compile captured no graph of %s, which ran unquantized: TORCH_LOGS=graph_breaks,recompiles says "
+                "why. It gives up after torch._dynamo.config.recompile_limit compilations of one function.",
+                type(self.model).__name__,
+            )
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Runs the model under another recipe from the next call on. Raises RecipeError for an unknown one."""
@@ -118,7 +134,14 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     """
     if "backend" in kwargs:
         raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
-    check_options({**(options or {}), "recipe": recipe})
+    if not callable(model):
+        raise OptionError(f"a module or a function is compiled, not a {type(model).__name__}")
+    if isinstance(options, Mapping):
+        if "recipe" in options:
+            raise OptionError("the recipe is an argument of its own: drop it from the options")
+        check_options({**options, "recipe": recipe})
+    elif options is not None:
+        check_options(options)
     switch = _Switch(model, recipe, options or {}, kwargs)
     _, run = switch.get(switch.recipe)
     if isinstance(run, nn.Module):
@@ -128,7 +151,9 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         def forward(*args: Any, **kwargs: Any) -> Any:
             current: Any = switch.current()
             with own_errors():
-                return (own_forward if current is run else current.forward)(*args, **kwargs)
+                result = (own_forward if current is run else current.forward)(*args, **kwargs)
+            switch.check_captured()
+            return result
 
         object.__setattr__(compiled, "forward", forward)
     else:
@@ -136,7 +161,9 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         @functools.wraps(model)
         def compiled(*args: Any, **kwargs: Any) -> Any:
             with own_errors():
-                return switch.current()(*args, **kwargs)
+                result = switch.current()(*args, **kwargs)
+            switch.check_captured()
+            return result
 
     methods = {
         "set_recipe": switch.set_recipe,
@@ -147,7 +174,25 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     }
     for name, method in methods.items():
         object.__setattr__(compiled, name, method)
+    if isinstance(compiled, nn.Module):  # torch's own copies would not have the methods, nor the recipe set by one
+
+        def settings() -> tuple[Any, ...]:
+            return switch.recipe, switch.options, switch.kwargs, switch.state_dict()
+
+        object.__setattr__(
+            compiled, "__deepcopy__", lambda memo: _compiled_again(copy.deepcopy(model, memo), *settings())
+        )
+        object.__setattr__(compiled, "__reduce_ex__", lambda _protocol: (_compiled_again, (model, *settings())))
     return compiled
+
+
+def _compiled_again(
+    model: nn.Module, recipe: Recipe, options: Mapping[str, Any], kwargs: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> Any:
+    """What `compile` gave, of a copy of its model."""
+    made = compile(model, recipe, options=options, **kwargs)
+    made.load_quantization_state_dict(state)
+    return made
 
 
 __all__ = ["autocast", "compile"]

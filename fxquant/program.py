@@ -78,16 +78,17 @@ def quantize_program(
             "this program has its backward in it, whose matmuls cannot be told from those of the forward: quantize the "
             "forward with fold_weights=False, and add the backward to that"
         )
-    gm = _copied(ep.graph_module)
-    signature = copy.deepcopy(ep.graph_signature)
     if calibration is not None and not fold_weights:
         raise OptionError("calibration makes scales for inference: it needs fold_weights=True")
-    asked = _Inference(recipe) if calibration is not None else recipe
+    given = Calibration(calibration) if not isinstance(calibration, Calibration | None) else calibration
+    gm = _copied(ep.graph_module)
+    signature = copy.deepcopy(ep.graph_signature)
+    asked = _Inference(recipe) if given is not None else recipe
     bodies = Bodies(gm)
     describe(bodies, signature.inputs_to_parameters, trained=not fold_weights)
     rewriter = Rewriter(asked, stored_weights=fold_weights)
     decisions, roles, slots = rewriter(gm, autocast=None)
-    _check(decisions)
+    _check(decisions, gm)
     if slots.request is not None:
         raise RecipeError(
             "delayed scaling takes its scales from training steps, of which an exported program has none: give "
@@ -108,14 +109,15 @@ def quantize_program(
     if fold_weights:
         decisions = _with_details(decisions, 1, {site: _text(each) for site, each in fold(state).items()})
     bodies.recompile()
-    if calibration is not None:
-        given = calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+    unused = recipe.unused(roles)
+    if given is not None:
         told = calibrate(
             state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature), given, prepare)
         )
         decisions = _with_details(decisions, 0, told)
+        unused += given.unused({decision.layer for decision in decisions})
         bodies.recompile()
-    gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=recipe.unused(roles))
+    gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=unused)
     return _program(ep, gm, state, signature)
 
 
@@ -229,12 +231,15 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def _check(decisions: Sequence[Decision]) -> None:
-    if not decisions:
+def _check(decisions: Sequence[Decision], gm: fx.GraphModule) -> None:
+    already = any(is_fxquant(node) for each in Bodies(gm).modules for node in each.graph.nodes)
+    if not decisions and not already:
         raise ProgramError("the program has no matmul to quantize")
     reasons = Counter(d.skip_reason for d in decisions if d.skip_reason is not None)
     wanted = {SkipReason.HIGH_PRECISION, SkipReason.NOT_PROFITABLE}
     if sum(reasons.values()) == len(decisions) and not wanted & set(reasons):
+        if already:
+            raise ProgramError("what can be quantized of this program is already: give the program it was made from")
         text = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tempfile
@@ -49,18 +50,27 @@ def save_program(program: ExportedProgram, path: str | Path) -> None:
     write_whole(path, lambda file: torch.export.save(program, file))
 
 
+def check_place(path: str | Path) -> None:
+    """Raises ProgramError where no file of this name can be, before there is anything to write."""
+    if not Path(path).parent.is_dir():
+        raise ProgramError(f"{Path(path).parent}: no such folder")
+    if Path(path).is_dir():
+        raise ProgramError(f"{path} cannot be written: it is a folder")
+
+
 def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Writes a file beside `path` and then puts it in its place. Raises ProgramError where that cannot be."""
     path = Path(path)
-    if not path.parent.is_dir():
-        raise ProgramError(f"{path.parent}: no such folder")
+    check_place(path)
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
     try:
-        with os.fdopen(handle, "wb") as file:
+        with _File(io.FileIO(handle, "wb")) as file:
             write(file)
+        if file.failed is not None:
+            raise file.failed
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
@@ -70,6 +80,26 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
         if isinstance(error, OSError):
             raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
         raise
+
+
+class _File(io.BufferedWriter):
+    """Keeps its first error and goes on: torch writes from C++, where an exception ends the process."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        self._keep(lambda: io.BufferedWriter.write(self, data))
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        self._keep(lambda: io.BufferedWriter.flush(self))
+
+    def _keep(self, run: Callable[[], object]) -> None:
+        if self.failed is None:
+            try:
+                run()
+            except OSError as error:
+                self.failed = error
 
 
 class _Causes(logging.Handler):
@@ -97,10 +127,12 @@ def _explained(path: str | Path, what: str) -> Iterator[None]:
         while (earlier := cause.__cause__ or cause.__context__) is not None:
             cause = earlier
         reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        if " " not in reason:  # a key that was looked for
+            reason = f"{type(cause).__name__} {reason}"
         version = torch.__version__
         raise ProgramError(f"{path} {what} by torch {version}: {reason.partition('. ')[0].rstrip('.')}") from error
     finally:
         log.handlers, log.propagate = before
 
 
-__all__ = ["load_inputs", "load_program", "save_program", "write_whole"]
+__all__ = ["check_place", "load_inputs", "load_program", "save_program", "write_whole"]

@@ -483,8 +483,7 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
     """What a quantizer, request, recipe or factory answers for a role.
 
     Raises RecipeError, naming the role and what was `asked`, for None and whatever else is no quantizer, and when the
-    factory itself raises TypeError, ValueError or LookupError, as a HybridQuantizer with a part missing does, or a
-    dictionary of answers.
+    factory itself fails, as a HybridQuantizer with a part missing does, or a dictionary of answers.
     """
     if isinstance(answer, (Quantizer, DelayedScalingRequest)):
         return answer
@@ -492,10 +491,10 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
         return resolve(answer).quantizer(role)
     try:
         made = answer(role)
-    except (TypeError, ValueError, LookupError) as error:
+    except Exception as error:
         if isinstance(error, RecipeError) and str(role) in str(error):
             raise
-        what = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
+        what = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__} {error}"
         raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}") from error
     return _checked(made, asked, role)
 
@@ -630,6 +629,9 @@ class Rules:
     default: Answer = "high_precision"
 
     def __post_init__(self) -> None:
+        for i, rule in enumerate(self.rules):
+            if not isinstance(rule, Rule):
+                raise RecipeError(f"rule {i} is a {type(rule).__name__}, not a Rule(quantizer, name=...)")
         object.__setattr__(self, "rules", tuple(self.rules))
         object.__setattr__(self, "default", _answer(self.default, "the default of Rules"))
 

@@ -366,7 +366,10 @@ def _amax(x: Tensor, axis: int | None = None) -> Tensor:
     magnitude = torch.where(x == x, x.abs(), 0.0)
     if axis is None and magnitude.ndim > 1 and statically_known_true(magnitude.shape[-1] > 0):
         magnitude = magnitude.amax(-1)  # a norm or an activation that makes x reduces or loops over this axis too
-    if not statically_known_true((magnitude.numel() if axis is None else magnitude.shape[axis]) > 0):
+    size = magnitude.numel() if axis is None else magnitude.shape[axis]
+    # an exported program takes empty batches although its symbols are believed to be 2 or more
+    known = isinstance(size, int) or axis is not None
+    if not (known and statically_known_true(size > 0)):
         magnitude = torch.nn.functional.pad(magnitude.flatten() if axis is None else magnitude, (0, 1))
     return (magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)).float()
 

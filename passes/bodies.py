@@ -108,10 +108,13 @@ class Bodies:
 
     def passed(self, placeholder: fx.Node) -> list[fx.Node]:
         """The nodes that callers pass for a body's placeholder; empty where that cannot be told."""
+        calls = self.callers.get(placeholder.graph, [])
+        if not calls:
+            return []
         inputs = placeholder.graph.find_nodes(op="placeholder")
         place = len(inputs) - inputs.index(placeholder)
         found: list[fx.Node] = []
-        for call in self.callers.get(placeholder.graph, []):
+        for call in calls:
             operands = call.operands
             operand = operands[-place] if place <= len(operands) else None
             if not isinstance(operand, fx.Node) or not _alike(value_of(operand), value_of(placeholder)):

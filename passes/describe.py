@@ -38,18 +38,24 @@ def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) ->
                 Tensor, partial(_described, is_parameter=is_parameter, grad=node in grads), node.meta["val"]
             )
     for gm in bodies.modules:
+        outer = _outer(gm.graph, bodies)
         for node in gm.graph.nodes:
             if node.op == "call_function":
-                _name(node, bodies, parameters)
+                _name(node, outer, parameters)
 
 
-def _name(node: fx.Node, bodies: Bodies, parameters: Mapping[str, str]) -> None:
+def _outer(graph: fx.Graph, bodies: Bodies) -> dict[fx.Node, fx.Node]:
+    """What callers pass for the placeholders of a graph, and for those of the callers."""
     outer: dict[fx.Node, fx.Node] = {}
-    inside = node.graph.find_nodes(op="placeholder")
+    inside = graph.find_nodes(op="placeholder")
     while inside:
         inside = [each for each in inside if each.op == "placeholder" and each not in outer]
         outer |= {each: found[0] for each in inside if (found := bodies.passed(each))}
         inside = [outer[each] for each in inside if each in outer]
+    return outer
+
+
+def _name(node: fx.Node, outer: Mapping[fx.Node, fx.Node], parameters: Mapping[str, str]) -> None:
     for each in reversed(node.all_input_nodes):
         weight = find_weight(each, outer) if each.op != "get_attr" else None
         if weight is not None and weight.parameter.name in parameters:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,13 +71,10 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     found += parts
     replaced = {root for _, roots, _, _ in found for root in roots} | state.lifted
     names = {root: state.name(root) for root in replaced}
-    for gm in state.bodies.modules:
-        for node in gm.graph.find_nodes(op="placeholder"):
-            if state.roots(node) & replaced:
-                _erase_unused_users(node)
+    inputs = [node for gm in state.bodies.modules for node in gm.graph.find_nodes(op="placeholder")]
+    _erase_unused_users(node for node in inputs if state.roots(node) & replaced)
     state.bodies.drop_unused()
-    for root in replaced:
-        _erase_unused_users(root)
+    _erase_unused_users(replaced)
     kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
     state.drop_unused(replaced)
     folded = {site: Folded(obstacle=text) for site, text in obstacles.items()}
@@ -177,13 +175,22 @@ def _story(state: StateTensors, node: fx.Node, told: dict[fx.Node, str] | None =
     return told[node]
 
 
-def _erase_unused_users(node: fx.Node) -> None:
-    """Erases what was computed from a weight that nothing reads any more, and checks of a weight that always holds."""
-    for user in list(node.users):
-        if user in node.users and isinstance(user.target, OpOverload):
-            _erase_unused_users(user)
-            if not user.users and (not user.is_impure() or op_name(user) == "_assert_tensor_metadata"):
-                user.graph.erase_node(user)
+def _erase_unused_users(nodes: Iterable[fx.Node]) -> None:
+    """Erases what was computed from weights that nothing reads any more, and checks of a weight that always hold."""
+    reached: dict[fx.Graph, set[fx.Node]] = {}
+    left = list(nodes)
+    while left:
+        for user in left.pop().users:
+            if user not in reached.setdefault(user.graph, set()):
+                reached[user.graph].add(user)
+                left.append(user)
+    for graph, users in reached.items():
+        for user in reversed(graph.nodes):
+            called = isinstance(user.target, OpOverload) or user.target is operator.getitem
+            if user not in users or user.users or not called:
+                continue
+            if not user.is_impure() or op_name(user) == "_assert_tensor_metadata":
+                graph.erase_node(user)
 
 
 def _text(node: fx.Node) -> str:

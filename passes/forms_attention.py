@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxquant.compat import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
 from fxquant.passes.facts import Attend, Attention, Builder, Dim, Match, Product, value_of
@@ -43,7 +44,8 @@ def fused(
     weights = trained and any(requires_grad(x) for x in (query, key, attn_mask) if x is not None)
     match.needs_grad = (match.needs_grad[0], (weights, trained and requires_grad(value)))
     same = batch == list(k.shape[:-2]) == list(v.shape[:-2])
-    grouped = enable_gqa and k.ndim > 2 and k.shape[:-2] == v.shape[:-2] and batch[:-1] == list(k.shape[:-3])
+    fewer = k.ndim > 2 and (enable_gqa or statically_known_true(k.shape[-3] == 1))  # one head is broadcast
+    grouped = fewer and k.shape[:-2] == v.shape[:-2] and batch[:-1] == list(k.shape[:-3])
     problem = ""
     if not (same or grouped):
         problem = "query, key and value differ in their batch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 
-from fxquant.compat import OpOverload, fake_mode_of
+from fxquant.compat import FakeTensorMode, OpOverload, fake_mode_of
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.bodies import Bodies
 from fxquant.passes.forms_weights import VIEWS, op_name
@@ -147,7 +149,8 @@ class StateTensors:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][0])  # type: ignore[index]
         with torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-        if not isinstance(result, Tensor):
+        parts = result if isinstance(result, (tuple, list)) else [result]
+        if not all(isinstance(part, Tensor) for part in parts):
             return None
         return result, frozenset().union(*(value[1] for value in values.values() if value is not None))
 
@@ -175,15 +178,20 @@ class StateTensors:
         before = graph.find_nodes(op="placeholder")[place] if place < len(self.inputs) else _body_start(graph)
         with graph.inserting_before(before):
             node = graph.placeholder(f"b_{free.replace('.', '_')}")
-        mode = fake_mode_of([n.meta.get("val") for n in graph.nodes])
-        assert mode is not None
-        node.meta["val"] = mode.from_tensor(tensor, static_shapes=True)
+        node.target = node.name  # the graph made it unlike those of other tensors; the argument is called by the target
+        node.meta["val"] = self._mode.from_tensor(tensor, static_shapes=True)
         spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), free, persistent=True)
         self.inputs.insert(place, spec)
         self._specs[node.name] = spec
         self.placeholders[node.name] = node
         self.state[free] = tensor
         return node
+
+    @functools.cached_property
+    def _mode(self) -> FakeTensorMode:
+        mode = fake_mode_of([node.meta.get("val") for node in self.bodies.top.graph.nodes])
+        assert mode is not None
+        return mode
 
     def drop_unused(self, replaced: set[fx.Node]) -> list[str]:
         """Removes those of the `replaced` tensors that nothing reads any more, under all their names."""
@@ -217,6 +225,8 @@ class StateTensors:
 def obstacle(node: fx.Node) -> str:
     """Why an operator is no function of its inputs alone that can be computed beforehand; empty where it is one."""
     target = node.target
+    if target is operator.getitem:
+        return ""
     if not isinstance(target, OpOverload) or is_fxquant(node):
         return f"{op_name(node) or node.target} cannot be computed beforehand"
     if target._schema.is_mutable:

@@ -87,8 +87,18 @@ def test_unknown_recipes_and_options_are_refused_at_once_with_the_known_ones() -
         fxquant.Backend("mxfp8", inductor={"max_autotunne": True})
     with pytest.raises(OptionError, match="drop the backend"):
         fxquant.compile(model, "mxfp8", backend="inductor")
-    with pytest.raises(RuntimeError, match=r"known modes|Unrecognized mode"):
+    with pytest.raises(OptionError, match="unknown mode 'fast'; known modes: default"):
         fxquant.compile(model, "mxfp8", mode="fast")
+    with pytest.raises(OptionError, match="a module or a function is compiled, not a NoneType"):
+        fxquant.compile(None, "mxfp8")
+    for options, message in (
+        (["inner"], "options are a dict of recipe.*not a list"),
+        ({"recipe": "nvfp4"}, "drop it from the options"),
+        ({"inductor": 3}, "settings are a dict, not 3"),
+        ({"amax_group": 3}, "amax_group is a process group, not 3"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            fxquant.compile(model, "mxfp8", options=options)
 
 
 @pytest.mark.parametrize(
@@ -578,3 +588,13 @@ def test_compiling_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_step(model, compiled(model, "nvfp4"), x)
+
+
+def test_a_checkpoint_around_a_compiled_model_compiles_it() -> None:
+    """A checkpoint counts what a forward saves, and the first one runs while the model is compiled."""
+    model, x = Mlp(), torch.randn(32, 32, requires_grad=True)
+    run = torch.compile(model, backend=eager_backend("mxfp8"))
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum().backward()
+    got, x.grad = x.grad, None
+    run(x).sum().backward()
+    assert torch.equal(x.grad, got)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fxquant
-from fxquant import CustomRecipe, DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Quantizer, RecipeError
+from fxquant import CustomRecipe, DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Quantizer, RecipeError, compat
 from fxquant.quantizers import QuantizedOperand
 
 EAGER = {"inner": "aot_eager"}
@@ -88,6 +90,52 @@ def test_delayed_state_is_inherited() -> None:
     assert after["0.amax_history"].shape == (2, 6)
     assert torch.equal(after["0.scale"][:2], before["0.scale"][:2])  # the same input and weight
     assert not any("scale" in key for key in run.state_dict())
+
+
+def test_copies_keep_recipe_state_and_methods() -> None:
+    compiled = fxquant.compile(model(), "mxfp8", options={**EAGER, "cache_weights": True})
+    compiled.set_recipe(DelayedScaling())
+    x = torch.randn(32, 64)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    state = compiled.quantization_state_dict()
+    for copied in (copy.deepcopy(nn.Sequential(compiled))[0], pickle.loads(pickle.dumps(compiled))):
+        with torch.no_grad():
+            assert torch.equal(copied(x), compiled(x))
+            assert_same_bits(copied.quantization_state_dict(), state)
+            assert copied.report().recipe == "delayed_scaling"
+            copied.get_parameter("_orig_mod.0.weight").mul_(2)
+            assert not torch.equal(copied(x), compiled(x)), "it has parameters of its own"
+
+
+def test_a_backend_is_copied_with_its_states() -> None:
+    backend, x = eager_backend("delayed_scaling", cache_weights=True), torch.randn(32, 64)
+    compiled = torch.compile(model(), backend=backend)
+    compiled(x).sum().backward()
+    made = pickle.loads(pickle.dumps(compiled))
+    with torch.no_grad():
+        assert torch.equal(made(x), compiled(x))
+    copied = copy.deepcopy(backend)
+    assert_same_bits(copied.state_dict(), backend.state_dict())
+    assert copied.report().coverage == 1 and not copied.report().decisions
+
+
+def test_a_model_of_which_nothing_was_captured_warns(caplog: pytest.LogCaptureFixture) -> None:
+    compiled, x = fxquant.compile(model(), "mxfp8", options=EAGER), torch.randn(32, 64)
+    with torch.compiler.set_stance("force_eager"), caplog.at_level(logging.WARNING, logger="fxquant"):
+        compiled(x)
+        compiled(x)
+    assert len(caplog.records) == 1 and "no graph of Sequential, which ran unquantized" in caplog.text
+
+
+@pytest.mark.skipif(not compat.isolated(), reason="torch counts the compilations of a function for all its models")
+def test_one_models_compilations_do_not_count_for_another() -> None:
+    x = torch.randn(32, 64)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            compiled = fxquant.compile(nn.Sequential(nn.Linear(64, 64)), "rowwise", options=EAGER)
+            compiled(x)
+            assert compiled.report().decisions
 
 
 def test_functions_have_the_same_methods() -> None:

@@ -248,6 +248,52 @@ def test_a_tied_weight_keeps_its_original_for_what_else_reads_it() -> None:
         assert torch.equal(run(program, ids), compiled(model, "mxfp8")(ids))
 
 
+class Packed(nn.Module):
+    """Weights that are parts of one parameter, under names that the stored ones would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(192, 64) / 8)
+        self.register_buffer("weight_data", torch.ones(64))
+        self.layer = nn.Linear(64, 64, bias=False)
+        self.layer_weight = nn.Parameter(torch.randn(64, 64) / 8)
+        self.register_buffer("layer_weight_scale", torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, kv = self.weight.split([64, 128])
+        k, v = kv.chunk(2)
+        y = sum(nn.functional.linear(x, each) for each in (q, k, v, self.layer_weight))
+        return self.layer(x) + y + self.weight_data + self.layer_weight_scale
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_parts_of_one_weight_are_stored(decomposed: bool) -> None:
+    torch.manual_seed(0)
+    source = exported(Packed(), x := torch.randn(4, 64), decomposed=decomposed)
+    program = quantize_program(source, "mxfp8")
+    details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
+    assert len(details) == 5 and all("stored in" in detail for detail in details)
+    assert not {"weight", "layer.weight", "layer_weight"} & set(program.state_dict)
+    assert torch.equal(run(reload(program), x), run(quantize_program(source, "mxfp8", fold_weights=False), x))
+
+
+def test_a_deep_model_with_a_tied_embedding() -> None:
+    """Each residual doubles the ways from the embedding, which stays, to the result."""
+
+    class Deep(Tied):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for _ in range(48):
+                x = x + self.body(x).tanh() / 8
+            return self.head(x)
+
+    torch.manual_seed(0)
+    source = exported(Deep(), ids := torch.arange(96).view(4, 24), dynamic=False)
+    program = quantize_program(source, "mxfp8")
+    assert {"embed.weight", "head.weight"} & set(program.state_dict) and "body.weight" not in program.state_dict
+    assert (run(program, ids) - run(source, ids)).norm() < 0.1 * run(source, ids).norm()
+
+
 def test_a_weight_tied_between_linears_goes_away_under_both_names() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -652,6 +698,27 @@ def test_calibration_inputs_come_in_any_form_and_progress_is_shown(capsys: pytes
     assert "calibrated on 1 of 1 inputs" in shown and "calibrated on 1 inputs" in shown
 
 
+def test_calibration_ignores_nan_and_takes_zeros_for_zero() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    nan = torch.full_like(x, torch.nan)
+    source = exported(model, x)
+    for method in ("max", "moving_average", "percentile"):
+        amax = Amax(method=method)  # type: ignore[arg-type]
+        assert multipliers(calibrated(model, x, nan, x, amax=amax)) == multipliers(calibrated(model, x, x, amax=amax))
+        assert "static amax 0:" in str(report_of(calibrated(model, x, torch.zeros_like(x), amax=amax)))
+        nothing = Calibration([nan], amax=amax, progress=False)
+        assert "dynamic: no calibration" in str(
+            report_of(quantize_program(source, "current_scaling", calibration=nothing))
+        )
+
+
+def test_overrides_of_no_layer_are_named() -> None:
+    model, x = block()
+    assert "unused in the recipe: calibration of 'dwon'" in str(
+        report_of(calibrated(model, x, x, overrides={"dwon": None}))
+    )
+
+
 # errors: one sentence, and which layer or input
 
 
@@ -696,8 +763,29 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     refused(OptionError, "known methods: max", lambda: Amax(method="mean"))  # type: ignore[arg-type]
     refused(OptionError, "momentum", lambda: Amax(momentum=1.0))
     refused(OptionError, "percentile", lambda: Amax(percentile=0))
+    refused(OptionError, "must be a number, not '99'", lambda: Amax(percentile="99"))  # type: ignore[arg-type]
+    for inputs, kind in (({"x": x}, "dict"), ("data.pt", "str"), (3, "int")):
+        refused(
+            OptionError, f"not a {kind}: put a single input into a list",
+            lambda inputs=inputs: quantize_program(program, "current_scaling", calibration=inputs),
+        )  # fmt: skip
+    refused(OptionError, "no regular expression", lambda: Calibration([x], overrides={"(": None}))
+    refused(OptionError, "of 'down': an fxquant.Amax is expected", lambda: Calibration([x], overrides={"down": "max"}))  # type: ignore[dict-item]
+    refused(OptionError, "of 'amax': an fxquant.Amax is expected", lambda: Calibration([x], amax="max"))  # type: ignore[arg-type]
+    refused(
+        ProgramError,
+        "is already: give the program it was made from",
+        lambda: quantize_program(quantize_program(program, "mxfp8", fold_weights=False), "mxfp8"),
+    )
     refused(ProgramError, "has no report", lambda: report_of(program))
     refused(ProgramError, "expected, not a Block", lambda: lower_program(model))
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=str)
+def test_empty_batches_when_lowered(recipe: Recipe | str) -> None:
+    source = export(nn.Linear(64, 64), (torch.randn(4, 64),), dynamic_shapes=({0: Dim.AUTO},))
+    lowered = lower_program(quantize_program(source, recipe))
+    assert run(lowered, torch.randn(0, 64)).shape == (0, 64)
 
 
 def test_high_precision_leaves_a_program_alone() -> None:

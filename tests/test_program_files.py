@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,7 @@ def saved(model: nn.Module, tmp_path: Path) -> Path:
 
 def test_quantizes_a_file(model: nn.Module, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page, data, x = tmp_path / "out.pt2", tmp_path / "report.html", tmp_path / "data.pt", torch.randn(8, 64)
-    assert main(["quantize", str(saved), "--recipe", "mxfp8", "-o", str(out)]) == 0
+    assert main(["quantize", str(saved), "--recipe", "factories.mxfp8", "-o", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 matmuls, 4/4 operands quantized")
     assert (
@@ -117,9 +119,24 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
         write_whole(tmp_path / "absent" / "out.pt2", stop)
 
 
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(saved: Path, tmp_path: Path) -> None:
+    program = torch.export.load(saved)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    try:
+        with pytest.raises(ProgramError, match=r"out\.pt2 cannot be written: File too large"):
+            save_program(program, tmp_path / "out.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert [each.name for each in tmp_path.iterdir()] == [saved.name]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--report", "absent/report.html"], "absent: no such folder"),
         (["--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
         (["--recipe", "delayed_scaling"], "give calibration inputs"),
         (["--calibrate", "absent.pt"], "absent.pt: no such file"),

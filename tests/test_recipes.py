@@ -198,6 +198,10 @@ def test_none_from_a_factory_names_the_role() -> None:
         CustomRecipe(qfactory=lambda role: None).quantizer(role())
     with pytest.raises(RecipeError, match="returned a str"):
         CustomRecipe(qfactory=lambda role: "mxfp8").quantizer(role())
+    with pytest.raises(RecipeError, match=r"failed for role layers.0.fc \(linear, input\): AttributeError .*'tensor'"):
+        CustomRecipe(qfactory=lambda role: role.tensor).quantizer(role())
+    with pytest.raises(RecipeError, match="rule 0 is a MXFP8Quantizer, not a Rule"):
+        Rules([MXFP8Quantizer()])
     with pytest.raises(RecipeError, match="qfactory must be callable"):
         CustomRecipe(qfactory="mxfp8")
     with pytest.raises(TypeError):

@@ -143,6 +143,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], list[Any], str]] = {
     "fused, bool": (sdpa(), [Q, K, V, BOOL], "mul keep0"),
     "fused, bias": (sdpa(), [Q, K, V, (1, 1, 5, 7)], "mul add0"),
     "fused, causal, grouped": (sdpa(is_causal=True, enable_gqa=True), FEW, "mul causal"),
+    "fused, one key head": (sdpa(is_causal=True), [Q, (2, 1, 7, 16), (2, 1, 7, 8)], "mul causal"),
     "fused, 3 axes": (sdpa(), [(6, 5, 16), (6, 7, 16), (6, 7, 8)], "mul"),
     "fused, repeated": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, dim=1)),
@@ -202,7 +203,8 @@ def test_exported_attention_is_found_before_and_after_decomposition() -> None:
     class Model(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return fused + F.scaled_dot_product_attention(q, k, v, attn_mask=BOOL)
+            by_hand = (q @ k.mT).to(torch.float64).softmax(-1).to(q.dtype) @ v
+            return fused + by_hand + F.scaled_dot_product_attention(q, k, v, attn_mask=BOOL)
 
     inputs = [x.detach() for x in made([Q, K, V])]
     program = torch.export.export(Model(), tuple(inputs))
@@ -210,7 +212,7 @@ def test_exported_attention_is_found_before_and_after_decomposition() -> None:
         gm = form.graph_module
         matches = find_matmuls(gm)
         attentions = {id(m.attention): m for m in matches if m.attention is not None}
-        assert len(attentions) == 2 and {m.module_type for m in matches} == {"dpa"}
+        assert len(attentions) == 3 and {m.module_type for m in matches} == {"dpa"}
         for match in attentions.values():
             write(match)
         gm.recompile()
