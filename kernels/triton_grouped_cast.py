@@ -22,13 +22,17 @@ from torch.library import wrap_triton
 from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels import grouped_reference, reference, triton_cast
-from fxquant.kernels.triton_cast import cast_tile, take_amaxes
-from fxquant.kernels.triton_codes import TORCHAO_BELOW, TORCHAO_FLOOR, in_words, magnitude, multiplier
+from fxquant.kernels.triton_cast import cast_rows, cast_tile, take_amaxes
 
 _STRIP = 128
 """Rows of a strip."""
 _ENTRIES = 16
 """Strips that a program of `strips_kernel` looks up."""
+_HEIGHT = 32
+"""Rows of a program of `whole_rows_kernel`."""
+_MOST_WARPS = 32
+_ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
+"""Of these, those that threads hold at a time, and with the most warps that a program may have."""
 
 
 @triton.jit
@@ -150,28 +154,26 @@ def grouped_cast_kernel(
 
 @triton.jit
 def whole_rows_kernel(
-    x, row_data, row_scale, M, K, row_units, x_step, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
-    POW2: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, row_data, row_scale, column_amax, strips, rows, padded_rows, K, row_units, x_step,
+    KIND: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FMAX: tl.constexpr, LOG: tl.constexpr,
+    MANTISSA: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
+    BELOW: tl.constexpr, MOST: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr,
+    HEIGHT: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of x [M, K] quantized by their amaxes, which are read first: the second read finds the cache."""
-    padded_K = row_units * 16
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    source = x + row.to(tl.int64)[:, None] * x_step
-    in_m = (row < M)[:, None]
-    k = tl.arange(0, WIDTH)[None, :]
-    largest = tl.zeros((ROWS, WIDTH), tl.float32)
-    for first in range(0, K, WIDTH):
-        tile = tl.load(source + (first + k), mask=in_m & (first + k < K), other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(tile))
-    factor = multiplier(tl.max(largest, axis=1), FMAX, LARGEST, EPS, POW2, BELOW, MOST)
-    tl.store(row_scale + row, tl.div_rn(1.0, factor), mask=row < M)
-    quads = tl.arange(0, WIDTH // 4)[None, :]
-    out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True) + row.to(tl.int64)[:, None] * (padded_K // 4)
-    for first in range(0, padded_K, WIDTH):
-        tile = tl.load(source + (first + k), mask=in_m & (first + k < K), other=0.0).to(tl.float32)
-        words = in_words(tile * factor[:, None], E5M2, ROWS, WIDTH)
-        tl.store(out + (first // 4 + quads), words, mask=in_m & (first + 4 * quads < padded_K))
+    """HEIGHT rows of x [M, K] quantized by their amaxes, and with COLUMN the amaxes of columns of groups, from one read.
+
+    The latter, [G, K], go into a zeroed float32 buffer.
+    """
+    SIDE: tl.constexpr = (KIND, P, Q, FMAX, LOG, MANTISSA, MODE, LARGEST, EPS, POW2, BELOW, MOST)
+    parts: tl.constexpr = STRIP // HEIGHT
+    group, local, start, end, _, _ = strip_of(tl.program_id(0) // parts, strips, rows, padded_rows, STRIP, BATCH)
+    first = start + local + (tl.program_id(0) % parts) * HEIGHT
+    last = tl.minimum(end, first + HEIGHT)
+    if first < last:
+        cast_rows(
+            x, row_data, row_scale, column_amax, group, first, last, K, row_units, x_step, SIDE, COLUMN, HEIGHT // R, R,
+            W,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -269,7 +271,8 @@ def quantize(
 ) -> list[Tensor]:  # fmt: skip
     """The parts of `grouped_reference.quantize` rowwise and then columnwise; None leaves a direction out.
 
-    `row_state` and `column_state` [G] are multipliers to use in the place of the groups' own (per-tensor formats).
+    `row_state` and `column_state` [G] are multipliers to use in the place of the groups' own (per-tensor formats), or
+    of a batch that is scaled by column [G, K] what `quantize_and_amax` gave.
     x is float32, bfloat16 or float16. Block scales of 1x128 lie transposed in memory (of a batch each matrix's).
     """
     if offs is None and x.stride(-1) != 1 and x.stride(-2) == 1:  # the same with the directions exchanged
@@ -277,21 +280,27 @@ def quantize(
         count = 0 if column is None else 2
         return [*swapped[count:], *swapped[:count]]
     x = x.contiguous()
-    if offs is None and column is None and row is not None and row.row.family == "per_row":
-        return _whole_rows(x, row)
     unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
     alignment = 16 if column is None else column.row.alignment
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
     place = _place(x, offs, alignment, unread)
     batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
     inner = x.shape[-1]
-    row_amax, column_amax = unread, unread
-    if by_row or by_column:
-        every = groups * rows if batch else rows
-        row_amax = torch.zeros(every if by_row else 1, dtype=torch.float32, device=x.device)
-        column_amax = torch.zeros((groups, inner) if by_column else (1, 1), dtype=torch.float32, device=x.device)
-    if by_row or by_column:
-        _take(x, row_amax, column_amax, place, by_row, by_column, False, batch)
+    row_amax = column_amax = unread
+    taken = by_column and column_state is None
+    if by_column:
+        column_amax = column_state if column_state is not None else _zeros(x, groups, inner)
+    made: list[Tensor] = []
+    if by_row and _in_one_read(inner):
+        assert row is not None
+        made = _whole_rows(x, row, place, column_amax if taken else None, batch, unread)
+        if column is None:
+            return made
+        row = None
+    elif by_row or taken:
+        if by_row:
+            row_amax = _zeros(x, groups * rows if batch else rows)
+        _take(x, row_amax, column_amax, place, by_row, taken, False, batch)
     own: Tensor | None = None
 
     def given(spec: QuantSpec, state: Tensor | None) -> Tensor:
@@ -309,24 +318,55 @@ def quantize(
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
         row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
-        batch, by_row or by_column, _STRIP, *layout, num_warps=warps_k * warps_m,
+        batch, by_row or taken, _STRIP, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
-    return [*left.parts, *right.parts]
+    return [*made, *left.parts, *right.parts]
 
 
-def _whole_rows(x: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """A batch quantized by row in one direction alone."""
-    element = spec.row.element
-    assert element is not None
+def quantize_and_amax(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """A batch x [G, R, C] quantized by row, and the amaxes of its columns [G, C], which `quantize` takes as its state."""
+    inner = x.shape[-1]
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)
+    if x.stride(-1) == 1 and _in_one_read(inner):
+        x = x.contiguous()
+        amax = _zeros(x, x.shape[0], inner)
+        return [*_whole_rows(x, spec, _place(x, None, 16, unread), amax, True, unread), amax]
+    if x.stride(-1) != 1 and x.stride(-2) == 1:
+        stored = x.mT.contiguous()
+        groups, rows, length = stored.shape
+        amax, own = _zeros(x, groups, rows), _zeros(x, groups, length)
+        _take(stored, amax, own, _place(stored, None, 16, unread), True, True, False, True)
+        return [*quantize(stored, None, None, spec, None, own), amax]
+    x = x.contiguous()
+    amax = _zeros(x, x.shape[0], inner)
+    _take(x, unread, amax, _place(x, None, 16, unread), False, True, False, True)
+    return [*quantize(x, None, spec, None), amax]
+
+
+def _zeros(x: Tensor, *shape: Any) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=x.device)
+
+
+def _in_one_read(inner: Any) -> bool:
+    """Whether the threads of a program hold whole rows, of a length that is known."""
+    return isinstance(inner, int) and inner <= 256 * _MOST_WARPS
+
+
+def _whole_rows(
+    x: Tensor, spec: QuantSpec, place: _Place, column_amax: Tensor | None, batch: bool, unread: Tensor
+) -> list[Tensor]:
+    """x quantized by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
+    assert spec.row.element is not None
     *lines, inner = x.shape
     units = _cdiv(inner, 16)
-    data = torch.empty([*lines, 16 * units], dtype=element.dtype, device=x.device)
+    data = torch.empty([*lines, 16 * units], dtype=spec.row.element.dtype, device=x.device)
     scale = torch.empty([*lines, 1], dtype=torch.float32, device=x.device)
-    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
-    height, width, count = 4, 1024, lines[0] * lines[1]
-    wrap_triton(whole_rows_kernel)[(_cdiv(count, height),)](
-        x, data, scale, count, inner, units, x.stride(-2), element.max, torch.finfo(torch.float32).max, spec.eps,
-        spec.pow2, below, most, element.mantissa_bits == 2, height, width, num_warps=4,
+    _, rows, size, count = place.sizes
+    warps = triton.next_power_of_2(_cdiv(inner, 256))
+    wrap_triton(whole_rows_kernel)[(count * (_STRIP // _HEIGHT),)](
+        x, data, scale, unread if column_amax is None else column_amax, place.strips, rows, size, inner, units,
+        x.stride(-2), *triton_cast.side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
+        _ROWS_AT_ONCE if warps < _MOST_WARPS else _ROWS_AT_ONCE_OF_MOST, warps, num_warps=warps,
     )  # fmt: skip
     return [data, scale]
 
@@ -388,8 +428,8 @@ def written(arguments: Mapping[str, Any]) -> list[str]:
         return ["cleared"]
     if "offs" in arguments:
         return ["strips"]
-    if "WIDTH" in arguments:
-        return ["row_data", "row_scale"]
+    if "HEIGHT" in arguments:
+        return ["row_data", "row_scale", *(["column_amax"] if arguments["COLUMN"] else [])]
     if arguments.get("GROUP"):
         return ["column_amax"]
     return triton_cast.written(arguments)
