@@ -255,6 +255,76 @@ def columns_kernel(
                 tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_n & (k + BN < K)[None, :])
 
 
+@triton.jit
+def flat_columns_kernel(
+    a, b, a_scale, b_scale, offs, out, M, N, K, G, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
+    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """`columns_kernel` of scales [G, N] and [G, K], as one loop over the steps of all tiles of a program.
+
+    So loads run ahead past the end of a tile, which Triton does by itself only where all tiles have as many steps. An
+    empty group has one step, of zeros. GROUPS is a power of two, no less than G.
+    """
+    # columns M - end behind those of an operand, and as many before them: what is behind a group is outside, and zero
+    left = tl.make_tensor_descriptor(a - M, [M // 16 + 1, N, M], [16, M, 1], [1, BM, BK])
+    right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, HALVES * BN, BK])
+    if ALIGNED:
+        result = tl.make_tensor_descriptor(out, [G, N, K], [tl.cast(N, tl.int64) * K, K, 1], [1, BM, BN])
+    across = tl.cdiv(K, HALVES * BN)
+    per_group = tl.cdiv(N, BM) * across
+    tile = tl.program_id(0)
+    g = tl.arange(0, GROUPS)
+    in_g = g < G
+    sizes = tl.load(offs + g, mask=in_g, other=0) - tl.load(offs + g - 1, mask=in_g & (g > 0), other=0)
+    steps_of = tl.where(in_g, tl.maximum((sizes + BK - 1) // BK, 1), 0)
+    before = (tl.maximum(g * per_group - tile, 0) + PROGRAMS - 1) // PROGRAMS
+    through = (tl.maximum((g + 1) * per_group - tile, 0) + PROGRAMS - 1) // PROGRAMS
+    total = tl.sum(steps_of * (through - before), 0)
+    tile -= PROGRAMS
+    step, steps = -1, 0
+    start, end, group, first_n, first_k = 0, 0, 0, 0, 0
+    acc = tl.zeros((BM, HALVES * BN), tl.float32)
+    for _ in range(total):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += PROGRAMS
+            group = tile // per_group
+            first_n = (tile % per_group) // across * BM
+            first_k = (tile % across) * (HALVES * BN)
+            start = tl.load(offs + group - 1, mask=group > 0, other=0)
+            end = tl.load(offs + group)
+            steps = tl.maximum((end - start + BK - 1) // BK, 1)
+        at = M - end + start + step * BK
+        x = left.load([end // 16, first_n, at]).reshape(BM, BK)
+        y = right.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
+        if FAST:
+            acc = tl.dot(x, y.T, acc)
+        else:
+            acc += tl.dot(x, y.T)
+        if step == steps - 1:
+            if HALVES == 2:
+                first, last = _halves(acc, BM, 2 * BN)
+            else:
+                first = acc
+            n, k = first_n + tl.arange(0, BM), first_k + tl.arange(0, BN)
+            of_a = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
+            by_column = b_scale + group * K + k
+            first = first * of_a * tl.load(by_column, mask=k < K, other=0.0)[None, :]
+            if HALVES == 2:
+                last = last * of_a * tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
+            if ALIGNED:
+                result.store([group, first_n, first_k], first.to(out.dtype.element_ty).reshape(1, BM, BN))
+                if HALVES == 2:
+                    result.store([group, first_n, first_k + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
+            else:
+                place = out + ((group.to(tl.int64) * N + n[:, None]) * K + k[None, :])
+                in_n = (n < N)[:, None]
+                tl.store(place, first.to(out.dtype.element_ty), mask=in_n & (k < K)[None, :])
+                if HALVES == 2:
+                    tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_n & (k + BN < K)[None, :])
+            acc = tl.zeros((BM, HALVES * BN), tl.float32)
+
+
 @dataclass(frozen=True)
 class Config:
     """Tiles [m, halves * n] and steps of a GEMM, its warps and stages, and whether loads run ahead past a tile."""
@@ -321,6 +391,13 @@ def grouped_columns(
     config = config or _config(block, fast_accum, out_dtype)
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
     with triton_workspace(a.device):
+        if not block and config.flatten:
+            wrap_triton(flat_columns_kernel)[(config.programs,)](
+                a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, fast_accum,
+                _aligned(inputs, out_dtype), config.programs, triton.next_power_of_2(groups), config.m, config.n,
+                config.k, config.halves, num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+            return out
         wrap_triton(columns_kernel)[(config.programs,)](
             a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, *a_scale.stride(),
             *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs,
@@ -344,7 +421,7 @@ def written(arguments: Mapping[str, Any]) -> list[str]:
     return ["out"] if "out" in arguments else ["tiles", "count"]
 
 
-for _kernel in (tiles_kernel, rows_kernel, columns_kernel):
+for _kernel in (tiles_kernel, rows_kernel, columns_kernel, flat_columns_kernel):
     declare_written(_kernel, written)
 
 __all__ = ["Config", "grouped_columns", "grouped_rows"]

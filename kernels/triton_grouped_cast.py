@@ -28,6 +28,7 @@ _STRIP = 128
 """Rows of a strip."""
 _ENTRIES = 16
 """Strips that a program of `strips_kernel` looks up."""
+_TILES = 1
 _HEIGHT = 32
 """Rows of a program of `whole_rows_kernel`."""
 _MOST_WARPS = 32
@@ -116,7 +117,7 @@ def grouped_cast_kernel(
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
     BATCH: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr,
-    WK: tl.constexpr, WM: tl.constexpr,
+    WK: tl.constexpr, WM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
 
@@ -133,7 +134,7 @@ def grouped_cast_kernel(
         COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
         COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
     )  # fmt: skip
-    tiles = tl.cdiv(row_units * 16, WIDTH)
+    tiles = tl.cdiv(row_units * 16, WIDTH * TILES)
     program = tl.program_id(0)
     if BACKWARDS:
         program = tl.num_programs(0) - 1 - program
@@ -144,12 +145,15 @@ def grouped_cast_kernel(
     local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
     if (group > G) | ((local >= padded_end - padded_start) & (local > 0)):
         return
-    cast_tile(
-        x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
-        row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
-        column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-        padded_end, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, LAYOUT,
-    )  # fmt: skip
+    first_column = (program % tiles) * (WIDTH * TILES)
+    for _ in range(TILES):
+        cast_tile(
+            x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units,
+            x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
+            column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step, group, local, start,
+            end, padded_start, padded_end, first_column, ROW, COLUMN, BATCH, LAYOUT,
+        )  # fmt: skip
+        first_column += WIDTH
 
 
 @triton.jit
@@ -314,11 +318,11 @@ def quantize(
     right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
     lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast.tile_layout(row, column)
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
-    grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
+    grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k * _TILES),)
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
         row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
-        batch, by_row or taken, _STRIP, *layout, num_warps=warps_k * warps_m,
+        batch, by_row or taken, _STRIP, *layout, _TILES, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*made, *left.parts, *right.parts]
 
