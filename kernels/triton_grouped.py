@@ -256,8 +256,25 @@ def columns_kernel(
 
 
 @triton.jit
+def _first_scales(
+    tile, a_scale, b_scale, offs, N, K, G, per_group, across, a_scale_step, a_scale_column_step, b_scale_step,
+    b_scale_column_step, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The scales of the first block of a tile; zeros where it has none."""
+    group = tile // per_group
+    n = (tile % per_group) // across * BM + tl.arange(0, BM)
+    k = (tile % across) * BN + tl.arange(0, BN)
+    start = tl.load(offs + group - 1, mask=(group > 0) & (group < G), other=0)
+    some = tl.load(offs + group, mask=group < G, other=0) > start
+    of_a = tl.load(a_scale + n * a_scale_step + start // BK * a_scale_column_step, mask=(n < N) & some, other=0.0)
+    of_b = tl.load(b_scale + k * b_scale_step + start // BK * b_scale_column_step, mask=(k < K) & some, other=0.0)
+    return of_a, of_b
+
+
+@triton.jit
 def flat_columns_kernel(
-    a, b, a_scale, b_scale, offs, out, M, N, K, G, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
+    a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
+    b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`columns_kernel` of scales [G, N] and [G, K], as one loop over the steps of all tiles of a program.
@@ -280,6 +297,11 @@ def flat_columns_kernel(
     before = (tl.maximum(g * per_group - tile, 0) + PROGRAMS - 1) // PROGRAMS
     through = (tl.maximum((g + 1) * per_group - tile, 0) + PROGRAMS - 1) // PROGRAMS
     total = tl.sum(steps_of * (through - before), 0)
+    if BLOCK:
+        of_a, of_b = _first_scales(
+            tile, a_scale, b_scale, offs, N, K, G, per_group, across, a_scale_step, a_scale_column_step, b_scale_step,
+            b_scale_column_step, BM, BN, BK,
+        )  # fmt: skip
     tile -= PROGRAMS
     step, steps = -1, 0
     start, end, group, first_n, first_k = 0, 0, 0, 0, 0
@@ -297,7 +319,14 @@ def flat_columns_kernel(
         at = M - end + start + step * BK
         x = left.load([end // 16, first_n, at]).reshape(BM, BK)
         y = right.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
-        if FAST:
+        n, k = first_n + tl.arange(0, BM), first_k + tl.arange(0, BN)
+        if BLOCK:
+            block, more = start // BK + step + 1, step + 1 < steps
+            next_a = tl.load(a_scale + n * a_scale_step + block * a_scale_column_step, mask=(n < N) & more, other=0.0)
+            next_b = tl.load(b_scale + k * b_scale_step + block * b_scale_column_step, mask=(k < K) & more, other=0.0)
+            acc += tl.dot(x, y.T) * of_a[:, None] * of_b[None, :]
+            of_a, of_b = next_a, next_b
+        elif FAST:
             acc = tl.dot(x, y.T, acc)
         else:
             acc += tl.dot(x, y.T)
@@ -306,12 +335,18 @@ def flat_columns_kernel(
                 first, last = _halves(acc, BM, 2 * BN)
             else:
                 first = acc
-            n, k = first_n + tl.arange(0, BM), first_k + tl.arange(0, BN)
-            of_a = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
-            by_column = b_scale + group * K + k
-            first = first * of_a * tl.load(by_column, mask=k < K, other=0.0)[None, :]
+            if BLOCK:
+                of_a, of_b = _first_scales(
+                    group * per_group + (first_n // BM) * across + first_k // (HALVES * BN) + PROGRAMS, a_scale, b_scale,
+                    offs, N, K, G, per_group, across, a_scale_step, a_scale_column_step, b_scale_step,
+                    b_scale_column_step, BM, BN, BK,
+                )  # fmt: skip
+            else:
+                by_row = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
+                by_column = b_scale + group * K + k
+                first = first * by_row * tl.load(by_column, mask=k < K, other=0.0)[None, :]
             if HALVES == 2:
-                last = last * of_a * tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
+                last = last * by_row * tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
             if ALIGNED:
                 result.store([group, first_n, first_k], first.to(out.dtype.element_ty).reshape(1, BM, BN))
                 if HALVES == 2:
@@ -391,10 +426,10 @@ def grouped_columns(
     config = config or _config(block, fast_accum, out_dtype)
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
     with triton_workspace(a.device):
-        if not block and config.flatten:
+        if config.flatten and (not block or config.halves == 1):
             wrap_triton(flat_columns_kernel)[(config.programs,)](
-                a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, fast_accum,
-                _aligned(inputs, out_dtype), config.programs, triton.next_power_of_2(groups), config.m, config.n,
+                a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, *a_scale.stride(),
+                *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs, triton.next_power_of_2(groups), config.m, config.n,
                 config.k, config.halves, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
             return out
