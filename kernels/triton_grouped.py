@@ -336,9 +336,9 @@ def flat_columns_kernel(
             else:
                 first = acc
             if BLOCK:
+                following = group * per_group + first_n // BM * across + first_k // BN + PROGRAMS
                 of_a, of_b = _first_scales(
-                    group * per_group + (first_n // BM) * across + first_k // (HALVES * BN) + PROGRAMS, a_scale, b_scale,
-                    offs, N, K, G, per_group, across, a_scale_step, a_scale_column_step, b_scale_step,
+                    following, a_scale, b_scale, offs, N, K, G, per_group, across, a_scale_step, a_scale_column_step, b_scale_step,
                     b_scale_column_step, BM, BN, BK,
                 )  # fmt: skip
             else:
@@ -429,8 +429,9 @@ def grouped_columns(
         if config.flatten and (not block or config.halves == 1):
             wrap_triton(flat_columns_kernel)[(config.programs,)](
                 a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, *a_scale.stride(),
-                *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs, triton.next_power_of_2(groups), config.m, config.n,
-                config.k, config.halves, num_warps=config.warps, num_stages=config.stages,
+                *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs,
+                triton.next_power_of_2(groups), config.m, config.n, config.k, config.halves, num_warps=config.warps,
+                num_stages=config.stages,
             )  # fmt: skip
             return out
         wrap_triton(columns_kernel)[(config.programs,)](

@@ -164,9 +164,9 @@ def whole_rows_kernel(
     BELOW: tl.constexpr, MOST: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr,
     HEIGHT: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """HEIGHT rows of x [M, K] quantized by their amaxes, and with COLUMN the amaxes of columns of groups, from one read.
+    """HEIGHT rows of x [M, K] quantized by their amaxes, and with COLUMN the amaxes of columns, from one read.
 
-    The latter, [G, K], go into a zeroed float32 buffer.
+    The latter, of each group, [G, K], go into a zeroed float32 buffer.
     """
     SIDE: tl.constexpr = (KIND, P, Q, FMAX, LOG, MANTISSA, MODE, LARGEST, EPS, POW2, BELOW, MOST)
     parts: tl.constexpr = STRIP // HEIGHT
@@ -328,7 +328,7 @@ def quantize(
 
 
 def quantize_and_amax(x: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """A batch x [G, R, C] quantized by row, and the amaxes of its columns [G, C], which `quantize` takes as its state."""
+    """A batch x [G, R, C] quantized by row, and the amaxes of its columns [G, C], which `quantize` takes as state."""
     inner = x.shape[-1]
     unread = torch.empty(1, dtype=torch.float32, device=x.device)
     if x.stride(-1) == 1 and _in_one_read(inner):
