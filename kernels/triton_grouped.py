@@ -338,8 +338,8 @@ def flat_columns_kernel(
             if BLOCK:
                 following = group * per_group + first_n // BM * across + first_k // BN + PROGRAMS
                 of_a, of_b = _first_scales(
-                    following, a_scale, b_scale, offs, N, K, G, per_group, across, a_scale_step, a_scale_column_step, b_scale_step,
-                    b_scale_column_step, BM, BN, BK,
+                    following, a_scale, b_scale, offs, N, K, G, per_group, across, a_scale_step, a_scale_column_step,
+                    b_scale_step, b_scale_column_step, BM, BN, BK,
                 )  # fmt: skip
             else:
                 by_row = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
@@ -352,7 +352,7 @@ def flat_columns_kernel(
                 if HALVES == 2:
                     result.store([group, first_n, first_k + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
             else:
-                place = out + ((group.to(tl.int64) * N + n[:, None]) * K + k[None, :])
+                place = out + ((tl.cast(group, tl.int64) * N + n[:, None]) * K + k[None, :])
                 in_n = (n < N)[:, None]
                 tl.store(place, first.to(out.dtype.element_ty), mask=in_n & (k < K)[None, :])
                 if HALVES == 2:
