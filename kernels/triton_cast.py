@@ -529,9 +529,12 @@ def cast_tile(
     x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
     row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
     column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, LAYOUT: tl.constexpr,
+    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the tile at the row `local` of a group, whose place is as `strip_of` gives it.
+
+    IN_STEP that row may be before the group's first, which it is in one tile of each column.
 
     Tiles, their layout, scales and units are those of `triton_cast.cast_kernel`. A group's scales, and what they come
     from, are `*_scale_group` apart.
@@ -553,10 +556,12 @@ def cast_tile(
     wide_row = first_row.to(tl.int64)
     source = x + (wide_row * x_step + first_column)
     inside = (down_6 < left) & (first_column + across_6 < K)
+    if IN_STEP:
+        inside &= down_6 >= -local
     tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
     parts = _four(tile, R, LAYOUT)
     known = tl.minimum(group, G - 1).to(tl.int64)
-    once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
+    once = tl.maximum(local, 0) + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
     if ROW[_KIND] != _NONE:
         row_at = 0
         row_left = left
@@ -581,7 +586,8 @@ def cast_tile(
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (wide_row * padded_K + first_column) // 4
         place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-        tl.store(out + place, words, mask=(down < left) & (first_column + across < padded_K))
+        in_group = (down < left) & (down >= -local) if IN_STEP else down < left
+        tl.store(out + place, words, mask=in_group & (first_column + across < padded_K))
     if COLUMN[_KIND] != _NONE:
         column_at = once
         blocks_left = 0
@@ -607,6 +613,8 @@ def cast_tile(
             words = codes(a, b, c, d, COLUMN[_MANTISSA] == 2)
             place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
             mask = (first_column + across + j < K) & (local + first_down < padded_size)
+            if IN_STEP:
+                mask &= first_down >= -local
             tl.store(out + place, words, mask=mask)
 
 

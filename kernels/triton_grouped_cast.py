@@ -38,13 +38,14 @@ _ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
 
 @triton.jit
 def strips_kernel(
-    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, STRIP: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, IN_STEP: tl.constexpr,
+    STRIP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Where each strip's rows are, for `strip_of`. Groups are padded to the ALIGNMENT.
 
     Every group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
-    GROUPS is a power of two above G.
+    IN_STEP they begin at multiples of STRIP in the padded rows, a group's first as far before it. GROUPS is a power of
+    two above G.
     """
     g = tl.arange(0, GROUPS)
     ends = tl.load(offs + tl.minimum(g, G - 1))
@@ -52,12 +53,14 @@ def strips_kernel(
     padded = tl.where(g < G, (ends - starts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
     padded = tl.where(g == G, padded_rows - tl.sum(padded, 0), padded)
     padded_ends = tl.cumsum(padded, 0)
-    count = tl.where(g <= G, tl.maximum((padded + STRIP - 1) // STRIP, 1), 0)
+    before = (padded_ends - padded) % STRIP if IN_STEP else tl.zeros_like(padded)
+    count = tl.where(g <= G, tl.maximum((before + padded + STRIP - 1) // STRIP, 1), 0)
     through = tl.cumsum(count, 0)
     strip = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     group = tl.sum((through[None, :] <= strip[:, None]).to(tl.int32), 1)
     own = g[None, :] == group[:, None]
     local = (strip - tl.sum(tl.where(own, (through - count)[None, :], 0), 1)) * STRIP
+    local -= tl.sum(tl.where(own, before[None, :], 0), 1)
     place = strips + 8 * strip
     tl.store(place, group)
     tl.store(place + 1, local)
@@ -97,9 +100,10 @@ def grouped_amax_kernel(
     """The amaxes of the rows [M], and of the columns of each group [G, K] or of groups, into zeroed float32 buffers."""
     tiles = tl.cdiv(K, 256)
     group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
-    if start + local < end:
+    first, last = tl.maximum(start + local, start), tl.minimum(start + local + STRIP, end)
+    if first < last:
         take_amaxes(
-            x, row_amax, column_amax, group, start + local, end, (tl.program_id(0) % tiles) * 256, K, x_step, ROW,
+            x, row_amax, column_amax, group, first, last, (tl.program_id(0) % tiles) * 256, K, x_step, ROW,
             COLUMN, GROUP, STRIP, W, R,
         )  # fmt: skip
 
@@ -116,7 +120,7 @@ def grouped_cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    BATCH: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr,
+    BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr,
     WK: tl.constexpr, WM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
@@ -143,7 +147,7 @@ def grouped_cast_kernel(
         row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
     )  # fmt: skip
     local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
-    if (group > G) | ((local >= padded_end - padded_start) & (local > 0)):
+    if (group > G) | ((local >= padded_end - padded_start) & (local > 0)) | (local + HEIGHT <= 0):
         return
     first_column = (program % tiles) * (WIDTH * TILES)
     for _ in range(TILES):
@@ -151,7 +155,7 @@ def grouped_cast_kernel(
             x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units,
             x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
             column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step, group, local, start,
-            end, padded_start, padded_end, first_column, ROW, COLUMN, BATCH, LAYOUT,
+            end, padded_start, padded_end, first_column, ROW, COLUMN, BATCH, IN_STEP, LAYOUT,
         )  # fmt: skip
         first_column += WIDTH
 
@@ -173,6 +177,7 @@ def whole_rows_kernel(
     group, local, start, end, _, _ = strip_of(tl.program_id(0) // parts, strips, rows, padded_rows, STRIP, BATCH)
     first = start + local + (tl.program_id(0) % parts) * HEIGHT
     last = tl.minimum(end, first + HEIGHT)
+    first = tl.maximum(first, start)
     if first < last:
         cast_rows(
             x, row_data, row_scale, column_amax, group, first, last, K, row_units, x_step, SIDE, COLUMN, HEIGHT // R, R,
@@ -230,7 +235,7 @@ class _Place:
     strips: Tensor
 
 
-def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor) -> _Place:
+def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, in_step: bool = False) -> _Place:
     if offs is None:
         groups, rows = x.shape[:2]
         size = _up(rows, alignment)
@@ -241,8 +246,8 @@ def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor) -> _P
     count = programs * _ENTRIES
     strips = torch.empty((count, 8), dtype=torch.int32, device=x.device)
     wrap_triton(strips_kernel)[(programs,)](
-        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP, _ENTRIES,
-        num_warps=4,
+        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, in_step, _STRIP,
+        _ENTRIES, num_warps=4,
     )  # fmt: skip
     return _Place((groups, rows, size, count), strips)
 
@@ -287,9 +292,11 @@ def quantize(
     unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
     alignment = 16 if column is None else column.row.alignment
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
-    place = _place(x, offs, alignment, unread)
-    batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
     inner = x.shape[-1]
+    others = {spec.row.family for spec in (row, column) if spec is not None} - {"per_tensor", "per_row"}
+    in_step = offs is not None and column is not None and not others and (not by_row or _in_one_read(inner))
+    place = _place(x, offs, alignment, unread, in_step)
+    batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
     row_amax = column_amax = unread
     taken = by_column and column_state is None
     if by_column:
@@ -322,7 +329,7 @@ def quantize(
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
         row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
-        batch, by_row or taken, _STRIP, *layout, _TILES, num_warps=warps_k * warps_m,
+        batch, in_step, by_row or taken, _STRIP, *layout, _TILES, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*made, *left.parts, *right.parts]
 
