@@ -28,7 +28,6 @@ _STRIP = 128
 """Rows of a strip."""
 _ENTRIES = 16
 """Strips that a program of `strips_kernel` looks up."""
-_TILES = 1
 _HEIGHT = 32
 """Rows of a program of `whole_rows_kernel`."""
 _MOST_WARPS = 32
@@ -38,12 +37,12 @@ _ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
 
 @triton.jit
 def strips_kernel(
-    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, IN_STEP: tl.constexpr,
-    STRIP: tl.constexpr, ENTRIES: tl.constexpr,
+    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, EVERY: tl.constexpr,
+    IN_STEP: tl.constexpr, STRIP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Where each strip's rows are, for `strip_of`. Groups are padded to the ALIGNMENT.
 
-    Every group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
+    EVERY group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
     IN_STEP they begin at multiples of STRIP in the padded rows, a group's first as far before it. GROUPS is a power of
     two above G.
     """
@@ -54,7 +53,7 @@ def strips_kernel(
     padded = tl.where(g == G, padded_rows - tl.sum(padded, 0), padded)
     padded_ends = tl.cumsum(padded, 0)
     before = (padded_ends - padded) % STRIP if IN_STEP else tl.zeros_like(padded)
-    count = tl.where(g <= G, tl.maximum((before + padded + STRIP - 1) // STRIP, 1), 0)
+    count = tl.where(g <= G, tl.maximum((before + padded + STRIP - 1) // STRIP, 1 if EVERY else 0), 0)
     through = tl.cumsum(count, 0)
     strip = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     group = tl.sum((through[None, :] <= strip[:, None]).to(tl.int32), 1)
@@ -120,8 +119,8 @@ def grouped_cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr,
-    WK: tl.constexpr, WM: tl.constexpr, TILES: tl.constexpr,
+    BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr,
+    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
 
@@ -138,7 +137,7 @@ def grouped_cast_kernel(
         COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
         COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
     )  # fmt: skip
-    tiles = tl.cdiv(row_units * 16, WIDTH * TILES)
+    tiles = tl.cdiv(row_units * 16, WIDTH)
     program = tl.program_id(0)
     if BACKWARDS:
         program = tl.num_programs(0) - 1 - program
@@ -149,15 +148,12 @@ def grouped_cast_kernel(
     local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
     if (group > G) | ((local >= padded_end - padded_start) & (local > 0)) | (local + HEIGHT <= 0):
         return
-    first_column = (program % tiles) * (WIDTH * TILES)
-    for _ in range(TILES):
-        cast_tile(
-            x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units,
-            x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
-            column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step, group, local, start,
-            end, padded_start, padded_end, first_column, ROW, COLUMN, BATCH, IN_STEP, LAYOUT,
-        )  # fmt: skip
-        first_column += WIDTH
+    cast_tile(
+        x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
+        row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
+        column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
+        padded_end, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, IN_STEP, LAYOUT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -235,19 +231,22 @@ class _Place:
     strips: Tensor
 
 
-def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, in_step: bool = False) -> _Place:
+def _place(
+    x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, *, in_step: bool = False, every: bool = True
+) -> _Place:
+    """`every` and `in_step` are those of `strips_kernel`."""
     if offs is None:
         groups, rows = x.shape[:2]
         size = _up(rows, alignment)
         return _Place((groups, rows, size, groups * _cdiv(size, _STRIP)), unread)
     groups, rows = offs.shape[0], x.shape[0]
     size = grouped_reference.padded_rows(rows, groups, alignment)
-    programs = _cdiv(size // _STRIP + groups + 2, _ENTRIES)
-    count = programs * _ENTRIES
-    strips = torch.empty((count, 8), dtype=torch.int32, device=x.device)
+    count = size // _STRIP + (groups + 2 if every or alignment % _STRIP else 0)
+    programs = _cdiv(count, _ENTRIES)
+    strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
     wrap_triton(strips_kernel)[(programs,)](
-        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, in_step, _STRIP,
-        _ENTRIES, num_warps=4,
+        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, every, in_step,
+        _STRIP, _ENTRIES, num_warps=4,
     )  # fmt: skip
     return _Place((groups, rows, size, count), strips)
 
@@ -293,9 +292,10 @@ def quantize(
     alignment = 16 if column is None else column.row.alignment
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
     inner = x.shape[-1]
-    others = {spec.row.family for spec in (row, column) if spec is not None} - {"per_tensor", "per_row"}
-    in_step = offs is not None and column is not None and not others and (not by_row or _in_one_read(inner))
-    place = _place(x, offs, alignment, unread, in_step)
+    families = {spec.row.family for spec in (row, column) if spec is not None}
+    of_lines = {"per_tensor", "per_row"}
+    in_step = column is not None and families <= of_lines and (not by_row or _in_one_read(inner))
+    place = _place(x, offs, alignment, unread, in_step=in_step, every=bool(families & of_lines))
     batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
     row_amax = column_amax = unread
     taken = by_column and column_state is None
@@ -325,11 +325,11 @@ def quantize(
     right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
     lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast.tile_layout(row, column)
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
-    grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k * _TILES),)
+    grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
         row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
-        batch, in_step, by_row or taken, _STRIP, *layout, _TILES, num_warps=warps_k * warps_m,
+        batch, in_step and not batch, by_row or taken, _STRIP, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*made, *left.parts, *right.parts]
 
