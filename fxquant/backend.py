@@ -97,7 +97,9 @@ class Backend:
             self._states += states
             gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
             # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
-            copies = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
+            copies = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors
+            ]
             example_inputs = [*example_inputs, *compat.static_fakes(copies, example_inputs)]
         taken: list[Taken] = []
         if self.weights is not None:

@@ -85,16 +85,17 @@ def _tell_workers_of_static_launches() -> None:
     from torch._inductor.compile_worker.subproc_pool import SubprocPool
     from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
-    submit: Any = SubprocPool.submit
+    pool: Any = SubprocPool
+    submit = pool.submit
 
     @functools.wraps(submit)
     def submit_with_setting(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
         if run is _worker_compile_triton:
             load, environment, settings = args
-            args = load, environment, {**settings, STATIC_LAUNCH: getattr(inductor_config, STATIC_LAUNCH)}
+            args = (load, environment, {**settings, STATIC_LAUNCH: getattr(inductor_config, STATIC_LAUNCH)})
         return submit(self, run, *args, **kwargs)
 
-    SubprocPool.submit = submit_with_setting  # type: ignore[method-assign]
+    pool.submit = submit_with_setting
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:

@@ -86,7 +86,7 @@ class DelayedState:
     graph takes `step` twice: as what its forward counts up, and as what its backward reads, which is the step of the
     latest forward by then and not always that of its own.
 
-    What kernels write slot by slot lies 16 bytes apart: so a kernel is the same for all slots, whose alignment it knows.
+    What kernels write slot by slot lies 16 bytes apart: so a kernel is the same for all slots, all of them aligned.
     """
 
     def __init__(self, n: int, length: int, device: torch.device) -> None:

@@ -157,7 +157,7 @@ def _delayed_advance(
     history.copy_(new[1])
     forward_amax.zero_()
     step.add_(1)
-    return [each.clone() for each in new[0].split(1)]
+    return [new[0].narrow(0, i, 1).clone() for i in range(len(new[0]))]
 
 
 def _dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -722,8 +722,8 @@ def _launch(
         recorded, step = record.amaxes, unread if record.step is None else record.step
         constants = record.constants(results)
     wrap_triton(cast_kernel)[grid](
-        *triton_producers.filled(inputs, unread), recorded, step, left.data, left.scale, left.arg, right.data, right.scale,
-        right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
+        *triton_producers.filled(inputs, unread), recorded, step, left.data, left.scale, left.arg, right.data,
+        right.scale, right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
         *left.constants, *right.constants, *triton_producers.kind(producer, x), results, at_once,
         *constants, *layout, num_warps=warps_k * warps_m,

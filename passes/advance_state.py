@@ -1,13 +1,13 @@
 """Advance state: the delayed scaling of a graph goes on to its next step in one kernel, on CUDA.
 
-    scales, new_history = fxquant.delayed_update(scale, history, forward_amax, ...)
-    a = aten.slice(scales, 0, 0, 1)
-    amaxes = fxquant.record(aten.full([n], 0), ...)
-    scale.copy_(scales); history.copy_(new_history); forward_amax.copy_(amaxes); step.copy_(step + 1)
-    # becomes
-    a, ... = fxquant.delayed_advance(scale, history, forward_amax, ...)    # writes all four
-    amaxes = fxquant.record(forward_amax, ...)
-    forward_amax.copy_(amaxes)
+scales, new_history = fxquant.delayed_update(scale, history, forward_amax, ...)
+a = aten.slice(scales, 0, 0, 1)
+amaxes = fxquant.record(aten.full([n], 0), ...)
+scale.copy_(scales); history.copy_(new_history); forward_amax.copy_(amaxes); step.copy_(step + 1)
+# becomes
+a, ... = fxquant.delayed_advance(scale, history, forward_amax, ...)    # writes all four
+amaxes = fxquant.record(forward_amax, ...)
+forward_amax.copy_(amaxes)
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def gather_records(graph: fx.Graph) -> int:
 
 
 def _leave_copies_out(graph: fx.Graph) -> None:
-    """Has what reads a copy that is laid out as a state, be it a record or the write into the state, read its source."""
+    """Has what reads a copy that is laid out as a state, a record or the write into the state, read its source."""
     for copy in list(graph.find_nodes(op="call_function", target=_aten.copy.default)):
         state, source, *_ = copy.args
         same = isinstance(source, fx.Node) and all(

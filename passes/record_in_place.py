@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,10 +30,10 @@ def record_in_place(graph: fx.Graph, device: str = "cuda") -> int:
     """Rewrites `graph` in place, for tensors on `device`; returns how many operators record by themselves."""
     count = 0
     for copy in list(graph.find_nodes(op="call_function", target=_aten.copy_.default)):
-        state, record, *_ = copy.args
+        state, record, *_ = _arguments(copy)
         if not isinstance(record, fx.Node) or not (is_fxquant(record, "record") or is_fxquant(record, "record_since")):
             continue
-        known = state.op == "placeholder" and record.args[0] is state and list(record.users) == [copy]  # type: ignore[union-attr]
+        known = state.op == "placeholder" and record.args[0] is state and list(record.users) == [copy]
         if known and val(state).device.type == device:
             count += _take(record)
             if not record.args[-1]:
@@ -43,21 +44,21 @@ def record_in_place(graph: fx.Graph, device: str = "cuda") -> int:
 
 def _take(record: fx.Node) -> int:
     """Has what makes the amaxes of a record take them, where it can."""
-    *before, new, slots = record.args
-    times = Counter(new)  # type: ignore[arg-type]
-    places = dict(zip(new, slots, strict=True))  # type: ignore[arg-type]
+    *before, new, slots = _arguments(record)
+    times: Counter[fx.Node] = Counter(new)
+    places: dict[fx.Node, int] = dict(zip(new, slots, strict=True))
     count = 0
-    for each in dict.fromkeys(amax.args[0] for amax in times if amax.target is operator.getitem):
+    for each in dict.fromkeys(_arguments(amax)[0] for amax in times if amax.target is operator.getitem):
         if not is_fxquant(each, "produce_quantize") or not each.args[-1]:
             continue
         results = PRODUCERS[str(each.args[1])].results
         parts = len(each.meta["val"]) // results
-        items = {user.args[1]: user for user in each.users}
-        amaxes = [items.get(parts * (i + 1) - 1) for i in range(results)]
-        alone = all(amax is not None and times[amax] == 1 and list(amax.users) == [record] for amax in amaxes)
+        items = {_arguments(user)[1]: user for user in each.users}
+        amaxes = [items[place] for i in range(results) if (place := parts * (i + 1) - 1) in items]
+        alone = len(amaxes) == results and all(times[amax] == 1 and list(amax.users) == [record] for amax in amaxes)
         if alone and len({places[amax] for amax in amaxes}) == results:
             _record_itself(each, [places[amax] for amax in amaxes], before, parts)
-            left = [(amax, slot) for amax, slot in zip(*record.args[-2:], strict=True) if amax not in amaxes]
+            left = [(amax, slot) for amax, slot in zip(*_arguments(record)[-2:], strict=True) if amax not in amaxes]
             record.args = (*before, [amax for amax, _ in left], [slot for _, slot in left])
             for amax in amaxes:
                 record.graph.erase_node(amax)
@@ -69,21 +70,29 @@ def _take(record: fx.Node) -> int:
 def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], parts: int) -> None:
     """Puts an operator that takes its amaxes into `slots` in the place of one, whose last items of `parts` they are."""
     graph, first, last = produce.graph, min(slots), max(slots)
-    with graph.inserting_before(produce), detect_fake_mode([val(before[0])]) or contextlib.nullcontext():
-        steps = [max(last - first, 1)] * len(before)
-        views = [graph.call_function(_aten.slice.Tensor, (node, 0, first, last + 1, step)) for node, step in zip(before, steps)]
-        for view in views:
-            view.meta["val"] = _aten.slice.Tensor(*map(val, view.args))
-        amaxes, step = (*views, None)[:2]
+    with graph.inserting_before(produce):
+        amaxes, step = (*(_entries(node, first, last) for node in before), None)[:2]
         *given, _ = produce.args
         target = torch.ops.fxquant.produce_quantize_into.default
         fused = graph.call_function(target, (*given, amaxes, step, slots[0] == last and len(slots) > 1))
         kept = [value for i, value in enumerate(produce.meta["val"]) if (i + 1) % parts]
         fused.meta = {**produce.meta, "val": kept}
         for item in list(produce.users):
-            place = item.args[1]
+            _, place = _arguments(item)
             if (place + 1) % parts:
                 made = graph.call_function(operator.getitem, (fused, place - place // parts))
                 made.meta = dict(item.meta)
                 item.replace_all_uses_with(made)
                 graph.erase_node(item)
+
+
+def _entries(state: fx.Node, first: int, last: int) -> fx.Node:
+    """The first and the last of some slots of a state."""
+    view = state.graph.call_function(_aten.slice.Tensor, (state, 0, first, last + 1, max(last - first, 1)))
+    with detect_fake_mode([val(state)]) or contextlib.nullcontext():
+        view.meta["val"] = _aten.slice.Tensor(*map(val, view.args))
+    return view
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args

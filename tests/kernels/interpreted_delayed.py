@@ -56,7 +56,11 @@ def records() -> None:
     spec, known = QuantSpec.parse("per_tensor_e5m2(slot=0)"), torch.tensor([9.0, 0.5, 1e-3, 9.0, 0.5, 9.0])
     # 1 is an earlier step, and 3 one that has begun since
     written = known.view(torch.int32) + (torch.tensor([1, 1, 2, 2, 2, 3]) << 32)
-    for name, slots in (("identity", slice(1, 2)), ("silu_mul_grad", slice(0, 4, 3)), ("silu_mul_grad", slice(2, 6, 3))):
+    for name, slots in (
+        ("identity", slice(1, 2)),
+        ("silu_mul_grad", slice(0, 4, 3)),
+        ("silu_mul_grad", slice(2, 6, 3)),
+    ):
         producer = PRODUCERS[name]
         inputs = [torch.randn(48, 64).bfloat16() for _ in producer.inputs]
         given = (name, inputs, spec, None, [torch.ones(1)] * producer.results, [None] * producer.results)
