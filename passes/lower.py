@@ -279,7 +279,7 @@ def _round_to_float16(y: Tensor) -> Tensor:
 
 
 def _trace(
-    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], portable: bool, *, in_place: bool
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], portable: bool, in_place: bool
 ) -> fx.GraphModule:
     """`run` as an ATen graph whose inputs are the tensors among the arguments, in order.
 
@@ -374,9 +374,7 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
-            schema = getattr(node.target, "_schema", None)
-            body = _trace(run, args, kwargs, portable, in_place=schema is not None and schema.is_mutable)
-            traced[key] = body
+            traced[key] = _trace(run, args, kwargs, portable, _writes(node))
         outputs = _inline(node, traced[key])
         if isinstance(val(node), (list, tuple)):
             for item in list(node.users):
@@ -391,6 +389,12 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
         raise GraphVerificationError(f"operators left after lowering: {left}")
     graph.lint()
     return count
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether an operator writes into its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
