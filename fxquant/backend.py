@@ -104,7 +104,9 @@ class Backend:
             self._states += states
             gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
             # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
-            copies = [tensor.clone() for tensor in tensors]
+            copies = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors
+            ]
             example_inputs = [*example_inputs, *compat.static_fakes(copies, example_inputs)]
         taken: list[Taken] = []
         if self.weights is not None:
@@ -203,6 +205,8 @@ def inductor_settings(
     return {
         "eager_numerics.division_rounding": True,  # scales are true quotients
         "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
+        # a launch takes the host less time, and a later process loads the kernel from Inductor's cache, unparsed
+        compat.STATIC_LAUNCH: True,
         # where an activation is recomputed it must come out with the bits that the forward quantized
         "emulate_precision_casts": recomputed or compat.inductor_config.emulate_precision_casts,
         # side by side with what is recomputed, transposed tiles are written in part (C++ backend of torch 2.13)

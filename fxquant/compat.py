@@ -97,12 +97,36 @@ def _launch_early() -> None:
     PythonWrapperCodegen.define_kernel = define_kernel  # type: ignore[method-assign]
 
 
+STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
+"""Inductor's setting by which a Triton kernel that it was given is launched and cached as one that it wrote."""
+
+
+@functools.cache
+def _tell_workers_of_static_launches() -> None:
+    """Has the processes that compile kernels follow `STATIC_LAUNCH`, which torch 2.11 to 2.13 does not tell them."""
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+    from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+    pool: Any = SubprocPool
+    submit = pool.submit
+
+    @functools.wraps(submit)
+    def submit_with_setting(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+        if run is _worker_compile_triton:
+            load, environment, settings = args
+            args = (load, environment, {**settings, STATIC_LAUNCH: getattr(inductor_config, STATIC_LAUNCH)})
+        return submit(self, run, *args, **kwargs)
+
+    pool.submit = submit_with_setting
+
+
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """`compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
     _keep_loops_that_do_not_split()
     _launch_early()
+    _tell_workers_of_static_launches()
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
 
@@ -427,6 +451,7 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
 
 __all__ = [
     "OLDEST_TORCH",
+    "STATIC_LAUNCH",
     "CustomGraphPass",
     "CustomPartitionerFn",
     "FakeTensorMode",

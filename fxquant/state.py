@@ -31,6 +31,10 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: its multiples spread evenly."""
 
 
+_NEVER = -1 << 32
+"""An amax of the backward that no step has written."""
+
+
 @dataclass
 class Slots:
     """The slots that one graph asks for, in order."""
@@ -77,17 +81,20 @@ def _append(keys: list[SlotKey], key: SlotKey) -> int:
 class DelayedState:
     """Scales [n], amax history [N, n] and the amaxes of the running step, for n slots.
 
-    `forward_amax` [n] is float32; `backward_amax` [2, n] holds amaxes and the steps that wrote them, and `step` [1]
-    counts forwards, as float64. A graph takes `step` twice: as what its forward counts up, and as what its backward
-    reads, which is the step of the latest forward by then and not always that of its own.
+    `forward_amax` [n] is float32; `step` [n] counts forwards, the same number for each slot; `backward_amax` [n] has
+    the step that wrote an amax in its upper half and the bits of the amax, float32, in its lower one, both int64. A
+    graph takes `step` twice: as what its forward counts up, and as what its backward reads, which is the step of the
+    latest forward by then and not always that of its own.
+
+    What kernels write slot by slot lies 16 bytes apart: so a kernel is the same for all slots, all of them aligned.
     """
 
     def __init__(self, n: int, length: int, device: torch.device) -> None:
         self.scale = torch.ones(n, device=device)
         self.history = torch.zeros(length, n, device=device)
-        self.forward_amax = torch.zeros(n, device=device)
-        self.backward_amax = torch.stack((torch.zeros(n), -torch.ones(n))).double().to(device)
-        self.step = torch.zeros(1, dtype=torch.float64, device=device)
+        self.forward_amax = torch.zeros(n, 4, device=device)[:, 0]
+        self.backward_amax = torch.full((n, 2), _NEVER, device=device)[:, 0]
+        self.step = torch.zeros(n, 2, dtype=torch.int64, device=device)[:, 0]
 
     def tensors(self) -> dict[str, Tensor]:
         """What a compiled graph takes besides its own inputs, by name."""
@@ -118,8 +125,7 @@ class DelayedState:
         if kept:
             self.history[-kept:] = history[-kept:]
         self.forward_amax.copy_(history[0])
-        self.backward_amax[0].zero_()
-        self.backward_amax[1].fill_(-1)
+        self.backward_amax.fill_(_NEVER)
         self.step.zero_()
 
 

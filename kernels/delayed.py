@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 _FLT_MAX = torch.finfo(torch.float32).max
+_BITS = 0x7FFFFFFF
+"""Those of a magnitude."""
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, object], Tensor]
@@ -19,8 +21,8 @@ ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, object], Tensor]
 
 def recorded(forward_amax: Tensor, backward_amax: Tensor, step: Tensor) -> Tensor:
     """The amaxes [n] recorded since the last update, 0 where there is none; see `fxquant.state.DelayedState`."""
-    new = torch.where(backward_amax[1] >= step, backward_amax[0], 0).float()
-    return torch.fmax(forward_amax, new)
+    new = (backward_amax & _BITS).to(torch.int32).view(torch.float32)
+    return torch.fmax(forward_amax, torch.where(backward_amax >> 32 >= step, new, 0))
 
 
 def update(
@@ -71,17 +73,18 @@ def update_with(
 
 def record(amaxes: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
     """`amaxes` [n] with each of the `new` ones, [k] for k slots from one of `slots` on, taken in: the larger counts."""
-    values = _by_slot(new, slots, amaxes)
+    values = _by_slot(new, slots, amaxes.shape[0])
     return torch.where(values == _NONE, amaxes, torch.maximum(amaxes, values))
 
 
 def record_since(amaxes: Tensor, step: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
-    """`record` for `amaxes` [2, n] with the steps that wrote them: what was written before `step` [1] is forgotten."""
-    kept, written = amaxes.unbind(0)
-    values = _by_slot(new, slots, kept)
-    largest = torch.maximum(torch.where(written >= step, kept, 0), values)
-    none = values == _NONE
-    return torch.stack((torch.where(none, kept, largest), torch.where(none, written, step)))
+    """`record` for `amaxes` [n] of `DelayedState.backward_amax`: what was written before `step` [n] is forgotten.
+
+    Magnitudes are ordered as their bits are, and those of a later step are larger numbers.
+    """
+    values = _by_slot(new, slots, amaxes.shape[0])
+    written = (step << 32) + (values.view(torch.int32).to(torch.int64) & _BITS)
+    return torch.where(values == _NONE, amaxes, torch.maximum(amaxes, written))
 
 
 _NONE = -1.0
@@ -91,19 +94,19 @@ _AT_ONCE = 8
 """How many tensors Inductor's kernels concatenate at once, at most."""
 
 
-def _by_slot(new: Sequence[Tensor], slots: Sequence[int], like: Tensor) -> Tensor:
-    """Amaxes as a vector like another [n], `_NONE` where there is none."""
+def _by_slot(new: Sequence[Tensor], slots: Sequence[int], n: int) -> Tensor:
+    """Amaxes as a vector [n], float32, `_NONE` where there is none."""
     found: dict[int, Tensor] = {}
     for amax, slot in zip(new, slots, strict=True):
         found[slot] = torch.maximum(found[slot], amax) if slot in found else amax
     parts, end = [], 0
     for slot, amax in sorted(found.items()):
         assert slot >= end, "slots overlap"
-        parts += [like.new_full((slot - end,), _NONE)] if slot > end else []
-        parts.append(amax.to(like.dtype))
+        parts += [amax.new_full((slot - end,), _NONE, dtype=torch.float32)] if slot > end else []
+        parts.append(amax.float())
         end = slot + amax.shape[0]
-    if end < like.shape[0]:
-        parts.append(like.new_full((like.shape[0] - end,), _NONE))
+    if end < n:
+        parts.append(new[0].new_full((n - end,), _NONE, dtype=torch.float32))
     while len(parts) > 1:
         parts = [torch.cat(parts[i : i + _AT_ONCE]) for i in range(0, len(parts), _AT_ONCE)]
     return parts[0]

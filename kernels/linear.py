@@ -23,7 +23,7 @@ class StateTensors:
     """The tensors of a graph's state that its linears share; see `fxquant.state`.
 
     `scale` [n] (delayed scaling) and `random` [2] (stochastic rounding) are read. `forward_amax` [n] and
-    `backward_amax` [2, n] are written, where they are given: amaxes of this step, the second with the latest `step`
+    `backward_amax` [n] are written, where they are given: amaxes of this step, the second with the latest `step` [n]
     when they were written.
     """
 

@@ -7,7 +7,9 @@ rowwise, columnwise or both, with one spec a result, and takes its amax if asked
 asked to `record` it. A quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out
 with the contracted axis last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
 `record` and `record_since` take amaxes into the state of delayed scaling, and `delayed_update` gives the scales and the
-history of a graph after a step (`fxquant.kernels.delayed`).
+history of a graph after a step (`fxquant.kernels.delayed`). `delayed_advance` and `produce_quantize_into` are what
+lowering makes of them: they write the state in place. The first returns the scales one by one; the second takes the
+amax of each result into an entry of `amaxes`, in their order or from the last on, those of a backward with its `step`.
 """
 
 from __future__ import annotations
@@ -38,11 +40,19 @@ _SCHEMAS = {
         "(Tensor[] inputs, str producer, str[] rowwise_specs, str[] columnwise_specs, Tensor?[] rowwise_states,"
         " Tensor?[] columnwise_states, bool record) -> Tensor[]"
     ),
+    "produce_quantize_into": (
+        "(Tensor[] inputs, str producer, str[] rowwise_specs, str[] columnwise_specs, Tensor?[] rowwise_states,"
+        " Tensor?[] columnwise_states, Tensor(a!) amaxes, Tensor? step, bool from_last) -> Tensor[]"
+    ),
     "amax": "(Tensor x) -> Tensor",
     "scale_from_amax": "(Tensor amax, str spec) -> Tensor",
     "delayed_update": (
         "(Tensor scale, Tensor history, Tensor forward_amax, Tensor backward_amax, Tensor step, Tensor fp8_max,"
         " float margin, str algorithm) -> Tensor[]"
+    ),
+    "delayed_advance": (
+        "(Tensor(a!) scale, Tensor(b!) history, Tensor(c!) forward_amax, Tensor backward_amax, Tensor(d!) step,"
+        " Tensor fp8_max, float margin, str algorithm) -> Tensor[]"
     ),
     "record": "(Tensor amaxes, Tensor[] new, int[] slots) -> Tensor",
     "record_since": "(Tensor amaxes, Tensor step, Tensor[] new, int[] slots) -> Tensor",
@@ -101,6 +111,27 @@ def _produce_quantize(
     return parts
 
 
+def _produce_quantize_into(
+    inputs: Sequence[Tensor],
+    producer: str,
+    rowwise_specs: Sequence[str],
+    columnwise_specs: Sequence[str],
+    rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None],
+    amaxes: Tensor,
+    step: Tensor | None,
+    from_last: bool,
+) -> list[Tensor]:
+    new = [_amax(x) for x in PRODUCERS[producer](inputs)]
+    slots = range(len(new))
+    new = new[::-1] if from_last else new
+    taken = delayed.record(amaxes, new, slots) if step is None else delayed.record_since(amaxes, step, new, slots)
+    amaxes.copy_(taken)
+    return _produce_quantize(
+        inputs, producer, rowwise_specs, columnwise_specs, rowwise_states, columnwise_states, False
+    )
+
+
 def _amax(x: Tensor) -> Tensor:
     return reference.amax(x)
 
@@ -115,6 +146,18 @@ def _delayed_update(
 ) -> list[Tensor]:  # fmt: skip
     last = delayed.recorded(forward_amax, backward_amax, step)
     return list(delayed.update(scale, history, last, fp8_max, margin=margin, algorithm=algorithm))
+
+
+def _delayed_advance(
+    scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
+    margin: float, algorithm: str,
+) -> list[Tensor]:  # fmt: skip
+    new = _delayed_update(scale, history, forward_amax, backward_amax, step, fp8_max, margin, algorithm)
+    scale.copy_(new[0])
+    history.copy_(new[1])
+    forward_amax.zero_()
+    step.add_(1)
+    return [new[0].narrow(0, i, 1).clone() for i in range(len(new[0]))]
 
 
 def _dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -157,9 +200,11 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize": _quantize,
     "hybrid_quantize": _hybrid_quantize,
     "produce_quantize": _produce_quantize,
+    "produce_quantize_into": _produce_quantize_into,
     "amax": _amax,
     "scale_from_amax": _scale_from_amax,
     "delayed_update": _delayed_update,
+    "delayed_advance": _delayed_advance,
     "record": delayed.record,
     "record_since": delayed.record_since,
     "dequantize": _dequantize,
@@ -237,6 +282,23 @@ def _produce_quantize_fake(
     return parts
 
 
+@fake_kernel(_library, "produce_quantize_into")
+def _produce_quantize_into_fake(
+    inputs: Sequence[Tensor],
+    producer: str,
+    rowwise_specs: Sequence[str],
+    columnwise_specs: Sequence[str],
+    rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None],
+    amaxes: Tensor,
+    step: Tensor | None,
+    from_last: bool,
+) -> list[Tensor]:
+    return _produce_quantize_fake(
+        inputs, producer, rowwise_specs, columnwise_specs, rowwise_states, columnwise_states, False
+    )
+
+
 @fake_kernel(_library, "amax")
 def _amax_fake(x: Tensor) -> Tensor:
     return x.new_empty([1], dtype=torch.float32)
@@ -253,6 +315,14 @@ def _delayed_update_fake(
     margin: float, algorithm: str,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(scale), torch.empty_like(history)]
+
+
+@fake_kernel(_library, "delayed_advance")
+def _delayed_advance_fake(
+    scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
+    margin: float, algorithm: str,
+) -> list[Tensor]:  # fmt: skip
+    return [scale.new_empty(1) for _ in range(scale.shape[0])]
 
 
 @fake_kernel(_library, "record")

@@ -31,6 +31,8 @@ from fxquant.kernels.triton_producers import load_pair, load_tile
 
 _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
 """How a side is scaled: not wanted, by a multiplier, from an amax of the tensor or of each row, or in blocks."""
+_UNRECORDED, _RECORD, _SINCE = (tl.constexpr(i) for i in range(3))
+"""Amaxes are not taken, or as in `delayed.record`, or as in `delayed.record_since`."""
 _KINDS = {"per_tensor": _PER_TENSOR, "per_row": _PER_ROW, "block": _BLOCK, "mxfp8": _MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
@@ -289,7 +291,7 @@ def _factors(
 
 @triton.jit
 def cast_kernel(
-    x, in1, in2, in3, in4, recorded, row_data, row_scale, row_arg, column_data, column_scale, column_arg,
+    x, in1, in2, in3, in4, recorded, step, row_data, row_scale, row_arg, column_data, column_scale, column_arg,
     M, K, column_units, row_units, x_step, row_scale_size, column_scale_size,
     row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
     column_scale_rows, column_scale_columns, column_scale_step, column_scale_column_step,
@@ -301,7 +303,7 @@ def cast_kernel(
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
     PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr,
-    RECORD: tl.constexpr,
+    RECORD: tl.constexpr, RECORD_FIRST: tl.constexpr, RECORD_NEXT: tl.constexpr,
     LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of R * LM * WM rows and 4 * LK * WK columns.
@@ -313,7 +315,8 @@ def cast_kernel(
 
     A PRODUCER makes what is cast from x and more inputs. The outputs of two RESULTS lie one behind the other; a
     program makes both AT_ONCE, or the next one makes the second and finds the inputs in the cache. RECORD takes the
-    amax of each, NaN ignored, into a zeroed buffer.
+    amax of each, NaN ignored, into `recorded`: that of the first from RECORD_FIRST on, the next RECORD_NEXT further.
+    What is there is as in `delayed.record`, or with _SINCE as in `delayed.record_since`.
 
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
     of 16 bytes, a factor that the compiler sees in the alignment of stores.
@@ -355,7 +358,11 @@ def cast_kernel(
             a, b, c, d = parts
             largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
             bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
-            tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True) + result, bits, sem="relaxed")
+            place = RECORD_FIRST + result * RECORD_NEXT
+            if RECORD == _SINCE:
+                tl.atomic_max(recorded + place, (tl.load(step) << 32) + bits.to(tl.int64), sem="relaxed")
+            else:
+                tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True) + place, bits, sem="relaxed")
         if ROW_KIND != _NONE:
             factors = _factors(
                 parts, row_arg + result * (M if ROW_KIND == _PER_ROW else 1), row_scale + result * row_scale_size,
@@ -619,6 +626,22 @@ def cast_tile(
 
 
 @dataclass(frozen=True)
+class Record:
+    """Where the amaxes [results] of what a cast makes go: float32, or int64 with the `step` [1] that writes them."""
+
+    amaxes: Tensor
+    step: Tensor | None = None
+    from_last: bool = False
+    """Whether the amax of the first result goes to the last entry."""
+
+    def constants(self, results: int) -> tuple[int, int, int]:
+        """What the kernel is told: RECORD, RECORD_FIRST and RECORD_NEXT."""
+        apart = self.amaxes.stride(0)
+        kind = _RECORD.value if self.step is None else _SINCE.value
+        return (kind, (results - 1) * apart, -apart) if self.from_last else (kind, 0, apart)
+
+
+@dataclass(frozen=True)
 class _Side:
     """One direction of a cast: its outputs, and what the kernel is told."""
 
@@ -685,15 +708,17 @@ def quantize(
     shape = x.shape[0], x.shape[1]
     left = _make_side(x, shape, row, row_scale, tensor_amax, row_amax, unread, columnwise=False)
     right = _make_side(x, shape, column, column_scale, tensor_amax, column_amax, unread, columnwise=True)
-    _launch((x,), None, row, column, left, right, unread, unread)
+    _launch((x,), None, row, column, left, right, None, unread)
     return [*left.parts(0), *right.parts(0)]
 
 
 def produce(
     name: str, inputs: Sequence[Tensor], row: QuantSpec | None, column: QuantSpec | None,
-    row_scales: Sequence[Tensor | None], column_scales: Sequence[Tensor | None], record: bool,
+    row_scales: Sequence[Tensor | None], column_scales: Sequence[Tensor | None], record: bool | Record,
 ) -> list[Tensor]:  # fmt: skip
     """What `quantize` gives for each result of a producer, which is not written itself, then with `record` its amax.
+
+    Where `record` says where amaxes go, they are not returned.
 
     The inputs are dense, none is empty, and all matrices have one dtype. Amaxes that scales are made of are taken in a
     pass of its own, with the same arithmetic.
@@ -701,14 +726,14 @@ def produce(
     x, results = inputs[0], PRODUCERS[name].results
     shape = PRODUCERS[name].shape(x)
     unread = _unread(x)
-    recorded, tensor_amax = unread, None
+    recorded, tensor_amax = record if isinstance(record, Record) else None, None
     own = [spec for spec, given in ((row, row_scales), (column, column_scales)) if spec is not None and None in given]
-    if record:
-        recorded = torch.zeros(results, dtype=torch.float32, device=x.device)
+    if record is True:
+        recorded = Record(torch.zeros(results, dtype=torch.float32, device=x.device))
     if any(spec.row.family == "per_tensor" for spec in own):
         tensor_amax = torch.zeros(results, dtype=torch.float32, device=x.device)
         nothing = _make_side(x, shape, None, None, None, unread, unread, columnwise=False)
-        _launch(inputs, name, None, None, nothing, nothing, tensor_amax, unread)
+        _launch(inputs, name, None, None, nothing, nothing, Record(tensor_amax), unread)
     row_amax, column_amax = _line_amaxes(inputs, name, row, column, unread)
     row_scale = _in_one(row_scales)
     column_scale = row_scale if all(map(operator.is_, row_scales, column_scales)) else _in_one(column_scales)
@@ -719,7 +744,8 @@ def produce(
     _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
     for result in range(results):
-        parts += [*left.parts(result), *right.parts(result), *([recorded.narrow(0, result, 1)] if record else [])]
+        parts += [*left.parts(result), *right.parts(result)]
+        parts += [recorded.amaxes.narrow(0, result, 1)] if record is True and recorded is not None else []
     return parts
 
 
@@ -731,9 +757,9 @@ def _in_one(scales: Sequence[Tensor | None]) -> Tensor | None:
 
 def _launch(
     inputs: Sequence[Tensor], producer: str | None, row: QuantSpec | None, column: QuantSpec | None, left: _Side,
-    right: _Side, recorded: Tensor, unread: Tensor,
+    right: _Side, record: Record | None, unread: Tensor,
 ) -> None:  # fmt: skip
-    """Casts what is made of the inputs; `recorded` is where amaxes go, or `unread`."""
+    """Casts what is made of the inputs."""
     x = inputs[0]
     results = 1 if producer is None else PRODUCERS[producer].results
     size_m, size_k = x.shape if producer is None else PRODUCERS[producer].shape(x)
@@ -744,12 +770,16 @@ def _launch(
     at_once = results > 1 and all(spec.row.family == "per_tensor" for spec in (row, column) if spec is not None)
     tiles = _cdiv(16 * column_units, thread_rows * lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k)
     grid = (tiles if at_once else tiles * results,)
+    recorded, step, constants = unread, unread, (_UNRECORDED.value, 0, 0)
+    if record is not None:
+        recorded, step = record.amaxes, unread if record.step is None else record.step
+        constants = record.constants(results)
     wrap_triton(cast_kernel)[grid](
-        *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
-        right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
+        *triton_producers.filled(inputs, unread), recorded, step, left.data, left.scale, left.arg, right.data,
+        right.scale, right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
         *left.constants, *right.constants, *triton_producers.kind(producer, x), results, at_once,
-        recorded is not unread, *layout, num_warps=warps_k * warps_m,
+        *constants, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import fxquant
 from fxquant.compat import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
 from fxquant.kernels import gemm_timing
+from fxquant.passes.advance_state import advance_state
 from fxquant.passes.assign_roles import assign_roles
 from fxquant.passes.base import is_fxquant, run_pass
 from fxquant.passes.bind_state import bind_state, stateful_graphs
@@ -35,6 +36,7 @@ from fxquant.passes.lower import lower
 from fxquant.passes.merge import merge
 from fxquant.passes.part_scales import part_scales
 from fxquant.passes.partition import SAVE, Partition
+from fxquant.passes.record_in_place import record_in_place
 from fxquant.passes.resolve import resolve
 from fxquant.passes.resolve_attention import SLOTS
 from fxquant.passes.share_quantized import share_quantized
@@ -46,12 +48,14 @@ from fxquant.roles import QuantizerRole
 from fxquant.state import Slots
 
 LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
-    ("part_scales", part_scales),
     ("gather_records", gather_records),
+    ("advance_state", advance_state),
+    ("part_scales", part_scales),
     ("share_quantized", share_quantized),
     ("merge", merge),
     ("fuse_producers", fuse_producers),
     ("fuse_epilogues", fuse_epilogues),
+    ("record_in_place", record_in_place),
     ("lower", lower),
     ("write_once", write_once),
 )
@@ -131,8 +135,8 @@ class Lowering(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         for name, run in LOWER:
-            if self.portable and run in (fuse_producers, fuse_epilogues):
-                continue  # they serve the backward, which packages do not have, or need fxquant at run time
+            if self.portable and run in (advance_state, fuse_producers, fuse_epilogues, record_in_place):
+                continue  # they serve training, or need fxquant at run time
             if self.portable and run is lower:
                 run = functools.partial(lower, portable=True, kernels=True)
             elif run is fuse_epilogues:

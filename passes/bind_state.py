@@ -105,7 +105,7 @@ def _add_values(added: Sequence[fx.Node], tensors: Mapping[fx.Node, Tensor], gm:
         for node in added:
             if node.op == "placeholder":
                 like = tensors[node]
-                value: Any = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+                value: Any = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
                 call: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target

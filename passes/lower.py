@@ -103,8 +103,12 @@ def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) 
             return functools.partial(split, grouped_cast.group_amax if lies else _group_amax_of_rounded)
         if name == "produce_quantize":
             return triton_produce_quantize
+        if name == "produce_quantize_into":
+            return triton_produce_quantize_into
         if name == "delayed_update":
             return triton_delayed.update
+        if name == "delayed_advance":
+            return triton_delayed.advance
         if name == "fused_scaled_mm":
             return gemm.fused_scaled_mm
     if name == "grouped_scaled_mm" and portable:
@@ -232,12 +236,30 @@ def triton_produce_quantize(
     columnwise_specs: Sequence[str],
     rowwise_states: Sequence[Tensor | None],
     columnwise_states: Sequence[Tensor | None],
-    record: bool,
+    record: bool | triton_cast.Record,
 ) -> list[Tensor]:
     """`fxquant::produce_quantize` by a Triton kernel."""
     row, column = (QuantSpec.parse(specs[0]) if specs else None for specs in (rowwise_specs, columnwise_specs))
     dense = [x.contiguous() for x in inputs]
     return triton_cast.produce(producer, dense, row, column, rowwise_states, columnwise_states, record)
+
+
+def triton_produce_quantize_into(
+    inputs: Sequence[Tensor],
+    producer: str,
+    rowwise_specs: Sequence[str],
+    columnwise_specs: Sequence[str],
+    rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None],
+    amaxes: Tensor,
+    step: Tensor | None,
+    from_last: bool,
+) -> list[Tensor]:
+    """`fxquant::produce_quantize_into` by a Triton kernel."""
+    record = triton_cast.Record(amaxes, step, from_last)
+    return triton_produce_quantize(
+        inputs, producer, rowwise_specs, columnwise_specs, rowwise_states, columnwise_states, record
+    )
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:
@@ -273,8 +295,13 @@ def _round_to_float16(y: Tensor) -> Tensor:
     return torch.where(y == y, rounded, y)
 
 
-def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], portable: bool) -> fx.GraphModule:
-    """`run` as an ATen graph whose inputs are the tensors among the arguments, in order."""
+def _trace(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], portable: bool, in_place: bool
+) -> fx.GraphModule:
+    """`run` as an ATen graph whose inputs are the tensors among the arguments, in order.
+
+    Only what writes `in_place` writes into them.
+    """
     flat, tree = tree_flatten((args, kwargs))
     tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
 
@@ -290,18 +317,21 @@ def _trace(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     with detect_fake_mode(inputs) or contextlib.nullcontext(), enable_python_dispatcher():
         table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
         body = make_fx(call, decomposition_table=table)(*inputs)
-    _make_functional(body.graph)
+    _make_functional(body.graph, in_place)
     body.graph.eliminate_dead_code()
     return body
 
 
-def _make_functional(graph: fx.Graph) -> None:
-    """Turns launches that write into their arguments into ones that return what was written."""
+def _make_functional(graph: fx.Graph, in_place: bool) -> None:
+    """Turns launches that write into their arguments into ones that return what was written.
+
+    What the graph is given stays what a launch writes to, where that is meant `in_place`.
+    """
     for node in list(graph.nodes):
         if node.target is not triton_kernel_wrapper_mutation:
             continue
         given = node.kwargs["kwargs"]
-        written = written_by(node.kwargs)
+        written = [name for name in written_by(node.kwargs) if not in_place or given[name].op != "placeholder"]
         with graph.inserting_before(node):
             call = graph.call_function(
                 triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}
@@ -362,8 +392,7 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
-            body = _trace(run, args, kwargs, portable)
-            traced[key] = body
+            traced[key] = _trace(run, args, kwargs, portable, _writes(node))
         outputs = _inline(node, traced[key])
         if isinstance(val(node), (list, tuple)):
             for item in list(node.users):
@@ -380,11 +409,18 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
     return count
 
 
+def _writes(node: fx.Node) -> bool:
+    """Whether an operator writes into its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Equal for calls with equal traces; None where sizes are symbolic, since a trace holds their symbols."""
 
     def describe(t: Tensor) -> Any:
-        return (t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset())
+        # where entries of a vector, such as slots of a state, begin is not in a trace
+        return (t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset() if t.numel() > 2 else 0)
 
     flat, _ = tree_flatten((args, kwargs))
     symbolic = any(

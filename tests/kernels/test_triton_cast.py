@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from triton.backends.compiler import GPUTarget
@@ -37,6 +38,7 @@ def test_bytes_in_the_interpreter(name: str) -> None:
 
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv", torch.uint8: "*u8",
+    torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -95,6 +97,20 @@ def test_a_tile_with_one_scale_is_computed_once(monkeypatch: pytest.MonkeyPatch)
     (launch,) = record.launches
     assert launch.asm["ptx"].count("cvt.rn.satfinite.e4m3x2") == 64
     assert len(re.findall(r"ld\.global", launch.asm["ptx"])) <= 64
+
+
+def test_amaxes_go_into_a_state_by_a_kernel_that_inductor_can_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one atomic maximum each; and torch can launch and keep the kernel as one of its own."""
+    record = Compiled()
+    monkeypatch.setattr(triton_cast, "wrap_triton", record)
+    spec, scale = QuantSpec.parse("per_tensor_e4m3(slot=0)"), torch.ones(1)
+    state, step = (torch.zeros(4, 2, dtype=torch.int64)[1:2, 0] for _ in range(2))
+    x = torch.zeros(4096, 2048, dtype=torch.bfloat16)
+    triton_cast.produce("identity", [x], spec, spec, [scale], [scale], triton_cast.Record(state, step))
+    (launch,) = record.launches
+    assert len(re.findall(r"(?:atom|red)\.global[.\w]*\.max\.[su]64", launch.asm["ptx"])) == 1
+    launch._cubin_path = "unused"
+    assert StaticallyLaunchedCudaKernel(launch).arg_tys.startswith("O" * 13 + "i")
 
 
 def captured(text: str, direction: str, device: str, *shape: int) -> fx.Graph:

@@ -56,23 +56,33 @@ def taken_one_by_one(amaxes: Tensor, since: Tensor, step: Tensor, new: list[Tens
     return [amaxes, since]
 
 
+def since_step(amaxes: Tensor, steps: Tensor) -> Tensor:
+    """Amaxes with the steps that wrote them, as the state holds them."""
+    return amaxes.view(torch.int32) + steps * 2**32
+
+
+def magnitudes(since: Tensor) -> Tensor:
+    return (since % 2**32).to(torch.int32).view(torch.float32)
+
+
 def expected_of(amaxes: Tensor, since: Tensor, step: Tensor, new: list[Tensor]) -> list[Tensor]:
     amaxes, since = amaxes.clone(), since.clone()
     for amax, slot in zip(new, (3, 0, 3, 3, 12), strict=True):
-        for i, value in enumerate(amax.double(), slot):
-            amaxes[i] = torch.maximum(amaxes[i], value.float())
-            kept = since[0, i] if since[1, i] >= step else torch.zeros((), dtype=torch.float64)
-            since[0, i], since[1, i] = torch.maximum(kept, value), step[0]
+        for i, value in enumerate(amax, slot):
+            amaxes[i] = torch.maximum(amaxes[i], value)
+            kept = magnitudes(since)[i] if since[i] >> 32 == step[i] else torch.zeros(())
+            since[i] = since_step(torch.maximum(kept, value), step[i])
     return [amaxes, since]
 
 
 @pytest.mark.parametrize("nan", [False, True])
 def test_amaxes_are_taken_in_together(nan: bool) -> None:
     amaxes = torch.rand(15) * 2
-    since = torch.stack((torch.rand(15) * 2, torch.randint(3, 6, (15,)).float())).double()
-    step, new = torch.full((1,), 4.0, dtype=torch.float64), [torch.rand(1) * 2 for _ in range(4)] + [torch.rand(2)]
+    since = since_step(torch.rand(15) * 2, torch.randint(3, 5, (15,)))
+    step, new = torch.full((15,), 4), [torch.rand(1) * 2 for _ in range(4)] + [torch.rand(2)]
     if nan:
-        new[1], amaxes[3], since[0, 12] = torch.full((1,), torch.nan), torch.nan, torch.nan
+        new[1], amaxes[3] = torch.full((1,), torch.nan), torch.nan
+        since[12] = since_step(torch.tensor(torch.nan), step[12])
     gm = make_fx(taken_one_by_one)(amaxes, since, step, [*new[:3], new[0], new[4]])
     given = [amaxes, since, step, [*new[:3], new[0], new[4]]]
     assert gather_records(gm.graph) == 8
