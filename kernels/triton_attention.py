@@ -196,7 +196,7 @@ def fprop_kernel(
     RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BM queries of one head, taken one after the other: `taken`, zeroed int32 [1], counts them.
+    """Tiles of BM queries of one head, of which a program takes one after the other: `taken`, int32 [1], is zeroed.
 
     Those of `most_heads` heads, whose keys and values fit the L2 cache, come first, and of these the ones that see most
     keys. `scale`, in units of log2, is float64 where Inductor launches. Without a mask only the last tile of keys can
@@ -213,38 +213,41 @@ def fprop_kernel(
         values = tl.make_tensor_descriptor(v, [batches * kv_heads, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
     else:
         values = tl.make_tensor_descriptor(v, [batches * kv_heads, D, v_len], [D * v_len, v_len, 1], [1, D, BN])
-    outs = tl.make_tensor_descriptor(
-        out, [batches, heads, q_len, D], [out_batch_step, out_head_step, out_row_step, 1], [1, 1, BM, D]
-    )
-    work = tl.program_id(0)
-    while work < blocks * batch_heads:
-        following = tl.num_programs(0) + tl.atomic_add(taken, 1, sem="relaxed")
-        first_head = work // (blocks * together) * together
-        within = work - first_head * blocks
-        width = tl.minimum(batch_heads - first_head, together)
-        head = first_head + within % width
-        block = within // width
-        if CAUSAL:
-            block = blocks - 1 - block
-        _fprop_tile(
-            queries, keys, values, outs, head, block * BM, lse, q_scale, k_scale, v_scale, mask, seen, seed, scale,
-            heads, kv_heads, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step, seen_head_step,
-            SCALING, CAUSAL, EVEN, MASK, DROPPED, RAISED, WIDE, STAGES, BM, BN, D,
-        )  # fmt: skip
-        work = following
+    # the loop ends by itself, for Triton to be told not to keep what all turns share in registers
+    work, tiles = tl.program_id(0), blocks * batch_heads
+    turns = 4 * tl.cdiv(tiles, tl.num_programs(0))
+    for turn in tl.range(0, turns, disable_licm=True):
+        if work < tiles:
+            following = tiles
+            if turn + 1 < turns:
+                following = tl.num_programs(0) + tl.atomic_add(taken, 1, sem="relaxed")
+            first_head = work // (blocks * together) * together
+            within = work - first_head * blocks
+            width = tl.minimum(batch_heads - first_head, together)
+            block = within // width
+            if CAUSAL:
+                block = blocks - 1 - block
+            _fprop_tile(
+                queries, keys, values, first_head + within % width, block * BM, out, lse, q_scale, k_scale, v_scale,
+                mask, seen, seed, scale, heads, kv_heads, q_len, kv_len, out_batch_step, out_head_step, out_row_step,
+                mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step, seen_head_step,
+                SCALING, CAUSAL, EVEN, MASK, DROPPED, RAISED, WIDE, STAGES, BM, BN, D,
+            )  # fmt: skip
+            work = following
 
 
 @triton.jit
 def _fprop_tile(
-    queries, keys, values, outs, head, first, lse, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads,
-    q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step, seen_head_step,
+    queries, keys, values, head, first, out, lse, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads,
+    q_len, kv_len, out_batch_step, out_head_step, out_row_step, mask_batch_step, mask_head_step, mask_row_step,
+    mask_column_step, seen_batch_step, seen_head_step,
     SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
     RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     """BM queries of a head from `first` on."""
     batch = head // heads
-    kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
+    kv_head = head // (heads // kv_heads)
     rows = first + tl.arange(0, BM)
     if WIDE:
         q_factor, unit = tl.cast(scale, tl.float32), 1.0
@@ -315,7 +318,10 @@ def _fprop_tile(
     if MASK != _NO_MASK:
         inverse = tl.where(total > 0, inverse, 0.0)
     acc = acc * inverse[:, None]
-    outs.store([batch, head % heads, first, 0], tl.reshape(acc.to(outs.dtype), (1, 1, BM, D)))
+    at = out + (batch.to(tl.int64) * out_batch_step + (head % heads).to(tl.int64) * out_head_step)
+    at += first.to(tl.int64) * out_row_step
+    row = tl.arange(0, BM)
+    tl.store(at + (row[:, None] * out_row_step + tl.arange(0, D)[None, :]), acc.to(out.dtype.element_ty), mask=row[:, None] < q_len - first)
     tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
 
 
