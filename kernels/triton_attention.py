@@ -284,8 +284,8 @@ def _fprop_tile(
         p = tl.zeros((BM, BN), tl.float32)
         for j in tl.range(start + BN, end, BN, num_stages=STAGES):
             acc, total, most, unit, s, p, factor = _lagged_step(
-                acc, total, most, unit, s, p, factor, query, keys, values, kv_head, k_scale, v_scale, j, start, q_factor,
-                kv_len, mask, mask_column_step, SCALING, MASK, BM, BN, D,
+                acc, total, most, unit, s, p, factor, query, keys, values, kv_head, k_scale, v_scale, j, start,
+                q_factor, kv_len, mask, mask_column_step, SCALING, MASK, BM, BN, D,
             )  # fmt: skip
         last = (end - 1) // BN * BN
         acc = _times_values(acc, p, values, kv_head, tl.maximum(last - BN, start), WIDE, BM, BN, D)
@@ -311,8 +311,9 @@ def _fprop_tile(
         row = (head.to(tl.int64) * q_len + rows).to(tl.int32)
         for j in tl.range(start, end, BN, num_stages=STAGES):
             acc, total, most, unit = _masked_step(
-                acc, total, most, unit, query, keys, values, kv_head, k_scale, v_scale, j, q_factor, rows, q_len, kv_len, mask,
-                mask_row_step, mask_column_step, draw, row, SCALING, CAUSAL, MASK, DROPPED, WIDE, BM, BN, D,
+                acc, total, most, unit, query, keys, values, kv_head, k_scale, v_scale, j, q_factor, rows, q_len,
+                kv_len, mask, mask_row_step, mask_column_step, draw, row, SCALING, CAUSAL, MASK, DROPPED, WIDE, BM,
+                BN, D,
             )  # fmt: skip
     inverse = unit * RAISED / total
     if MASK != _NO_MASK:
@@ -321,7 +322,11 @@ def _fprop_tile(
     at = out + (batch.to(tl.int64) * out_batch_step + (head % heads).to(tl.int64) * out_head_step)
     at += first.to(tl.int64) * out_row_step
     row = tl.arange(0, BM)
-    tl.store(at + (row[:, None] * out_row_step + tl.arange(0, D)[None, :]), acc.to(out.dtype.element_ty), mask=row[:, None] < q_len - first)
+    tl.store(
+        at + (row[:, None] * out_row_step + tl.arange(0, D)[None, :]),
+        acc.to(out.dtype.element_ty),
+        mask=row[:, None] < q_len - first,
+    )
     tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
 
 
@@ -580,8 +585,8 @@ def forward(
         wrap_triton(fprop_kernel)[grid](
             q, k, v, out, lse, *_given(q_scale_inv, k_scale_inv, v_scale_inv, device=q.device), mask, seen,
             *_given(seed, device=q.device), taken, scale * _LOG2_E.value, heads, kv_heads, batches, q_len, kv_len,
-            v_len, together, *out.stride()[:3], *mask_steps, 0 if wide else KINDS[scaling], causal, even, kind, *_dropped(dropout), wide,
-            config.stages, config.block_m, config.block_n, head_dim,
+            v_len, together, *out.stride()[:3], *mask_steps, 0 if wide else KINDS[scaling], causal, even, kind,
+            *_dropped(dropout), wide, config.stages, config.block_m, config.block_n, head_dim,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse

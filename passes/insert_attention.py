@@ -16,10 +16,9 @@ import torch
 from torch import fx
 
 import fxquant.kernels.attention  # noqa: F401  registers fxquant::attention
-from fxquant.compat import statically_known_true
 from fxquant.formats import IDENTITY
-from fxquant.passes.facts import Attention, Builder, Match, value_of
-from fxquant.passes.forms_weights import SWAPS, op_name
+from fxquant.passes.facts import Attention, Builder, Match
+from fxquant.passes.forms_contraction import joins_heads, lies_by_rows
 
 SITE = "fxquant_site"
 """The key in `node.meta` for the site, as decisions count them, of an inserted operator."""
@@ -38,7 +37,7 @@ def insert_attention(matches: Sequence[Match]) -> int:
 def _insert(match: Match, attention: Attention) -> None:
     spec, node, builder = attention.spec, match.node, Builder(match.node)
     assert spec is not None
-    spec = replace(spec, rows_first=_is_read_by_rows(node))
+    spec = replace(spec, rows_first=lies_by_rows(node) or joins_heads(node))
     # a spec that gives the same shape and dtype: the delayed scales of the real one are bound later
     plain = str(spec.each(lambda _: IDENTITY))
 
@@ -57,20 +56,6 @@ def _insert(match: Match, attention: Attention) -> None:
     for each in reversed(list(node.graph.nodes)):
         if each in attention.inside and not each.users:
             node.graph.erase_node(each)
-
-
-def _is_read_by_rows(node: fx.Node) -> bool:
-    """Whether an output [B, H, S, D] is read as [B, S, H, D] alone, as a projection of all heads reads it."""
-    steps = value_of(node).stride()
-    return len(steps) == 4 and all(
-        op_name(reader) in SWAPS
-        and all(map(_is, value_of(reader).stride(), (steps[0], steps[2], steps[1], steps[3])))
-        for reader in node.users
-    )
-
-
-def _is(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    return statically_known_true(a == b)
 
 
 __all__ = ["SITE", "insert_attention"]
