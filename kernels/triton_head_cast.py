@@ -183,7 +183,7 @@ def _given_scale(
     return _head_scale(bits.to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_lag", "kv_lag"])
 def qkv_cast_kernel(
     q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, amax, heads, kv_heads, batches, q_len, kv_len, v_len, q_lag,
     kv_lag, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
