@@ -149,9 +149,13 @@ def _forward_fake(
 ) -> list[Tensor]:  # fmt: skip
     *outer, _ = q[0].shape
     parsed = AttentionSpec.parse(spec)
-    o = q[0].new_empty([*outer, reference.features_of(v, parsed)], dtype=dtype)
+    order = list(range(len(outer) + 1))
+    if parsed.rows_first:
+        order[-3:-1] = reversed(order[-3:-1])
+    size = [*outer, reference.features_of(v, parsed)]
+    o = torch.empty_permuted(size, order, dtype=dtype, device=q[0].device)
     lse = q[0].new_empty(outer, dtype=torch.float32)
-    return [laid_out(o, parsed), lse, q[0].new_empty([1], dtype=torch.float32)]
+    return [o, lse, q[0].new_empty([1], dtype=torch.float32)]
 
 
 @fake_kernel(_library, "attention_backward")

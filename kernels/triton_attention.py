@@ -574,9 +574,8 @@ def forward(
     plain = lagged and kind == _NO_MASK.value and scaling != "block"
     config = config or _config(head_dim, lagged=lagged, plain=plain)
     even = statically_known_true(kv_len % config.block_n == 0)
-    shape = (batches, q_len, heads, head_dim) if rows_first else (batches, heads, q_len, head_dim)
-    out = torch.empty(shape, dtype=out_dtype, device=q.device)
-    out = out.transpose(1, 2) if rows_first else out
+    order = (0, 2, 1, 3) if rows_first else (0, 1, 2, 3)
+    out = torch.empty_permuted((batches, heads, q_len, head_dim), order, dtype=out_dtype, device=q.device)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
     grid = (torch.sym_min(triton.cdiv(q_len, config.block_m) * (batches * heads), _PROGRAMS),)

@@ -52,7 +52,7 @@ def test_no_scores_in_memory(
     gradients = spec if quantized else IDENTITY
     whole = AttentionSpec(
         qkv=spec, s=spec, do=gradients, dp=gradients, steps=(Step("mul", 0.125), *more), dropout=dropout,
-        rows_first=step == "causal",
+        rows_first=step == "causal" and not name.startswith("mxfp8"),  # whose fake output cannot be sliced either
     )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Tensor, seed: Tensor) -> list[Tensor]:
