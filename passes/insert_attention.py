@@ -37,7 +37,8 @@ def insert_attention(matches: Sequence[Match]) -> int:
 def _insert(match: Match, attention: Attention) -> None:
     spec, node, builder = attention.spec, match.node, Builder(match.node)
     assert spec is not None
-    spec = replace(spec, rows_first=lies_by_rows(node) or joins_heads(node))
+    # an output that is quantized is dequantized head by head
+    spec = replace(spec, rows_first=spec.o.is_identity and (lies_by_rows(node) or joins_heads(node)))
     # a spec that gives the same shape and dtype: the delayed scales of the real one are bound later
     plain = str(spec.each(lambda _: IDENTITY))
 

@@ -23,6 +23,7 @@ from fxquant import (
     MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
     QuantizerRole,
     Recipe,
     RecipeError,
@@ -294,3 +295,18 @@ def test_output_lies_as_its_reader_reads_it() -> None:
         copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
         assert len(copies) == 1  # of q
     assert torch.equal(results[0], results[1].view(2, 4, 32, 16).transpose(1, 2).reshape(2, 32, 64))
+
+
+@pytest.mark.parametrize("output", (HIGH, FP8))
+def test_output_can_be_viewed_where_torch_leaves_it_by_rows(output: Quantizer) -> None:
+    def forward(x: Tensor) -> Tensor:
+        q = x.view(2, 32, 4, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).view(2, 32, 64)
+
+    def answer(role: QuantizerRole) -> Quantizer:
+        return HEAD if role.tensor_type in ("qkv", "s") else output if role.name.endswith("dpa_output") else HIGH
+
+    torch.compiler.reset()
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
+    o = torch.compile(forward, backend=eager_backend(CustomRecipe(qfactory=answer)), fullgraph=True)(x)
+    assert F.cosine_similarity(o.flatten().float(), forward(x).flatten().float(), 0) > 0.99
