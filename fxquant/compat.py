@@ -403,11 +403,11 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels that wait for the one before them may be launched while it runs: on Hopper.
+    """Whether Inductor launches kernels that wait for the one before them while that runs: on Hopper, from Python.
 
-    Not where Inductor's own are, which take it that the kernel before them began after the one before that had ended.
+    Not where its own are, which take it that the kernel before them began after the one before that had ended.
     """
-    return is_hopper(device) and not inductor_config.triton.enable_pdl
+    return is_hopper(device) and not inductor_config.triton.enable_pdl and not inductor_config.cpp_wrapper
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -5,6 +5,10 @@ Reading the weight takes all the time. One token is quantized by each program of
 More are quantized by a kernel of their own, and multiplied on tensor cores: the weight is the operand whose rows fill
 their 64, the tokens, padded to 16, 32 or 64, are the other.
 
+Kernels that are told so may be launched `EARLY`, while the one before them still runs (programmatic dependent launch).
+Each lets the next one in as it starts, and waits for the end of the one before it until it reads or writes anything; a
+GEMM asks for the beginning of its weight first. So their launches take hardly any time.
+
 The bytes are those of `fxquant.kernels.reference.quantize`. A kernel is given no tensor twice, nor one in the place of
 arguments that it does not read: Inductor would write a copy of it.
 """
@@ -21,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written, launches_early, upper_bound
+from fxquant.compat import declare_written, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, magnitude, multiplier
 
@@ -40,7 +44,6 @@ _PIECE = 2048
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _AHEAD = {_TENSOR.value: 8 << 20, _ROW.value: 4 << 20, _BLOCK.value: 8 << 20}
 """Bytes of a weight to bring into L2 while its GEMM's activation is quantized: what memory can read meanwhile."""
-_COLUMNS = 0
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
 _NONE, _ADD, _SILU_MUL, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(5))
@@ -97,12 +100,11 @@ def block_scales(x_scale, w_scale, m, M, K, at, x_scale_step, x_scale_column_ste
 
 
 @triton.jit
-def prefetch_tile(w, N, K, first_n, first_k, BN: tl.constexpr, COLUMNS: tl.constexpr):
-    """Asks for the first COLUMNS bytes of a program's BN rows of w [N, K] to be brought into L2."""
-    lines: tl.constexpr = COLUMNS // 128
-    i = tl.arange(0, BN * lines)
-    n = tl.minimum(first_n + i // lines, N - 1)
-    address = w + n.to(tl.int64) * K + (first_k + i % lines * 128)
+def prefetch_tile(w, N, K, first_n, first_k, BN: tl.constexpr):
+    """Asks for the first two lines of each of a program's BN rows of w [N, K] to be brought into L2."""
+    i = tl.arange(0, BN * 2)
+    n = tl.minimum(first_n + i // 2, N - 1)
+    address = w + n.to(tl.int64) * K + tl.minimum(first_k + i % 2 * 128, K - 1)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -114,8 +116,7 @@ def gemm_kernel(
     X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
     EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
-    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile y [BM, BN] of y [M, N]; with SPLIT what STEPS blocks of K add to it, y being [splits, M, N].
 
@@ -131,8 +132,7 @@ def gemm_kernel(
     down = (tl.minimum(n, N - 1) - first_n) * K
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        if COLUMNS:
-            prefetch_tile(w, N, K, first_n, first, BN, COLUMNS)
+        prefetch_tile(w, N, K, first_n, first, BN)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BN, BM), tl.float32)
     if X_SOURCE == _GIVEN:
@@ -367,7 +367,7 @@ class Tiles(NamedTuple):
     warps: int
 
     @classmethod
-    def of(cls, rows: int, kind: int, source: int) -> Tiles:
+    def of(cls, rows: int, source: int) -> Tiles:
         """For `rows` tokens; what was fastest for weights of 4096 x 14336 and 8192 x 28672 (docs/performance.md).
 
         At least two programs share a multiprocessor: stages are what its memory has room for.
@@ -405,26 +405,27 @@ def quantizes(x: Tensor) -> bool:
     return x.ndim == 2 and x.dtype != torch.float64 and not (_is_one(x.shape[0]) and x.shape[1] <= _LONGEST_ROW)
 
 
-def quantizes_itself(x: Tensor, spec: QuantSpec, *, given: bool, gemms: int = 1) -> bool:
+def quantizes_itself(x: Tensor, spec: QuantSpec, *, given: bool, gemms: int = 1, early: bool = False) -> bool:
     """Whether `scaled_mm` takes x not yet quantized: one row, not too long; or some, which have one scale.
 
-    Where its multiplier is not `given`, some rows that are read by several `gemms` are better quantized once.
+    Where its multiplier is not `given`, some rows that are read by several `gemms` are better quantized once; where
+    kernels are launched `early` in any case.
     """
     if x.ndim != 2 or x.dtype == torch.float64:
         return False
     if _is_one(x.shape[0]):
         return x.shape[1] <= _LONGEST_ROW
     alone = given or (gemms == 1 and spec.row.family == "per_tensor")
-    return alone and upper_bound(x.shape[0]) <= _MOST_CAST_INSIDE and x.shape[1] <= _LONGEST_CAST_INSIDE
+    return alone and not early and upper_bound(x.shape[0]) <= _MOST_CAST_INSIDE and x.shape[1] <= _LONGEST_CAST_INSIDE
 
 
-def in_one_kernel(a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor]) -> bool:
+def in_one_kernel(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     """Whether `scaled_mm` adds no partial sums, so that it takes an epilogue."""
     rows, (size_n, size_k) = a[0].shape[0], b[0].shape
     if _is_one(rows) and size_k <= _LONGEST_ROW:
         return True
     source = _PAYLOAD if a[0].dtype == b[0].dtype else _GIVEN
-    tiles = Tiles.of(upper_bound(rows), _KINDS[a_spec.row.family].value, source.value)
+    tiles = Tiles.of(upper_bound(rows), source.value)
     return tiles.steps(size_n, size_k)[0] == 1
 
 
@@ -445,12 +446,13 @@ def _is_one(rows: Any) -> bool:
 
 def scaled_mm(
     a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None,
-    out_dtype: torch.dtype, epilogue: str | None = None, other: Tensor | None = None,
+    out_dtype: torch.dtype, epilogue: str | None = None, other: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """`reference.scaled_mm` of a [M, K] and b [N, K], where `supports` says so, accumulated as `_scaled_mm` does fast.
 
     `a` is payload and scale; or, where `quantizes_itself`, the tensor alone or with its multiplier [1] (per tensor).
     The result, rounded to `out_dtype`, goes through one of `EPILOGUES`, of which the first two read `other` [M, N].
+    A kernel that is `early` waits for the one before it, so that it may be launched while that runs (on Hopper).
     """
     x, (w, w_scale) = a[0], b
     size_m, (size_n, size_k) = x.shape[0], w.shape
@@ -469,27 +471,26 @@ def scaled_mm(
         wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
             x, scale, w, w_scale, unread() if bias is None else bias.contiguous(), other, y, size_n, size_k, x.shape[1],
             scale.stride(-1), x_kind, source, w_kind, *_rule(a_spec, x.dtype), bias is not None, more, block_n, block_k,
-            launches_early(x.device), num_warps=warps,
+            early, num_warps=warps,
         )  # fmt: skip
         return y
-    tiles = Tiles.of(upper_bound(size_m), x_kind, source)
+    tiles = Tiles.of(upper_bound(size_m), source)
     columns, (split, steps) = triton.cdiv(size_n, tiles.n), tiles.steps(size_n, size_k)
     if source != _PAYLOAD.value and x.stride(1) != 1:
         x = x.contiguous()
-    scale, parts, most_parts = (a[1], 0, 1) if len(a) > 1 else _amaxes(x, w, a_spec)
+    scale, parts, most_parts = (a[1], 0, 1) if len(a) > 1 else _amaxes(x, w, a_spec, early)
     y = torch.empty(
         (size_m, size_n) if split == 1 else (split, size_m, size_n),
         dtype=out_dtype if split == 1 else torch.float32, device=x.device,
     )  # fmt: skip
     scale_steps = (scale.stride(0), scale.stride(-1)) if scale.ndim == 2 else (0, 0)
-    early = source == _PAYLOAD.value and launches_early(x.device)
     given_bias = None if bias is None or split > 1 else bias.contiguous()
     even = size_k % (tiles.k * split) == 0 and x.shape[1] == size_k
     wrap_triton(gemm_kernel)[(columns, split)](
         x, scale, w, w_scale, unread() if given_bias is None else given_bias, other, y, size_m, size_n, size_k,
         x.shape[1], x.stride(0), *scale_steps, parts, x_kind, source, w_kind, *_rule(a_spec, x.dtype),
         triton.next_power_of_2(most_parts), given_bias is not None, more if split == 1 else _NONE.value, even,
-        split > 1, steps, tiles.m, tiles.n, tiles.k, _COLUMNS, early, num_warps=tiles.warps, num_stages=tiles.stages,
+        split > 1, steps, tiles.m, tiles.n, tiles.k, early, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if split == 1:
         return y
@@ -498,10 +499,13 @@ def scaled_mm(
     return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
-def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead: Tensor | None = None) -> list[Tensor]:
+def quantize(
+    x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead: Tensor | None = None, early: bool = False
+) -> list[Tensor]:
     """`reference.quantize` of x [M, K], where `quantizes` says so.
 
-    `ahead` is the weight [N, K] that a GEMM reads next: the memory, otherwise idle, brings its beginning into L2.
+    `ahead` is the weight [N, K] that a GEMM reads next: the memory, otherwise idle, brings its beginning into L2. A
+    GEMM that is launched `early`, as the kernels here then may be, does better to do so itself.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -516,11 +520,10 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead
     unread = functools.partial(torch.empty, 1, dtype=torch.float32, device=x.device)
     argument, parts, most_parts = unread() if multiplier is None else multiplier, 0, 1
     if kind is _TENSOR and multiplier is None:
-        argument, parts, most_parts = _amaxes(x, ahead, spec)
+        argument, parts, most_parts = _amaxes(x, ahead, spec, early)
         ahead = None
     coming, programs = _ahead(ahead, upper_bound(size_m), kind.value, pieces)
     warps = 8 if kind is _ROW else 4
-    early = upper_bound(size_m) <= MOST_TOKENS and launches_early(x.device)
     wrap_triton(quantize_kernel)[(size_m + programs, pieces)](
         x, argument, data, scale, unread() if ahead is None else ahead, size_m, length, size_k, x.stride(0), parts,
         *coming[:2], kind.value, (_OWN if multiplier is None else _GIVEN).value, *_rule(spec, x.dtype),
@@ -529,7 +532,7 @@ def quantize(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead
     return [data, scale.t() if kind is _BLOCK else scale]
 
 
-def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec) -> tuple[Tensor, Any, int]:
+def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec, early: bool) -> tuple[Tensor, Any, int]:
     """The amaxes of pieces of x [M, K], dense in rows, how many they are, and how many at most."""
     size_m, length = x.shape
     pieces = triton.cdiv(length, _PIECE)
@@ -537,19 +540,8 @@ def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec) -> tuple[Tensor, A
     coming, programs = _ahead(ahead, upper_bound(size_m), _KINDS[spec.row.family].value, pieces)
     weight = torch.empty(1, dtype=torch.float32, device=x.device) if ahead is None else ahead
     wrap_triton(amax_kernel)[(size_m + programs, pieces)](
-        x,
-        part,
-        weight,
-        size_m,
-        length,
-        x.stride(0),
-        *coming[:2],
-        _PIECE,
-        coming[2],
-        128,
-        launches_early(x.device),
-        num_warps=4,
-    )
+        x, part, weight, size_m, length, x.stride(0), *coming[:2], _PIECE, coming[2], 128, early, num_warps=4
+    )  # fmt: skip
     return part, size_m * pieces, upper_bound(size_m) * pieces
 
 
@@ -562,7 +554,7 @@ def _ahead(weight: Tensor | None, rows: int, kind: int, pieces: int) -> tuple[tu
     if weight is None:
         return (0, 0, 0), 0
     size_n, size_k = weight.shape
-    split, _ = Tiles.of(rows, kind, _PAYLOAD.value).steps(size_n, size_k)
+    split, _ = Tiles.of(rows, _PAYLOAD.value).steps(size_n, size_k)
     parts, step = (size_n * split, size_k // split) if size_k % split == 0 else (size_n, size_k)
     columns = min(_AHEAD[kind] // parts, step, 1024)
     if columns < 128:

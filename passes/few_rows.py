@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import capability, converts_to_fp8, upper_bound
+from fxquant.compat import capability, converts_to_fp8, launches_early, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels import choice, triton_decode
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
@@ -53,25 +53,36 @@ def scaled_mm(
     fast_accum: bool,
     epilogue: str | None = None,
     other: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """`fxquant::scaled_mm` of few rows by a Triton kernel, as `prepare` leaves it."""
     specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    return triton_decode.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other)
+    return triton_decode.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
 
 
-def prepare(graph: fx.Graph) -> None:
-    """Says what the kernels for few rows take over: quantizing their input, what follows, and reading ahead."""
-    _leave_unquantized(graph)
+def prepare(graph: fx.Graph, packaged: bool) -> None:
+    """Says what the kernels for few rows take over: quantizing their input, what follows, and reading ahead.
+
+    Those that are `packaged` cannot be launched early.
+    """
+    _leave_unquantized(graph, packaged)
     _fuse_epilogues(graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
+        if not packaged and launches_early(val(node).device) and decodes(node):
+            node.kwargs = {**node.kwargs, "early": True}
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
-        if quantizes_few_rows(node):
+        if not quantizes_few_rows(node):
+            continue
+        if not packaged and launches_early(val(node.args[0]).device):
+            node.kwargs = {"early": True}
+        else:
             gemms = _gemms(node)
             weights = [user.args[1][0] for user in graph.nodes if user in gemms]
             if behind_views(weights[0]).op in ("placeholder", "get_attr") and val(weights[0]).is_contiguous():
                 node.kwargs = {"ahead": weights[0]}
 
 
-def _leave_unquantized(graph: fx.Graph) -> None:
+def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:
     """Gives GEMMs the tensor itself, with its multiplier where it has one, to quantize as they read it.
 
     Only where no one else reads the quantized one.
@@ -82,7 +93,8 @@ def _leave_unquantized(graph: fx.Graph) -> None:
         if direction != "rowwise" or not gemms:
             continue
         parsed = QuantSpec.parse(str(spec))
-        if triton_decode.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms)):
+        early = not packaged and launches_early(val(x).device)
+        if triton_decode.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms), early=early):
             for user in gemms:
                 user.args = ([x, *multiplier], *user.args[1:])
             for item in [*node.users, node]:
@@ -135,7 +147,7 @@ def _takes_epilogue(gemm: fx.Node) -> bool:
     if gemm.kwargs or not decodes(gemm):
         return False
     a, b = ([val(part) for part in parts] for parts in gemm.args[:2])  # type: ignore[union-attr]
-    return triton_decode.in_one_kernel(a, QuantSpec.parse(str(gemm.args[2])), b)
+    return triton_decode.in_one_kernel(a, b)
 
 
 def _is_all_between(gemm: fx.Node, root: fx.Node) -> bool:
@@ -205,7 +217,8 @@ def quantizes_rows_in_memory(node: fx.Node) -> bool:
 
 
 def quantize(
-    x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None, ahead: Tensor | None = None
-) -> list[Tensor]:
+    x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None, ahead: Tensor | None = None,
+    early: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """`fxquant::quantize` of few rows by Triton kernels, rowwise."""
-    return triton_decode.quantize(x, QuantSpec.parse(spec), multiplier, ahead)
+    return triton_decode.quantize(x, QuantSpec.parse(spec), multiplier, ahead, early)

@@ -384,7 +384,7 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
     count = 0
     kernels = not portable if kernels is None else kernels
     if kernels:
-        few_rows.prepare(graph)
+        few_rows.prepare(graph, packaged=portable)
     traced: dict[Any, fx.GraphModule] = {}
     nodes = [node for node in graph.nodes if is_fxquant(node) or (portable and node.target is _GROUPED_MM)]
     # chosen before any of them goes, since a choice looks at what a node reads

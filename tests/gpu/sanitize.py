@@ -177,7 +177,7 @@ def decode() -> Iterator[str]:
                     triton_decode.quantize(x, a_spec, *given)
             for source in sources:
                 for term in (None, bias):
-                    triton_decode.scaled_mm(source, a_spec, b, b_spec, term, torch.bfloat16)
+                    triton_decode.scaled_mm(source, a_spec, b, b_spec, term, torch.bfloat16, early=term is not None)
             yield f"{texts}, {(m, k, n)}"
 
 

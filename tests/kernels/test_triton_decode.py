@@ -176,6 +176,15 @@ def test_kernels_that_wait_may_be_launched_early(monkeypatch: pytest.MonkeyPatch
     assert lines[0].startswith("triton_meta={'launch_pdl': True, 'constants'") and "launch_pdl" not in lines[1]
 
 
+def test_what_is_launched_early_is_quantized_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch costs less than casting in the GEMM then; not in packages, whose launches are not early."""
+    monkeypatch.setattr(sys.modules["fxquant.passes.few_rows"], "launches_early", lambda device: True)
+    assert lowered(16, "per_tensor_e4m3") == ["part", "data,scale", "y"]
+    assert lowered(16, "per_tensor_e4m3", multiplier=True) == ["data,scale", "y"]
+    assert lowered(1, "per_tensor_e4m3") == ["y"]
+    assert lowered(16, "per_tensor_e4m3", multiplier=True, portable=True, kernels=True) == ["y"]
+
+
 def test_kernels_beside_early_ones_of_inductor_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's do not wait for kernels further back than the last, which ours would let run on."""
     monkeypatch.setattr(compat, "is_hopper", lambda device: True)
