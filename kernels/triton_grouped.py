@@ -206,9 +206,16 @@ def columns_kernel(
             first = tl.zeros((BM, BN), tl.float32)
             if HALVES == 2:
                 last = tl.zeros((BM, BN), tl.float32)
-            of_n = a_scale + n * a_scale_step
-            of_k = b_scale + k * b_scale_step
-            for step in range(0, tl.cdiv(end - start, BK)):
+            steps = tl.cdiv(end - start, BK)
+            if BLOCK > 0:  # a scale is asked for a step before it is used
+                of_n = a_scale + n * a_scale_step + start // BK * a_scale_column_step
+                of_k = b_scale + k * b_scale_step + start // BK * b_scale_column_step
+                in_n, in_k, in_l = (n < N) & (steps > 0), (k < K) & (steps > 0), (k + BN < K) & (steps > 0)
+                of_a = tl.load(of_n, mask=in_n, other=0.0)
+                of_b = tl.load(of_k, mask=in_k, other=0.0)
+                if HALVES == 2:
+                    of_c = tl.load(of_k + BN * b_scale_step, mask=in_l, other=0.0)
+            for step in range(0, steps):
                 at = M - end + start + step * BK
                 x = left.load([end // 16, first_n, at]).reshape(BM, BK)
                 y = right.load([end // 16, first_k, at]).reshape(BN, BK)
@@ -219,16 +226,17 @@ def columns_kernel(
                     if HALVES == 2:
                         last += tl.dot(x, z.T)
                 else:
-                    block = start // BK + step
-                    of_a = tl.load(of_n + block * a_scale_column_step, mask=n < N, other=0.0)
-                    of_b = tl.load(of_k + block * b_scale_column_step, mask=k < K, other=0.0)
+                    following = tl.minimum(step + 1, steps - 1)
+                    next_a = tl.load(of_n + following * a_scale_column_step, mask=in_n, other=0.0)
+                    next_b = tl.load(of_k + following * b_scale_column_step, mask=in_k, other=0.0)
                     if HALVES == 2:
-                        of_c = tl.load(
-                            of_k + (block * b_scale_column_step + BN * b_scale_step), mask=k + BN < K, other=0.0
-                        )
+                        behind = of_k + (following * b_scale_column_step + BN * b_scale_step)
+                        next_c = tl.load(behind, mask=in_l, other=0.0)
                     first += tl.dot(x, y.T) * of_a[:, None] * of_b[None, :]
                     if HALVES == 2:
                         last += tl.dot(x, z.T) * of_a[:, None] * of_c[None, :]
+                        of_c = next_c
+                    of_a, of_b = next_a, next_b
         if BLOCK == 0:
             of_a = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
             by_column = b_scale + group * K + k
@@ -264,11 +272,13 @@ class Config:
 _FAST = Config()
 _SLOW = Config(stages=3)
 _BLOCKS = Config(halves=1)
+_SHORT_COLUMNS = Config(m=64, halves=1, warps=4, programs=2 * _MULTIPROCESSORS, flatten=False)
+"""Of blocks in groups of 1024 columns or fewer, on the average: the end of a tile is behind the steps of another."""
 
 
-def _config(block: int, fast_accum: bool, dtype: torch.dtype) -> Config:
+def _config(block: int, fast_accum: bool, dtype: torch.dtype, short: bool = False) -> Config:
     if block:
-        return _BLOCKS
+        return _SHORT_COLUMNS if short else _BLOCKS
     return _FAST if fast_accum and dtype.itemsize == 2 else _SLOW  # of a stage less: the result stands in its place
 
 
@@ -310,7 +320,8 @@ def grouped_columns(
     multiples of 128: [N, M/128] and [K, M/128], of any strides.
     """
     groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
-    config = config or _config(block, fast_accum, out_dtype)
+    short = statically_known_true(a.shape[1] <= 1024 * groups)
+    config = config or _config(block, fast_accum, out_dtype, short)
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
     with triton_workspace(a.device):
         wrap_triton(columns_kernel)[(config.programs,)](

@@ -28,8 +28,11 @@ def test_gemms_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_groups_are_quantized_in_both_directions_by_one_launch() -> None:
-    """Behind one that looks up where they are, and one that takes the amaxes of rows and columns that scales want."""
+def test_launches_of_groups_in_both_directions() -> None:
+    """One looks up where they are, and one quantizes. Of scales by row there are two: the first knows rows by itself,
+
+    and takes the amaxes of columns along, for itself or for the backward.
+    """
     import torch
 
     from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
@@ -44,9 +47,9 @@ def test_groups_are_quantized_in_both_directions_by_one_launch() -> None:
         return [triton_grouped_cast.written(n.kwargs["kwargs"]) for n in nodes]
 
     x, offs = torch.randn(70, 48).bfloat16(), torch.tensor([3, 3, 40, 60], dtype=torch.int32)
-    payloads = ["row_data", "row_scale", "column_data", "column_scale"]
-    assert launches("per_row_e4m3") == [["strips"], ["row_amax", "column_amax"], payloads]
-    assert launches("per_tensor_e4m3") == launches("mxfp8_e4m3") == [["strips"], payloads]
+    rows, columns = ["row_data", "row_scale"], ["column_data", "column_scale"]
+    assert launches("per_row_e4m3") == [["strips"], [*rows, "column_amax"], columns]
+    assert launches("per_tensor_e4m3") == launches("mxfp8_e4m3") == [["strips"], [*rows, *columns]]
     tiles = QuantSpec.parse("block_128x128_e4m3")
     assert not triton_grouped_cast.supported(x, offs, tiles, tiles)
     assert triton_grouped_cast.supported(x[None], None, tiles, None)
@@ -79,7 +82,8 @@ def main() -> None:
     interpreter._patch_lang_tensor = patch
     grouped_gemm.capability = lambda device: (9, 0)
     triton_grouped.wrap_triton = Launcher
-    few = {name: replace(getattr(triton_grouped, name), programs=3) for name in ("_FAST", "_SLOW", "_BLOCKS")}
+    configs = "_FAST", "_SLOW", "_BLOCKS", "_SHORT_COLUMNS"
+    few = {name: replace(getattr(triton_grouped, name), programs=3) for name in configs}
     vars(triton_grouped).update(few)
     ops, n, k = torch.ops.fxquant, 150, 200
     torch.manual_seed(0)
