@@ -473,7 +473,8 @@ def _cast(
     made = "Triton cast of groups" if matmul.groups else "Triton cast"
     kernel = f"{made if by_triton else 'fused by Inductor'}, {ways}"
     whole = any(own_amax)
-    lines = any(spec.row.family == "per_row" for spec in specs) and column is not None
+    known = grouped and operand == "weight" and row is None  # from the forward, with those of rows
+    lines = any(spec.row.family == "per_row" for spec in specs) and column is not None and not known
     kernel += ", after its amaxes" if whole or lines else ""
     rates = RATES.get(matmul.device)
     if rates is None or matmul.dtype not in _HALVES:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxquant.compat import fake_kernel, operator_library
 from fxquant.formats import OperandSpec, QuantSpec
-from fxquant.kernels import grouped_reference
+from fxquant.kernels import grouped_reference, reference
 from fxquant.kernels.ops import random_state, shared_spec
 
 _library = operator_library("fxquant", more=True)
@@ -26,6 +26,7 @@ _SCHEMAS = {
         "(Tensor x, Tensor? offs, str rowwise_spec, str columnwise_spec, Tensor? rowwise_state=None,"
         " Tensor? columnwise_state=None) -> Tensor[]"
     ),
+    "split_quantize_and_amax": "(Tensor x, str spec) -> Tensor[]",
     "split_amax": "(Tensor x, Tensor? offs) -> Tensor",
     "split_dequantize": "(Tensor[] parts, Tensor? offs, str spec, SymInt length, ScalarType dtype) -> Tensor",
     "grouped_scaled_mm": (
@@ -57,6 +58,11 @@ def _hybrid_split_quantize(
     return [*row, *_split_quantize(x, offs, columnwise_spec, "columnwise", columnwise_state)]
 
 
+def _split_quantize_and_amax(x: Tensor, spec: str) -> list[Tensor]:
+    """A batch [G, R, C] rowwise, and the amaxes of its columns [G, C]."""
+    return [*_split_quantize(x, None, spec, "rowwise"), reference.amax(x.mT, -1)]
+
+
 def _split_amax(x: Tensor, offs: Tensor | None) -> Tensor:
     return grouped_reference.group_amax(x, offs)
 
@@ -83,6 +89,7 @@ def _grouped_scaled_mm(
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "split_quantize": _split_quantize,
     "hybrid_split_quantize": _hybrid_split_quantize,
+    "split_quantize_and_amax": _split_quantize_and_amax,
     "split_amax": _split_amax,
     "split_dequantize": _split_dequantize,
     "grouped_scaled_mm": _grouped_scaled_mm,
@@ -147,6 +154,12 @@ def _hybrid_split_quantize_fake(
         *_fake_operand(x, offs, QuantSpec.parse(rowwise_spec), "rowwise"),
         *_fake_operand(x, offs, QuantSpec.parse(columnwise_spec), "columnwise"),
     ]
+
+
+@fake_kernel(_library, "split_quantize_and_amax")
+def _split_quantize_and_amax_fake(x: Tensor, spec: str) -> list[Tensor]:
+    parts = _fake_operand(x, None, QuantSpec.parse(spec), "rowwise")
+    return [*parts, x.new_empty([x.shape[0], x.shape[-1]], dtype=torch.float32)]
 
 
 @fake_kernel(_library, "split_amax")

@@ -58,7 +58,8 @@ def quantize(
     [Mp/128, Cp/128] in the padded rows. Per group are: the scale of per_tensor [G], that of columnwise per_row [G, C]
     and the global amax of NVFP4 [G]. Batched operands have a leading G throughout.
 
-    `state` is what `reference.quantize` takes from the state of a graph, for a delayed scale one of each group [G].
+    `state` is what `reference.quantize` takes from the state of a graph, for a delayed scale one of each group [G]; for
+    rows of a batch it may be their amaxes [G, R], of columns [G, C].
     Random bits are drawn for the operand as it is laid out, groups padded. With `row_scaled` the global amax is that of
     each row [M, 1] ([G, R, 1] of a batch), or of each column of a group [G, C].
     """
@@ -151,6 +152,8 @@ def _quantize_batched(x: Tensor, spec: QuantSpec, state: Tensor | None) -> list[
             multiplier = reference.multiplier_from_amax(group_amax(x, None), spec)
         data, _ = reference.quantize(x, spec, _over(multiplier))
         return [data, reference.reciprocal(multiplier)]
+    if spec.row.family == "per_row" and state is not None:
+        return reference.quantize(x, spec, reference.multiplier_from_amax(state, spec).unsqueeze(-1))
     if spec.row.has_global_amax and not spec.row_scaled:
         amax = group_amax(_transformed(x, spec), None)
         return [*reference.quantize(x, spec, state, _over(amax))[:2], amax]

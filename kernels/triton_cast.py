@@ -480,13 +480,61 @@ def take_amaxes(
 
 
 @triton.jit
+def cast_rows(
+    x, row_data, row_scale, column_amax, group, first, last, K, row_units, x_step, SIDE: tl.constexpr,
+    COLUMN: tl.constexpr, STEPS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Quantizes rows of x [M, K], of one group, by their amaxes, and with COLUMN adds them to those of columns [G, K].
+
+    NaN is ignored. Each is read once, R at a time in STEPS, eight columns for each thread of W warps side by side: all
+    columns, and the next rows are asked for before these are scaled.
+    """
+    padded_K = row_units * 16
+    thread = _axis(W, 1, 4) * 32 + _axis(32, 0, 4)
+    down, across, words_across = _axis(R, 2, 4), thread * 8 + _axis(8, 3, 4), thread * 2 + _axis(2, 3, 4)
+    in_k, words_in_k = across < K, 4 * words_across < padded_K
+    source = x + first.to(tl.int64) * x_step + (down * x_step + across)
+    out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True) + first.to(tl.int64) * (padded_K // 4)
+    out += down * (padded_K // 4) + words_across
+    largest = tl.zeros((32, W, 1, 8), tl.float32)
+    tile = tl.load(source, mask=(first + down < last) & in_k, other=0.0)
+    for step in range(STEPS):
+        row = first + step * R
+        source += R * x_step
+        following = tl.load(source, mask=(row + R + down < last) & in_k, other=0.0)
+        values = tile.to(tl.float32)
+        size = tl.abs(values)
+        amax = tl.max(tl.max(tl.max(size, axis=3, keep_dims=True), axis=0, keep_dims=True), axis=1, keep_dims=True)
+        factor = _multiplier(tl.maximum(amax, 0.0), SIDE)
+        inside = row + down < last
+        tl.store(row_scale + row + down, _inverse(factor, SIDE), mask=inside)
+        even, odd = tl.split(tl.reshape(values * factor, (32, W, R, 2, 2, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        tl.store(out, codes(a, b, c, d, SIDE[_MANTISSA] == 2), mask=inside & words_in_k)
+        out += R * (padded_K // 4)
+        if COLUMN:
+            largest = tl.maximum(largest, tl.max(size, axis=2, keep_dims=True))
+        tile = following
+    if COLUMN:
+        bits = tl.maximum(largest, 0.0).to(tl.int32, bitcast=True)
+        bits = tl.reshape(tl.permute(bits, (1, 0, 2, 3)), (W * 256,))
+        column = tl.max_contiguous(tl.arange(0, W * 256), 1)  # threads of a warp side by side, not eight columns each
+        to = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + group.to(tl.int64) * K
+        tl.atomic_max(to + column, bits, mask=column < K, sem="relaxed")
+
+
+@triton.jit
 def cast_tile(
     x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
     row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
     column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, LAYOUT: tl.constexpr,
+    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the tile at the row `local` of a group, whose place is as `strip_of` gives it.
+
+    IN_STEP that row may be before the group's first, which it is in one tile of each column.
 
     Tiles, their layout, scales and units are those of `triton_cast.cast_kernel`. A group's scales, and what they come
     from, are `*_scale_group` apart.
@@ -508,10 +556,12 @@ def cast_tile(
     wide_row = first_row.to(tl.int64)
     source = x + (wide_row * x_step + first_column)
     inside = (down_6 < left) & (first_column + across_6 < K)
+    if IN_STEP:
+        inside &= down_6 >= -local
     tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
     parts = _four(tile, R, LAYOUT)
     known = tl.minimum(group, G - 1).to(tl.int64)
-    once = local + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
+    once = tl.maximum(local, 0) + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
     if ROW[_KIND] != _NONE:
         row_at = 0
         row_left = left
@@ -536,7 +586,8 @@ def cast_tile(
         out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
         out += (wide_row * padded_K + first_column) // 4
         place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-        tl.store(out + place, words, mask=(down < left) & (first_column + across < padded_K))
+        in_group = (down < left) & (down >= -local) if IN_STEP else down < left
+        tl.store(out + place, words, mask=in_group & (first_column + across < padded_K))
     if COLUMN[_KIND] != _NONE:
         column_at = once
         blocks_left = 0
@@ -562,6 +613,8 @@ def cast_tile(
             words = codes(a, b, c, d, COLUMN[_MANTISSA] == 2)
             place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
             mask = (first_column + across + j < K) & (local + first_down < padded_size)
+            if IN_STEP:
+                mask &= first_down >= -local
             tl.store(out + place, words, mask=mask)
 
 

@@ -22,24 +22,31 @@ from torch.library import wrap_triton
 from fxquant.compat import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels import grouped_reference, reference, triton_cast
-from fxquant.kernels.triton_cast import cast_tile, take_amaxes
-from fxquant.kernels.triton_codes import TORCHAO_BELOW, TORCHAO_FLOOR, in_words, magnitude, multiplier
+from fxquant.kernels.triton_cast import cast_rows, cast_tile, take_amaxes
 
 _STRIP = 128
 """Rows of a strip."""
 _ENTRIES = 16
 """Strips that a program of `strips_kernel` looks up."""
+_COLUMNS_ALONE = 8, 4, 2, 2
+"""`triton_cast.tile_layout` of columns of ragged groups: 64 bytes of one together, for they start at any 16."""
+_HEIGHT = 32
+"""Rows of a program of `whole_rows_kernel`."""
+_MOST_WARPS = 32
+_ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
+"""Of these, those that threads hold at a time, and with the most warps that a program may have."""
 
 
 @triton.jit
 def strips_kernel(
-    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, STRIP: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, EVERY: tl.constexpr,
+    IN_STEP: tl.constexpr, STRIP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Where each strip's rows are, for `strip_of`. Groups are padded to the ALIGNMENT.
 
-    Every group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
-    GROUPS is a power of two above G.
+    EVERY group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
+    IN_STEP they begin at multiples of STRIP in the padded rows, a group's first as far before it. GROUPS is a power of
+    two above G.
     """
     g = tl.arange(0, GROUPS)
     ends = tl.load(offs + tl.minimum(g, G - 1))
@@ -47,12 +54,14 @@ def strips_kernel(
     padded = tl.where(g < G, (ends - starts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
     padded = tl.where(g == G, padded_rows - tl.sum(padded, 0), padded)
     padded_ends = tl.cumsum(padded, 0)
-    count = tl.where(g <= G, tl.maximum((padded + STRIP - 1) // STRIP, 1), 0)
+    before = (padded_ends - padded) % STRIP if IN_STEP else tl.zeros_like(padded)
+    count = tl.where(g <= G, tl.maximum((before + padded + STRIP - 1) // STRIP, 1 if EVERY else 0), 0)
     through = tl.cumsum(count, 0)
     strip = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     group = tl.sum((through[None, :] <= strip[:, None]).to(tl.int32), 1)
     own = g[None, :] == group[:, None]
     local = (strip - tl.sum(tl.where(own, (through - count)[None, :], 0), 1)) * STRIP
+    local -= tl.sum(tl.where(own, before[None, :], 0), 1)
     place = strips + 8 * strip
     tl.store(place, group)
     tl.store(place + 1, local)
@@ -92,9 +101,10 @@ def grouped_amax_kernel(
     """The amaxes of the rows [M], and of the columns of each group [G, K] or of groups, into zeroed float32 buffers."""
     tiles = tl.cdiv(K, 256)
     group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
-    if start + local < end:
+    first, last = tl.maximum(start + local, start), tl.minimum(start + local + STRIP, end)
+    if first < last:
         take_amaxes(
-            x, row_amax, column_amax, group, start + local, end, (tl.program_id(0) % tiles) * 256, K, x_step, ROW,
+            x, row_amax, column_amax, group, first, last, (tl.program_id(0) % tiles) * 256, K, x_step, ROW,
             COLUMN, GROUP, STRIP, W, R,
         )  # fmt: skip
 
@@ -111,8 +121,8 @@ def grouped_cast_kernel(
     COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    BATCH: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr, LM: tl.constexpr,
-    WK: tl.constexpr, WM: tl.constexpr,
+    BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr,
+    LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
 
@@ -138,40 +148,39 @@ def grouped_cast_kernel(
         row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
     )  # fmt: skip
     local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
-    if (group > G) | ((local >= padded_end - padded_start) & (local > 0)):
+    if (group > G) | ((local >= padded_end - padded_start) & (local > 0)) | (local + HEIGHT <= 0):
         return
     cast_tile(
         x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
         row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
         column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-        padded_end, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, LAYOUT,
+        padded_end, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, IN_STEP, LAYOUT,
     )  # fmt: skip
 
 
 @triton.jit
 def whole_rows_kernel(
-    x, row_data, row_scale, M, K, row_units, x_step, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
-    POW2: tl.constexpr, BELOW: tl.constexpr, MOST: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, row_data, row_scale, column_amax, strips, rows, padded_rows, K, row_units, x_step,
+    KIND: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FMAX: tl.constexpr, LOG: tl.constexpr,
+    MANTISSA: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
+    BELOW: tl.constexpr, MOST: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr,
+    HEIGHT: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of x [M, K] quantized by their amaxes, which are read first: the second read finds the cache."""
-    padded_K = row_units * 16
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    source = x + row.to(tl.int64)[:, None] * x_step
-    in_m = (row < M)[:, None]
-    k = tl.arange(0, WIDTH)[None, :]
-    largest = tl.zeros((ROWS, WIDTH), tl.float32)
-    for first in range(0, K, WIDTH):
-        tile = tl.load(source + (first + k), mask=in_m & (first + k < K), other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, magnitude(tile))
-    factor = multiplier(tl.max(largest, axis=1), FMAX, LARGEST, EPS, POW2, BELOW, MOST)
-    tl.store(row_scale + row, tl.div_rn(1.0, factor), mask=row < M)
-    quads = tl.arange(0, WIDTH // 4)[None, :]
-    out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True) + row.to(tl.int64)[:, None] * (padded_K // 4)
-    for first in range(0, padded_K, WIDTH):
-        tile = tl.load(source + (first + k), mask=in_m & (first + k < K), other=0.0).to(tl.float32)
-        words = in_words(tile * factor[:, None], E5M2, ROWS, WIDTH)
-        tl.store(out + (first // 4 + quads), words, mask=in_m & (first + 4 * quads < padded_K))
+    """HEIGHT rows of x [M, K] quantized by their amaxes, and with COLUMN the amaxes of columns, from one read.
+
+    The latter, of each group, [G, K], go into a zeroed float32 buffer.
+    """
+    SIDE: tl.constexpr = (KIND, P, Q, FMAX, LOG, MANTISSA, MODE, LARGEST, EPS, POW2, BELOW, MOST)
+    parts: tl.constexpr = STRIP // HEIGHT
+    group, local, start, end, _, _ = strip_of(tl.program_id(0) // parts, strips, rows, padded_rows, STRIP, BATCH)
+    first = start + local + (tl.program_id(0) % parts) * HEIGHT
+    last = tl.minimum(end, first + HEIGHT)
+    first = tl.maximum(first, start)
+    if first < last:
+        cast_rows(
+            x, row_data, row_scale, column_amax, group, first, last, K, row_units, x_step, SIDE, COLUMN, HEIGHT // R, R,
+            W,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -224,19 +233,22 @@ class _Place:
     strips: Tensor
 
 
-def _place(x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor) -> _Place:
+def _place(
+    x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, *, in_step: bool = False, every: bool = True
+) -> _Place:
+    """`every` and `in_step` are those of `strips_kernel`."""
     if offs is None:
         groups, rows = x.shape[:2]
         size = _up(rows, alignment)
         return _Place((groups, rows, size, groups * _cdiv(size, _STRIP)), unread)
     groups, rows = offs.shape[0], x.shape[0]
     size = grouped_reference.padded_rows(rows, groups, alignment)
-    programs = _cdiv(size // _STRIP + groups + 2, _ENTRIES)
-    count = programs * _ENTRIES
-    strips = torch.empty((count, 8), dtype=torch.int32, device=x.device)
+    count = size // _STRIP + (groups + 2 if every or alignment % _STRIP else 0)
+    programs = _cdiv(count, _ENTRIES)
+    strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
     wrap_triton(strips_kernel)[(programs,)](
-        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, _STRIP, _ENTRIES,
-        num_warps=4,
+        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, every, in_step,
+        _STRIP, _ENTRIES, num_warps=4,
     )  # fmt: skip
     return _Place((groups, rows, size, count), strips)
 
@@ -269,7 +281,8 @@ def quantize(
 ) -> list[Tensor]:  # fmt: skip
     """The parts of `grouped_reference.quantize` rowwise and then columnwise; None leaves a direction out.
 
-    `row_state` and `column_state` [G] are multipliers to use in the place of the groups' own (per-tensor formats).
+    `row_state` and `column_state` [G] are multipliers to use in the place of the groups' own (per-tensor formats), or
+    of a batch that is scaled by column [G, K] what `quantize_and_amax` gave.
     x is float32, bfloat16 or float16. Block scales of 1x128 lie transposed in memory (of a batch each matrix's).
     """
     if offs is None and x.stride(-1) != 1 and x.stride(-2) == 1:  # the same with the directions exchanged
@@ -277,21 +290,30 @@ def quantize(
         count = 0 if column is None else 2
         return [*swapped[count:], *swapped[:count]]
     x = x.contiguous()
-    if offs is None and column is None and row is not None and row.row.family == "per_row":
-        return _whole_rows(x, row)
     unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
     alignment = 16 if column is None else column.row.alignment
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
-    place = _place(x, offs, alignment, unread)
-    batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
     inner = x.shape[-1]
-    row_amax, column_amax = unread, unread
-    if by_row or by_column:
-        every = groups * rows if batch else rows
-        row_amax = torch.zeros(every if by_row else 1, dtype=torch.float32, device=x.device)
-        column_amax = torch.zeros((groups, inner) if by_column else (1, 1), dtype=torch.float32, device=x.device)
-    if by_row or by_column:
-        _take(x, row_amax, column_amax, place, by_row, by_column, False, batch)
+    families = {spec.row.family for spec in (row, column) if spec is not None}
+    of_lines = {"per_tensor", "per_row"}
+    in_step = column is not None and families <= of_lines and (not by_row or _in_one_read(inner))
+    place = _place(x, offs, alignment, unread, in_step=in_step, every=bool(families & of_lines))
+    batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
+    row_amax = column_amax = unread
+    taken = by_column and column_state is None
+    if by_column:
+        column_amax = column_state if column_state is not None else _zeros(x, groups, inner)
+    made: list[Tensor] = []
+    if by_row and _in_one_read(inner):
+        assert row is not None
+        made = _whole_rows(x, row, place, column_amax if taken else None, batch, unread)
+        if column is None:
+            return made
+        row = None
+    elif by_row or taken:
+        if by_row:
+            row_amax = _zeros(x, groups * rows if batch else rows)
+        _take(x, row_amax, column_amax, place, by_row, taken, False, batch)
     own: Tensor | None = None
 
     def given(spec: QuantSpec, state: Tensor | None) -> Tensor:
@@ -303,30 +325,62 @@ def quantize(
 
     left = _side_of(x, offs, row, row_amax, given, row_state, size, unread, columnwise=False)
     right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
-    lanes_k, lanes_m, warps_k, warps_m = layout = triton_cast.tile_layout(row, column)
+    layout = _COLUMNS_ALONE if row is None and in_step and not batch else triton_cast.tile_layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m = layout
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
     grid = (count * (_STRIP // (16 * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
         row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
-        batch, by_row or by_column, _STRIP, *layout, num_warps=warps_k * warps_m,
+        batch, in_step and not batch, by_row or taken, _STRIP, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
-    return [*left.parts, *right.parts]
+    return [*made, *left.parts, *right.parts]
 
 
-def _whole_rows(x: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """A batch quantized by row in one direction alone."""
-    element = spec.row.element
-    assert element is not None
+def quantize_and_amax(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """A batch x [G, R, C] quantized by row, and the amaxes of its columns [G, C], which `quantize` takes as state."""
+    inner = x.shape[-1]
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)
+    if x.stride(-1) == 1 and _in_one_read(inner):
+        x = x.contiguous()
+        amax = _zeros(x, x.shape[0], inner)
+        return [*_whole_rows(x, spec, _place(x, None, 16, unread), amax, True, unread), amax]
+    if x.stride(-1) != 1 and x.stride(-2) == 1:
+        stored = x.mT.contiguous()
+        groups, rows, length = stored.shape
+        amax, own = _zeros(x, groups, rows), _zeros(x, groups, length)
+        _take(stored, amax, own, _place(stored, None, 16, unread), True, True, False, True)
+        return [*quantize(stored, None, None, spec, None, own), amax]
+    x = x.contiguous()
+    amax = _zeros(x, x.shape[0], inner)
+    _take(x, unread, amax, _place(x, None, 16, unread), False, True, False, True)
+    return [*quantize(x, None, spec, None), amax]
+
+
+def _zeros(x: Tensor, *shape: Any) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=x.device)
+
+
+def _in_one_read(inner: Any) -> bool:
+    """Whether the threads of a program hold whole rows, of a length that is known."""
+    return isinstance(inner, int) and inner <= 256 * _MOST_WARPS
+
+
+def _whole_rows(
+    x: Tensor, spec: QuantSpec, place: _Place, column_amax: Tensor | None, batch: bool, unread: Tensor
+) -> list[Tensor]:
+    """x quantized by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
+    assert spec.row.element is not None
     *lines, inner = x.shape
     units = _cdiv(inner, 16)
-    data = torch.empty([*lines, 16 * units], dtype=element.dtype, device=x.device)
+    data = torch.empty([*lines, 16 * units], dtype=spec.row.element.dtype, device=x.device)
     scale = torch.empty([*lines, 1], dtype=torch.float32, device=x.device)
-    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
-    height, width, count = 4, 1024, lines[0] * lines[1]
-    wrap_triton(whole_rows_kernel)[(_cdiv(count, height),)](
-        x, data, scale, count, inner, units, x.stride(-2), element.max, torch.finfo(torch.float32).max, spec.eps,
-        spec.pow2, below, most, element.mantissa_bits == 2, height, width, num_warps=4,
+    _, rows, size, count = place.sizes
+    warps = triton.next_power_of_2(_cdiv(inner, 256))
+    wrap_triton(whole_rows_kernel)[(count * (_STRIP // _HEIGHT),)](
+        x, data, scale, unread if column_amax is None else column_amax, place.strips, rows, size, inner, units,
+        x.stride(-2), *triton_cast.side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
+        _ROWS_AT_ONCE if warps < _MOST_WARPS else _ROWS_AT_ONCE_OF_MOST, warps, num_warps=warps,
     )  # fmt: skip
     return [data, scale]
 
@@ -388,8 +442,8 @@ def written(arguments: Mapping[str, Any]) -> list[str]:
         return ["cleared"]
     if "offs" in arguments:
         return ["strips"]
-    if "WIDTH" in arguments:
-        return ["row_data", "row_scale"]
+    if "HEIGHT" in arguments:
+        return ["row_data", "row_scale", *(["column_amax"] if arguments["COLUMN"] else [])]
     if arguments.get("GROUP"):
         return ["column_amax"]
     return triton_cast.written(arguments)

@@ -57,7 +57,7 @@ _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
-    "quantize_heads", "quantize_qkv", "attention_backward",
+    "split_quantize_and_amax", "quantize_heads", "quantize_qkv", "attention_backward",
 )  # fmt: skip
 """Operators whose result depends on the last bit of what they read."""
 
@@ -91,6 +91,8 @@ def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) 
             return attention_cuda.quantize_qkv
         if name == "split_amax" and lies and _some_groups(*(val(arg) for arg in node.args)):
             return grouped_cast.group_amax
+        if name == "split_quantize_and_amax" and lies and _weights_by_triton(node):
+            return triton_split_quantize_and_amax
         if name in ("split_quantize", "hybrid_split_quantize") and _groups_by_triton(name, node, lies):
             split = triton_split_quantize if name == "split_quantize" else triton_hybrid_split_quantize
             return functools.partial(split, grouped_cast.group_amax if lies else _group_amax_of_rounded)
@@ -172,6 +174,11 @@ def _groups_by_triton(name: str, node: fx.Node, lies: bool) -> bool:
     return alone and known and _some_groups(x, offs) and converts_to_fp8(x.device)
 
 
+def _weights_by_triton(node: fx.Node) -> bool:
+    x, spec = val(node.args[0]), QuantSpec.parse(str(node.args[1]))
+    return grouped_cast.supported(x, None, spec, None) and _some_groups(x, None) and converts_to_fp8(x.device)
+
+
 def _some_groups(x: Tensor, offs: Tensor | None) -> bool:
     """Whether there is something in groups that Triton's kernels take."""
     some = statically_known_true(x.shape[-1] > 0) and (offs is not None or statically_known_true(x.numel() > 0))
@@ -202,6 +209,11 @@ def triton_hybrid_split_quantize(
     """`fxquant::hybrid_split_quantize` by a Triton kernel."""
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
     return grouped_cast.quantize(x, offs, row, column, rowwise_state, columnwise_state, amax)
+
+
+def triton_split_quantize_and_amax(x: Tensor, spec: str) -> list[Tensor]:
+    """`fxquant::split_quantize_and_amax` by a Triton kernel."""
+    return grouped_cast.quantize_and_amax(x, QuantSpec.parse(spec))
 
 
 def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:

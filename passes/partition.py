@@ -7,6 +7,11 @@
     row = fxquant.quantize(w, "per_tensor_e4m3", "rowwise", scale)
     column = fxquant.quantize(w, "per_tensor_e4m3", "columnwise", scale)
 
+and of experts' weights that are scaled by row and, in the backward, by column:
+
+    *row, amax = fxquant.split_quantize_and_amax(w, "per_row_e4m3")         # one read gives the amaxes of both
+    column = fxquant.split_quantize(w, None, "per_row_e4m3", "columnwise", amax)
+
 Whatever a quantization takes besides its tensor, a scale or random numbers' seed and step, is saved and never computed
 again, so that a tensor which the backward quantizes again gets the bits that the forward gave it.
 
@@ -33,7 +38,7 @@ from fxquant.compat import (
     recomputable,
 )
 from fxquant.formats import QuantSpec
-from fxquant.passes.base import VIEWS, behind_views, is_fxquant, run_pass, val
+from fxquant.passes.base import VIEWS, behind_views, in_memory, is_fxquant, run_pass, val
 from fxquant.passes.patterns import readers
 from fxquant.passes.share_quantized import share_quantized
 
@@ -56,6 +61,7 @@ class Partition(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         run_pass("share_quantized", share_quantized, gm.graph)
         run_pass("partition", share_scales, gm.graph)
+        run_pass("partition", share_column_amaxes, gm.graph)
         for node in gm.graph.nodes:
             if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node):
                 must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
@@ -97,6 +103,47 @@ def share_scales(graph: fx.Graph) -> int:
                 must_save(source)
     graph.lint()
     return count
+
+
+def share_column_amaxes(graph: fx.Graph) -> int:
+    """Rewrites a joint graph in place; returns how many weights of groups have the amaxes of their columns taken early.
+
+    The kernel that scales rows has them for nothing, and the backward would read a weight once more for them.
+    """
+    by_row: dict[fx.Node, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if not is_fxquant(node, "split_quantize") or len(node.args) > 4:
+            continue
+        x, offs, spec, direction = node.args
+        if offs is not None or not in_memory(x) or QuantSpec.parse(str(spec)).row.family != "per_row":
+            continue
+        if direction == "rowwise":
+            by_row.setdefault(x, node)
+        elif x in by_row:
+            node.args = (*node.args, _column_amax(by_row[x]))
+            count += 1
+    graph.lint()
+    return count
+
+
+def _column_amax(node: fx.Node) -> fx.Node:
+    """The third result of a rowwise quantization of a batch, which takes amaxes along from now on; it is saved."""
+    graph, last = node.graph, 2
+    if not is_fxquant(node, "split_quantize_and_amax"):
+        x, _, spec, _ = node.args
+        node.target = torch.ops.fxquant.split_quantize_and_amax.default
+        node.args = (x, spec)
+        value = val(x).new_empty([val(x).shape[0], val(x).shape[-1]], dtype=torch.float32)
+        node.meta = {**node.meta, "val": [*val(node), value]}
+    for item in node.users:
+        if item.target is operator.getitem and item.args[1] == last:
+            return item
+    with graph.inserting_after(node):
+        item = graph.call_function(operator.getitem, (node, last))
+    item.meta = {key: kept for key, kept in node.meta.items() if key not in _OF_THE_NODE} | {"val": val(node)[last]}
+    must_save(item)
+    return item
 
 
 def _lays_out_attention(node: fx.Node) -> bool:

@@ -140,10 +140,11 @@ def story(gm: fx.GraphModule) -> str:
             continue
         label = f"#{len(set(v.partition('.')[0] for v in labels.values()))}"
         parts = sorted((user for user in node.users), key=lambda user: user.args[1])
-        spec = node.args[2 if "split" in name else 1]
+        spec = next(arg for arg in node.args if isinstance(arg, str))
         row_parts = 3 if QuantSpec.parse(spec).row.has_global_amax else 2
         for part in parts:
-            labels[part] = label + (".column" if name.startswith("hybrid") and part.args[1] >= row_parts else "")
+            more = ".column" if name.startswith("hybrid") else ".amax"
+            labels[part] = label + (more if part.args[1] >= row_parts else "")
         lines.append(f"  {label} = {name}({arguments})")
     outputs = [n for n in next(n for n in gm.graph.nodes if n.op == "output").args[0] if n is not None]
     saved = [labels[n] for n in outputs if n in labels and n.meta["val"].ndim]

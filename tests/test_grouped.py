@@ -373,6 +373,41 @@ backward:
     )
 
 
+def test_the_amaxes_of_a_weights_columns_are_taken_with_those_of_its_rows() -> None:
+    """And saved, a number for each column of a group, so that the backward reads the weight once."""
+
+    def run(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, w.mT, offs=offs)
+
+    x, w = torch.randn(1024, 64).bfloat16().requires_grad_(), nn.Parameter(torch.randn(4, 96, 64).bfloat16())
+    story = recorded_story(run, "rowwise", x, w, ends(0, 500, 600, 1024))
+    assert_expected_inline(
+        story.replace("per_row_e4m3(pow2,torchao)", "e4m3"),
+        """\
+forward:
+  #0 = hybrid_split_quantize([1024, 64], [4], e4m3, e4m3)
+  #1 = split_quantize_and_amax([4, 96, 64], e4m3)
+  grouped_scaled_mm(#0, #1, [4], e4m3, e4m3, bfloat16, True) -> [1024, 96]
+  saves #1.amax, #0.column
+backward:
+  #0 = hybrid_split_quantize([1024, 96], [4], e4m3, e4m3)
+  #1 = split_quantize([4, 96, 64], None, e4m3, columnwise, [4, 64])
+  grouped_scaled_mm(#0, #1, [4], e4m3, e4m3, bfloat16, True) -> [1024, 64]
+  grouped_scaled_mm(#0.column, [64, 1072], [4], e4m3, e4m3, bfloat16, True) -> [4, 96, 64]""",
+    )
+
+
+@pytest.mark.parametrize("text", ["per_row_e4m3", "per_row_e5m2(pow2,torchao)"])
+def test_columns_of_a_batch_by_amaxes_that_are_known(text: str) -> None:
+    x = torch.randn(3, 37, 50).bfloat16()
+    *row, amax = ops.split_quantize_and_amax(x, text)
+    for direction, got in (("rowwise", row), ("columnwise", ops.split_quantize(x, None, text, "columnwise", amax))):
+        assert all(same(*pair) for pair in zip(got, ops.split_quantize(x, None, text, direction), strict=True))
+    with FakeTensorMode() as mode:
+        fake = ops.split_quantize_and_amax(mode.from_tensor(x), text)
+    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in (*row, amax)]
+
+
 def test_experts_and_dense_layers_can_differ_and_the_router_is_linear() -> None:
     class Moe(nn.Module):
         def __init__(self) -> None:

@@ -120,6 +120,11 @@ def groups() -> None:
             assert triton_grouped_cast.supported(stored, None, row, column)
             got = triton_grouped_cast.quantize(stored, None, row, column)
             check(got, quantize_groups(x, None, row, column), -1, 0, f"{texts} batch {stored.stride()}")
+            if row is not None and row.row.family == "per_row":
+                *parts, amax = triton_grouped_cast.quantize_and_amax(stored, row)
+                assert torch.equal(amax, reference.amax(x.mT, -1))
+                parts += triton_grouped_cast.quantize(stored, None, None, row, None, amax)
+                check(parts, quantize_groups(x, None, row, row), -1, 0, f"{texts} amaxes {stored.stride()}")
     out, ends = torch.full((40, 50), 3.0), torch.tensor([0, 20, 33], dtype=torch.int32)
     assert torch.equal(triton_grouped_cast.clear(out.clone(), ends), torch.cat([out[:33], 0 * out[33:]]))
     out = torch.full((3, 40, 50), 3.0)
