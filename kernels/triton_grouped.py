@@ -165,16 +165,14 @@ def rows_kernel(
 
 @triton.jit
 def columns_kernel(
-    a, b, a_scale, b_scale, offs, out, M, N, K, G, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
-    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
+    a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
+    b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out [G, N, K] = a [N, M] x b [K, M], transposed, over the columns of each group, scales [G, N] and [G, K].
+    """out [G, N, K] = a [N, M] x b [K, M], transposed, over the columns of each group; zeros for an empty one.
 
-    A tile has BM of N and HALVES (1 or 2) times BN of K. Groups start and end at multiples of 16; an empty one gives
-    zeros, in one step. GROUPS is a power of two, no less than G.
-
-    One loop goes over the steps of all tiles of a program, so that loads run ahead past the end of a tile: of two loops
-    Triton makes that one by itself where all tiles have as many steps.
+    A tile has BM of N and HALVES (1 or 2) times BN of K. Groups start and end at multiples of 16. With BLOCK they do so
+    at multiples of 128, and the scales are those of 128 columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
     """
     # columns M - end behind those of an operand, and as many before them: what is behind a group is outside, and zero
     left = tl.make_tensor_descriptor(a - M, [M // 16 + 1, N, M], [16, M, 1], [1, BM, BK])
@@ -186,113 +184,75 @@ def columns_kernel(
         result = tl.make_tensor_descriptor(out, [G, N, K], [tl.cast(N, tl.int64) * K, K, 1], [1, BM, BN])
     across = tl.cdiv(K, HALVES * BN)
     per_group = tl.cdiv(N, BM) * across
-    program = tl.program_id(0)
-    g = tl.arange(0, GROUPS)
-    starts = tl.load(offs + g - 1, mask=(g > 0) & (g < G), other=0)
-    steps_of = tl.maximum((tl.load(offs + g, mask=g < G, other=0) - starts + BK - 1) // BK, 1)
-    tiles_before = (tl.maximum(g * per_group - program, 0) + PROGRAMS - 1) // PROGRAMS  # of the groups before
-    tiles_through = (tl.maximum((g + 1) * per_group - program, 0) + PROGRAMS - 1) // PROGRAMS
-    total = tl.sum(tl.where(g < G, steps_of * (tiles_through - tiles_before), 0), 0)
-    tile = program - PROGRAMS
-    step, steps, start, end, group, first_n, first_k = -1, 0, 0, 0, 0, 0, 0
-    if FAST:
-        acc = tl.zeros((BM, HALVES * BN), tl.float32)
-    else:
-        first = tl.zeros((BM, BN), tl.float32)
-        if HALVES == 2:
-            last = tl.zeros((BM, BN), tl.float32)
-    for _ in range(total):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            tile += PROGRAMS
-            group = tile // per_group
-            first_n = (tile % per_group) // across * BM
-            first_k = (tile % across) * (HALVES * BN)
-            start = tl.load(offs + group - 1, mask=group > 0, other=0)
-            end = tl.load(offs + group)
-            steps = tl.maximum((end - start + BK - 1) // BK, 1)
-        at = M - end + start + step * BK
-        x = left.load([end // 16, first_n, at]).reshape(BM, BK)
-        if FAST:
-            y = right.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
-            acc = tl.dot(x, y.T, acc)
-        else:
-            y = right.load([end // 16, first_k, at]).reshape(BN, BK)
-            if HALVES == 2:
-                z = right.load([end // 16, first_k + BN, at]).reshape(BN, BK)
-            first += tl.dot(x, y.T)
-            if HALVES == 2:
-                last += tl.dot(x, z.T)
-        if step == steps - 1:
-            if FAST:
-                if HALVES == 2:
-                    first, last = _halves(acc, BM, 2 * BN)
-                else:
-                    first = acc
-            n, k = first_n + tl.arange(0, BM), first_k + tl.arange(0, BN)
-            of_a = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
-            by_column = b_scale + group * K + k
-            left_half = (first * of_a * tl.load(by_column, mask=k < K, other=0.0)[None, :]).to(out.dtype.element_ty)
-            if HALVES == 2:
-                of_b = tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
-                right_half = (last * of_a * of_b).to(out.dtype.element_ty)
-            if ALIGNED:
-                result.store([group, first_n, first_k], left_half.reshape(1, BM, BN))
-                if HALVES == 2:
-                    result.store([group, first_n, first_k + BN], right_half.reshape(1, BM, BN))
-            else:
-                place = out + ((tl.cast(group, tl.int64) * N + n[:, None]) * K + k[None, :])
-                in_n = (n < N)[:, None]
-                tl.store(place, left_half, mask=in_n & (k < K)[None, :])
-                if HALVES == 2:
-                    tl.store(place + BN, right_half, mask=in_n & (k + BN < K)[None, :])
-            if FAST:
-                acc = tl.zeros((BM, HALVES * BN), tl.float32)
-            else:
-                first = tl.zeros((BM, BN), tl.float32)
-                if HALVES == 2:
-                    last = tl.zeros((BM, BN), tl.float32)
-
-
-@triton.jit
-def block_columns_kernel(
-    a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
-    b_scale_column_step, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """`columns_kernel` of groups that start and end at multiples of 128, with scales [N, M / 128] and [K, M / 128].
-
-    A tile has BM of N and BN of K.
-    """
-    left = tl.make_tensor_descriptor(a - M, [M // 16 + 1, N, M], [16, M, 1], [1, BM, BK])
-    right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, BN, BK])
-    if ALIGNED:
-        result = tl.make_tensor_descriptor(out, [G, N, K], [tl.cast(N, tl.int64) * K, K, 1], [1, BM, BN])
-    across = tl.cdiv(K, BN)
-    per_group = tl.cdiv(N, BM) * across
-    for tile in range(tl.program_id(0), G * per_group, PROGRAMS):
+    for tile in tl.range(tl.program_id(0), G * per_group, PROGRAMS, flatten=FLATTEN):
         group = tile // per_group
         first_n = (tile % per_group) // across * BM
-        first_k = (tile % across) * BN
+        first_k = (tile % across) * (HALVES * BN)
         start = tl.load(offs + group - 1, mask=group > 0, other=0)
         end = tl.load(offs + group)
         n, k = first_n + tl.arange(0, BM), first_k + tl.arange(0, BN)
-        acc = tl.zeros((BM, BN), tl.float32)
-        of_n = a_scale + n * a_scale_step
-        of_k = b_scale + k * b_scale_step
-        for step in range(0, tl.cdiv(end - start, BK)):
-            at = M - end + start + step * BK
-            x = left.load([end // 16, first_n, at]).reshape(BM, BK)
-            y = right.load([end // 16, first_k, at]).reshape(BN, BK)
-            block = start // BK + step
-            of_a = tl.load(of_n + block * a_scale_column_step, mask=n < N, other=0.0)
-            of_b = tl.load(of_k + block * b_scale_column_step, mask=k < K, other=0.0)
-            acc += tl.dot(x, y.T) * of_a[:, None] * of_b[None, :]
+        if FAST:
+            acc = tl.zeros((BM, HALVES * BN), tl.float32)
+            for step in range(0, tl.cdiv(end - start, BK)):
+                at = M - end + start + step * BK
+                x = left.load([end // 16, first_n, at]).reshape(BM, BK)
+                y = right.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
+                acc = tl.dot(x, y.T, acc)
+            if HALVES == 2:
+                first, last = _halves(acc, BM, 2 * BN)
+            else:
+                first = acc
+        else:
+            first = tl.zeros((BM, BN), tl.float32)
+            if HALVES == 2:
+                last = tl.zeros((BM, BN), tl.float32)
+            steps = tl.cdiv(end - start, BK)
+            if BLOCK > 0:  # a scale is asked for a step before it is used
+                of_n = a_scale + n * a_scale_step + start // BK * a_scale_column_step
+                of_k = b_scale + k * b_scale_step + start // BK * b_scale_column_step
+                in_n, in_k, in_l = (n < N) & (steps > 0), (k < K) & (steps > 0), (k + BN < K) & (steps > 0)
+                of_a = tl.load(of_n, mask=in_n, other=0.0)
+                of_b = tl.load(of_k, mask=in_k, other=0.0)
+                if HALVES == 2:
+                    of_c = tl.load(of_k + BN * b_scale_step, mask=in_l, other=0.0)
+            for step in range(0, steps):
+                at = M - end + start + step * BK
+                x = left.load([end // 16, first_n, at]).reshape(BM, BK)
+                y = right.load([end // 16, first_k, at]).reshape(BN, BK)
+                if HALVES == 2:
+                    z = right.load([end // 16, first_k + BN, at]).reshape(BN, BK)
+                if BLOCK == 0:
+                    first += tl.dot(x, y.T)
+                    if HALVES == 2:
+                        last += tl.dot(x, z.T)
+                else:
+                    following = tl.minimum(step + 1, steps - 1)
+                    next_a = tl.load(of_n + following * a_scale_column_step, mask=in_n, other=0.0)
+                    next_b = tl.load(of_k + following * b_scale_column_step, mask=in_k, other=0.0)
+                    if HALVES == 2:
+                        behind = of_k + (following * b_scale_column_step + BN * b_scale_step)
+                        next_c = tl.load(behind, mask=in_l, other=0.0)
+                    first += tl.dot(x, y.T) * of_a[:, None] * of_b[None, :]
+                    if HALVES == 2:
+                        last += tl.dot(x, z.T) * of_a[:, None] * of_c[None, :]
+                        of_c = next_c
+                    of_a, of_b = next_a, next_b
+        if BLOCK == 0:
+            of_a = tl.load(a_scale + group * N + n, mask=n < N, other=0.0)[:, None]
+            by_column = b_scale + group * K + k
+            first = first * of_a * tl.load(by_column, mask=k < K, other=0.0)[None, :]
+            if HALVES == 2:
+                last = last * of_a * tl.load(by_column + BN, mask=k + BN < K, other=0.0)[None, :]
         if ALIGNED:
-            result.store([group, first_n, first_k], acc.to(out.dtype.element_ty).reshape(1, BM, BN))
+            result.store([group, first_n, first_k], first.to(out.dtype.element_ty).reshape(1, BM, BN))
+            if HALVES == 2:
+                result.store([group, first_n, first_k + BN], last.to(out.dtype.element_ty).reshape(1, BM, BN))
         else:
             place = out + ((group.to(tl.int64) * N + n[:, None]) * K + k[None, :])
-            tl.store(place, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+            in_n = (n < N)[:, None]
+            tl.store(place, first.to(out.dtype.element_ty), mask=in_n & (k < K)[None, :])
+            if HALVES == 2:
+                tl.store(place + BN, last.to(out.dtype.element_ty), mask=in_n & (k + BN < K)[None, :])
 
 
 @dataclass(frozen=True)
@@ -312,11 +272,13 @@ class Config:
 _FAST = Config()
 _SLOW = Config(stages=3)
 _BLOCKS = Config(halves=1)
+_SHORT_COLUMNS = Config(m=64, halves=1, warps=4, programs=2 * _MULTIPROCESSORS, flatten=False)
+"""Of blocks in groups of 1024 columns or fewer, on the average: the end of a tile is behind the steps of another."""
 
 
-def _config(block: int, fast_accum: bool, dtype: torch.dtype) -> Config:
+def _config(block: int, fast_accum: bool, dtype: torch.dtype, short: bool = False) -> Config:
     if block:
-        return _BLOCKS
+        return _SHORT_COLUMNS if short else _BLOCKS
     return _FAST if fast_accum and dtype.itemsize == 2 else _SLOW  # of a stage less: the result stands in its place
 
 
@@ -358,22 +320,16 @@ def grouped_columns(
     multiples of 128: [N, M/128] and [K, M/128], of any strides.
     """
     groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
-    config = config or _config(block, fast_accum, out_dtype)
+    short = statically_known_true(a.shape[1] <= 1024 * groups)
+    config = config or _config(block, fast_accum, out_dtype, short)
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
-    arguments = a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups
-    tile = config.m, config.n, config.k
-    aligned = _aligned(inputs, out_dtype)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
     with triton_workspace(a.device):
-        if block:
-            wrap_triton(block_columns_kernel)[(config.programs,)](
-                *arguments, *a_scale.stride(), *b_scale.stride(), aligned, config.programs, *tile, **options
-            )
-        else:
-            wrap_triton(columns_kernel)[(config.programs,)](
-                *arguments, fast_accum, aligned, config.programs, triton.next_power_of_2(groups), *tile, config.halves,
-                **options,
-            )  # fmt: skip
+        wrap_triton(columns_kernel)[(config.programs,)](
+            a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, *a_scale.stride(),
+            *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs,
+            config.flatten, config.m, config.n, config.k, config.halves, num_warps=config.warps,
+            num_stages=config.stages,
+        )  # fmt: skip
     return out
 
 
@@ -391,7 +347,7 @@ def written(arguments: Mapping[str, Any]) -> list[str]:
     return ["out"] if "out" in arguments else ["tiles", "count"]
 
 
-for _kernel in (tiles_kernel, rows_kernel, columns_kernel, block_columns_kernel):
+for _kernel in (tiles_kernel, rows_kernel, columns_kernel):
     declare_written(_kernel, written)
 
 __all__ = ["Config", "grouped_columns", "grouped_rows"]

@@ -28,6 +28,8 @@ _STRIP = 128
 """Rows of a strip."""
 _ENTRIES = 16
 """Strips that a program of `strips_kernel` looks up."""
+_COLUMNS_ALONE = 8, 4, 2, 2, 16
+"""`triton_cast.tile_layout` of columns of ragged groups: 64 bytes of one together, for they start at any 16."""
 _HEIGHT = 32
 """Rows of a program of `whole_rows_kernel`."""
 _MOST_WARPS = 32
@@ -323,7 +325,8 @@ def quantize(
 
     left = _side_of(x, offs, row, row_amax, given, row_state, size, unread, columnwise=False)
     right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
-    lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout = triton_cast.tile_layout(row, column)
+    layout = _COLUMNS_ALONE if row is None and in_step and not batch else triton_cast.tile_layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout
     row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
     grid = (count * (_STRIP // (thread_rows * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(grouped_cast_kernel)[grid](

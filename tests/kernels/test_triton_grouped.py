@@ -82,7 +82,8 @@ def main() -> None:
     interpreter._patch_lang_tensor = patch
     grouped_gemm.capability = lambda device: (9, 0)
     triton_grouped.wrap_triton = Launcher
-    few = {name: replace(getattr(triton_grouped, name), programs=3) for name in ("_FAST", "_SLOW", "_BLOCKS")}
+    configs = "_FAST", "_SLOW", "_BLOCKS", "_SHORT_COLUMNS"
+    few = {name: replace(getattr(triton_grouped, name), programs=3) for name in configs}
     vars(triton_grouped).update(few)
     ops, n, k = torch.ops.fxquant, 150, 200
     torch.manual_seed(0)
