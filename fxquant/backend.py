@@ -38,8 +38,9 @@ class Backend:
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
     go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
-    which the backward quantizes them again. With `cache_weights` a weight is quantized only when it has changed, and
-    its payloads take memory in between; `clear_cache` says that it has where that cannot be seen. `gemm` says which
+    which the backward quantizes them again, and multiplies again where attention's output goes into a sum. With
+    `cache_weights` a weight is quantized only when it has changed, and its payloads take memory in between;
+    `clear_cache` says that it has where that cannot be seen. `gemm` says which
     kernel multiplies where a GPU has two for it: ``cublas``, ``triton``, whose epilogues do what follows a GEMM, the
     faster by what was measured before (``auto``), or by measuring while compiling (``autotune``). `model` gives layers
     their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the

@@ -204,13 +204,16 @@ def test_shared_amaxes_give_the_bits_of_separate_ones(monkeypatch: pytest.Monkey
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("recipe", ["current_scaling", "delayed_scaling", "rowwise"])
-def test_inductor_recomputes_the_bits_of_the_forward(recipe: str) -> None:
+@pytest.mark.parametrize(("make", "size"), [(GatedMlp, (32, 64)), (Attends, (2, 64, 128))])
+def test_inductor_recomputes_the_bits_of_the_forward(
+    recipe: str, make: Callable[[], nn.Module], size: tuple[int, ...]
+) -> None:
     """In bfloat16, where rounding decides, and for Inductor's own fusions."""
     results = []
     for options in ({"inductor": {"emulate_precision_casts": True}}, {"save": "least"}):
         torch.compiler.reset()
         torch.manual_seed(0)
-        model, x = GatedMlp().bfloat16(), torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        model, x = make().bfloat16(), torch.randn(size, dtype=torch.bfloat16, requires_grad=True)
         run = torch.compile(model, backend=Backend(recipe, **options), fullgraph=True, dynamic=False)
         results.append(train_step(model, run, x) | {"x": x.grad})
     assert_same_bits(*results)

@@ -215,6 +215,24 @@ layer_norm([32, 128], [32, 1], [32, 1], [128], [128])
   columnwise: block_1x128_e4m3(pow2)""")  # fmt: skip
 
 
+def test_a_norm_whose_rows_alone_are_wanted_after_its_amax() -> None:
+    """As a forward does it whose backward quantizes again; few rows have kernels of their own."""
+
+    def run(x: Tensor, weight: Tensor) -> list[Tensor]:
+        y = nn.functional.rms_norm(x, (128,), weight, 1e-5)
+        return quantize(y.reshape(-1, 128), TENSOR, "rowwise")  # type: ignore[no-any-return]
+
+    few, many = tensors((2, 32, 128), (2, 40, 128))
+    weight = torch.ones(128, dtype=torch.bfloat16)
+    with compat.inductor_config.patch(emulate_precision_casts=True):
+        assert not fuse_producers(traced(run, few, weight).graph, "cpu")
+        assert_expected_inline(fused(run, many, weight), """\
+amax
+scale_from_amax
+rms_norm([80, 128], [80, 1], [128])
+  rowwise: per_tensor_e4m3 by amax_default""")  # fmt: skip
+
+
 def test_what_does_not_pay_or_is_not_ours_is_left_alone() -> None:
     gate, up = tensors((32, 128), (32, 128))
 
@@ -234,7 +252,7 @@ def test_what_does_not_pay_or_is_not_ours_is_left_alone() -> None:
     graph = traced(lambda g, u: both(silu(g) * u, BLOCK), gate, up).graph
     assert not fuse_producers(graph), "another device"
     with compat.inductor_config.patch(emulate_precision_casts=True):
-        assert not fuse_producers(graph, "cpu"), "activations are recomputed"
+        assert not fuse_producers(graph, "cpu"), "activations are recomputed, not to the bit of Inductor's"
     assert fuse_producers(graph, "cpu") == 1
 
 
