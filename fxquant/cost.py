@@ -347,7 +347,6 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> ch
             dtype=matmul.dtype,
             capability=matmul.capability,
             fast=gemm is Gemm.FPROP or left.torchao,
-            group_rows=None if "m" in matmul.dynamic else matmul.m // matmul.groups,
         )
     if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
         return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")

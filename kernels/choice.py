@@ -116,24 +116,18 @@ def exact_in_bfloat16(spec: QuantSpec) -> bool:
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
 
 
-_SHORT_GROUPS = 2048
-"""Rows of a group, on the average, of which Triton's wgrad is still the faster (docs/performance.md)."""
-
-
 def grouped_gemm(
-    a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, fast: bool, capability: tuple[int, int],
-    group_rows: Dim = None,
-) -> Chosen:  # fmt: skip
+    a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, fast: bool, capability: tuple[int, int]
+) -> Chosen:
     """The kernel on a CUDA device for a GEMM of groups of rows, whose result has `dtype`: the faster that was measured.
 
-    `fast` says that sums may be kept in tensor cores throughout. Groups have `group_rows` on the average.
+    `fast` says that sums may be kept in tensor cores throughout.
     """
     hopper = capability[0] == 9
     if a.row.family in ("per_tensor", "per_row"):
         both_e4m3 = all(spec.row.element is not None and spec.row.element.name == "e4m3" for spec in (a, b))
         if both_e4m3 and (dtype == torch.bfloat16 or not hopper):
-            quicker = not wgrad or (isinstance(group_rows, int) and group_rows <= _SHORT_GROUPS)
-            return Chosen(GemmKernel.GROUPED_FAST if hopper and fast and quicker else GemmKernel.GROUPED)
+            return Chosen(GemmKernel.GROUPED_FAST if hopper and fast and not wgrad else GemmKernel.GROUPED)
         return (
             Chosen(GemmKernel.GROUPED_TRITON) if hopper else Chosen(GemmKernel.EMULATED, "no FP8 GEMM of e5m2 groups")
         )

@@ -50,9 +50,8 @@ def grouped_scaled_mm(
         return _batched(a, b, left, right, out_dtype, fast_accum)
     offs = offs.to(torch.int32)
     kernel, _ = choice.grouped_gemm(
-        left, right, wgrad=b[0].ndim == 2, dtype=out_dtype, fast=fast_accum, capability=capability(a[0].device),
-        group_rows=a[0].shape[-1 if b[0].ndim == 2 else 0] // offs.shape[0],
-    )  # fmt: skip
+        left, right, wgrad=b[0].ndim == 2, dtype=out_dtype, fast=fast_accum, capability=capability(a[0].device)
+    )
     if kernel is GemmKernel.GROUPED:
         return _fp8(a, b, offs, left, right, fast_accum).to(out_dtype)
     if kernel in (GemmKernel.GROUPED_FAST, GemmKernel.GROUPED_TRITON, GemmKernel.GROUPED_BLOCKS):

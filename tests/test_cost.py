@@ -272,14 +272,6 @@ def test_an_amax_is_taken_once_and_casts_of_groups_are_named() -> None:
     }  # fmt: skip
 
 
-def test_wgrad_of_short_groups_has_another_kernel_than_of_long_ones() -> None:
-    """By the rows of a group on the average, where they are known."""
-    short, long = "Triton, grouped FP8, fast accumulation", "_scaled_grouped_mm"
-    for rows, facts, kernel in ((512, {}, short), (4096, {}, long), (512, {"dynamic": "m"}, long)):
-        work = {w.what: w.kernel for w in weighed("rowwise", 8 * rows, 2048, 768, groups=8, **facts).work}
-        assert (work["fprop"], work["dgrad"], work["wgrad"]) == (short, short, kernel)
-
-
 def test_few_rows_have_a_kernel_of_their_own() -> None:
     """In fprop, where the number of rows or its bound says so; one row is quantized by it."""
     size = (4096, 14336)
