@@ -45,7 +45,7 @@ RATES: Mapping[tuple[str, int], AttentionRates] = {
         forward=KernelRate(640, 10, 480),
         backward=KernelRate(553, 55, 400),
         fp8_forward=KernelRate(830, 45, 200),
-        fp8_backward=KernelRate(390, 50, 880),
+        fp8_backward=KernelRate(534, 200, 450),
     ),
 }
 """By card and head dimension; rates of random data."""
