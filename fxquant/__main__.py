@@ -113,11 +113,11 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not callable(function):
         raise FxQuantError(f"{module_name} has no function {attribute!r}")
     match function():
-        case (model, tuple() | list() as args):
+        case (model, tuple() | list() as args) if callable(model):
             return model, tuple(args), {}
-        case (model, dict() as kwargs):
+        case (model, dict() as kwargs) if callable(model):
             return model, (), kwargs
-        case (model, tuple() | list() as args, dict() as kwargs):
+        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
             return model, tuple(args), kwargs
     raise FxQuantError(f"{target}() must return (model, args), (model, kwargs) or (model, args, kwargs)")
 
@@ -217,15 +217,20 @@ def _recipe(name: str) -> recipes.Recipe:
     if wrapped := re.fullmatch(r"auto\((.*)\)", name):
         return recipes.auto(_recipe(wrapped[1]))
     kind, _, factory = name.rpartition(".")
-    if kind == "factories" and factory in factories.FACTORIES:
+    if kind == "factories":
+        if factory not in factories.FACTORIES:
+            raise FxQuantError(f"unknown factory {factory!r}; known factories: {', '.join(factories.FACTORIES)}")
         return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
     return recipes.get(name)
 
 
 def _explain(options: argparse.Namespace) -> str:
     from fxquant.explainer import explain
+    from fxquant.program_files import check_place
 
     recipe = _recipe(options.recipe)
+    if options.html:
+        check_place(options.html)
     model, args, kwargs = load(options.target)
     report = explain(model, recipe, *args, **kwargs)
     if options.card:

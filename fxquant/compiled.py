@@ -89,7 +89,7 @@ class _Switch:
 
     def check_captured(self) -> None:
         """Warns when the model has run under a recipe for which nothing was compiled."""
-        if not self.unchecked or torch.compiler.is_compiling():
+        if not self.unchecked or self.kwargs.get("disable") or torch.compiler.is_compiling():
             return
         self.unchecked = False
         assert self.running is not None

@@ -31,6 +31,9 @@ def with_both():
 def wrong():
     return model()
 
+def no_model():
+    return 3, ()
+
 number = 3
 """
 
@@ -91,7 +94,10 @@ def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytes
         (["{models}:absent"], "has no function 'absent'"),
         (["{models}:number"], "has no function 'number'"),
         (["{models}:wrong"], "must return (model, args)"),
+        (["{models}:no_model"], "must return (model, args)"),
         (["{models}:with_args", "--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
+        (["{models}:with_args", "--recipe", "factories.mxpf8"], "known factories: "),
+        (["{models}:with_args", "--html", "absent/report.html"], "absent: no such folder"),
     ],
 )
 def test_failures_are_one_line_and_exit_1(
