@@ -354,8 +354,7 @@ class AttentionSpec:
     """What `fxquant::attention` needs to know: how its tensors are quantized, and what makes weights of its scores.
 
     `qkv`: the operands; `s`: the softmax; `do`: the gradient of the output; `dp`: that of the scores; `o` and `dqkv`:
-    the results. Of `dropout` the weights are dropped with this probability. `rows_first`: in memory the output [*batch,
-    H, S, D] is [*batch, S, H, D].
+    the results. Of `dropout` the weights are dropped with this probability.
     """
 
     qkv: QuantSpec = IDENTITY
@@ -366,7 +365,6 @@ class AttentionSpec:
     dqkv: QuantSpec = IDENTITY
     steps: tuple[Step, ...] = ()
     dropout: float = 0.0
-    rows_first: bool = False
     autocast: str = ""
     name: str = ""
 
@@ -388,7 +386,6 @@ class AttentionSpec:
     def __str__(self) -> str:
         parts = [f"{operand}={getattr(self, operand)}" for operand in ATTENTION_OPERANDS]
         parts += [f"steps={';'.join(map(str, self.steps))}", f"dropout={self.dropout!r}"]
-        parts += ["rows_first=1"] if self.rows_first else []
         parts += [f"autocast={self.autocast}"] if self.autocast else []
         return " ".join([*parts, f"name={self.name}"])
 
@@ -400,10 +397,7 @@ class AttentionSpec:
         items = dict(item.split("=", 1) for item in head.split())
         steps = tuple(map(Step.parse, filter(None, items["steps"].split(";"))))
         specs: dict[str, Any] = {operand: QuantSpec.parse(items[operand]) for operand in ATTENTION_OPERANDS}
-        return cls(
-            **specs, steps=steps, dropout=float(items["dropout"]), rows_first="rows_first" in items,
-            autocast=items.get("autocast", ""), name=name,
-        )  # fmt: skip
+        return cls(**specs, steps=steps, dropout=float(items["dropout"]), autocast=items.get("autocast", ""), name=name)
 
 
 def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:

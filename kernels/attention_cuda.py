@@ -125,7 +125,6 @@ def attention_forward(
         return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
     options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
     more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed, "out_dtype": dtype}
-    more["rows_first"] = parsed.rows_first
     if not _is_mx(parsed.qkv):
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
         scaling = _SCALINGS[str(parsed.qkv)]
@@ -134,7 +133,6 @@ def attention_forward(
         wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
         if plain.mask is None and not parsed.dropout:
             o, lse = cudnn_attention(wide_q, wide_k, wide_v, **options)
-            o = attention_ops.laid_out(o, parsed)
         else:
             o, lse = triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
     return [o, lse, torch.ones(1, device=o.device)]

@@ -68,13 +68,7 @@ def _forward(
     s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     parsed = AttentionSpec.parse(spec)
-    o, *others = reference.forward(q, k, v, extras, seed, s_scale, parsed, width, dtype)
-    return [laid_out(o, parsed), *(t.contiguous() for t in others)]
-
-
-def laid_out(o: Tensor, spec: AttentionSpec) -> Tensor:
-    """An output [*batch, H, S, D] in the memory order of `spec`."""
-    return o.transpose(-3, -2).contiguous().transpose(-3, -2) if spec.rows_first else o.contiguous()
+    return [t.contiguous() for t in reference.forward(q, k, v, extras, seed, s_scale, parsed, width, dtype)]
 
 
 def _backward(
@@ -148,13 +142,8 @@ def _forward_fake(
     s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     *outer, _ = q[0].shape
-    parsed = AttentionSpec.parse(spec)
-    order = list(range(len(outer) + 1))
-    if parsed.rows_first:
-        order[-3:-1] = reversed(order[-3:-1])
-    size = [*outer, reference.features_of(v, parsed)]
-    o = torch.empty_permuted(size, order, dtype=dtype, device=q[0].device)
-    lse = q[0].new_empty(outer, dtype=torch.float32)
+    features = reference.features_of(v, AttentionSpec.parse(spec))
+    o, lse = q[0].new_empty([*outer, features], dtype=dtype), q[0].new_empty(outer, dtype=torch.float32)
     return [o, lse, q[0].new_empty([1], dtype=torch.float32)]
 
 

@@ -39,8 +39,6 @@ _LN_2 = tl.constexpr(math.log(2))
 _P_LOG = tl.constexpr(8.0)
 """log2 of what probabilities are multiplied by before their cast, so that small ones are not lost."""
 HEAD_DIMS = (64, 128, 256)
-_PROGRAMS = 132 * 4
-"""Programs of a forward: not fewer than a card of 132 multiprocessors holds at a time."""
 
 
 @triton.jit
@@ -78,31 +76,22 @@ def _survivors(seed, row, first, DROPPED: tl.constexpr, ROWS: tl.constexpr, KEYS
 
 
 @triton.jit
-def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
-    return tl.reshape(source.load([head, first, 0]), (ROWS, D))
-
-
-@triton.jit
-def _times_values(
-    acc, p, values, kv_head, j, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+def _times_values(acc, p, values, j, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """acc + p v of the tile of keys at j. In FP8 the columns of p [BM, BN] are put in the order of v's keys."""
     if WIDE:
-        acc = tl.dot(p.to(values.dtype), _tile(values, kv_head, j, BN, D), acc)
+        acc = tl.dot(p.to(values.dtype), values.load([j, 0]), acc)
     else:
         p = tl.reshape(tl.permute(tl.reshape(p, (BM, BN // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (BM, BN))
-        value = tl.reshape(values.load([kv_head, 0, j]), (D, BN))
-        acc = tl.dot(p.to(tl.float8e4nv), value.T, acc)
+        acc = tl.dot(p.to(tl.float8e4nv), values.load([0, j]).T, acc)
     return acc
 
 
 @triton.jit
 def _masked_step(
-    acc, total, most, unit, q, keys, values, kv_head, k_scale, v_scale, j, q_factor, rows, q_len, kv_len, mask,
-    mask_row_step, mask_column_step, seed, row,
+    acc, total, most, unit, q, keys, values, k_scale, v_scale, j, q_factor, rows, q_len, kv_len, mask, mask_row_step,
+    mask_column_step, seed, row,
     SCALING: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr, WIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. `most` is the running maximum of scores, in units of log2, `unit` the scale of acc."""
     factor = q_factor
@@ -110,7 +99,7 @@ def _masked_step(
     if SCALING == BLOCK:
         factor = q_factor * tl.load(k_scale + j // BLOCK_LEN)
         own = tl.load(v_scale + j // BLOCK_LEN)
-    s = tl.dot(q, _tile(keys, kv_head, j, BN, D).T) * factor
+    s = tl.dot(q, keys.load([j, 0]).T) * factor
     columns = j + tl.arange(0, BN)
     s = _masked(s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK)
     new = tl.maximum(most, tl.max(s, 1))
@@ -122,7 +111,7 @@ def _masked_step(
         p = tl.where(_survivors(seed, row, j, DROPPED, BM, BN), p, 0.0)
     if SCALING == BLOCK:
         alpha *= unit / own
-    return _times_values(acc * alpha[:, None], p, values, kv_head, j, WIDE, BM, BN, D), total, new, own
+    return _times_values(acc * alpha[:, None], p, values, j, WIDE, BM, BN), total, new, own
 
 
 @triton.jit
@@ -157,9 +146,9 @@ def _scale_at(place):
 
 @triton.jit
 def _lagged_step(
-    acc, total, most, unit, s, p, factor, q, keys, values, kv_head, k_scale, v_scale, j, start, q_factor, kv_len, mask,
+    acc, total, most, unit, s, p, factor, q, keys, values, k_scale, v_scale, j, start, q_factor, kv_len, mask,
     mask_column_step,
-    SCALING: tl.constexpr, MASK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    SCALING: tl.constexpr, MASK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
     while the scores of the tile at j are computed. `factor` is that of s, `unit` the scale of the v that p meets.
@@ -172,13 +161,13 @@ def _lagged_step(
     if SCALING == BLOCK:
         next_factor = q_factor * _scale_at(k_scale + j // BLOCK_LEN)
         next_unit = _scale_at(v_scale + (j - BN) // BLOCK_LEN)
-    acc = _times_values(acc, p, values, kv_head, tl.maximum(j - 2 * BN, start), False, BM, BN, D)
+    acc = _times_values(acc, p, values, tl.maximum(j - 2 * BN, start), False, BM, BN)
     s = _without_hidden(s, j - BN, kv_len, mask, mask_column_step, MASK, BN)
     new = tl.maximum(most, tl.max(s, 1) * factor)
     finite = _finite(new, MASK)
     alpha = tl.exp2(most - finite)
     exponent = s * factor - (finite - _P_LOG)[:, None]
-    s = tl.dot(q, _tile(keys, kv_head, j, BN, D).T)
+    s = tl.dot(q, keys.load([j, 0]).T)
     p = tl.exp2(exponent)
     total = total * alpha + tl.sum(p, 1)
     if SCALING == BLOCK:
@@ -189,14 +178,14 @@ def _lagged_step(
 
 @triton.jit(do_not_specialize=["most_heads"])
 def fprop_kernel(
-    q, k, v, out, lse, q_scale, k_scale, v_scale, mask, seen, seed, taken, scale, heads, kv_heads, batches, q_len,
-    kv_len, v_len, most_heads, out_batch_step, out_head_step, out_row_step, mask_batch_step, mask_head_step,
-    mask_row_step, mask_column_step, seen_batch_step, seen_head_step,
+    q, k, v, out, lse, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads, batch_heads, q_len, kv_len,
+    v_len, most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
+    seen_head_step,
     SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
     RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BM queries of one head, of which a program takes one after the other: `taken`, int32 [1], is zeroed.
+    """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
     Those of `most_heads` heads, whose keys and values fit the L2 cache, come first, and of these the ones that see most
     keys. `scale`, in units of log2, is float64 where Inductor launches. Without a mask only the last tile of keys can
@@ -205,53 +194,25 @@ def fprop_kernel(
     and v [B, Hkv, Sk, D] are 16-bit values without scales.
     """
     blocks = tl.cdiv(q_len, BM)
-    batch_heads = batches * heads
     together = tl.maximum(most_heads, 1)
-    queries = tl.make_tensor_descriptor(q, [batch_heads, q_len, D], [q_len * D, D, 1], [1, BM, D])
-    keys = tl.make_tensor_descriptor(k, [batches * kv_heads, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
-    if WIDE:
-        values = tl.make_tensor_descriptor(v, [batches * kv_heads, kv_len, D], [kv_len * D, D, 1], [1, BN, D])
-    else:
-        values = tl.make_tensor_descriptor(v, [batches * kv_heads, D, v_len], [D * v_len, v_len, 1], [1, D, BN])
-    # the loop ends by itself, for Triton to be told not to keep what all turns share in registers
-    work, tiles = tl.program_id(0), blocks * batch_heads
-    turns = 4 * tl.cdiv(tiles, tl.num_programs(0))
-    for turn in tl.range(0, turns, disable_licm=True):
-        if work < tiles:
-            following = tiles
-            if turn + 1 < turns:
-                following = tl.num_programs(0) + tl.atomic_add(taken, 1, sem="relaxed")
-            first_head = work // (blocks * together) * together
-            within = work - first_head * blocks
-            width = tl.minimum(batch_heads - first_head, together)
-            block = within // width
-            if CAUSAL:
-                block = blocks - 1 - block
-            _fprop_tile(
-                queries, keys, values, first_head + within % width, block * BM, out, lse, q_scale, k_scale, v_scale,
-                mask, seen, seed, scale, heads, kv_heads, q_len, kv_len, out_batch_step, out_head_step, out_row_step,
-                mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step, seen_head_step,
-                SCALING, CAUSAL, EVEN, MASK, DROPPED, RAISED, WIDE, STAGES, BM, BN, D,
-            )  # fmt: skip
-            work = following
-
-
-@triton.jit
-def _fprop_tile(
-    queries, keys, values, head, first, out, lse, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads,
-    q_len, kv_len, out_batch_step, out_head_step, out_row_step, mask_batch_step, mask_head_step, mask_row_step,
-    mask_column_step, seen_batch_step, seen_head_step,
-    SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
-    RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr,
-):  # fmt: skip
-    """BM queries of a head from `first` on."""
+    first_head = tl.program_id(0) // (blocks * together) * together
+    within = tl.program_id(0) - first_head * blocks
+    width = tl.minimum(batch_heads - first_head, together)
+    head = first_head + within % width
+    block = within // width
+    if CAUSAL:
+        block = blocks - 1 - block
     batch = head // heads
-    kv_head = head // (heads // kv_heads)
+    kv_head = batch * kv_heads + head % heads // (heads // kv_heads)
+    first = block * BM
     rows = first + tl.arange(0, BM)
+    queries = tl.make_tensor_descriptor(q + head.to(tl.int64) * q_len * D, [q_len, D], [D, 1], [BM, D])
+    keys = tl.make_tensor_descriptor(k + kv_head.to(tl.int64) * kv_len * D, [kv_len, D], [D, 1], [BN, D])
     if WIDE:
+        values = tl.make_tensor_descriptor(v + kv_head.to(tl.int64) * kv_len * D, [kv_len, D], [D, 1], [BN, D])
         q_factor, unit = tl.cast(scale, tl.float32), 1.0
     else:
+        values = tl.make_tensor_descriptor(v + kv_head.to(tl.int64) * v_len * D, [D, v_len], [v_len, 1], [D, BN])
         q_factor = (tl.load(q_scale + scale_place(kv_head, first, q_len, SCALING)) * scale).to(tl.float32)
         k_scale += scale_place(kv_head, 0, kv_len, SCALING)
         v_scale += scale_place(kv_head, 0, kv_len, SCALING)
@@ -264,7 +225,7 @@ def _fprop_tile(
     most = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
-    query = _tile(queries, head, first, BM, D)
+    query = queries.load([first, 0])
     end = kv_len
     if CAUSAL:
         end = tl.minimum(kv_len, first + BM)
@@ -280,15 +241,15 @@ def _fprop_tile(
         if SCALING == BLOCK:
             factor = q_factor * tl.load(k_scale + start // BLOCK_LEN)
             unit = tl.load(v_scale + start // BLOCK_LEN)
-        s = tl.dot(query, _tile(keys, kv_head, start, BN, D).T)
+        s = tl.dot(query, keys.load([start, 0]).T)
         p = tl.zeros((BM, BN), tl.float32)
         for j in tl.range(start + BN, end, BN, num_stages=STAGES):
             acc, total, most, unit, s, p, factor = _lagged_step(
-                acc, total, most, unit, s, p, factor, query, keys, values, kv_head, k_scale, v_scale, j, start,
-                q_factor, kv_len, mask, mask_column_step, SCALING, MASK, BM, BN, D,
+                acc, total, most, unit, s, p, factor, query, keys, values, k_scale, v_scale, j, start, q_factor,
+                kv_len, mask, mask_column_step, SCALING, MASK, BM, BN,
             )  # fmt: skip
         last = (end - 1) // BN * BN
-        acc = _times_values(acc, p, values, kv_head, tl.maximum(last - BN, start), WIDE, BM, BN, D)
+        acc = _times_values(acc, p, values, tl.maximum(last - BN, start), WIDE, BM, BN)
         s = _without_hidden(s, last, kv_len, mask, mask_column_step, MASK, BN)
         if CAUSAL or not EVEN:
             columns = last + tl.arange(0, BN)
@@ -302,7 +263,7 @@ def _fprop_tile(
             own = tl.load(v_scale + last // BLOCK_LEN)
             alpha *= unit / own
             unit = own
-        acc = _times_values(acc * alpha[:, None], p, values, kv_head, last, WIDE, BM, BN, D)
+        acc = _times_values(acc * alpha[:, None], p, values, last, WIDE, BM, BN)
         most = new
     else:
         draw = tl.full([], 0, tl.int64)
@@ -311,23 +272,22 @@ def _fprop_tile(
         row = (head.to(tl.int64) * q_len + rows).to(tl.int32)
         for j in tl.range(start, end, BN, num_stages=STAGES):
             acc, total, most, unit = _masked_step(
-                acc, total, most, unit, query, keys, values, kv_head, k_scale, v_scale, j, q_factor, rows, q_len,
-                kv_len, mask, mask_row_step, mask_column_step, draw, row, SCALING, CAUSAL, MASK, DROPPED, WIDE, BM,
-                BN, D,
+                acc, total, most, unit, query, keys, values, k_scale, v_scale, j, q_factor, rows, q_len, kv_len, mask,
+                mask_row_step, mask_column_step, draw, row, SCALING, CAUSAL, MASK, DROPPED, WIDE, BM, BN,
             )  # fmt: skip
     inverse = unit * RAISED / total
     if MASK != _NO_MASK:
         inverse = tl.where(total > 0, inverse, 0.0)
     acc = acc * inverse[:, None]
-    at = out + (batch.to(tl.int64) * out_batch_step + (head % heads).to(tl.int64) * out_head_step)
-    at += first.to(tl.int64) * out_row_step
-    row = tl.arange(0, BM)
-    tl.store(
-        at + (row[:, None] * out_row_step + tl.arange(0, D)[None, :]),
-        acc.to(out.dtype.element_ty),
-        mask=row[:, None] < q_len - first,
-    )
+    at = out + (head.to(tl.int64) * q_len + first) * D + (tl.arange(0, BM)[:, None] * D + tl.arange(0, D)[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
     tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
+
+
+@triton.jit
+def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
+    return tl.reshape(source.load([head, first, 0]), (ROWS, D))
 
 
 @triton.jit
@@ -552,8 +512,7 @@ def supports(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor | None, k_scale_inv: Tensor | None,
     v_scale_inv: Tensor | None, *, causal: bool, scale: float, out_dtype: torch.dtype, scaling: Scaling = "head",
-    mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, rows_first: bool = False,
-    config: _Config | None = None,
+    mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, config: _Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dropout(softmax(q k^T * scale + mask)) v: o [B, H, Sq, D] and the log-sum-exp [B, H, Sq] in float32.
 
@@ -574,18 +533,16 @@ def forward(
     plain = lagged and kind == _NO_MASK.value and scaling != "block"
     config = config or _config(head_dim, lagged=lagged, plain=plain)
     even = statically_known_true(kv_len % config.block_n == 0)
-    order = (0, 2, 1, 3) if rows_first else (0, 1, 2, 3)
-    out = torch.empty_permuted((batches, heads, q_len, head_dim), order, dtype=out_dtype, device=q.device)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
-    grid = (torch.sym_min(triton.cdiv(q_len, config.block_m) * (batches * heads), _PROGRAMS),)
+    grid = (triton.cdiv(q_len, config.block_m) * (batches * heads),)
     together = config.cached // (2 * k.element_size() * head_dim * kv_len) * (heads // kv_heads)
     with triton_workspace(q.device):
         wrap_triton(fprop_kernel)[grid](
             q, k, v, out, lse, *_given(q_scale_inv, k_scale_inv, v_scale_inv, device=q.device), mask, seen,
-            *_given(seed, device=q.device), taken, scale * _LOG2_E.value, heads, kv_heads, batches, q_len, kv_len,
-            v_len, together, *out.stride()[:3], *mask_steps, 0 if wide else KINDS[scaling], causal, even, kind,
-            *_dropped(dropout), wide, config.stages, config.block_m, config.block_n, head_dim,
+            *_given(seed, device=q.device), scale * _LOG2_E.value, heads, kv_heads, batches * heads, q_len, kv_len,
+            v_len, together, *mask_steps, 0 if wide else KINDS[scaling], causal, even, kind, *_dropped(dropout), wide,
+            config.stages, config.block_m, config.block_n, head_dim,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
@@ -704,7 +661,7 @@ def _steps(x: Tensor) -> list[Any]:
 
 
 _WRITTEN = {
-    fprop_kernel: ["out", "lse", "taken"],
+    fprop_kernel: ["out", "lse"],
     dkdv_kernel: ["dk", "dv"],
     dq_kernel: ["dq"],
 }

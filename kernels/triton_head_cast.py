@@ -34,8 +34,6 @@ _LEAST_AMAX = 1e-12
 """An amax that is not above this has the scale 1, but for a scale of the whole tensor."""
 _MOST_MULTIPLIER = torch.finfo(torch.float32).max
 _STEPS = 8
-_AHEAD = 8 << 20
-"""Elements whose amaxes are taken before a cast begins: more than are worked on at a time, fewer than the L2 holds."""
 
 
 @triton.jit
@@ -172,78 +170,86 @@ def block_cast_kernel(
 
 
 @triton.jit
-def _given_scale(
-    amax, place, number, all_places, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+def qkv_amax_kernel(
+    q, k, v, amax, heads, kv_heads, batches, q_len, kv_len, q_batch, q_head, q_row, k_batch, k_head, k_row,
+    v_batch, v_head, v_row,
+    SCALING: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """What is multiplied by for the amax at a place, when the `number` programs that take it have done so."""
-    done = tl.atomic_add(amax + all_places + place, 0, sem="acquire")
-    while done < number:
-        done = tl.atomic_add(amax + all_places + place, 0, sem="acquire")
-    bits = tl.load(amax + place, volatile=True)
-    return _head_scale(bits.to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
-
-
-@triton.jit(do_not_specialize=["q_lag", "kv_lag"])
-def qkv_cast_kernel(
-    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, amax, heads, kv_heads, batches, q_len, kv_len, v_len, q_lag,
-    kv_lag, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    SCALING: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, STEPS: tl.constexpr,
-    AMAX_ROWS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """q, k and v as e4m3, v transposed, in one launch.
-
-    Programs take the amax of one head and cast another, `q_lag` or `kv_lag` heads before it, whose scale is known by
-    then and whose values the L2 cache still holds: the cast waits for programs of lower numbers only, which are started
-    before it. `amax`, zeroed int32 [2, 3 B kv_heads] or [2, 3], has the bits of amaxes and how many programs took them.
-    """
-    q_amaxes, q_casts = tl.cdiv(q_len, AMAX_ROWS * STEPS), tl.cdiv(q_len, ROWS)
-    kv_amaxes, kv_casts = tl.cdiv(kv_len, AMAX_ROWS * STEPS), tl.cdiv(v_len, ROWS)
-    all_q, all_kv = batches * heads, batches * kv_heads
-    index = tl.program_id(0)
-    of_q = (all_q + q_lag) * (q_amaxes + q_casts)
-    is_q = index < of_q
-    index = tl.where(is_q, index, index - of_q)
-    amaxes, casts = tl.where(is_q, q_amaxes, kv_amaxes), tl.where(is_q, q_casts, kv_casts)
-    within = index % (amaxes + casts)
-    takes = within < amaxes
-    lag = tl.where(is_q, q_lag, kv_lag)
-    head = index // (amaxes + casts) - tl.where(takes, 0, lag)
-    is_there = (head >= 0) & (head < tl.where(is_q, all_q, 2 * all_kv))
-    is_v = (is_q == 0) & (head >= all_kv)
-    head = tl.where(is_v, head - all_kv, head)
-    own = tl.where(is_q, heads, kv_heads)
-    at, place = tl.where(is_q, 0, tl.where(is_v, 2, 1)), 0
-    if SCALING == TENSOR:
-        places, number = 3, tl.where(is_q, all_q, all_kv) * amaxes
-        head = tl.where(takes, head, tl.where(is_q, all_q, all_kv) - 1 - head)  # the last are those in the cache
-    else:
-        places, number = 3 * all_kv, own // kv_heads * amaxes
-        place = head // (own // kv_heads)
-        at = at * all_kv + place
+    """The bits of the amaxes of q, k and v, into zeroed int32 [3, B, kv_heads] or [3]."""
+    q_blocks, kv_blocks = tl.cdiv(q_len, ROWS * STEPS), tl.cdiv(kv_len, ROWS * STEPS)
+    all_kv = batches * kv_heads
+    index = tl.program_id(0) - q_blocks * (batches * heads)
+    is_q, is_v = index < 0, index >= kv_blocks * all_kv
+    index = tl.where(is_q, tl.program_id(0), tl.where(is_v, index - kv_blocks * all_kv, index))
     x = tl.where(is_q, q, tl.where(is_v, v, k))
     batch_step = tl.where(is_q, q_batch, tl.where(is_v, v_batch, k_batch)).to(tl.int64)
     head_step = tl.where(is_q, q_head, tl.where(is_v, v_head, k_head)).to(tl.int64)
     row_step = tl.where(is_q, q_row, tl.where(is_v, v_row, k_row))
-    length = tl.where(is_q, q_len, kv_len)
+    blocks, length = tl.where(is_q, q_blocks, kv_blocks), tl.where(is_q, q_len, kv_len)
+    own = tl.where(is_q, heads, kv_heads)
+    head, first = index // blocks, (index % blocks) * (ROWS * STEPS)
+    at = tl.where(is_q, 0, tl.where(is_v, 2, 1))
+    if SCALING == HEAD:
+        at = at * all_kv + head // (own // kv_heads)
     source = x + (head // own).to(tl.int64) * batch_step + (head % own).to(tl.int64) * head_step
-    if is_there:
-        if takes:
-            bits = _head_amax(source, within * (AMAX_ROWS * STEPS), length, row_step, STEPS, AMAX_ROWS, D)
-            tl.atomic_max(amax + at, bits, sem="relaxed")
-            tl.atomic_add(amax + places + at, 1, sem="release")
-        elif is_v:
-            first = (within - amaxes) * ROWS
-            tile = _head_tile(source, first, length, row_step, ROWS, D)
-            scale = _given_scale(amax, at, number, places, FMAX, LEAST, MOST)
-            tl.store(v_scale + place, tl.div_rn(1.0, scale), mask=first == 0)
-            _head_store(tile, v8 + head.to(tl.int64) * v_len * D, first, scale, length, v_len, True, ROWS, D)
-        else:
-            first = (within - amaxes) * ROWS
-            tile = _head_tile(source, first, length, row_step, ROWS, D)
-            scale = _given_scale(amax, at, number, places, FMAX, LEAST, MOST)
-            tl.store(tl.where(is_q, q_scale, k_scale) + place, tl.div_rn(1.0, scale), mask=first == 0)
-            out = tl.where(is_q, q8, k8) + head.to(tl.int64) * length * D
-            _head_store(tile, out, first, scale, length, length, False, ROWS, D)
+    tl.atomic_max(amax + at, _head_amax(source, first, length, row_step, STEPS, ROWS, D), sem="relaxed")
+
+
+@triton.jit
+def _cast_values(
+    v, v8, v_scale, amax, index, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
+    SCALING: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """The part of `qkv_cast_kernel` that transposes v."""
+    blocks = tl.cdiv(v_len, ROWS)
+    head, first = index // blocks, (index % blocks) * ROWS
+    at, place = 2, 0
+    if SCALING == HEAD:
+        at, place = 2 * batches * kv_heads + head, head
+    scale = _head_scale(tl.load(amax + at).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+    tl.store(v_scale + place, tl.div_rn(1.0, scale), mask=first == 0)
+    source = v + (head // kv_heads).to(tl.int64) * v_batch + (head % kv_heads).to(tl.int64) * v_head
+    tile = _head_tile(source, first, kv_len, v_row, ROWS, D)
+    _head_store(tile, v8 + head.to(tl.int64) * v_len * D, first, scale, kv_len, v_len, True, ROWS, D)
+
+
+@triton.jit
+def qkv_cast_kernel(
+    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, amax, heads, kv_heads, batches, q_len, kv_len, v_len,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    SCALING: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """q, k and v as e4m3, v transposed, in one launch; from the end, as in `head_cast_kernel`."""
+    q_blocks, kv_blocks = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, ROWS)
+    all_q, all_kv = batches * heads, batches * kv_heads
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    plain = q_blocks * all_q + kv_blocks * all_kv
+    if index < plain:
+        is_q = index < q_blocks * all_q
+        index = tl.where(is_q, index, index - q_blocks * all_q)
+        blocks, length = tl.where(is_q, q_blocks, kv_blocks), tl.where(is_q, q_len, kv_len)
+        own = tl.where(is_q, heads, kv_heads)
+        head, first = index // blocks, (index % blocks) * ROWS
+        kv_head = head // (own // kv_heads)
+        at = tl.where(is_q, 0, 1)
+        place = 0
+        if SCALING == HEAD:
+            at = at * all_kv + kv_head
+            place = kv_head
+        scale = _head_scale(tl.load(amax + at).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+        tl.store(tl.where(is_q, q_scale, k_scale) + place, tl.div_rn(1.0, scale), mask=first == 0)
+        source = tl.where(is_q, q, k) + (head // own).to(tl.int64) * tl.where(is_q, q_batch, k_batch).to(tl.int64)
+        source += (head % own).to(tl.int64) * tl.where(is_q, q_head, k_head).to(tl.int64)
+        tile = _head_tile(source, first, length, tl.where(is_q, q_row, k_row), ROWS, D)
+        out = tl.where(is_q, q8, k8) + head.to(tl.int64) * length * D
+        _head_store(tile, out, first, scale, length, length, False, ROWS, D)
+    else:
+        _cast_values(
+            v, v8, v_scale, amax, index - plain, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
+            SCALING, FMAX, LEAST, MOST, V_ROWS, D,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -414,12 +420,6 @@ def quantize_heads(
     return data, scale_inv
 
 
-def _lag(scaling: Scaling, heads: Any, groups: Any, elements: Any) -> Any:
-    """How many heads a cast is behind the amaxes: those that share a scale at least, and _AHEAD elements."""
-    ahead = triton.cdiv(_AHEAD, elements)
-    return heads if scaling == "tensor" else torch.sym_max(torch.sym_min(ahead, heads), groups)
-
-
 def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> list[Tensor]:
     """[q8, q_scale, k8, k_scale, v8, v_scale] of q [B, H, Sq, D], k and v [B, Hkv, Sk, D]; v8 is transposed.
 
@@ -445,19 +445,19 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> list[Tens
             *constants, head_dim, num_warps=head_dim // 16,
         )  # fmt: skip
     else:
-        places = 3 if scaling == "tensor" else 3 * batches * kv_heads
-        amax = torch.zeros(2 * places, dtype=torch.int32, device=q.device)
-        amax_rows, rows = 4096 // head_dim, min(64, 8192 // head_dim)
-        q_lag = _lag(scaling, batches * heads, heads // kv_heads, q_len * head_dim)
-        kv_lag = _lag(scaling, batches * kv_heads, 1, kv_len * head_dim)
-        of_q, of_kv = (
-            triton.cdiv(length, amax_rows * _STEPS) + triton.cdiv(padded, rows)
-            for length, padded in ((q_len, q_len), (kv_len, v_len))
-        )
-        grid = ((batches * heads + q_lag) * of_q + (2 * batches * kv_heads + kv_lag) * of_kv,)
+        number = 3 if scaling == "tensor" else 3 * batches * kv_heads
+        amax = torch.zeros(number, dtype=torch.int32, device=q.device)
+        rows = 4096 // head_dim
+        grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, kv_len), (rows * _STEPS,) * 3),)
+        wrap_triton(qkv_amax_kernel)[grid](
+            q, k, v, amax, heads, kv_heads, batches, q_len, kv_len, *steps, KINDS[scaling], _STEPS, rows, head_dim,
+            num_warps=4,
+        )  # fmt: skip
+        rows, v_rows = 8192 // head_dim, min(64, 8192 // head_dim)
+        grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, v_len), (rows, rows, v_rows)),)
         wrap_triton(qkv_cast_kernel)[grid](
-            q, k, v, *data, *scales, amax, heads, kv_heads, batches, q_len, kv_len, v_len, q_lag, kv_lag, *steps,
-            KINDS[scaling], *constants, _STEPS, amax_rows, rows, head_dim, num_warps=4,
+            q, k, v, *data, *scales, amax, heads, kv_heads, batches, q_len, kv_len, v_len, *steps, KINDS[scaling],
+            *constants, rows, v_rows, head_dim, num_warps=4,
         )  # fmt: skip
     return [part for pair in zip(data, scales, strict=True) for part in pair]
 
@@ -499,7 +499,8 @@ _WRITTEN = {
     head_amax_kernel: ["amax"],
     head_cast_kernel: ["data", "scale_inv"],
     block_cast_kernel: ["data", "scale_inv"],
-    qkv_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "amax"],
+    qkv_amax_kernel: ["amax"],
+    qkv_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale"],
     qkv_block_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale"],
     qkv_dequantize_kernel: ["q", "k", "v"],
 }

@@ -21,7 +21,7 @@ from fxquant.compat import size_hint, statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Builder, Dim, Emit, Gemm2d, Match, Product, value_of
 from fxquant.passes.forms_flops import node_flops
-from fxquant.passes.forms_weights import SWAPS, find_gather, find_weight, op_name
+from fxquant.passes.forms_weights import find_gather, find_weight, op_name
 
 Label = Hashable
 Finish = Callable[[Builder, fx.Node], fx.Node]
@@ -314,33 +314,13 @@ def settle(builder: Builder, result: fx.Node) -> fx.Node:
     if have.dtype != wanted.dtype:
         result = builder.call(aten.to.dtype, result, wanted.dtype)
     order = _memory_order(wanted)
-    if order is None or _memory_order(have) == order or (lies_by_rows(result) and joins_heads(builder.anchor)):
+    if order is None or _memory_order(have) == order:
         return result
     if order == tuple(range(len(order))):
         return builder.call(aten.contiguous.default, result)
     back = tuple(order.index(axis) for axis in range(len(order)))
     packed = builder.call(aten.contiguous.default, builder.call(torch.permute, result, order))
     return builder.call(torch.permute, packed, back)
-
-
-def lies_by_rows(node: fx.Node) -> bool:
-    """Whether a tensor [B, H, S, D] is [B, S, H, D] in memory."""
-    return _memory_order(value_of(node)) == (0, 2, 1, 3)
-
-
-def joins_heads(node: fx.Node) -> bool:
-    """Whether all that reads a tensor [B, H, S, D] copies it as [B, S, H, D], as what projects all heads does."""
-    steps = value_of(node).stride()
-    return len(steps) == 4 and all(
-        op_name(reader) in SWAPS
-        and all(map(_is_same, value_of(reader).stride(), (steps[0], steps[2], steps[1], steps[3])))
-        and all(op_name(copy) in ("contiguous", "reshape", "flatten", "clone") for copy in reader.users)
-        for reader in node.users
-    )
-
-
-def _is_same(a: Dim, b: Dim) -> bool:
-    return statically_known_true(a == b)
 
 
 def _is_one(size: Dim) -> bool:

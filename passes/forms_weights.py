@@ -107,7 +107,7 @@ def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | Non
             known = stack is not None and not stack.gathered and not stack.picked and value_of(source).ndim == 3
             return Gather(stack=source, index=index, transposed=transposed) if known else None
         before, after = value_of(source), value_of(node)
-        if op_name(node) in SWAPS and _is_transpose(node, before.ndim):
+        if op_name(node) in _SWAPS and _is_transpose(node, before.ndim):
             transposed = not transposed
         elif op_name(node) not in _COPIES and not (
             op_name(node) in _VIEWS_OF_A_BATCH and after.ndim > 2 and _same(before.shape[-2:], after.shape[-2:])
@@ -116,7 +116,7 @@ def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | Non
         node = source
 
 
-SWAPS = frozenset(("mT", "transpose", "swapaxes", "swapdims", "permute"))
+_SWAPS = frozenset(("mT", "transpose", "swapaxes", "swapdims", "permute"))
 _COPIES = frozenset("to _to_copy type float half bfloat16 double contiguous clone detach alias".split())
 _VIEWS_OF_A_BATCH = frozenset(("view", "reshape", "flatten", "unsqueeze", "squeeze"))
 

@@ -10,7 +10,6 @@ Attention that stays in high precision keeps its nodes, and with them the kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -18,7 +17,6 @@ from torch import fx
 import fxquant.kernels.attention  # noqa: F401  registers fxquant::attention
 from fxquant.formats import IDENTITY
 from fxquant.passes.facts import Attention, Builder, Match
-from fxquant.passes.forms_contraction import joins_heads, lies_by_rows
 
 SITE = "fxquant_site"
 """The key in `node.meta` for the site, as decisions count them, of an inserted operator."""
@@ -37,8 +35,6 @@ def insert_attention(matches: Sequence[Match]) -> int:
 def _insert(match: Match, attention: Attention) -> None:
     spec, node, builder = attention.spec, match.node, Builder(match.node)
     assert spec is not None
-    # an output that is quantized is dequantized head by head
-    spec = replace(spec, rows_first=spec.o.is_identity and (lies_by_rows(node) or joins_heads(node)))
     # a spec that gives the same shape and dtype: the delayed scales of the real one are bound later
     plain = str(spec.each(lambda _: IDENTITY))
 

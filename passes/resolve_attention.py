@@ -77,7 +77,7 @@ def resolve_attention(
         specs[slot] = IDENTITY if unused else spec
     autocast = str(match.autocast).removeprefix("torch.") if match.autocast else ""
     attention.spec = AttentionSpec(
-        **specs, steps=attention.steps, dropout=attention.dropout, rows_first=False, autocast=autocast, name=match.name
+        **specs, steps=attention.steps, dropout=attention.dropout, autocast=autocast, name=match.name
     )
     return quantizers, None
 

@@ -23,7 +23,6 @@ from fxquant import (
     MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    Quantizer,
     QuantizerRole,
     Recipe,
     RecipeError,
@@ -268,45 +267,3 @@ def test_half_of_what_is_saved_is_saved() -> None:
         assert set(parts) <= saved and parts[0].meta["val"].dtype == torch.float8_e4m3fn
         assert parts[0].args[0].args[0] not in saved
     assert sum(node.meta["val"].dtype == torch.float8_e4m3fn for node in saved) == 3
-
-
-def test_output_lies_as_its_reader_reads_it() -> None:
-    """Heads side by side where a projection of all of them reads it, which then copies nothing; else one by one."""
-    x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
-
-    def attend(x: Tensor) -> Tensor:
-        q = x.view(2, 32, 4, 16).transpose(1, 2).contiguous()  # as torch's own kernels then leave the output
-        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    def side_by_side(x: Tensor) -> Tensor:
-        return attend(x).transpose(1, 2).flatten(2)
-
-    def one_by_one(x: Tensor) -> Tensor:
-        return attend(x).view(8, 32, 16)
-
-    results = []
-    for forward, steps in ((side_by_side, (2048, 16, 64, 1)), (one_by_one, (2048, 512, 16, 1))):
-        torch.compiler.reset()
-        backend = Recorder(by_slot(qkv=HEAD, s=HEAD))
-        results.append(torch.compile(forward, backend=backend, fullgraph=True)(x))
-        (graph,) = backend.graphs
-        (call,) = graph.graph.find_nodes(op="call_function", target=torch.ops.fxquant.attention_forward.default)
-        assert call.meta["val"][0].stride() == steps
-        copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
-        assert len(copies) == 1  # of q
-    assert torch.equal(results[0], results[1].view(2, 4, 32, 16).transpose(1, 2).reshape(2, 32, 64))
-
-
-@pytest.mark.parametrize("output", (HIGH, FP8))
-def test_output_can_be_viewed_where_torch_leaves_it_by_rows(output: Quantizer) -> None:
-    def forward(x: Tensor) -> Tensor:
-        q = x.view(2, 32, 4, 16).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).view(2, 32, 64)
-
-    def answer(role: QuantizerRole) -> Quantizer:
-        return HEAD if role.tensor_type in ("qkv", "s") else output if role.name.endswith("dpa_output") else HIGH
-
-    torch.compiler.reset()
-    x = torch.randn(2, 32, 64, dtype=torch.bfloat16)
-    o = torch.compile(forward, backend=eager_backend(CustomRecipe(qfactory=answer)), fullgraph=True)(x)
-    assert F.cosine_similarity(o.flatten().float(), forward(x).flatten().float(), 0) > 0.99

@@ -27,7 +27,7 @@ CAST_SHAPES = (
 )  # fmt: skip
 CASES = (
     # B, H, Hkv, Sq, Sk, D, causal, mask, scales, dropout
-    (1, 40, 40, 1024, 1024, 128, False, None, "head", 0.0),
+    (1, 32, 32, 1024, 1024, 128, False, None, "head", 0.0),
     (2, 8, 2, 1024, 1024, 128, True, None, "tensor", 0.0),
     (2, 4, 2, 333, 777, 64, False, None, "head", 0.0),
     (1, 4, 1, 1000, 1000, 64, True, None, "block", 0.0),
@@ -129,10 +129,7 @@ def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any,
             reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
             for part, (x, g, t) in zip(parts, sides, strict=True)
         ]
-    o, lse = attention.forward(
-        *given, **options, scaling=scaling or "head", out_dtype=torch.bfloat16, rows_first=causal
-    )
-    assert (o.stride(2) > o.stride(1)) == causal
+    o, lse = attention.forward(*given, **options, scaling=scaling or "head", out_dtype=torch.bfloat16)
     exact, exact_lse = rounding.forward(*wide, **options)
     rounded, _ = rounding.forward(*wide, **options, rounded=scaling is not None)
     assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-7

@@ -49,7 +49,7 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
     launches = [n.kwargs for n in graph.nodes if n.target is triton_kernel_wrapper_mutation]
     names = [",".join(written_by(launch)) for launch in launches]
     cast = "q8,k8,v8,q_scale,k_scale,v_scale"
-    assert set(names) == {"amax", f"{cast},amax", cast, "data,scale_inv", "q,k,v", "out,lse,taken", "dk,dv", "dq"}
+    assert set(names) == {"amax", cast, "data,scale_inv", "q,k,v", "out,lse", "dk,dv", "dq"}
     output = next(n for n in graph.nodes if n.op == "output").args[0]
     sizes = [tuple(map(int, n.meta["val"].shape)) for n in output]
     assert sizes == [(2, 4, 100, 64), (2, 4, 100), (2, 4, 100, 64), (2, 2, 75, 64), (2, 2, 75, 64)]
@@ -77,13 +77,13 @@ def compiled_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str,
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
 def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool) -> None:
-    sizes = "heads kv_heads batches q_len kv_len v_len most_heads out_batch_step out_head_step out_row_step"
+    sizes = "heads kv_heads batch_heads batches q_len kv_len v_len most_heads"
     steps = "mask_batch_step mask_head_step mask_row_step mask_column_step seen_batch_step seen_head_step"
     numbers = dict.fromkeys(f"{sizes} {steps}".split(), "i32")
     codes = dict.fromkeys(("q", "k", "v", "do"), "*fp8e4nv")
     wide = dict.fromkeys(("out", "q_wide", "k_wide", "do_wide", "dq", "dk", "dv"), "*bf16")
     floats = dict.fromkeys(("lse", "log_sum", "delta", "q_scale", "k_scale", "v_scale", "do_scale"), "*fp32")
-    others = {"scale": "fp64", "mask": "*i1", "seen": "*i32", "taken": "*i32", "seed": "*i64"}
+    others = {"scale": "fp64", "mask": "*i1", "seen": "*i32", "seed": "*i64"}
     types = {**numbers, **codes, **wide, **floats, **others}
     common = {"CAUSAL": causal, "EVEN": False, "MASK": 0, "DROPPED": 0, "RAISED": 1.0, "WIDE": 0, "D": head_dim}
     runs = []
