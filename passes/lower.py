@@ -369,6 +369,8 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return (t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset())
 
     flat, _ = tree_flatten((args, kwargs))
+    first: dict[int, int] = {}  # a trace holds which arguments are one tensor
+    same = tuple(first.setdefault(id(x), i) for i, x in enumerate(flat) if isinstance(x, Tensor))
     symbolic = any(
         isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
         for x in flat
@@ -379,4 +381,5 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return (
         *(f"{part.__module__}.{part.__name__}" for part in parts),
         tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])),
+        same,
     )

@@ -17,18 +17,18 @@ from typing import Any
 from torch import fx
 
 from fxquant.formats import QuantSpec
-from fxquant.passes.base import behind_views, in_memory, is_fxquant
+from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.partition import scale_of
 from fxquant.passes.patterns import RESHAPES
 
 
-def measure_unviewed(graph: fx.Graph) -> int:
-    """Rewrites `graph` in place; returns how many amaxes it concerns."""
+def measure_unviewed(graph: fx.Graph, device: str = "cuda") -> int:
+    """Rewrites `graph` in place, for tensors on `device`; returns how many amaxes or quantizations it concerns."""
     count = 0
     for node in list(graph.nodes):
         sides = 2 if is_fxquant(node, "hybrid_quantize") else 1 if is_fxquant(node, "quantize") else 0
         base = behind_views(node.args[0], RESHAPES) if sides or is_fxquant(node, "amax") else None
-        if base is None or base is node.args[0] or in_memory(base):
+        if base is None or base is node.args[0] or in_memory(base) or val(base).device.type != device:
             continue
         if sides:
             count += _give_scales(node, sides, base)

@@ -1,12 +1,13 @@
-"""Write once: a tensor that several kernels read is written by one.
+"""Write once: a tensor that a launch reads, and something else too, is written by one kernel and read from memory.
 
-    y = silu(gate) * up            # Inductor would compute it again, and write it, for each launch that reads it
-    amax(y), cast(y)
+    y = x + residual               # Inductor would compute it again, and write it, for each launch that reads it
+    amax(y), cast(y), y + z
     # becomes
-    y = force_stride_order(silu(gate) * up, [K, 1])
+    y = force_stride_order(x + residual, [K, 1])
 
 Inductor holds the arguments of a Triton kernel to their strides, and does that to a tensor which is not in memory yet
-by a copy for every launch.
+by a copy for every launch. Other readers would compute it from what it is made of: of a residual stream, from all that
+was added since one of its sums was last in memory.
 """
 
 from __future__ import annotations

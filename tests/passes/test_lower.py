@@ -107,8 +107,8 @@ def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
 def test_the_passes_and_their_order() -> None:
     names = [name for name, _ in LOWER]
     assert names == [
-        "part_scales", "gather_records", "share_quantized", "merge", "fuse_producers", "fuse_epilogues", "lower",
-        "write_once",
+        "part_scales", "gather_records", "share_quantized", "merge", "fuse_producers", "fuse_epilogues",
+        "measure_unviewed", "lower", "write_once",
     ]  # fmt: skip
     assert not [(a, b) for a in names for b in names if a != b and a in b], "torch disables passes by substring"
 
