@@ -341,7 +341,7 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
     nodes = [node for node in graph.nodes if is_fxquant(node) or (portable and node.target is _GROUPED_MM)]
     # chosen before any of them goes, since a choice looks at what a node reads
     for node, run in [(node, implementation(node, portable, kernels)) for node in nodes]:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
+        args, kwargs = _values_apart(node)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             body = _trace(run, args, kwargs, portable)
@@ -360,6 +360,26 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
         raise GraphVerificationError(f"operators left after lowering: {left}")
     graph.lint()
     return count
+
+
+def _values_apart(node: fx.Node) -> Any:
+    """The values of a node's arguments: one object where they are one node, and several where they are several.
+
+    A trace tells its inputs apart by that, while a pass may have given two nodes one fake value.
+    """
+    values: dict[fx.Node, Any] = {}
+    taken: set[int] = set()
+
+    def value(source: fx.Node) -> Any:
+        if source not in values:
+            found = val(source)
+            if isinstance(found, Tensor) and id(found) in taken:
+                found = found.detach()
+            values[source] = found
+            taken.add(id(found))
+        return values[source]
+
+    return fx.node.map_arg((node.args, node.kwargs), value)
 
 
 def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
