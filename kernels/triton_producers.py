@@ -7,12 +7,16 @@ Inductor fuses, what the graph rounds within a producer stays unrounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 
+from fxquant.compat import declare_written
 from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS
 from fxquant.kernels.triton_codes import INTERPRETED
 
@@ -176,3 +180,50 @@ def load_pair(x, in1, in2, x_step, first_row, first_column, down, across, M, K, 
     product = _load(in2 + start, offsets, mask) * sigmoid
     first = product * _load(in1 + start, offsets, mask) * (1.0 + gate * (1.0 - sigmoid))
     return _narrow(first, x.dtype.element_ty), _narrow(product * gate, x.dtype.element_ty)
+
+
+_AMAX_STEPS, _AMAX_BLOCK, _AMAX_WARPS = 8, 1024, 4
+
+
+@triton.jit
+def pair_amax_kernel(
+    x, in1, in2, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr, PRODUCER: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes, NaN ignored, of both results in each STEPS blocks of dense inputs, as float32."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    start = program.to(tl.int64) * (STEPS * BLOCK)
+    left = tl.minimum(numel - start, STEPS * BLOCK).to(tl.int32)
+    zero = program * 0  # of the type of a row
+    first_largest = tl.zeros((1, BLOCK), tl.float32)
+    second_largest = tl.zeros((1, BLOCK), tl.float32)
+    for step in tl.static_range(STEPS):
+        across = tl.arange(0, BLOCK)[None, :]
+        first, second = load_pair(
+            x + start, in1 + start, in2 + start, 0, zero, step * BLOCK, zero, across, 1, left, PRODUCER
+        )
+        first_largest = tl.maximum(first_largest, tl.abs(first.to(tl.float32)))
+        second_largest = tl.maximum(second_largest, tl.abs(second.to(tl.float32)))
+    tl.store(out + program, tl.max(first_largest))
+    tl.store(out + programs + program, tl.max(second_largest))
+
+
+def pair_amax(name: str, inputs: Sequence[Tensor]) -> Tensor:
+    """The amaxes [2] of the results of a producer of two, which are not written; inputs are dense.
+
+    Those of pieces are left to Inductor to reduce, as in `triton_amax`.
+    """
+    x = inputs[0]
+    pieces = (x.numel() + _AMAX_STEPS * _AMAX_BLOCK - 1) // (_AMAX_STEPS * _AMAX_BLOCK)
+    out = torch.empty((2, pieces), dtype=torch.float32, device=x.device)
+    wrap_triton(pair_amax_kernel)[(pieces,)](
+        *inputs, out, x.numel(), _AMAX_STEPS, _AMAX_BLOCK, _KINDS[name], num_warps=_AMAX_WARPS
+    )
+    return out.amax(1)
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments that a launch writes."""
+    return ["out"]
+
+
+declare_written(pair_amax_kernel, written)
