@@ -40,6 +40,7 @@ _KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MO
     tl.constexpr(i) for i in range(12)
 )
 """What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
+FROM_END = False
 _AMAX_LAYOUT, _AMAX_LAYOUT_OF_PRODUCERS = (16, 2, 8), (8, 2, 4)
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
 
@@ -300,7 +301,7 @@ def cast_kernel(
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
     PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr,
-    RECORD: tl.constexpr, SAME: tl.constexpr,
+    RECORD: tl.constexpr, SAME: tl.constexpr, FROM_END: tl.constexpr,
     LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
@@ -330,6 +331,8 @@ def cast_kernel(
     padded_M = column_units * 16
     padded_K = row_units * 16
     program, first_result = tl.program_id(0), 0
+    if FROM_END:
+        program = tl.num_programs(0) - 1 - program
     if RESULTS == 2 and not AT_ONCE:
         program, first_result = program // 2, program % 2
     tiles_across = tl.cdiv(padded_K, 4 * LK * WK)
@@ -706,7 +709,7 @@ def _launch(
         column_arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
         *left.constants, *right.constants, *triton_producers.kind(producer, x), results, at_once,
-        recorded is not unread, same, *layout, num_warps=warps_k * warps_m,
+        recorded is not unread, same, FROM_END, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
 
 

@@ -158,12 +158,27 @@ def load_tile(
             y = half * (1.0 + v * (1.0 - half) * slope) * _load(in1 + start, offsets, mask)
         else:
             v = _load(x + start, offsets, mask)
+            # vectors are loaded for all threads of a tile: for tensors of another size, and where it knew that rows are
+            # contiguous, Triton would choose other layouts, and go through shared memory to that of the tile
+            if len(down.shape) == 6:
+                by_row = tl.max_contiguous(first_row + down, [1, 1, 1, 1, 1, 1])
+                by_row = tl.broadcast_to(
+                    by_row, (across.shape[0], down.shape[1], across.shape[2], down.shape[3], down.shape[4], 1)
+                )
+                by_column = tl.broadcast_to(
+                    columns, (across.shape[0], down.shape[1], across.shape[2], down.shape[3], 1, across.shape[5])
+                )
+            else:
+                by_row = tl.max_contiguous(first_row + down, [1, 1, 1, 1])
+                by_row = tl.broadcast_to(by_row, (across.shape[0], down.shape[1], down.shape[2], 1))
+                by_column = tl.broadcast_to(columns, (across.shape[0], down.shape[1], 1, across.shape[3]))
+            in_rows, in_columns = by_row < M, by_column < K
             if PRODUCER == _LAYER_NORM:
-                v = (v - _load(in1, rows, rows < M)) * _load(in2, rows, rows < M)
-                y = v * _load(in3, columns, columns < K) + _load(in4, columns, columns < K)
+                v = (v - _load(in1, by_row, in_rows)) * _load(in2, by_row, in_rows)
+                y = v * _load(in3, by_column, in_columns) + _load(in4, by_column, in_columns)
             else:
                 tl.static_assert(PRODUCER == _RMS_NORM or PRODUCER == _RMS_NORM_ROUNDED)
-                y = v * _load(in1, rows, rows < M) * _load(in2, columns, columns < K)
+                y = v * _load(in1, by_row, in_rows) * _load(in2, by_column, in_columns)
             y = tl.where(mask, y, 0.0)  # what the others make of zeros is zero
         y = _narrow(y, x.dtype.element_ty).to(tl.float32)
     return y
