@@ -67,18 +67,18 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _exp(x):
-    """e^x, 0 where it is subnormal."""
+def _exp(x, SIGN: tl.constexpr = 1.0):
+    """e^(SIGN x), 0 where it is subnormal."""
     if INTERPRETED:
-        return tl.exp(x)
+        return tl.exp(x * SIGN)
     return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * (1.4426950408889634 * SIGN)], dtype=tl.float32, is_pure=True, pack=1
     )  # fmt: skip
 
 
 @triton.jit
 def _sigmoid(x):
-    return _reciprocal(1.0 + _exp(-x))
+    return _reciprocal(1.0 + _exp(x, -1.0))  # Triton subtracts to negate
 
 
 @triton.jit
