@@ -26,7 +26,7 @@ from fxquant.compat import declare_written
 from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels import reference, triton_producers
 from fxquant.kernels.producers import PRODUCERS
-from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, codes, transposed
+from fxquant.kernels.triton_codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, codes
 from fxquant.kernels.triton_producers import load_pair, load_tile
 
 _NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
@@ -40,7 +40,6 @@ _KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MO
     tl.constexpr(i) for i in range(12)
 )
 """What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
-FROM_END = False
 _AMAX_LAYOUT, _AMAX_LAYOUT_OF_PRODUCERS = (16, 2, 8), (8, 2, 4)
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
 
@@ -301,7 +300,7 @@ def cast_kernel(
     COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
     COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
     PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr,
-    RECORD: tl.constexpr, SAME: tl.constexpr, FROM_END: tl.constexpr,
+    RECORD: tl.constexpr,
     LK: tl.constexpr, LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of 16 * LM * WM rows and 4 * LK * WK columns.
@@ -313,7 +312,7 @@ def cast_kernel(
 
     A PRODUCER makes what is cast from x and more inputs. The outputs of two RESULTS lie one behind the other; a
     program makes both AT_ONCE, or the next one makes the second and finds the inputs in the cache. RECORD takes the
-    amax of each, NaN ignored, into a zeroed buffer. Where both sides multiply by the SAME, an element has one code.
+    amax of each, NaN ignored, into a zeroed buffer.
 
     The scales of a side are given in tile order, rows along M. Payloads are padded to `row_units` and `column_units`
     of 16 bytes, a factor that the compiler sees in the alignment of stores.
@@ -331,8 +330,6 @@ def cast_kernel(
     padded_M = column_units * 16
     padded_K = row_units * 16
     program, first_result = tl.program_id(0), 0
-    if FROM_END:
-        program = tl.num_programs(0) - 1 - program
     if RESULTS == 2 and not AT_ONCE:
         program, first_result = program // 2, program % 2
     tiles_across = tl.cdiv(padded_K, 4 * LK * WK)
@@ -366,29 +363,23 @@ def cast_kernel(
                 across, M, K, False, ROW, LAYOUT,
             )  # fmt: skip
             a, b, c, d = parts
-            row_words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
+            words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW_MANTISSA == 2)
             out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
             out += ((first_row.to(tl.int64) + result * M) * padded_K + first_column) // 4
             # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
             place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-            tl.store(out + place, row_words, mask=(first_row + down < M) & (first_column + across < padded_K))
+            tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
         if COLUMN_KIND != _NONE:
             factors = _factors(
-                parts, (row_arg if SAME else column_arg) + result * (K if COLUMN_KIND == _PER_ROW else 1),
+                parts, column_arg + result * (K if COLUMN_KIND == _PER_ROW else 1),
                 column_scale + result * column_scale_size, column_scale_rows, column_scale_columns, column_scale_step,
                 column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
             )  # fmt: skip
             out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
             out += ((first_column.to(tl.int64) + result * K) * padded_M + first_row) // 4
-            if SAME:
-                a, b, c, d = _four(row_words, R // 4, LAYOUT)
-                turned = transposed(a, b, c, d)
             for j in tl.static_range(4):
-                if SAME:
-                    words = turned[j]
-                else:
-                    a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-                    words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
+                a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
+                words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
                 place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
                 mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
                 tl.store(out + place, words, mask=mask)
@@ -702,22 +693,13 @@ def _launch(
     at_once = results > 1 and all(spec.row.family == "per_tensor" for spec in (row, column) if spec is not None)
     tiles = _cdiv(column_units, lanes_m * warps_m) * _cdiv(16 * row_units, 4 * lanes_k * warps_k)
     grid = (tiles if at_once else tiles * results,)
-    same = row is not None and row == column and _scales_both_ways(row, left, right)
-    column_arg = unread if same else right.arg  # it would be the same tensor, of which Inductor wrote a copy
     wrap_triton(cast_kernel)[grid](
         *triton_producers.filled(inputs, unread), recorded, left.data, left.scale, left.arg, right.data, right.scale,
-        column_arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
+        right.arg, size_m, size_k, column_units, row_units, x.stride(0), left.scale_size, right.scale_size,
         *left.scale_shape, *left.scale_steps, *right.scale_shape, *right.scale_steps,
         *left.constants, *right.constants, *triton_producers.kind(producer, x), results, at_once,
-        recorded is not unread, same, FROM_END, *layout, num_warps=warps_k * warps_m,
+        recorded is not unread, *layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
-
-
-def _scales_both_ways(spec: QuantSpec, left: _Side, right: _Side) -> bool:
-    """Whether an element is multiplied by the same in both directions, whose format is one."""
-    if spec.row.family == "per_tensor":
-        return left.arg is right.arg
-    return spec.row.block[0] == spec.row.block[1] > 1
 
 
 def _unread(x: Tensor) -> Tensor:

@@ -89,22 +89,6 @@ def word(a, b, c, d, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def transposed(a, b, c, d):
-    """Four uint32 as rows of four bytes; the columns, each as a word with a's byte the lowest."""
-    if INTERPRETED:
-        return word(a, b, c, d, 0), word(a, b, c, d, 8), word(a, b, c, d, 16), word(a, b, c, d, 24)
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 t0, t1, t2, t3;
-        prmt.b32 t0, $4, $5, 0x5140; prmt.b32 t1, $6, $7, 0x5140;
-        prmt.b32 t2, $4, $5, 0x7362; prmt.b32 t3, $6, $7, 0x7362;
-        prmt.b32 $0, t0, t1, 0x5410; prmt.b32 $1, t0, t1, 0x7632;
-        prmt.b32 $2, t2, t3, 0x5410; prmt.b32 $3, t2, t3, 0x7632; }""",
-        "=r,=r,=r,=r,r,r,r,r", [a, b, c, d], dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def in_words(y, E5M2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """float32 [BM, BN] cast to FP8, saturating, four of a row in a uint32: [BM, BN / 4]."""
     a, b, c, d = four(y, BM, BN // 4)

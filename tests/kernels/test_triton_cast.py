@@ -85,7 +85,7 @@ def test_payloads_are_transposed_in_registers(text: str, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the layouts that Triton 3.6 chooses")
 def test_a_norm_and_its_cast_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vectors of rows and columns come in the layout of the tile, and an element with one scale has one code."""
+    """Vectors of rows and columns come in the layout of the tile."""
     record = Compiled()
     monkeypatch.setattr(triton_cast, "wrap_triton", record)
     spec, scale = QuantSpec.parse("per_tensor_e4m3"), torch.ones(1)
@@ -94,7 +94,6 @@ def test_a_norm_and_its_cast_stay_in_registers(monkeypatch: pytest.MonkeyPatch) 
     (launch,) = record.launches
     ptx = launch.asm["ptx"]
     assert launch.metadata.shared == 0 and "bar.sync" not in ptx
-    assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 64 // 2
     assert len(re.findall(r"ld\.global\.v2\.b32", ptx)) == 16 + 1
     assert len(re.findall(r"ld\.global\.b32", ptx)) == 16 + 2
 
