@@ -730,7 +730,9 @@ def produce(
     own = [spec for spec, given in ((row, row_scales), (column, column_scales)) if spec is not None and None in given]
     if record is True:
         recorded = Record(torch.zeros(results, dtype=torch.float32, device=x.device))
-    if any(spec.row.family == "per_tensor" for spec in own):
+    if any(spec.row.family == "per_tensor" for spec in own) and results == 2:
+        tensor_amax = triton_producers.pair_amax(name, inputs)
+    elif any(spec.row.family == "per_tensor" for spec in own):
         tensor_amax = torch.zeros(results, dtype=torch.float32, device=x.device)
         nothing = _make_side(x, shape, None, None, None, unread, unread, columnwise=False)
         _launch(inputs, name, None, None, nothing, nothing, Record(tensor_amax), unread)

@@ -7,12 +7,16 @@ Inductor fuses, what the graph rounds within a producer stays unrounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 
+from fxquant.compat import declare_written
 from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS
 from fxquant.kernels.triton_codes import INTERPRETED
 
@@ -63,18 +67,18 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _exp(x):
-    """e^x, 0 where it is subnormal."""
+def _exp(x, SIGN: tl.constexpr = 1.0):
+    """e^(SIGN x), 0 where it is subnormal."""
     if INTERPRETED:
-        return tl.exp(x)
+        return tl.exp(x * SIGN)
     return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * (1.4426950408889634 * SIGN)], dtype=tl.float32, is_pure=True, pack=1
     )  # fmt: skip
 
 
 @triton.jit
 def _sigmoid(x):
-    return _reciprocal(1.0 + _exp(-x))
+    return _reciprocal(1.0 + _exp(x, -1.0))  # Triton subtracts to negate
 
 
 @triton.jit
@@ -154,12 +158,27 @@ def load_tile(
             y = half * (1.0 + v * (1.0 - half) * slope) * _load(in1 + start, offsets, mask)
         else:
             v = _load(x + start, offsets, mask)
+            # vectors are loaded for all threads of a tile: for tensors of another size, and where it knew that rows are
+            # contiguous, Triton would choose other layouts, and go through shared memory to that of the tile
+            if len(down.shape) == 6:
+                by_row = tl.max_contiguous(first_row + down, [1, 1, 1, 1, 1, 1])
+                by_row = tl.broadcast_to(
+                    by_row, (across.shape[0], down.shape[1], across.shape[2], down.shape[3], down.shape[4], 1)
+                )
+                by_column = tl.broadcast_to(
+                    columns, (across.shape[0], down.shape[1], across.shape[2], down.shape[3], 1, across.shape[5])
+                )
+            else:
+                by_row = tl.max_contiguous(first_row + down, [1, 1, 1, 1])
+                by_row = tl.broadcast_to(by_row, (across.shape[0], down.shape[1], down.shape[2], 1))
+                by_column = tl.broadcast_to(columns, (across.shape[0], down.shape[1], 1, across.shape[3]))
+            in_rows, in_columns = by_row < M, by_column < K
             if PRODUCER == _LAYER_NORM:
-                v = (v - _load(in1, rows, rows < M)) * _load(in2, rows, rows < M)
-                y = v * _load(in3, columns, columns < K) + _load(in4, columns, columns < K)
+                v = (v - _load(in1, by_row, in_rows)) * _load(in2, by_row, in_rows)
+                y = v * _load(in3, by_column, in_columns) + _load(in4, by_column, in_columns)
             else:
                 tl.static_assert(PRODUCER == _RMS_NORM or PRODUCER == _RMS_NORM_ROUNDED)
-                y = v * _load(in1, rows, rows < M) * _load(in2, columns, columns < K)
+                y = v * _load(in1, by_row, in_rows) * _load(in2, by_column, in_columns)
             y = tl.where(mask, y, 0.0)  # what the others make of zeros is zero
         y = _narrow(y, x.dtype.element_ty).to(tl.float32)
     return y
@@ -176,3 +195,50 @@ def load_pair(x, in1, in2, x_step, first_row, first_column, down, across, M, K, 
     product = _load(in2 + start, offsets, mask) * sigmoid
     first = product * _load(in1 + start, offsets, mask) * (1.0 + gate * (1.0 - sigmoid))
     return _narrow(first, x.dtype.element_ty), _narrow(product * gate, x.dtype.element_ty)
+
+
+_AMAX_STEPS, _AMAX_BLOCK, _AMAX_WARPS = 8, 1024, 4
+
+
+@triton.jit
+def pair_amax_kernel(
+    x, in1, in2, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr, PRODUCER: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes, NaN ignored, of both results in each STEPS blocks of dense inputs, as float32."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    start = program.to(tl.int64) * (STEPS * BLOCK)
+    left = tl.minimum(numel - start, STEPS * BLOCK).to(tl.int32)
+    zero = program * 0  # of the type of a row
+    first_largest = tl.zeros((1, BLOCK), tl.float32)
+    second_largest = tl.zeros((1, BLOCK), tl.float32)
+    for step in tl.static_range(STEPS):
+        across = tl.arange(0, BLOCK)[None, :]
+        first, second = load_pair(
+            x + start, in1 + start, in2 + start, 0, zero, step * BLOCK, zero, across, 1, left, PRODUCER
+        )
+        first_largest = tl.maximum(first_largest, tl.abs(first.to(tl.float32)))
+        second_largest = tl.maximum(second_largest, tl.abs(second.to(tl.float32)))
+    tl.store(out + program, tl.max(first_largest))
+    tl.store(out + programs + program, tl.max(second_largest))
+
+
+def pair_amax(name: str, inputs: Sequence[Tensor]) -> Tensor:
+    """The amaxes [2] of the results of a producer of two, which are not written; inputs are dense.
+
+    Those of pieces are left to Inductor to reduce, as in `triton_amax`.
+    """
+    x = inputs[0]
+    pieces = (x.numel() + _AMAX_STEPS * _AMAX_BLOCK - 1) // (_AMAX_STEPS * _AMAX_BLOCK)
+    out = torch.empty((2, pieces), dtype=torch.float32, device=x.device)
+    wrap_triton(pair_amax_kernel)[(pieces,)](
+        *inputs, out, x.numel(), _AMAX_STEPS, _AMAX_BLOCK, _KINDS[name], num_warps=_AMAX_WARPS
+    )
+    return out.amax(1)
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments that a launch writes."""
+    return ["out"]
+
+
+declare_written(pair_amax_kernel, written)

@@ -33,6 +33,7 @@ from fxquant.passes.fuse_producers import fuse_producers
 from fxquant.passes.gather_records import gather_records
 from fxquant.passes.insert import insert
 from fxquant.passes.lower import lower
+from fxquant.passes.measure_unviewed import measure_unviewed
 from fxquant.passes.merge import merge
 from fxquant.passes.part_scales import part_scales
 from fxquant.passes.partition import SAVE, Partition
@@ -55,6 +56,7 @@ LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
     ("merge", merge),
     ("fuse_producers", fuse_producers),
     ("fuse_epilogues", fuse_epilogues),
+    ("measure_unviewed", measure_unviewed),
     ("record_in_place", record_in_place),
     ("lower", lower),
     ("write_once", write_once),

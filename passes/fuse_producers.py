@@ -206,14 +206,15 @@ def _pays(producer: Producer, site: _Site) -> bool:
 
     An element that is written, and read by its cast, costs 4 bytes, and 2 more where amaxes of its lines are taken
     first. Unless blocks have the scales or they are given, the fused kernel comes after amaxes of what is not written:
-    then the producer's inputs are read, and it is computed, once more. For two results that did not pay.
+    then the producer's inputs are read, and it is computed, once more.
     """
     if producer is IDENTITY:
         return site.amax is not None and site.families == {"per_tensor"} and not site.scales_by_own_amax
     if site.families == {"per_row"}:
         return producer.matrices < 3 and producer.results == 1 and not producer.slow
     if site.scales_by_own_amax:
-        return producer.matrices < 2 and not producer.slow
+        alone = site.row_state is None and site.column_state is None  # nothing else waits for the amax
+        return not producer.slow and (producer.matrices < 2 or (producer.results == 2 and alone))
     return site.families <= {"block", "mxfp8", "per_tensor"}
 
 
@@ -224,7 +225,7 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     anchor = min((node for site in group for node in (site.quantize, site.amax) if node), key=order.__getitem__)
     if not all(_is_there(node, anchor, order) for node in inputs):
         return False
-    states = [list(side) for side in zip(*(_states(site, order) for site in group), strict=True)]
+    states = [list(side) for side in zip(*(_states(site, order, producer) for site in group), strict=True)]
     if producer is JOINED_HEADS:
         for amax in filter(None, map(_own_amax, (state for side in states for state in side))):
             amax.args = (inputs[0],)
@@ -263,9 +264,14 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     return True
 
 
-def _states(site: _Site, order: dict[fx.Node, int]) -> list[fx.Node | None]:
-    """What each side takes besides the tensor: the scale of the whole tensor is made here where it is not yet."""
+def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[fx.Node | None]:
+    """What each side takes besides the tensor: the scale of the whole tensor is made here where it is not yet.
+
+    A producer of two results has a kernel of its own for their amaxes.
+    """
     states = [site.row_state, site.column_state]
+    if producer.results == 2:
+        return states
     made: dict[str, fx.Node] = {}
     for i, spec in enumerate((site.row, site.column)):
         if spec is not None and _per_tensor(spec) and states[i] is None:

@@ -389,7 +389,7 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
     nodes = [node for node in graph.nodes if is_fxquant(node) or (portable and node.target is _GROUPED_MM)]
     # chosen before any of them goes, since a choice looks at what a node reads
     for node, run in [(node, implementation(node, portable, kernels)) for node in nodes]:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), val)
+        args, kwargs = _values_apart(node)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             traced[key] = _trace(run, args, kwargs, portable, _writes(node))
@@ -415,6 +415,26 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
+def _values_apart(node: fx.Node) -> Any:
+    """The values of a node's arguments: one object where they are one node, and several where they are several.
+
+    A trace tells its inputs apart by that, while a pass may have given two nodes one fake value.
+    """
+    values: dict[fx.Node, Any] = {}
+    taken: set[int] = set()
+
+    def value(source: fx.Node) -> Any:
+        if source not in values:
+            found = val(source)
+            if isinstance(found, Tensor) and id(found) in taken:
+                found = found.detach()
+            values[source] = found
+            taken.add(id(found))
+        return values[source]
+
+    return fx.node.map_arg((node.args, node.kwargs), value)
+
+
 def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Equal for calls with equal traces; None where sizes are symbolic, since a trace holds their symbols."""
 
@@ -423,6 +443,8 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return (t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset() if t.numel() > 2 else 0)
 
     flat, _ = tree_flatten((args, kwargs))
+    first: dict[int, int] = {}  # a trace holds which arguments are one tensor
+    same = tuple(first.setdefault(id(x), i) for i, x in enumerate(flat) if isinstance(x, Tensor))
     symbolic = any(
         isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
         for x in flat
@@ -433,4 +455,5 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return (
         *(f"{part.__module__}.{part.__name__}" for part in parts),
         tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])),
+        same,
     )

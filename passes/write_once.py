@@ -1,12 +1,13 @@
-"""Write once: a tensor that several kernels read is written by one.
+"""Write once: a tensor that a launch reads, and something else too, is written by one kernel and read from memory.
 
-    y = silu(gate) * up            # Inductor would compute it again, and write it, for each launch that reads it
-    amax(y), cast(y)
+    y = x + residual               # Inductor would compute it again, and write it, for each launch that reads it
+    amax(y), cast(y), y + z
     # becomes
-    y = force_stride_order(silu(gate) * up, [K, 1])
+    y = force_stride_order(x + residual, [K, 1])
 
 Inductor holds the arguments of a Triton kernel to their strides, and does that to a tensor which is not in memory yet
-by a copy for every launch.
+by a copy for every launch. Other readers would compute it from what it is made of: of a residual stream, from all that
+was added since one of its sums was last in memory.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def write_once(graph: fx.Graph) -> int:
     )
     count = 0
     for base in bases:
-        apart = _read_apart(base)
-        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or len(apart) < 2 or not _plain(base):
+        shared = len(set(readers(base, VIEWS))) > 1
+        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or not shared or not _plain(base):
             continue
-        users = [user for user in base.users if user.target in VIEWS or user in apart]
+        users = list(base.users)
         with graph.inserting_after(base):
             written = graph.call_function(force_stride_order, (base, [int(step) for step in val(base).stride()]))
         mode = detect_fake_mode([val(base)])
@@ -41,12 +42,6 @@ def write_once(graph: fx.Graph) -> int:
             user.replace_input_with(base, written)
         count += 1
     return count
-
-
-def _read_apart(node: fx.Node) -> set[fx.Node]:
-    """The readers of a tensor, or of views of it, into which Inductor cannot fuse what makes it."""
-    apart = (triton_kernel_wrapper_functional, *EXTERNAL)
-    return {user for user in readers(node, VIEWS) if user.op == "output" or user.target in apart}
 
 
 def _plain(node: fx.Node) -> bool:

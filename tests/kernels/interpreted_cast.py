@@ -15,7 +15,14 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 from fxquant.formats import ELEMENTS, QuantSpec
-from fxquant.kernels import grouped_reference, reference, triton_amax, triton_cast, triton_grouped_cast
+from fxquant.kernels import (
+    grouped_reference,
+    reference,
+    triton_amax,
+    triton_cast,
+    triton_grouped_cast,
+    triton_producers,
+)
 
 SPECS = (
     "per_tensor_e4m3", "per_tensor_e5m2(pow2)", "per_tensor_e4m3(eps=0.015625)", "per_row_e4m3(pow2,torchao)",
@@ -56,7 +63,7 @@ class Launcher:
 
 interpreter._convert_float = convert_float
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-for module in (triton_amax, triton_cast, triton_grouped_cast):
+for module in (triton_amax, triton_cast, triton_grouped_cast, triton_producers):
     module.wrap_triton = Launcher  # type: ignore[attr-defined]
 
 

@@ -28,7 +28,7 @@ SPECS = (
     "per_tensor_e4m3", "per_tensor_e5m2(slot=3)", "block_1x128_e4m3(pow2)", "mxfp8_e4m3", "per_row_e4m3(pow2,torchao)",
 )  # fmt: skip
 CASES = (
-    ("silu_mul_grad", (70, 160), SPECS[1]),
+    ("silu_mul_grad", (70, 160), SPECS[1]), ("silu_mul_grad", (70, 160), SPECS[0]),
     ("joined_heads", (66, 160), SPECS[1]), ("joined_heads", (33, 48), SPECS[4]),
     *((name, (33, 50), spec) for name, spec in zip(PRODUCERS, itertools.cycle(SPECS), strict=False)
       if name != "joined_heads"),

@@ -112,8 +112,9 @@ def test_scales_of_the_tensors_own_amax() -> None:
 amax
 scale_from_amax
 hybrid_quantize
-hybrid_quantize
-hybrid_quantize""")  # fmt: skip
+silu_mul_grad([32, 128], [32, 128], [32, 128])
+  rowwise: per_tensor_e4m3, per_tensor_e4m3
+  columnwise: per_tensor_e4m3, per_tensor_e4m3""")  # fmt: skip
 
 
 def test_a_scale_of_the_tensor_beside_those_of_blocks() -> None:

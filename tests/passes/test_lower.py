@@ -104,11 +104,30 @@ def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
     assert lower(gm.graph) == 2 and count == 1
 
 
+def test_two_scales_stay_two_though_they_share_a_fake_value() -> None:
+    """And calls that differ in which of their arguments are one tensor have traces of their own."""
+
+    def run(x: Tensor, one: Tensor, two: Tensor) -> list[Tensor]:
+        return [
+            *ops.hybrid_quantize(x, "per_tensor_e4m3", "per_tensor_e4m3", one, one),
+            *ops.hybrid_quantize(x, "per_tensor_e4m3", "per_tensor_e4m3", one, two),
+        ]
+
+    inputs = torch.randn(32, 32), torch.tensor([2.0]), torch.tensor([3.0])
+    gm = traced(run, *inputs)
+    want = gm(*inputs)
+    _, one, two = gm.graph.find_nodes(op="placeholder")
+    two.meta["val"] = one.meta["val"]
+    assert lower(gm.graph) == 2
+    gm.recompile()
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(want, gm(*inputs), strict=True))
+
+
 def test_the_passes_and_their_order() -> None:
     names = [name for name, _ in LOWER]
     assert names == [
         "gather_records", "advance_state", "part_scales", "share_quantized", "merge", "fuse_producers",
-        "fuse_epilogues", "record_in_place", "lower", "write_once",
+        "fuse_epilogues", "measure_unviewed", "record_in_place", "lower", "write_once",
     ]  # fmt: skip
     assert not [(a, b) for a in names for b in names if a != b and a in b], "torch disables passes by substring"
 
