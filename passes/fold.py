@@ -72,9 +72,9 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     replaced = {root for _, roots, _, _ in found for root in roots} | state.lifted
     names = {root: state.name(root) for root in replaced}
     inputs = [node for gm in state.bodies.modules for node in gm.graph.find_nodes(op="placeholder")]
-    _erase_unused_users(node for node in inputs if state.roots(node) & replaced)
+    erase_unused_users(node for node in inputs if state.roots(node) & replaced)
     state.bodies.drop_unused()
-    _erase_unused_users(replaced)
+    erase_unused_users(replaced)
     kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
     state.drop_unused(replaced)
     folded = {site: Folded(obstacle=text) for site, text in obstacles.items()}
@@ -175,7 +175,7 @@ def _story(state: StateTensors, node: fx.Node, told: dict[fx.Node, str] | None =
     return told[node]
 
 
-def _erase_unused_users(nodes: Iterable[fx.Node]) -> None:
+def erase_unused_users(nodes: Iterable[fx.Node]) -> None:
     """Erases what was computed from weights that nothing reads any more, and checks of a weight that always hold."""
     reached: dict[fx.Graph, set[fx.Node]] = {}
     left = list(nodes)
@@ -201,4 +201,4 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-__all__ = ["PARTS", "Folded", "fold", "layer_of", "readers_of"]
+__all__ = ["PARTS", "Folded", "erase_unused_users", "fold", "layer_of", "readers_of"]

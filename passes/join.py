@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from fxquant.compat import detect_fake_mode
 from fxquant.formats import QuantSpec
 from fxquant.passes.base import is_fxquant, val
+from fxquant.passes.fold import erase_unused_users
 from fxquant.passes.forms_weights import VIEWS, op_name
 from fxquant.passes.state_tensors import StateTensors
 
@@ -107,14 +108,24 @@ def _join(group: Sequence[fx.Node], state: StateTensors) -> None:
                 _reshape_views(node)
             node.replace_all_uses_with(made)
             start += size
+    replaced = {root for each in (*data, *scales, *biases) if each is not None for root in _roots(state, each)}
     for node in group:
         graph.erase_node(node)
-    state.drop_unused({*data, *scales, *(each for each in biases if each is not None)})
+    erase_unused_users(replaced)
+    state.drop_unused(replaced)
 
 
 def _added(state: StateTensors, nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> fx.Node:
     """What holds the rows of several tensors, under the name of the first."""
-    return state.add(f"{state.name(nodes[0])}_joined", _cat(values))
+    roots = sorted(map(state.name, _roots(state, nodes[0])))
+    return state.add(f"{roots[0] if roots else nodes[0].name}_joined", _cat(values))
+
+
+def _roots(state: StateTensors, node: fx.Node) -> set[fx.Node]:
+    """The placeholders that a constant is made from."""
+    found = state.value(node)
+    assert found is not None
+    return {*found[1], *([node] if node.op == "placeholder" else [])}
 
 
 def _tensor(state: StateTensors, node: fx.Node) -> Tensor:

@@ -52,3 +52,28 @@ def test_values_and_layouts_stay(recipe: str) -> None:
         for got, want in zip(joined.module()(x), program.module()(x), strict=True):
             assert torch.equal(got, want) and got.stride() == want.stride()
     assert layers(program) == before, "the program itself stays as it is"
+
+
+class Packed(nn.Module):
+    """Three linears whose weights and biases are parts of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(384, 64) / 8), nn.Parameter(torch.randn(384))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts = zip(self.weight.split(128), self.bias.split(128), strict=True)
+        return tuple(nn.functional.linear(x, weight, bias) for weight, bias in parts)
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_parts_of_one_parameter(decomposed: bool) -> None:
+    x = torch.randn(8, 64)
+    source = torch.export.export(Packed(), (x,))
+    program = fxquant.quantize_program(source.run_decompositions() if decomposed else source, "rowwise")
+    joined = _joined(program)
+    joined.validate()
+    assert layers(program) == 3 and layers(joined) == 1
+    assert set(joined.state_dict) == {"weight_data_joined", "weight_scale_joined", "bias_joined"}
+    for got, want in zip(joined.module()(x), program.module()(x), strict=True):
+        assert torch.equal(got, want)
