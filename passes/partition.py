@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.compat import (
     CustomPartitionerFn,
@@ -136,7 +136,7 @@ def products_to_repeat(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             continue
         between: list[fx.Node] = []
         if all(_is_kept(part, of_backward, between) for part in node.args[0]):
-            found[node] = [node, *added, *between]
+            found[node] = [node, *_followed(added, of_backward), *between]
             sums.update(added)
     return found
 
@@ -161,6 +161,23 @@ def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -
     between.append(node)
     sources = node.all_input_nodes[:1] if quantized else node.all_input_nodes
     return made and all(_is_kept(source, of_backward, between) for source in sources)
+
+
+def _followed(sums: Sequence[fx.Node], of_backward: set[fx.Node]) -> list[fx.Node]:
+    """Sums and what a forward makes of them element by element with what is small, as a norm does.
+
+    torch would save the last of many such operations rather than compute all of them again.
+    """
+    made, size = list(sums), val(sums[0]).numel()
+    for node in made:  # which grows
+        for reader in node.users:
+            pointwise = torch.Tag.pointwise in getattr(reader.target, "tags", ())
+            pointwise |= reader.target is torch.ops.prims.convert_element_type.default
+            known = [val(each) for each in reader.all_input_nodes if each not in made]
+            small = all(isinstance(x, Tensor) and statically_known_true(8 * x.numel() <= size) for x in known)
+            if pointwise and small and reader not in of_backward and reader not in made:
+                made.append(reader)
+    return made
 
 
 def _of_backward(graph: fx.Graph) -> set[fx.Node]:
