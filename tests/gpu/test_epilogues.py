@@ -81,22 +81,30 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["current_scaling", "delayed_scaling", "rowwise"])
 def test_a_model_trains_and_infers_as_with_cublas(recipe: str) -> None:
+    """As near to the model without quantization: what is rounded once less gives other codes next to a boundary."""
     torch.manual_seed(0)
     base = Model().bfloat16().cuda()
     x, dy = torch.randn(4, 128, 256).bfloat16().cuda(), torch.randn(4, 128, 256).bfloat16().cuda()
-    results = []
-    for gemm in ("cublas", "triton"):
+
+    def results(**options: str) -> list[Tensor]:
         torch.compiler.reset()
         model = copy.deepcopy(base)
-        run = torch.compile(model, backend=fxquant.Backend(recipe, gemm=gemm))
+        run = torch.compile(model, backend=fxquant.Backend(recipe, **options)) if options else model  # type: ignore[arg-type]
         own = x.clone().requires_grad_()
         y = run(own)
         y.backward(dy)
         with torch.no_grad():
             inferred = run(x)
-        results.append([y.detach(), own.grad, inferred, *(p.grad for p in model.parameters())])
-    for i, (a, b) in enumerate(zip(*results, strict=True)):
-        assert cosine_similarity(a.double().flatten(), b.double().flatten(), 0) > 0.999, i
+        return [y.detach(), own.grad, inferred, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+    def distances(got: list[Tensor]) -> list[Tensor]:
+        pairs = zip(got, exact, strict=True)
+        return [1 - cosine_similarity(a.double().flatten(), b.double().flatten(), 0) for a, b in pairs]
+
+    exact = results()
+    with_cublas, with_triton = distances(results(gemm="cublas")), distances(results(gemm="triton"))
+    for i, (a, b) in enumerate(zip(with_cublas, with_triton, strict=True)):
+        assert b < 1.1 * a + 1e-4, (i, a, b)
 
 
 def test_a_measurement_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
