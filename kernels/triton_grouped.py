@@ -210,7 +210,8 @@ def columns_kernel(
             if BLOCK > 0:  # a scale is asked for a step before it is used
                 of_n = a_scale + n * a_scale_step + start // BK * a_scale_column_step
                 of_k = b_scale + k * b_scale_step + start // BK * b_scale_column_step
-                in_n, in_k, in_l = (n < N) & (steps > 0), (k < K) & (steps > 0), (k + BN < K) & (steps > 0)
+                held_n, held_k = tl.where(start < end, N, 0), tl.where(start < end, K, 0)
+                in_n, in_k, in_l = n < held_n, k < held_k, k + BN < held_k
                 of_a = tl.load(of_n, mask=in_n, other=0.0)
                 of_b = tl.load(of_k, mask=in_k, other=0.0)
                 if HALVES == 2:

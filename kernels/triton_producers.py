@@ -208,13 +208,13 @@ def pair_amax_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     start = program.to(tl.int64) * (STEPS * BLOCK)
     left = tl.minimum(numel - start, STEPS * BLOCK).to(tl.int32)
-    zero = program * 0  # of the type of a row
+    zero, down = program * 0, tl.zeros((1, 1), tl.int32)  # of the types of a row and of those below it
     first_largest = tl.zeros((1, BLOCK), tl.float32)
     second_largest = tl.zeros((1, BLOCK), tl.float32)
     for step in tl.static_range(STEPS):
         across = tl.arange(0, BLOCK)[None, :]
         first, second = load_pair(
-            x + start, in1 + start, in2 + start, 0, zero, step * BLOCK, zero, across, 1, left, PRODUCER
+            x + start, in1 + start, in2 + start, 0, zero, step * BLOCK, down, across, 1, left, PRODUCER
         )
         first_largest = tl.maximum(first_largest, tl.abs(first.to(tl.float32)))
         second_largest = tl.maximum(second_largest, tl.abs(second.to(tl.float32)))

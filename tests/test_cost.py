@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -307,7 +307,7 @@ def explained(recipe: Recipe | str) -> Report:
 
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve = sys.modules["fxquant.passes.resolve"]
+    resolve = importlib.import_module("fxquant.passes.resolve")
     monkeypatch.setattr(resolve, "card_name", lambda device: H100)
     monkeypatch.setattr(resolve, "capability", lambda device: (9, 0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,7 +104,7 @@ def test_as_fast_as_within_a_step() -> None:
 
 @pytest.fixture
 def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve = sys.modules["fxquant.passes.resolve"]
+    resolve = importlib.import_module("fxquant.passes.resolve")
     monkeypatch.setattr(resolve, "card_name", lambda device: H100)
     monkeypatch.setattr(resolve, "capability", lambda device: (9, 0))
 
@@ -153,7 +153,7 @@ def test_auto_leaves_short_attention_alone(grad: bool) -> None:
 @pytest.mark.usefixtures("on_h100")
 @pytest.mark.parametrize("card", [H100, "a Hopper without rates"])
 def test_auto_never_takes_the_reference_on_a_gpu(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.resolve"], "card_name", lambda device: card)
+    monkeypatch.setattr(importlib.import_module("fxquant.passes.resolve"), "card_name", lambda device: card)
 
     def attend(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q)
