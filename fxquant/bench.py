@@ -282,11 +282,18 @@ def recipe_of(provider: str) -> recipes.Recipe | None:
 
     With attention, its forward is in FP8 with a scale for each head, its backward in high precision.
     """
-    name = provider.removesuffix(ATTENTION).removesuffix(" cached").removesuffix(" least")
+    name = _recipe_name(provider)
     if name not in QUANTIZED or not provider.endswith(ATTENTION):
         return recipes.get(name) if name in QUANTIZED else None
     heads = recipes.Rule(Float8HeadQuantizer(), module_type="dpa", tensor_type="qkv|s")
     return recipes.CustomRecipe(qfactory=recipes.Rules([heads], default=name))
+
+
+def _recipe_name(provider: str) -> str:
+    """A training provider's name without what its recipe is combined with."""
+    for more in (ATTENTION, " cached", " least"):
+        provider = provider.removesuffix(more)
+    return provider
 
 
 def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -559,13 +566,11 @@ def gemms(provider: str, device: str) -> str:
     """Whether the GEMMs of a provider have instructions of their own on the device."""
     from fxquant.__main__ import runs_as
 
-    provider = (
-        provider.removesuffix(" calibrated").removesuffix(" cached").removesuffix(" least").removesuffix(ATTENTION)
-    )
-    if provider not in QUANTIZED:
+    name = _recipe_name(provider.removesuffix(" calibrated"))
+    if name not in QUANTIZED:
         return "native"
     return runs_as(
-        recipes.get(provider),
+        recipes.get(name),
         "Hopper" if device == "cuda" and torch.cuda.get_device_capability()[0] == 9 else "the CPU",
     )
 

@@ -154,10 +154,8 @@ def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -
         return True
     if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, _SAME)):
         return True
-    tags = getattr(node.target, "tags", ())
     quantized = is_fxquant(node, "quantize")  # and its state is saved
-    made = quantized or node.target in (operator.getitem, torch.ops.aten.clone.default)
-    made |= torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    made = quantized or node.target in (operator.getitem, torch.ops.aten.clone.default) or _is_elementwise(node)
     between.append(node)
     sources = node.all_input_nodes[:1] if quantized else node.all_input_nodes
     return made and all(_is_kept(source, of_backward, between) for source in sources)
@@ -171,13 +169,17 @@ def _followed(sums: Sequence[fx.Node], of_backward: set[fx.Node]) -> list[fx.Nod
     made, size = list(sums), val(sums[0]).numel()
     for node in made:  # which grows
         for reader in node.users:
-            pointwise = torch.Tag.pointwise in getattr(reader.target, "tags", ())
-            pointwise |= reader.target is torch.ops.prims.convert_element_type.default
             known = [val(each) for each in reader.all_input_nodes if each not in made]
             small = all(isinstance(x, Tensor) and statically_known_true(8 * x.numel() <= size) for x in known)
-            if pointwise and small and reader not in of_backward and reader not in made:
+            if small and _is_elementwise(reader) and reader not in of_backward and reader not in made:
                 made.append(reader)
     return made
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether an operator computes each element by itself, and the same when it is computed again."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _of_backward(graph: fx.Graph) -> set[fx.Node]:
