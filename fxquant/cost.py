@@ -101,9 +101,9 @@ RATES: dict[str, Rates] = {
         bf16=GemmRate(715, 715, 715, 0.95),
         bf16_grouped=GemmRate(759, 759, 759, 0.95, group=0.73),
         gemm={
-            GemmKernel.PER_TENSOR: GemmRate(1340, 1290, 1290, 0.95),
-            GemmKernel.PER_ROW: GemmRate(1320, 1170, 1170, 0.82, (128, 128)),
-            GemmKernel.TRITON: GemmRate(1330, 830, 830, 0.90, (128, 256)),
+            GemmKernel.PER_TENSOR: GemmRate(1275, 1285, 1285, 0.95),
+            GemmKernel.PER_ROW: GemmRate(1350, 1140, 1140, 0.82, (128, 128)),
+            GemmKernel.TRITON: GemmRate(1290, 830, 830, 0.90, (128, 256)),
             GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
             GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
             GemmKernel.FEW_ROWS: GemmRate(1000, 1000, 1000, 1.0, (16, 128)),
@@ -322,7 +322,8 @@ def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
         rate = rates.gemm[kernel]
         tiles = (rate.smallest, *_TILES) if kernel is not GemmKernel.TRITON else (rate.smallest,)
         busy = min(_waves_us(rates, rate.fprop if problem.fast_accum else rate.dgrad, 1, m, k, n, t) for t in tiles)
-        return rates.gemm_start + max(busy, (k * (m + n) + result) / (rates.copy * rate.read) / 1e6)
+        wide = rates.launch * (kernel is GemmKernel.PER_ROW and kernel is not problem.kernels[0])  # one scale for each
+        return wide + rates.gemm_start + max(busy, (k * (m + n) + result) / (rates.copy * rate.read) / 1e6)
 
     copy = 2 * result / rates.copy / 1e6
     behind = 0.9 * problem.residual + 0.35 * problem.record + 0.7 * bool(problem.activation)

@@ -92,13 +92,15 @@ class Times:
         return self.copy * (problem.residual + problem.record / 2)
 
     def chosen(self, problem: Problem, how: str, margin: float = 1.0) -> Chosen:
-        """The fastest kernel, and how it compares, by times got somehow; a small margin is no reason to change."""
+        """The fastest kernel, and how it compares, by times got somehow; a later one has to win by the margin."""
         saved = self.saved(problem)
         totals = [
             us + saved * (k is not GemmKernel.TRITON) for k, us in zip(problem.kernels, self.kernels, strict=True)
         ]
-        best = min(range(len(totals)), key=totals.__getitem__)
-        kernel = problem.kernels[best if totals[best] * margin < totals[0] else 0]
+        kernel, fastest = problem.kernels[0], totals[0]
+        for other, total in zip(problem.kernels[1:], totals[1:], strict=True):
+            if total * margin < fastest:
+                kernel, fastest = other, total
         others = zip(problem.kernels[1:], totals[1:], strict=True)
         names = ((str(other).removeprefix("cuBLAS _scaled_mm, "), us) for other, us in others)
         return Chosen(kernel, f"{how}: " + ", ".join(f"{name} {totals[0] / us:.2f}x as fast" for name, us in names))

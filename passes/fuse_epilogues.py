@@ -71,22 +71,27 @@ def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") ->
 
     `gemm` is one of `choice.GEMM`.
     """
-    if gemm == "cublas" or inductor_config.emulate_precision_casts or inductor_config.cpp_wrapper:
-        return 0  # the C++ wrapper of torch 2.11 has workspace for the descriptors of one program alone
+    # the C++ wrapper of torch 2.11 has workspace for the descriptors of one program alone
+    fuses = not (inductor_config.emulate_precision_casts or inductor_config.cpp_wrapper)
+    if gemm == "cublas" or (gemm == "triton" and not fuses):
+        return 0
     count = 0
+    scales: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in _gemms(graph):
         where = val(node).device
         if where.type != device or (device == "cuda" and not is_hopper(where)) or decodes(node):
             continue
-        epilogue = _epilogue(node)  # of the graph as it is by now: a sum has one GEMM that takes it
+        # of the graph as it is by now: a sum has one GEMM that takes it
+        epilogue = _epilogue(node) if fuses else Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
         problem = _problem(node, epilogue)
         chosen = _choose(problem, gemm, where)
         log.info("%s: %s", problem, chosen)
-        if chosen.kernel is GemmKernel.TRITON:
+        if chosen.kernel is GemmKernel.TRITON and fuses:
             _insert(graph, node, epilogue)
+            count += 1
         elif chosen.kernel is GemmKernel.PER_ROW and _is_per_tensor(node) and isinstance(val(node).shape[0], int):
-            _scale_rows(graph, node)
-        count += chosen.kernel is not problem.kernels[0]
+            _scale_rows(graph, node, scales)
+            count += 1
     if count:
         graph.eliminate_dead_code()
         graph.lint()
@@ -263,20 +268,25 @@ def _is_per_tensor(node: fx.Node) -> bool:
     return all(QuantSpec.parse(str(spec)).row.family == "per_tensor" for spec in node.args[2:4])
 
 
-def _scale_rows(graph: fx.Graph, node: fx.Node) -> None:
-    """Gives a GEMM the left scale once for each row, whereby it becomes the kernel for those."""
+def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int], fx.Node]) -> None:
+    """Gives a GEMM the left scale once for each row, whereby it becomes the kernel for those.
+
+    `scales` has those of GEMMs before it, by the scale and the number of rows.
+    """
     given: Any = node.args
     (data, scale), b, _, b_spec, *rest = given
-    assert isinstance(data, fx.Node) and isinstance(scale, fx.Node)
     element = QuantSpec.parse(str(node.args[2])).row.element
     assert element is not None
-    shape = [val(node).shape[0], 1]
-    with graph.inserting_before(node), detect_fake_mode([val(scale)]) or contextlib.nullcontext():
-        wide = graph.call_function(_aten.expand.default, (scale, shape))
-        rows = graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
-        wide.meta = {**scale.meta, "val": val(scale).expand(shape)}
-        rows.meta = {**scale.meta, "val": val(wide).contiguous()}
-    node.args = ([data, rows], b, f"per_row_{element.name}", b_spec, *rest)
+    key = (scale, val(node).shape[0])
+    if key not in scales:
+        shape = [key[1], 1]
+        with graph.inserting_before(node), detect_fake_mode([val(scale)]) or contextlib.nullcontext():
+            wide = graph.call_function(_aten.expand.default, (scale, shape))
+            rows = graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
+            wide.meta = {**scale.meta, "val": val(scale).expand(shape)}
+            rows.meta = {**scale.meta, "val": val(wide).contiguous()}
+        scales[key] = rows
+    node.args = ([data, scales[key]], b, f"per_row_{element.name}", b_spec, *rest)
 
 
 def _amax_value(y: Tensor) -> Tensor:

@@ -156,8 +156,8 @@ def gemm() -> Iterator[str]:
             yield f"{text}, {(m, k, n)}, {activation}, fast {fast}"
     for algorithm in ("max", "most_recent"):
         new, kept = torch.ones(7, device=DEVICE), torch.ones(3, 7, device=DEVICE)
-        step = torch.zeros(1, dtype=torch.float64, device=DEVICE)
-        backward = torch.ones(2, 7, dtype=torch.float64, device=DEVICE)
+        step = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        backward = torch.ones(2, 7, dtype=torch.int64, device=DEVICE)
         triton_delayed.update(new, kept, new, backward, step, new, 0.0, algorithm)
         yield f"delayed scales, {algorithm}"
 

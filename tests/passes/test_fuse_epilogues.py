@@ -18,6 +18,7 @@ from torch.nn.functional import gelu, relu, silu
 
 import fxquant
 from fxquant import compat
+from fxquant.cost import choose_gemm
 from fxquant.kernels import gemm_timing
 from fxquant.kernels.choice import GemmKernel
 from fxquant.kernels.gemm_timing import Problem, Times
@@ -239,6 +240,39 @@ def test_the_kernel_for_scales_of_rows_takes_one_scale_for_all(monkeypatch: pyte
     assert_expected_inline(fused(layer, *tensors(X, W, BIAS, RESIDUAL), gemm="auto"), """\
 scaled_mm of per_row_e4m3 [80, 1]
 fused_scaled_mm, + [80, 48]""")  # fmt: skip
+
+
+def test_layers_of_one_input_share_the_scales_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_timing, "remembered", lambda problem, device: Times((100.0, 95.0, 99.0), 2.0))
+
+    def layers(x: Tensor, w: Tensor, other: Tensor) -> list[Tensor]:
+        return [linear(x, w), linear(x, other)]
+
+    def wide_scales(**config: bool) -> int:
+        gm = traced(layers, *tensors(X, W, W))
+        with compat.inductor_config.patch(**config):
+            assert fuse_epilogues(gm.graph, "auto", "cpu") == 2
+        return len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default))
+
+    assert wide_scales() == 1
+    assert wide_scales(cpp_wrapper=True) == 1, "no Triton kernel in a package, but this one"
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel"),
+    [
+        ((16384, 4096, 14336), GemmKernel.PER_ROW),
+        ((4096, 4096, 4096), GemmKernel.PER_ROW),
+        ((1024, 4096, 4096), GemmKernel.PER_TENSOR),
+    ],
+    ids=str,
+)
+def test_scales_of_rows_where_they_were_measured_to_be_faster(size: tuple[int, int, int], kernel: GemmKernel) -> None:
+    for residual in (False, True):
+        problem = Problem(*size, SPEC, SPEC, torch.bfloat16, True, residual=residual)
+        assert choose_gemm(problem, "NVIDIA H100 80GB HBM3").kernel is kernel
+    slow = Problem(*size, SPEC, SPEC, torch.bfloat16, False)
+    assert choose_gemm(slow, "NVIDIA H100 80GB HBM3").kernel is GemmKernel.PER_TENSOR
 
 
 def test_explain_names_the_kernel() -> None:
