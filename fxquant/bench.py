@@ -12,8 +12,8 @@ A step is a forward and a backward of bfloat16 weights on random data, without a
 shapes. Providers are timed in turn, round after round; times are medians after a second of warm-up, from CUDA events.
 Compilations start with Inductor's caches off. The floor of a linear layer is the time of its three GEMMs alone, on
 quantized operands, and of the fewest bytes of its casts at the rate of a copy, all in the same rounds.
-A cast is one quantization, compiled, beside a copy of its input. Decoding and exported blocks are inference; see
-`fxquant.bench_decode` and `fxquant.bench_export`.
+A cast is one quantization, compiled, beside a copy of its input. Decoding and exported blocks are inference, in CUDA
+graphs, as attention is; see `fxquant.bench_decode`, `fxquant.bench_export` and `fxquant.bench_attention`.
 Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
 """
 
@@ -33,7 +33,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -475,25 +475,34 @@ def floors(
     return [copy, *gemms_alone.values()], floor
 
 
-def measure_casts(providers: Sequence[str], size: Cast, device: str, seconds: float, repeats: int) -> Iterator[Row]:
-    """Times the providers, one after another."""
-    rate = 0.0
-    for provider in providers:
-        row = {"provider": provider}
-        try:
-            row |= measure_cast(provider, size, device, seconds, repeats, rate)
-        except Exception as error:
-            row["gemms"] = failure(error)
-        else:
-            rate = 4 * size.m * size.k / float(row["ms"]) if provider == "copy" else rate
-        yield row
-
-
-def measure_cast(provider: str, size: Cast, device: str, seconds: float, repeats: int, copy_rate: float) -> Row:
-    """Times one quantization, or the copy whose rate (bytes read and written a millisecond) the others are held to."""
+def measure_casts(providers: Sequence[str], size: Cast, device: str, seconds: float, repeats: int) -> list[Row]:
+    """Times quantizations in turn, and the copy whose rate they are held to."""
     torch.compiler.reset()
     x = torch.randn(size.m, size.k, dtype=torch.bfloat16, device=device)
+    contenders = []
+    with unlimited_recompiles():
+        for provider in providers:
+            try:
+                contenders.append(Contender(provider, cast_step(provider, size, x), {}, []))
+            except Exception as error:
+                contenders.append(Contender(provider, lambda: None, {"gemms": failure(error)}, []))
+        time_in_turn(contenders, device, seconds, repeats)
+    medians = {each.name: statistics.median(each.times) for each in contenders if each.times}
+    rows = []
+    for each in contenders:
+        row = {"provider": each.name, **each.row, **(times_text(each.times) if each.times else {})}
+        if each.name != "copy" and each.name in medians and "copy" in medians:
+            least = size.least_bytes(each.name) / (4 * size.m * size.k)
+            row["of_copy"] = f"{least * medians['copy'] / medians[each.name]:.0%}"
+        rows.append(row)
+    return rows
+
+
+def cast_step(provider: str, size: Cast, x: Tensor) -> Callable[[], Any]:
+    """One quantization, compiled, or a copy."""
     target = torch.empty_like(x)
+    if provider == "copy":
+        return lambda: target.copy_(x)
 
     def quantized(x: Tensor) -> Any:
         if size.directions == 2:
@@ -501,18 +510,8 @@ def measure_cast(provider: str, size: Cast, device: str, seconds: float, repeats
         return torch.ops.fxquant.quantize(x, provider, "columnwise")
 
     run = torch.compile(quantized, backend=Backend("high_precision"), fullgraph=True, dynamic=False)
-    step: Callable[[], Any] = (lambda: target.copy_(x)) if provider == "copy" else (lambda: run(x))
-    until = time.perf_counter() + seconds
-    step()
-    while time.perf_counter() < until:
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    times = timed(step, repeats, device == "cuda")
-    row = times_text(times)
-    if provider != "copy" and copy_rate:
-        row["of_copy"] = f"{size.least_bytes(provider) / statistics.median(times) / copy_rate:.0%}"
-    return row
+    run(x)
+    return functools.partial(run, x)
 
 
 def times_text(times: Sequence[float]) -> Row:
@@ -585,7 +584,7 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     for size in sizes:
         providers = options.providers
         if isinstance(size, Cast):
-            measured: Iterable[Row] = measure_casts(providers, size, *how)
+            measured = measure_casts(providers, size, *how)
         elif isinstance(size, (Decode, Served, Attention)):
             measured = measure_inference(providers, size, *how)
         else:
@@ -624,28 +623,44 @@ def measure(providers: Sequence[str], size: Size, device: str, seconds: float, r
 
 def measure_inference(
     providers: Sequence[str], size: Decode | Served | Attention, device: str, seconds: float, repeats: int
-) -> Iterator[Row]:
-    """Times inference, or an attention, under one provider after another."""
-    how = (device, seconds, repeats)
-    baseline = 0.0
-    for provider in providers:
-        if isinstance(size, Attention) and not size.takes(provider):
-            continue
-        row = {"provider": provider, "gemms": gemms(provider, device)}
-        try:
-            if isinstance(size, Decode):
-                row |= bench_decode.measure(provider, size, *how)
-            elif isinstance(size, Attention):
-                row |= bench_attention.measure(provider, size, *how)
-            else:
-                row |= bench_export.measure(provider, size, *how)
-        except Exception as error:
-            row["gemms"] = failure(error)
-        else:
-            taken = float(row.get("ms") or row["us"])
-            baseline = taken if provider == "bf16" else baseline
-            row["over_bf16"] = f"{baseline / taken:.2f}x" if baseline else ""
-        yield row
+) -> list[Row]:
+    """Times inference, or an attention, of all providers in turn."""
+    torch.compiler.reset()
+    contenders: list[Contender] = []
+    calls_of: dict[str, int] = {}
+    with unlimited_recompiles():
+        for provider in providers:
+            if isinstance(size, Attention) and not size.takes(provider):
+                continue
+            try:
+                calls, row = prepared(provider, size, device)
+                step, calls_of[provider] = bench_decode.in_a_graph(calls, device == "cuda")
+                contenders.append(Contender(provider, step, row, []))
+            except Exception as error:
+                contenders.append(Contender(provider, lambda: None, {"gemms": failure(error)}, []))
+        time_in_turn(contenders, device, seconds, repeats)
+    us = {c.name: 1e3 * statistics.median(c.times) / calls_of[c.name] for c in contenders if c.times}
+    rows = []
+    for each in contenders:
+        row = {"provider": each.name, "gemms": gemms(each.name, device), **each.row}
+        if each.times:
+            row["us"] = f"{us[each.name]:.1f}"
+            row["over_bf16"] = f"{us['bf16'] / us[each.name]:.2f}x" if "bf16" in us else ""
+            if isinstance(size, Decode) and device == "cuda":
+                row["over_read"] = f"{us[each.name] / (size.n * size.k / bench_decode.copy_rate()):.2f}x"
+        rows.append(row)
+    return rows
+
+
+def prepared(
+    provider: str, size: Decode | Served | Attention, device: str
+) -> tuple[list[Callable[[], Any]], dict[str, str]]:
+    """What is timed of a provider, and what is known of it before."""
+    if isinstance(size, Decode):
+        return bench_decode.prepared(provider, size, device)
+    if isinstance(size, Attention):
+        return bench_attention.prepared(provider, size, device)
+    return bench_export.prepared(provider, size, device)
 
 
 def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> Row:

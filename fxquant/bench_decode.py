@@ -31,6 +31,10 @@ _ROTATED = 200_000_000
 """Bytes of weights that take turns, at least: four times the L2 cache of an H100."""
 
 
+_GRAPH_MS = 4.0
+"""Of a graph that is timed, about, if its calls are short."""
+
+
 @dataclass(frozen=True)
 class Decode:
     """Sizes of one linear layer: input [m, k], weight [n, k]."""
@@ -85,9 +89,8 @@ def compiler(provider: str) -> Any:
     return "inductor" if provider == "bf16" or provider.startswith("torchao ") else Backend("high_precision")
 
 
-def measure(provider: str, size: Decode, device: str, seconds: float, repeats: int) -> dict[str, str]:
-    """The columns of one provider: microseconds of a call, and those over reading the weight in FP8."""
-    torch.compiler.reset()
+def prepared(provider: str, size: Decode, device: str) -> tuple[list[Callable[[], Any]], dict[str, str]]:
+    """The layer compiled: calls that are to take turns, and what is known before they are timed."""
     torch.manual_seed(0)
     cuda = device == "cuda"
     if cuda:
@@ -101,13 +104,8 @@ def measure(provider: str, size: Decode, device: str, seconds: float, repeats: i
     with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
         layers = prepare(provider, model, x, copies)
         layers[0](x)
-    compile_seconds = time.perf_counter() - started
-    with torch.no_grad():
-        times = microseconds([functools.partial(layer, x) for layer in layers], cuda, seconds, repeats)
-    row = {"us": f"{statistics.median(times):.1f}", "compile_s": f"{compile_seconds:.1f}"}
-    if cuda:
-        row["over_read"] = f"{statistics.median(times) / (size.n * size.k / copy_rate()):.2f}x"
-    return row
+    calls: list[Callable[[], Any]] = [torch.no_grad()(functools.partial(layer, x)) for layer in layers]
+    return calls, {"compile_s": f"{time.perf_counter() - started:.1f}"}
 
 
 @functools.cache
@@ -127,36 +125,27 @@ def copy_rate() -> float:
     return 2 * source.numel() / (1e3 * taken)
 
 
-def microseconds(calls: Sequence[Callable[[], Any]], cuda: bool, seconds: float, repeats: int) -> list[float]:
-    """The time of a call, the mean over calls that take turns, in each of `repeats` rounds; on CUDA in a graph."""
-    rounds = max(1, 24 // len(calls))
+def in_a_graph(calls: Sequence[Callable[[], Any]], cuda: bool) -> tuple[Callable[[], None], int]:
+    """What makes calls one after another, on CUDA in a graph of some milliseconds; and how many it makes."""
+    if not cuda:
 
-    def run() -> None:
-        for _ in range(rounds):
+        def run() -> None:
             for call in calls:
                 call()
 
-    if not cuda:
-        run()
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            run()
-            times.append(1e6 * (time.perf_counter() - started) / (rounds * len(calls)))
-        return times
+        return run, len(calls)
     for call in calls:
         call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    rounds = max(1, min(24 // len(calls), round(_GRAPH_MS / start.elapsed_time(end))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        graph.replay()
-        torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return [1e3 * a.elapsed_time(b) / (rounds * len(calls)) for a, b in itertools.pairwise(events)]
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return graph.replay, rounds * len(calls)

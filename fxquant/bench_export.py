@@ -6,7 +6,7 @@ the L2 cache. What a package holds in constants is counted as its weights.
 
 from __future__ import annotations
 
-import statistics
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxquant.bench_decode import CALIBRATED, microseconds
+from fxquant.bench_decode import CALIBRATED
 from fxquant.program import aoti_compile_and_package, quantize_program
 
 PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise")
@@ -98,11 +98,9 @@ def arguments(size: Served) -> tuple[Tensor, ...]:
     return (x, *(torch.randn(cached, dtype=torch.bfloat16) for _ in range(2)))
 
 
-def measure(provider: str, size: Served, device: str, seconds: float, repeats: int) -> dict[str, str]:
-    """The columns of one provider: microseconds of a call, seconds of compilation, GiB of weights."""
-    torch.compiler.reset()
+def prepared(provider: str, size: Served, device: str) -> tuple[list[Callable[[], Any]], dict[str, str]]:
+    """The block compiled: a call of it, and what is known before it is timed, with the GiB of its weights."""
     torch.manual_seed(0)
-    cuda = device == "cuda"
     with torch.device(device):
         model, args = Block(size), arguments(size)
     program = torch.export.export(model, args)
@@ -113,14 +111,8 @@ def measure(provider: str, size: Served, device: str, seconds: float, repeats: i
     started = time.perf_counter()
     run = package(provider, program)
     compile_seconds = time.perf_counter() - started
-    del model, program
-    with torch.no_grad():
-        times = microseconds([lambda: run(*args)], cuda, seconds, repeats)
-    return {
-        "us": f"{statistics.median(times):.1f}",
-        "compile_s": f"{compile_seconds:.1f}",
-        "weights_gib": f"{weights / 2**30:.3f}",
-    }
+    known = {"compile_s": f"{compile_seconds:.1f}", "weights_gib": f"{weights / 2**30:.3f}"}
+    return [torch.no_grad()(functools.partial(run, *args))], known
 
 
 def package(provider: str, program: torch.export.ExportedProgram) -> Callable[..., Any]:
