@@ -322,7 +322,7 @@ def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
         rate = rates.gemm[kernel]
         tiles = (rate.smallest, *_TILES) if kernel is not GemmKernel.TRITON else (rate.smallest,)
         busy = min(_waves_us(rates, rate.fprop if problem.fast_accum else rate.dgrad, 1, m, k, n, t) for t in tiles)
-        wide = rates.launch * (kernel is GemmKernel.PER_ROW and kernel is not problem.kernels[0])  # one scale for each
+        wide = _WIDE_US * (kernel is GemmKernel.PER_ROW and kernel is not problem.kernels[0])
         return wide + rates.gemm_start + max(busy, (k * (m + n) + result) / (rates.copy * rate.read) / 1e6)
 
     copy = 2 * result / rates.copy / 1e6
@@ -331,6 +331,8 @@ def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
     return times.chosen(problem, "estimated", _DOUBT)
 
 
+_WIDE_US = 20.0
+"""Of scales of tensors written once for each row: two launches, counted at what the host takes for them."""
 _DOUBT = 1.03
 """How much faster another kernel has to be estimated than the usual one."""
 

@@ -262,8 +262,8 @@ def test_layers_of_one_input_share_the_scales_of_its_rows(monkeypatch: pytest.Mo
     ("size", "kernel"),
     [
         ((16384, 4096, 14336), GemmKernel.PER_ROW),
-        ((4096, 4096, 4096), GemmKernel.PER_ROW),
-        ((1024, 4096, 4096), GemmKernel.PER_TENSOR),
+        ((8192, 8192, 28672), GemmKernel.PER_ROW),
+        ((4096, 4096, 4096), GemmKernel.PER_TENSOR),
     ],
     ids=str,
 )
