@@ -6,8 +6,9 @@ More are quantized by a kernel of their own, and multiplied on tensor cores: the
 their 64, the tokens, padded to 16, 32 or 64, are the other.
 
 Kernels that are told so may be launched `EARLY`, while the one before them still runs (programmatic dependent launch).
-Each lets the next one in as it starts, and waits for the end of the one before it until it reads or writes anything; a
-GEMM asks for the beginning of its weight first. So their launches take hardly any time.
+Each lets the next one in as it starts (`amax_kernel` once it has waited), and waits for the end of the one before it
+until it reads or writes anything; a GEMM asks for the beginning of its weight first. So their launches take hardly any
+time.
 
 The bytes are those of `fxquant.kernels.reference.quantize`. A kernel is given no tensor twice, nor one in the place of
 arguments that it does not read: Inductor would write a copy of it.
@@ -141,6 +142,14 @@ def gemm_kernel(
         i = tl.arange(0, PARTS)
         amax = tl.max(tl.load(x_arg + i, mask=i < parts, other=0.0), axis=0)
         factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+    elif X_KIND == _TENSOR:  # asked for here, a scale comes while the products are made
+        of_x = tl.load(x_arg)
+    elif X_KIND == _ROW:
+        of_x = tl.load(x_arg + m * x_scale_step, mask=m < M, other=0.0)[None, :]
+    if W_KIND == _TENSOR:
+        of_w = tl.load(w_scale)
+    elif W_KIND == _ROW:
+        of_w = tl.load(w_scale + n, mask=n < N, other=0.0)[:, None]
     if X_KIND == _BLOCK:  # scales are asked for as soon as the ones before them are used
         tl.static_assert(BK == 256)
         w_scale += first_n // 128 * (K // 128)
@@ -163,14 +172,10 @@ def gemm_kernel(
             acc = tl.dot(weights, tl.trans(tokens), acc)
     if X_SOURCE != _PAYLOAD:
         acc = acc * tl.div_rn(1.0, factor)
-    elif X_KIND == _TENSOR:
-        acc = acc * tl.load(x_arg)
-    elif X_KIND == _ROW:
-        acc = acc * tl.load(x_arg + m * x_scale_step, mask=m < M, other=0.0)[None, :]
-    if W_KIND == _TENSOR:
-        acc = acc * tl.load(w_scale)
-    elif W_KIND == _ROW:
-        acc = acc * tl.load(w_scale + n, mask=n < N, other=0.0)[:, None]
+    elif X_KIND != _BLOCK:
+        acc = acc * of_x
+    if W_KIND != _BLOCK:
+        acc = acc * of_w
     if HAS_BIAS:
         acc = acc + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     place = m[:, None] * N + n[None, :]
@@ -202,10 +207,8 @@ def prefetch(w, N, K, first, programs, COLUMNS: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def piece_amax(x, part, x_length, x_step, BK: tl.constexpr, EARLY: tl.constexpr):
+def piece_amax(x, part, x_length, x_step, BK: tl.constexpr):
     """The amax of a program's BK elements of a row."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     m, piece = tl.program_id(0), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
@@ -219,14 +222,16 @@ def amax_kernel(
 ):  # fmt: skip
     """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order.
 
-    The rest is as in `quantize_kernel`.
+    The rest is as in `quantize_kernel`. What comes next is let in once the wait is over: as this starts, the cast and
+    the GEMM behind it came in at once, and layers took one of two times, half a microsecond apart.
     """
     if EARLY:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if AHEAD == 0:
-        piece_amax(x, part, x_length, x_step, BK, EARLY)
+        piece_amax(x, part, x_length, x_step, BK)
     elif tl.program_id(0) < M:
-        piece_amax(x, part, x_length, x_step, BK, EARLY)
+        piece_amax(x, part, x_length, x_step, BK)
     elif not INTERPRETED:
         prefetch(ahead, ahead_rows, ahead_step, tl.program_id(0) - M, tl.num_programs(0) - M, AHEAD, THREADS)
 
