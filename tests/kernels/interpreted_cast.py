@@ -1,20 +1,12 @@
-"""The cast kernels in Triton's interpreter against the reference, byte by byte; run by test_triton_cast.py.
-
-The interpreter's own float32 to FP8 conversion does not round to nearest even, so torch's stands in for it. Its maximum
-is NaN where either side is, which on a GPU is the other side.
-"""
+"""The cast kernels in Triton's interpreter against the reference, byte by byte; run by test_triton_cast.py."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from interpreting import interpret
 from torch import Tensor
 
-from fxquant.formats import ELEMENTS, QuantSpec
+from fxquant.formats import QuantSpec
 from fxquant.kernels import (
     grouped_reference,
     reference,
@@ -40,31 +32,7 @@ GROUPED = (
 SPLITS = ([0, 0, 37, 38, 170], [0, 0, 0])
 INPUTS = (((96, 160), torch.bfloat16), ((33, 50), torch.float32), ((129, 48), torch.bfloat16))
 
-convert = interpreter._convert_float
-
-
-def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-    names = {tl.float8e4nv: "e4m3", tl.float8e5: "e5m2"}
-    if target not in names:
-        return convert(values, source, target, rounding)
-    floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-    return reference.cast_fp8(floats, ELEMENTS[names[target]]).view(torch.uint8).numpy().reshape(values.shape)
-
-
-class Launcher:
-    """What `wrap_triton` gives, without its check that tensors are on a GPU."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.kernel[grid]
-
-
-interpreter._convert_float = convert_float
-interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-for module in (triton_amax, triton_cast, triton_grouped_cast, triton_producers):
-    module.wrap_triton = Launcher  # type: ignore[attr-defined]
+interpret(triton_amax, triton_cast, triton_grouped_cast, triton_producers)
 
 
 def quantize(x: Tensor, row: QuantSpec | None, column: QuantSpec | None) -> list[Tensor]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 
 import torch
+from interpreting import interpret
 from torch import Tensor
 
 from fxquant.formats import QuantSpec
 from fxquant.kernels import delayed, triton_cast, triton_delayed
 from fxquant.kernels.producers import PRODUCERS
 
-triton_delayed.wrap_triton = lambda kernel: kernel
-triton_cast.wrap_triton = lambda kernel: kernel
+interpret(triton_delayed, triton_cast)
 AMAXES = torch.tensor([0.0, 3.0, torch.nan, torch.inf, 1e-40, 448.0, 7.5, 0.0])
 
 

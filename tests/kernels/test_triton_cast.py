@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from interpreting import run_interpreted
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
@@ -29,11 +27,7 @@ from fxquant.passes.lower import implementation, lower
 
 @pytest.mark.parametrize("name", ["cast", "producers", "delayed"])
 def test_bytes_in_the_interpreter(name: str) -> None:
-    """Another process, since Triton decides at import whether it interprets."""
-    script = Path(__file__).with_name(f"interpreted_{name}.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_interpreted(Path(__file__).with_name(f"interpreted_{name}.py"))
 
 
 POINTERS = {
