@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from bits import same
 from interpreting import interpret
 from torch import Tensor
 
@@ -21,11 +22,6 @@ def apart(values: Tensor) -> Tensor:
     spaced = torch.zeros(len(values), 16 // values.dtype.itemsize, dtype=values.dtype)
     spaced[:, 0] = values
     return spaced[:, 0]
-
-
-def same(got: Tensor, expected: Tensor) -> bool:
-    as_ints = torch.int64 if got.dtype.itemsize == 8 else torch.int32
-    return torch.equal(got.contiguous().view(as_ints), expected.contiguous().view(as_ints))
 
 
 def updates() -> None:
