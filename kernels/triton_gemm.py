@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 """A Triton FP8 GEMM for Hopper whose epilogue can do what would read its result again.
 
 y = activation(a x b^T * scales + bias) + residual, of payloads a [M, K] and b [N, K] that come by TMA. One program a
