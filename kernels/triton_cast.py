@@ -745,8 +745,11 @@ def produce(
     )
     _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
+    # both directions then have one scale, of which another part of a tensor would be one more copy
+    one_scale = row == column and row_scale is column_scale and left.scale.shape == (results,)
     for result in range(results):
-        parts += [*left.parts(result), *right.parts(result)]
+        of_row, of_column = left.parts(result), right.parts(result)
+        parts += [*of_row, of_column[0], of_row[1]] if one_scale else [*of_row, *of_column]
         parts += [recorded.amaxes.narrow(0, result, 1)] if record is True and recorded is not None else []
     return parts
 
