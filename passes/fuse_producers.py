@@ -3,7 +3,7 @@
     h = silu(gate) * up
     both = fxquant.hybrid_quantize(h, "block_1x128_e4m3", "block_1x128_e4m3")
     # becomes
-    both = fxquant.produce_quantize([gate, up], "silu_mul", ["block_1x128_e4m3"], ["block_1x128_e4m3"], ...)
+    both = fxquant.produce_quantize([gate, up], "silu_mul rowwise=block_1x128_e4m3 columnwise=block_1x128_e4m3", ...)
 
 for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. Two results of the same inputs, the
 gradients of both factors, come out of one operator. The amax that delayed scaling records comes out too, also where
@@ -36,7 +36,7 @@ from fxquant.compat import (
 )
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_cast
-from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Producer
+from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
 from fxquant.kernels.triton_decode import MOST_TOKENS
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.partition import scale_of
@@ -236,9 +236,9 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     with graph.inserting_before(anchor):
         shapes = {"matrix": [rows, length], "row": [rows, 1], "column": [length], "heads": list(val(inputs[0]).shape)}
         given = [shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
-        specs = [[s for s in side if s] for side in zip(*((site.row, site.column) for site in group), strict=True)]
-        target = torch.ops.fxquant.produce_quantize.default
-        fused = graph.call_function(target, (given, producer.name, *specs, *states, record))
+        row, column = (QuantSpec.parse(spec) if spec else None for spec in (group[0].row, group[0].column))
+        spec = str(CastSpec(producer.name, row, column))
+        fused = graph.call_function(torch.ops.fxquant.produce_quantize.default, (given, spec, *states, record))
         fused.meta = {**anchor.meta}
         values: list[Any] = []
         gone: list[fx.Node] = []

@@ -47,6 +47,7 @@ from fxquant.kernels import (
 )
 from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
+from fxquant.kernels.producers import CastSpec
 from fxquant.passes import few_rows
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 
@@ -230,36 +231,22 @@ def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def triton_produce_quantize(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    record: bool | triton_cast.Record,
-) -> list[Tensor]:
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], record: bool | triton_cast.Record,
+) -> list[Tensor]:  # fmt: skip
     """`fxquant::produce_quantize` by a Triton kernel."""
-    row, column = (QuantSpec.parse(specs[0]) if specs else None for specs in (rowwise_specs, columnwise_specs))
-    dense = [x.contiguous() for x in inputs]
-    return triton_cast.produce(producer, dense, row, column, rowwise_states, columnwise_states, record)
+    cast, dense = CastSpec.parse(spec), [x.contiguous() for x in inputs]
+    states = rowwise_states, columnwise_states
+    return triton_cast.produce(cast.name, dense, cast.rowwise, cast.columnwise, *states, record)
 
 
 def triton_produce_quantize_into(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    amaxes: Tensor,
-    step: Tensor | None,
-    from_last: bool,
-) -> list[Tensor]:
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], amaxes: Tensor, step: Tensor | None, from_last: bool,
+) -> list[Tensor]:  # fmt: skip
     """`fxquant::produce_quantize_into` by a Triton kernel."""
     record = triton_cast.Record(amaxes, step, from_last)
-    return triton_produce_quantize(
-        inputs, producer, rowwise_specs, columnwise_specs, rowwise_states, columnwise_states, record
-    )
+    return triton_produce_quantize(inputs, spec, rowwise_states, columnwise_states, record)
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:

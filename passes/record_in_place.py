@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxquant.compat import detect_fake_mode
-from fxquant.kernels.producers import PRODUCERS
+from fxquant.kernels.producers import CastSpec
 from fxquant.passes.base import is_fxquant, val
 
 _aten = torch.ops.aten
@@ -51,7 +51,7 @@ def _take(record: fx.Node) -> int:
     for each in dict.fromkeys(_arguments(amax)[0] for amax in times if amax.target is operator.getitem):
         if not is_fxquant(each, "produce_quantize") or not each.args[-1]:
             continue
-        results = PRODUCERS[str(each.args[1])].results
+        results = CastSpec.parse(str(each.args[1])).producer.results
         parts = len(each.meta["val"]) // results
         items = {_arguments(user)[1]: user for user in each.users}
         amaxes = [items[place] for i in range(results) if (place := parts * (i + 1) - 1) in items]

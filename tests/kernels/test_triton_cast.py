@@ -186,9 +186,8 @@ def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None
 
             def run(*inputs: Tensor) -> list[Tensor]:
                 states = [state, state]
-                return torch.ops.fxquant.produce_quantize(  # type: ignore[no-any-return]
-                    inputs, "silu_mul_grad", [text] * 2, [text] * 2, states, states, record
-                )
+                spec = f"silu_mul_grad rowwise={text} columnwise={text}"
+                return torch.ops.fxquant.produce_quantize(inputs, spec, states, states, record)  # type: ignore[no-any-return]
 
             graph = make_fx(run)(*inputs).graph
         return launches_of(graph)
