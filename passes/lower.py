@@ -7,7 +7,6 @@ that the device has no GEMM for are dequantized, exactly, to bfloat16.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ from torch import Tensor, fx
 
 from fxquant.compat import (
     converts_to_fp8,
-    detect_fake_mode,
     enable_python_dispatcher,
+    faking,
     inductor_decompositions,
     make_fx,
     statically_known_true,
@@ -301,7 +300,7 @@ def _trace(
 
     inputs = [flat[i] for i in tensors]
     # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
-    with detect_fake_mode(inputs) or contextlib.nullcontext(), enable_python_dispatcher():
+    with faking(*inputs), enable_python_dispatcher():
         table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
         body = make_fx(call, decomposition_table=table)(*inputs)
     _make_functional(body.graph, in_place)
@@ -335,7 +334,7 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     """Copies a traced graph in front of `node`; returns its outputs."""
     flat, _ = tree_flatten((node.args, node.kwargs))
     inputs = [item for item in flat if isinstance(item, fx.Node) and isinstance(val(item), Tensor)]
-    mode = detect_fake_mode([val(item) for item in inputs]) or contextlib.nullcontext()
+    mode = faking(*map(val, inputs))
     env = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     with node.graph.inserting_before(node):
         for inner in body.graph.nodes:

@@ -11,7 +11,6 @@ and so `record_since`, which is the backward's. What of a record is left reads t
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import Counter
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import detect_fake_mode
+from fxquant.compat import faking
 from fxquant.kernels.producers import CastSpec
 from fxquant.passes.base import is_fxquant, val
 
@@ -89,7 +88,7 @@ def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], pa
 def _entries(state: fx.Node, first: int, last: int) -> fx.Node:
     """The first and the last of some slots of a state."""
     view = state.graph.call_function(_aten.slice.Tensor, (state, 0, first, last + 1, max(last - first, 1)))
-    with detect_fake_mode([val(state)]) or contextlib.nullcontext():
+    with faking(val(state)):
         view.meta["val"] = _aten.slice.Tensor(*map(val, view.args))
     return view
 
