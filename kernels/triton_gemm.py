@@ -93,7 +93,7 @@ def scaled_mm_kernel(
 ):  # fmt: skip
     """y [M, N] of a [M, K] and b [N, K] whose rows are a_step and b_step apart; what is None is left out.
 
-    The tile is finished in PARTS (1, 2 or 4) of its columns, one after the other: so shared memory for a part is
+    The tile is finished in PARTS (2 or 4) of its columns, one after the other: so shared memory for a part is
     enough beside the blocks of a and b that are on their way.
     """
     a_blocks = tl.make_tensor_descriptor(a, [M, K], [a_step, 1], [BM, BK])
@@ -117,9 +117,7 @@ def scaled_mm_kernel(
         # counted anew, so that the coordinates do not outlive the loads of the next tile
         finished += PROGRAMS
         first_m, first_n = tile_place(finished, M, N, BM, BN, DOWN)
-        if PARTS == 1:
-            parts = (acc,)
-        elif PARTS == 2:
+        if PARTS == 2:
             parts = tl.split(tl.permute(tl.reshape(acc, (BM, 2, PART)), (0, 2, 1)))
         else:
             left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, 2 * PART)), (0, 2, 1)))
@@ -198,7 +196,6 @@ def scaled_mm(
     activation: str = "",
     residual: Tensor | None = None,
     record: bool = False,
-    how: Tiling | None = None,
 ) -> list[Tensor]:
     """activation(a x b^T + bias) + residual [M, N] in `out_dtype`, of operands that `supports` takes.
 
@@ -207,7 +204,7 @@ def scaled_mm(
     (left, a_scale), (right, b_scale) = a, b
     left, right = left.contiguous(), right.contiguous()
     (size_m, size_k), size_n = left.shape, right.shape[0]
-    how = how or tiling(fast_accum, out_dtype.itemsize * (2 if residual is not None else 1))
+    how = tiling(fast_accum, out_dtype.itemsize * (2 if residual is not None else 1))
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     y = torch.empty((size_m, size_n), dtype=out_dtype, device=left.device)

@@ -44,14 +44,12 @@ for i, texts in enumerate(PAIRS):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[(i + j) % 3]
         bias = torch.randn(n).to(dtype) if j % 2 else None
         residual = torch.randn(m, n).to(dtype) if (i + j) % 2 else None
-        how = None if j else triton_gemm.Tiling(parts=1)
         want = ACTIVATIONS[name](reference.scaled_mm(a, a_spec, b, b_spec, bias, torch.float32))
         want = want if residual is None else want + residual.float()
         assert triton_gemm.supports(a, a_spec, b, b_spec, dtype)
         y, amax = triton_gemm.scaled_mm(
-            a, a_spec, b, b_spec, bias, dtype, bool(i % 2), activation=name, residual=residual, record=True,
-            how=how,
-        )  # fmt: skip
+            a, a_spec, b, b_spec, bias, dtype, bool(i % 2), activation=name, residual=residual, record=True
+        )
         check(y, want.to(dtype), (texts, m, k, n, name))
         assert torch.equal(amax, reference.amax(y)), (texts, m, k, n)
         count += 1
