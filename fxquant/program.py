@@ -45,7 +45,6 @@ from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuanti
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
 from fxquant.roles import QuantizerRole
-from fxquant.state import Slots
 
 REPORT = "fxquant_report"
 """The key in the graph module's `meta` under which a quantized program keeps its report."""
@@ -90,7 +89,18 @@ def quantize_program(
     rewriter = Rewriter(asked, stored_weights=fold_weights)
     decisions, roles, slots = rewriter(gm, autocast=None)
     _check(decisions, gm)
-    _check_stateless(slots)
+    if slots.request is not None:
+        raise RecipeError(
+            "delayed scaling takes its scales from training steps, of which an exported program has none: give "
+            "calibration inputs, or use the recipe current_scaling"
+        )
+    if slots.rounded:
+        layer, operand, _ = slots.rounded[0]
+        raise RecipeError(
+            f"layer {layer or '<model>'!r}, {operand}: stochastic rounding draws from a seed and step that "
+            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, or "
+            "disable_stochastic_rounding=True"
+        )
     for module in bodies.modules:
         open_calls(module.graph, linears=fold_weights)
     forget(bodies)
@@ -232,21 +242,6 @@ def _check(decisions: Sequence[Decision], gm: fx.GraphModule) -> None:
             raise ProgramError("what can be quantized of this program is already: give the program it was made from")
         text = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}")
-
-
-def _check_stateless(slots: Slots) -> None:
-    if slots.request is not None:
-        raise RecipeError(
-            "delayed scaling takes its scales from training steps, of which an exported program has none: give "
-            "calibration inputs, or use the recipe current_scaling"
-        )
-    if slots.rounded:
-        layer, operand, _ = slots.rounded[0]
-        raise RecipeError(
-            f"layer {layer or '<model>'!r}, {operand}: stochastic rounding draws from a seed and step that "
-            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, or "
-            "disable_stochastic_rounding=True"
-        )
 
 
 def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int, str]) -> list[Decision]:

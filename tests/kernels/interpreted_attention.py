@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from bits import same
 from interpreting import interpret
 from torch import Tensor
 
@@ -122,6 +121,10 @@ def check_casts() -> None:
             for x, groups, t in (*sides, (v, 1, False)):
                 assert all(map(same, head_cast.quantize_heads(x, groups, t, scaling),
                                reference.quantize_heads(x, spec, groups, t))), case  # fmt: skip
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, scaling: Any) -> tuple[list[Any], list[Tensor]]:
