@@ -199,6 +199,21 @@ def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None
     assert launches("per_row_e4m3", False) == ["row_amax,column_amax", cast]
 
 
+@pytest.mark.parametrize(("column", "one"), [("per_tensor_e4m3", True), ("per_tensor_e5m2", False)])
+def test_one_multiplier_of_both_directions_is_one_scale(column: str, one: bool) -> None:
+    """Of two results it is a part of a tensor, which takes a launch of its own to be one."""
+    with FakeTensorMode():
+        inputs = [torch.empty(64, 96, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        spec, none = f"silu_mul_grad rowwise=per_tensor_e4m3 columnwise={column}", [None, None]
+        run = torch.ops.fxquant.produce_quantize
+        graph = make_fx(lambda *inputs: run(inputs, spec, none, none, False))(*inputs).graph
+    lower(graph)
+    (output,) = graph.find_nodes(op="output")
+    first, second = output.args[0][1::2][:2], output.args[0][1::2][2:]
+    assert (first[0] is first[1]) == (second[0] is second[1]) == one and first[0] is not second[0]
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == (2 if one else 4)
+
+
 @pytest.mark.parametrize("text", ["per_tensor_e4m3", "per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3"])
 def test_kernels_take_the_tensor_once(text: str) -> None:
     """Inductor writes what it could have fused once for each argument that it is given as."""
