@@ -16,7 +16,7 @@ from fxquant.errors import OptionError
 from fxquant.kernels.choice import GEMM
 from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, cache_weights, quantizes
 from fxquant.passes.cache_weights import Taken
-from fxquant.recipes import Recipe, resolve
+from fxquant.recipes import RECIPES, Recipe, resolve
 from fxquant.report import Report
 from fxquant.state import Slots, State, StateStore
 from fxquant.weight_cache import WeightCache
@@ -40,11 +40,11 @@ class Backend:
     go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
     which the backward quantizes them again, and multiplies again where attention's output goes into a sum. With
     `cache_weights` a weight is quantized only when it has changed, and its payloads take memory in between;
-    `clear_cache` says that it has where that cannot be seen. `gemm` says which
-    kernel multiplies where a GPU has two for it: ``cublas``, ``triton``, whose epilogues do what follows a GEMM, the
-    faster by what was measured before (``auto``), or by measuring while compiling (``autotune``). `model` gives layers
-    their full names where the graph breaks. `amax_group` is the process group over which delayed scaling takes the
-    largest amax. Backends with the same `states` share them. `captured` counts the graphs so far.
+    `clear_cache` says that it has where that cannot be seen. `gemm` says which kernel multiplies where a GPU has two
+    for it: ``cublas``, ``triton``, whose epilogues do what follows a GEMM, the faster by what was measured before
+    (``auto``), or by measuring while compiling (``autotune``). `model` gives layers their full names where the graph
+    breaks. `amax_group` is the process group over which delayed scaling takes the largest amax. Backends with the same
+    `states` share them. `captured` counts the graphs so far.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -332,8 +332,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     if unknown:
         raise OptionError(f"unknown options {unknown}; known options: {', '.join(OPTIONS)}")
     if "recipe" not in options:
-        from fxquant.recipes import RECIPES
-
         raise OptionError(
             f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}"
         )

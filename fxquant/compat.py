@@ -449,6 +449,11 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
     return next((fake.fake_mode for fake in fakes), None)
 
 
+def faking(*values: Any) -> AbstractContextManager[Any]:
+    """The fake mode in force, or that of the values of a graph's nodes; any scope where these are real tensors."""
+    return detect_fake_mode(list(values)) or nullcontext()
+
+
 __all__ = [
     "OLDEST_TORCH",
     "STATIC_LAUNCH",
@@ -477,6 +482,7 @@ __all__ = [
     "exit_autocast",
     "fake_kernel",
     "fake_mode_of",
+    "faking",
     "flex_attention_op",
     "force_stride_order",
     "get_hash_for_files",

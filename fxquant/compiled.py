@@ -132,16 +132,7 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     state of delayed scaling and stochastic rounding, which is never among the model's keys. Unknown recipes and options
     are refused here.
     """
-    if "backend" in kwargs:
-        raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
-    if not callable(model):
-        raise OptionError(f"a module or a function is compiled, not a {type(model).__name__}")
-    if isinstance(options, Mapping):
-        if "recipe" in options:
-            raise OptionError("the recipe is an argument of its own: drop it from the options")
-        check_options({**options, "recipe": recipe})
-    elif options is not None:
-        check_options(options)
+    _check_arguments(model, recipe, options, kwargs)
     switch = _Switch(model, recipe, options or {}, kwargs)
     _, run = switch.get(switch.recipe)
     if isinstance(run, nn.Module):
@@ -184,6 +175,19 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         )
         object.__setattr__(compiled, "__reduce_ex__", lambda _protocol: (_compiled_again, (model, *settings())))
     return compiled
+
+
+def _check_arguments(model: Any, recipe: Recipe | str, options: Any, kwargs: Mapping[str, Any]) -> None:
+    if "backend" in kwargs:
+        raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
+    if not callable(model):
+        raise OptionError(f"a module or a function is compiled, not a {type(model).__name__}")
+    if isinstance(options, Mapping):
+        if "recipe" in options:
+            raise OptionError("the recipe is an argument of its own: drop it from the options")
+        check_options({**options, "recipe": recipe})
+    elif options is not None:
+        check_options(options)
 
 
 def _compiled_again(

@@ -216,6 +216,12 @@ class QuantSpec:
     def is_identity(self) -> bool:
         return self.format == "identity"
 
+    @property
+    def unit_amax(self) -> float:
+        """Of NVFP4, the global amax whose factor in dequantization is one."""
+        assert self.row.element is not None
+        return self.row.element.max * self.e4m3_max
+
     def __post_init__(self) -> None:
         if self.format not in FORMATS and self.format not in HEAD_FORMATS and not self.key:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")

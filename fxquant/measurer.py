@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from fxquant.backend import Backend, compile_eager
 from fxquant.compat import own_errors
 from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
-from fxquant.kernels import attention_reference, reference
+from fxquant.kernels import attention_reference, grouped_reference, reference
+from fxquant.kernels.grouped_mm import grouped_mm
 from fxquant.passes.base import is_fxquant
 from fxquant.recipes import Recipe
 from fxquant.report import Loss, Report
@@ -41,21 +42,37 @@ class _Run(fx.Interpreter):
         result = super().run_node(n)
         if is_fxquant(n, "scaled_mm"):
             self._linear(n, result)
+        elif is_fxquant(n, "grouped_scaled_mm"):
+            self._experts(n, result)
         elif is_fxquant(n, "attention_forward"):
             self._attention(n, result)
         return result
 
     def _linear(self, node: fx.Node, result: Tensor) -> None:
         args, _ = self.fetch_args_kwargs_from_env(node)
-        pairs = []
-        for parts, text, nodes in zip(args[:2], args[2:4], node.args[:2], strict=True):
-            seen, source = reference.dequantize(parts, QuantSpec.parse(text)), self._source(nodes)
-            pairs.append((seen if source is None else source.float(), seen))
-        inner = min(source.shape[-1] for source, _ in pairs)  # what is quantized is padded
-        left, right = (source[..., :inner] for source, _ in pairs)
+        seen = [reference.dequantize(*side) for side in zip(args[:2], map(QuantSpec.parse, args[2:4]), strict=True)]
+        left, right = self._unquantized(node, seen)
         exact = left @ right.mT
         exact = exact if args[4] is None else exact + args[4]
-        self._add(node, "linear", result, exact, dict(zip(("input", "weight"), pairs, strict=True)))
+        self._add(node, "linear", result, exact, {"input": (left, seen[0]), "weight": (right, seen[1])})
+
+    def _experts(self, node: fx.Node, result: Tensor) -> None:
+        args, _ = self.fetch_args_kwargs_from_env(node)
+        offs: Tensor | None = args[2]
+        sides = zip(args[:2], (offs, None), map(QuantSpec.parse, args[3:5]), strict=True)
+        seen = [grouped_reference.dequantize(*side, "rowwise") for side in sides]
+        left, right = self._unquantized(node, seen)
+        exact = grouped_mm(left, right, offs)
+        rows = slice(None if offs is None else int(offs[-1]))  # those behind belong to no group
+        pairs = {"input": (left[rows], seen[0][rows]), "weight": (right, seen[1])}
+        self._add(node, "experts", result[rows], exact[rows], pairs)
+
+    def _unquantized(self, node: fx.Node, seen: Sequence[Tensor]) -> list[Tensor]:
+        """The operands of a product, float32 [*, M, K] and [*, N, K]; what was `seen` of them has K padded."""
+        sources = [self._source(parts) for parts in node.args[:2]]
+        known = [x if source is None else source.float() for x, source in zip(seen, sources, strict=True)]
+        inner = min(x.shape[-1] for x in known)
+        return [x[..., :inner] for x in known]
 
     def _attention(self, node: fx.Node, result: Sequence[Tensor]) -> None:
         args, _ = self.fetch_args_kwargs_from_env(node)
@@ -82,11 +99,11 @@ class _Run(fx.Interpreter):
         if is_fxquant(cast, "quantize_qkv"):
             three: Tensor = self.env[cast.all_input_nodes[int(made.args[1]) // 2]]
             return three
-        names = ("quantize", "hybrid_quantize", "quantize_heads")
+        names = ("quantize", "hybrid_quantize", "quantize_heads", "split_quantize")
         if not any(is_fxquant(cast, name) for name in names):
             return None
         source: Tensor = self.env[cast.all_input_nodes[0]]
-        column = made.args[1] > 1 if is_fxquant(cast, "hybrid_quantize") else cast.args[2] == "columnwise"
+        column = made.args[1] > 1 if is_fxquant(cast, "hybrid_quantize") else "columnwise" in cast.args
         return source.mT if column else source
 
     def _add(
@@ -107,9 +124,10 @@ def _lost(source: Tensor, seen: Tensor) -> float:
 def measure(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
     """Runs `model(*args, **kwargs)` under `recipe` without gradients, and reports what each product loses.
 
-    `Report.losses` has, for every quantized linear and attention, the error of its result against the float32 one of
-    the same tensors, relative in the norm, and the share of the elements of each operand that became zero. The sizes
-    and values of the example count; operators run one by one, so that it takes far longer than the compiled model.
+    `Report.losses` has, for every quantized linear, of experts too, and attention, the error of its result against the
+    float32 one of the same tensors, relative in the norm, and the share of the elements of each operand that became
+    zero. The sizes and values of the example count; operators run one by one, so that it takes far longer than the
+    compiled model.
     """
     backend = _Measurer(recipe, model if isinstance(model, nn.Module) else None)
     with own_errors(), torch.no_grad():

@@ -146,10 +146,9 @@ def _bfloat16_mm(
     sides: list[Tensor] = []
     for parts, spec in ((a, a_spec), (b, b_spec)):
         if spec.row.has_global_amax:
-            unit = spec.e4m3_max * 6.0  # the amax whose factor is one
-            own = parts[2] / unit
+            own = parts[2] / spec.unit_amax
             factors.append(own.mT if sides and own.ndim > 1 else own)  # of the right operand: one a column
-            parts = [*parts[:2], torch.full_like(parts[2], unit)]
+            parts = [*parts[:2], torch.full_like(parts[2], spec.unit_amax)]
         sides.append(reference.dequantize(parts, spec).to(torch.bfloat16))
     if len(factors) == 2 and all(factor.ndim == 1 for factor in factors):
         factors = [factors[0] * factors[1]]

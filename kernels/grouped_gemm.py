@@ -25,9 +25,6 @@ from fxquant.kernels.grouped_reference import (
 Multiply = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """`grouped_mm` with offsets."""
 
-_E2M1_MAX = 6.0
-"""Times what block scales reach, this is the NVFP4 global amax whose factor is one."""
-
 
 def grouped_scaled_mm(
     a: Sequence[Tensor],
@@ -41,9 +38,9 @@ def grouped_scaled_mm(
     """The meaning is `grouped_reference.scaled_mm`.
 
     On Hopper, elements of per-tensor, rowwise and 1x128 scaling are multiplied as FP8: by `_scaled_grouped_mm` or by
-    Triton, as `choice.grouped_gemm` says. Elsewhere they are multiplied as
-    bfloat16, which holds them exactly, and scaled behind. Other blocks are dequantized to bfloat16, exactly for
-    power-of-two scales, and torch's grouped GEMM rounds the result to bfloat16.
+    Triton, as `choice.grouped_gemm` says. Elsewhere they are multiplied as bfloat16, which holds them exactly, and
+    scaled behind. Other blocks are dequantized to bfloat16, exactly for power-of-two scales, and torch's grouped GEMM
+    rounds the result to bfloat16.
     """
     left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     if offs is None:
@@ -185,7 +182,7 @@ def _bfloat16(
     """One GEMM of the elements times their block scales; NVFP4's global factors come after."""
     factors: list[Tensor] = []
     if a_spec.row.has_global_amax:
-        units = [_E2M1_MAX * spec.e4m3_max for spec in (a_spec, b_spec)]
+        units = [spec.unit_amax for spec in (a_spec, b_spec)]
         factors = [parts[2] / unit for parts, unit in zip((a, b), units, strict=True)]
         a, b = ([*p[:2], torch.full_like(p[2], unit)] for p, unit in zip((a, b), units, strict=True))
     left, right, ends = gemm_operands(a, b, offs, a_spec, b_spec)

@@ -1,8 +1,8 @@
 """The operators that a quantized graph is made of: schemas, fake kernels, and their meaning on any device.
 
 `quantize`, `hybrid_quantize`, `dequantize` and `scaled_mm` say what is meant; the lowering decides how it runs.
-`produce_quantize` computes what a producer (`fxquant.kernels.producers`) makes of its inputs and quantizes each result
-rowwise, columnwise or both, with one spec a result, and takes its amax if asked to `record` it.
+`produce_quantize` computes what a producer makes of its inputs and quantizes each result as a `CastSpec` says
+(`fxquant.kernels.producers`), and takes its amax if asked to `record` it.
 `fused_scaled_mm` is a `scaled_mm` with what reads its result: activation(a x b^T + bias) + residual, and its amax if
 asked to `record` it. A quantized operand is a list of tensors, [data, scale] or [data, scale, global_amax], laid out
 with the contracted axis last (see `fxquant.kernels.reference`). Specs cross as the text of a `QuantSpec`.
@@ -26,7 +26,7 @@ from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom, delayed, reference
 from fxquant.kernels.epilogues import ACTIVATIONS
-from fxquant.kernels.producers import PRODUCERS
+from fxquant.kernels.producers import CastSpec
 
 _library = operator_library("fxquant")
 
@@ -37,12 +37,11 @@ _SCHEMAS = {
         " -> Tensor[]"
     ),
     "produce_quantize": (
-        "(Tensor[] inputs, str producer, str[] rowwise_specs, str[] columnwise_specs, Tensor?[] rowwise_states,"
-        " Tensor?[] columnwise_states, bool record) -> Tensor[]"
+        "(Tensor[] inputs, str spec, Tensor?[] rowwise_states, Tensor?[] columnwise_states, bool record) -> Tensor[]"
     ),
     "produce_quantize_into": (
-        "(Tensor[] inputs, str producer, str[] rowwise_specs, str[] columnwise_specs, Tensor?[] rowwise_states,"
-        " Tensor?[] columnwise_states, Tensor(a!) amaxes, Tensor? step, bool from_last) -> Tensor[]"
+        "(Tensor[] inputs, str spec, Tensor?[] rowwise_states, Tensor?[] columnwise_states, Tensor(a!) amaxes,"
+        " Tensor? step, bool from_last) -> Tensor[]"
     ),
     "amax": "(Tensor x) -> Tensor",
     "scale_from_amax": "(Tensor amax, str spec) -> Tensor",
@@ -91,45 +90,27 @@ def _hybrid_quantize(
 
 
 def _produce_quantize(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    record: bool,
-) -> list[Tensor]:
-    parts: list[Tensor] = []
-    made = PRODUCERS[producer](inputs)
-    for i, x in enumerate(made):
-        if rowwise_specs:
-            parts += _quantize(x, rowwise_specs[i], "rowwise", rowwise_states[i])
-        if columnwise_specs:
-            parts += _quantize(x, columnwise_specs[i], "columnwise", columnwise_states[i])
-        if record:
-            parts.append(_amax(x))
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], record: bool,
+) -> list[Tensor]:  # fmt: skip
+    cast, parts = CastSpec.parse(spec), []
+    for x, row_state, column_state in zip(cast.producer(inputs), rowwise_states, columnwise_states, strict=True):
+        parts += _quantize(x, str(cast.rowwise), "rowwise", row_state) if cast.rowwise else []
+        parts += _quantize(x, str(cast.columnwise), "columnwise", column_state) if cast.columnwise else []
+        parts += [_amax(x)] if record else []
     return parts
 
 
 def _produce_quantize_into(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    amaxes: Tensor,
-    step: Tensor | None,
-    from_last: bool,
-) -> list[Tensor]:
-    new = [_amax(x) for x in PRODUCERS[producer](inputs)]
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], amaxes: Tensor, step: Tensor | None, from_last: bool,
+) -> list[Tensor]:  # fmt: skip
+    new = [_amax(x) for x in CastSpec.parse(spec).producer(inputs)]
     slots = range(len(new))
     new = new[::-1] if from_last else new
     taken = delayed.record(amaxes, new, slots) if step is None else delayed.record_since(amaxes, step, new, slots)
     amaxes.copy_(taken)
-    return _produce_quantize(
-        inputs, producer, rowwise_specs, columnwise_specs, rowwise_states, columnwise_states, False
-    )
+    return _produce_quantize(inputs, spec, rowwise_states, columnwise_states, False)
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -262,41 +243,24 @@ def _hybrid_quantize_fake(
 
 @fake_kernel(_library, "produce_quantize")
 def _produce_quantize_fake(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    record: bool,
-) -> list[Tensor]:
-    parts: list[Tensor] = []
-    x = inputs[0].new_empty(PRODUCERS[producer].shape(inputs[0]))
-    for i in range(PRODUCERS[producer].results):
-        if rowwise_specs:
-            parts += _fake_operand(x, QuantSpec.parse(rowwise_specs[i]))
-        if columnwise_specs:
-            parts += _fake_operand(x.mT, QuantSpec.parse(columnwise_specs[i]))
-        if record:
-            parts.append(_amax_fake(x))
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], record: bool,
+) -> list[Tensor]:  # fmt: skip
+    cast, parts = CastSpec.parse(spec), []
+    x = inputs[0].new_empty(cast.producer.shape(inputs[0]))
+    for _ in range(cast.producer.results):
+        parts += _fake_operand(x, cast.rowwise) if cast.rowwise else []
+        parts += _fake_operand(x.mT, cast.columnwise) if cast.columnwise else []
+        parts += [_amax_fake(x)] if record else []
     return parts
 
 
 @fake_kernel(_library, "produce_quantize_into")
 def _produce_quantize_into_fake(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    amaxes: Tensor,
-    step: Tensor | None,
-    from_last: bool,
-) -> list[Tensor]:
-    return _produce_quantize_fake(
-        inputs, producer, rowwise_specs, columnwise_specs, rowwise_states, columnwise_states, False
-    )
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], amaxes: Tensor, step: Tensor | None, from_last: bool,
+) -> list[Tensor]:  # fmt: skip
+    return _produce_quantize_fake(inputs, spec, rowwise_states, columnwise_states, False)
 
 
 @fake_kernel(_library, "amax")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
@@ -30,9 +31,9 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], keys: list[tuple[Tensor, 
     return c0, c1, c2, c3  # type: ignore[return-value]
 
 
-def round_keys(key: tuple[Tensor, Tensor], rounds: int = 10) -> list[tuple[Tensor, Tensor]]:
+def round_keys(key: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """The key [1] of every round."""
-    index = _arange(rounds, key[0])
+    index = _arange(_ROUNDS, key[0])
     schedules = [((index * weyl + word) & _MASK).unbind() for word, weyl in zip(key, _WEYL, strict=True)]
     return list(zip(*schedules, strict=True))
 

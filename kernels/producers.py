@@ -6,6 +6,7 @@ the operator, and, traced, the pattern by which `fxquant.passes.fuse_producers` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
+
+from fxquant.formats import QuantSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +129,28 @@ PRODUCERS: dict[str, Producer] = {
     )
 }  # fmt: skip
 """Every producer, by name."""
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """How the results of a producer are quantized: all alike, in one direction or in both."""
+
+    name: str
+    rowwise: QuantSpec | None
+    columnwise: QuantSpec | None
+
+    @property
+    def producer(self) -> Producer:
+        return PRODUCERS[self.name]
+
+    def __str__(self) -> str:
+        sides = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        return " ".join([self.name, *(f"{side}={spec}" for side, spec in sides.items() if spec is not None)])
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def parse(cls, text: str) -> CastSpec:
+        """The inverse of `str(spec)`."""
+        name, *sides = text.split()
+        specs = {side: QuantSpec.parse(spec) for side, _, spec in (each.partition("=") for each in sides)}
+        return cls(name, specs.get("rowwise"), specs.get("columnwise"))

@@ -458,8 +458,7 @@ def take_amaxes(
 
     With GROUP alone to those of groups, [G], in the place of the latter.
 
-    Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as
-    `triton_cast.amax_kernel` does.
+    Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as `amax_kernel` does.
     """
     down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
     across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
@@ -471,10 +470,7 @@ def take_amaxes(
         tile = tl.load(source + (down * x_step + across), mask=(row + down < end) & in_k, other=0.0)
         tile = tl.abs(tile.to(tl.float32))
         if ROW:
-            amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
-            bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
-            out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
-            tl.atomic_max(out + down, bits, mask=row + down < end, sem="relaxed")
+            _raise_rows(tile, row_amax, row, down, end)
         if COLUMN or GROUP:
             largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
     if GROUP:
@@ -539,11 +535,11 @@ def cast_tile(
     padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes the tile at the row `local` of a group, whose place is as `strip_of` gives it.
+    """Quantizes the tile at the row `local` of a group, whose place is as `triton_grouped_cast.strip_of` gives it.
 
     IN_STEP that row may be before the group's first, which it is in one tile of each column.
 
-    Tiles, their layout, scales and units are those of `triton_cast.cast_kernel`. A group's scales, and what they come
+    Tiles, their layout, scales and units are those of `cast_kernel`. A group's scales, and what they come
     from, are `*_scale_group` apart.
     """
     LK: tl.constexpr = LAYOUT[0]
@@ -745,8 +741,11 @@ def produce(
     )
     _launch(inputs, name, row, column, left, right, recorded, unread)
     parts = []
+    # both directions then have one scale, of which another part of a tensor would be one more copy
+    one_scale = row == column and row_scale is column_scale and left.scale.shape == (results,)
     for result in range(results):
-        parts += [*left.parts(result), *right.parts(result)]
+        of_row, of_column = left.parts(result), right.parts(result)
+        parts += [*of_row, of_column[0], of_row[1]] if one_scale else [*of_row, *of_column]
         parts += [recorded.amaxes.narrow(0, result, 1)] if record is True and recorded is not None else []
     return parts
 

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 """A Triton FP8 GEMM for Hopper whose epilogue can do what would read its result again.
 
 y = activation(a x b^T * scales + bias) + residual, of payloads a [M, K] and b [N, K] that come by TMA. One program a
@@ -59,10 +59,10 @@ def tile_place(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, DOWN: tl.constexp
 
 @triton.jit
 def finish_tile(
-    acc, first_m, first_n, a_scale, b_scale, bias, residual, y, codes, amax, multiplier, M, N,
+    acc, first_m, first_n, a_scale, b_scale, bias, residual, y, amax, M, N,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile [BM, BN], or of a part of one. `residual`, `y` and `codes` are descriptors or None."""
+    """The epilogue of a tile [BM, BN], or of a part of one. `residual` is a descriptor or None, `y` a descriptor."""
     m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
     if A_ROWS:
         acc = acc * tl.load(a_scale + m, mask=m < M, other=0.0)[:, None]
@@ -77,39 +77,32 @@ def finish_tile(
     acc = activated(acc, ACTIVATION)
     if residual is not None:
         acc = acc + residual.load([first_m, first_n]).to(tl.float32)
-    if y is not None:
-        rounded = acc.to(y.dtype)
-        y.store([first_m, first_n], rounded)
-        acc = rounded.to(tl.float32)
+    rounded = acc.to(y.dtype)
+    y.store([first_m, first_n], rounded)
     if amax is not None:
-        seen = tl.where((m < M)[:, None] & (n < N)[None, :], magnitude(acc), 0.0)
+        seen = tl.where((m < M)[:, None] & (n < N)[None, :], magnitude(rounded.to(tl.float32)), 0.0)
         bits = tl.max(tl.max(seen, axis=1), axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
-    if codes is not None:
-        codes.store([first_m, first_n], (acc * tl.load(multiplier)).to(codes.dtype))
 
 
 @triton.jit
 def scaled_mm_kernel(
-    a, b, a_scale, b_scale, bias, residual, y, codes, amax, multiplier, M, N, K, a_step, b_step, residual_step,
+    a, b, a_scale, b_scale, bias, residual, y, amax, M, N, K, a_step, b_step, residual_step,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] of a [M, K] and b [N, K] whose rows are a_step and b_step apart; what is None is left out.
 
-    The tile is finished in PARTS (1, 2 or 4) of its columns, one after the other: so shared memory for a part is
+    The tile is finished in PARTS (2 or 4) of its columns, one after the other: so shared memory for a part is
     enough beside the blocks of a and b that are on their way.
     """
     a_blocks = tl.make_tensor_descriptor(a, [M, K], [a_step, 1], [BM, BK])
     b_blocks = tl.make_tensor_descriptor(b, [N, K], [b_step, 1], [BN, BK])
     PART: tl.constexpr = BN // PARTS
-    residual_blocks, y_blocks, code_blocks = None, None, None
+    residual_blocks = None
     if residual is not None:
         residual_blocks = tl.make_tensor_descriptor(residual, [M, N], [residual_step, 1], [BM, PART])
-    if y is not None:
-        y_blocks = tl.make_tensor_descriptor(y, [M, N], [N, 1], [BM, PART])
-    if codes is not None:
-        code_blocks = tl.make_tensor_descriptor(codes, [M, N], [N, 1], [BM, PART])
+    y_blocks = tl.make_tensor_descriptor(y, [M, N], [N, 1], [BM, PART])
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     finished = tl.program_id(0) - PROGRAMS
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
@@ -124,33 +117,18 @@ def scaled_mm_kernel(
         # counted anew, so that the coordinates do not outlive the loads of the next tile
         finished += PROGRAMS
         first_m, first_n = tile_place(finished, M, N, BM, BN, DOWN)
-        if PARTS == 1:
-            finish_tile(
-                acc, first_m, first_n, a_scale, b_scale, bias, residual_blocks, y_blocks, code_blocks, amax, multiplier,
-                M, N, A_ROWS, B_ROWS, ACTIVATION, BM, PART,
-            )  # fmt: skip
-        elif PARTS == 2:
-            first, second = tl.split(tl.permute(tl.reshape(acc, (BM, 2, PART)), (0, 2, 1)))
-            finish_tile(
-                first, first_m, first_n, a_scale, b_scale, bias, residual_blocks, y_blocks, code_blocks, amax,
-                multiplier, M, N, A_ROWS, B_ROWS, ACTIVATION, BM, PART,
-            )  # fmt: skip
-            finish_tile(
-                second, first_m, first_n + PART, a_scale, b_scale, bias, residual_blocks, y_blocks, code_blocks, amax,
-                multiplier, M, N, A_ROWS, B_ROWS, ACTIVATION, BM, PART,
-            )  # fmt: skip
+        if PARTS == 2:
+            parts = tl.split(tl.permute(tl.reshape(acc, (BM, 2, PART)), (0, 2, 1)))
         else:
             left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, 2 * PART)), (0, 2, 1)))
-            for half in tl.static_range(2):
-                first, second = tl.split(tl.permute(tl.reshape(left if half == 0 else right, (BM, 2, PART)), (0, 2, 1)))
-                finish_tile(
-                    first, first_m, first_n + 2 * half * PART, a_scale, b_scale, bias, residual_blocks, y_blocks,
-                    code_blocks, amax, multiplier, M, N, A_ROWS, B_ROWS, ACTIVATION, BM, PART,
-                )  # fmt: skip
-                finish_tile(
-                    second, first_m, first_n + (2 * half + 1) * PART, a_scale, b_scale, bias, residual_blocks, y_blocks,
-                    code_blocks, amax, multiplier, M, N, A_ROWS, B_ROWS, ACTIVATION, BM, PART,
-                )  # fmt: skip
+            first, second = tl.split(tl.permute(tl.reshape(left, (BM, 2, PART)), (0, 2, 1)))
+            third, fourth = tl.split(tl.permute(tl.reshape(right, (BM, 2, PART)), (0, 2, 1)))
+            parts = (first, second, third, fourth)
+        for i in tl.static_range(PARTS):
+            finish_tile(
+                parts[i], first_m, first_n + i * PART, a_scale, b_scale, bias, residual_blocks, y_blocks, amax, M, N,
+                A_ROWS, B_ROWS, ACTIVATION, BM, PART,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,35 +196,28 @@ def scaled_mm(
     activation: str = "",
     residual: Tensor | None = None,
     record: bool = False,
-    codes: tuple[Tensor, torch.dtype] | None = None,
-    keep: bool = True,
-    how: Tiling | None = None,
 ) -> list[Tensor]:
     """activation(a x b^T + bias) + residual [M, N] in `out_dtype`, of operands that `supports` takes.
 
-    With `record` its amax [1] follows, and with `codes`, a multiplier [1] and an FP8 dtype, the result quantized; then
-    the result itself is left out unless it is to be kept. `residual` is [M, N], N being a multiple of 16 bytes.
+    With `record` its amax [1] follows. `residual` is [M, N], N being a multiple of 16 bytes.
     """
     (left, a_scale), (right, b_scale) = a, b
     left, right = left.contiguous(), right.contiguous()
     (size_m, size_k), size_n = left.shape, right.shape[0]
-    itemsize = out_dtype.itemsize * (keep + (residual is not None)) + (codes is not None)
-    how = how or tiling(fast_accum, itemsize)
+    how = tiling(fast_accum, out_dtype.itemsize * (2 if residual is not None else 1))
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    y = torch.empty((size_m, size_n), dtype=out_dtype, device=left.device) if keep else None
+    y = torch.empty((size_m, size_n), dtype=out_dtype, device=left.device)
     amax = torch.zeros(1, dtype=torch.float32, device=left.device) if record else None
-    quantized = None if codes is None else torch.empty((size_m, size_n), dtype=codes[1], device=left.device)
     programs = _programs(left.device)
     by_rows = a_spec.row.family == "per_row", b_spec.row.family == "per_row"
     with triton_workspace(left.device):
         wrap_triton(scaled_mm_kernel)[(programs,)](
-            left, right, a_scale.contiguous(), b_scale.contiguous(), bias, residual, y, quantized, amax,
-            None if codes is None else codes[0], size_m, size_n, size_k, size_k, size_k, size_n, *by_rows,
-            _KINDS[activation], fast_accum, programs, how.block_m, how.block_n, how.block_k, how.parts, how.down,
-            num_warps=how.warps, num_stages=how.stages,
+            left, right, a_scale.contiguous(), b_scale.contiguous(), bias, residual, y, amax, size_m, size_n, size_k,
+            size_k, size_k, size_n, *by_rows, _KINDS[activation], fast_accum, programs, how.block_m, how.block_n,
+            how.block_k, how.parts, how.down, num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
-    return [part for part in (y, amax, quantized) if part is not None]
+    return [y] if amax is None else [y, amax]
 
 
 def _programs(device: torch.device) -> int:
@@ -258,7 +229,7 @@ def _programs(device: torch.device) -> int:
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch writes."""
-    return [name for name in ("y", "codes", "amax") if arguments.get(name) is not None]
+    return [name for name in ("y", "amax") if arguments.get(name) is not None]
 
 
 declare_written(scaled_mm_kernel, written)

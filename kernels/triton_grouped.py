@@ -285,7 +285,7 @@ def _config(block: int, fast_accum: bool, dtype: torch.dtype, short: bool = Fals
 
 def grouped_rows(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool, config: Config | None = None,
+    fast_accum: bool,
 ) -> Tensor:  # fmt: skip
     """a [M, K] x b [G, N, K]^T by groups of rows, FP8, in `out_dtype`; rows of no group are zero.
 
@@ -294,7 +294,7 @@ def grouped_rows(
     """
     rows, inner = a.shape
     groups, features = b.shape[:2]
-    config = config or _config(block, fast_accum, out_dtype)
+    config = _config(block, fast_accum, out_dtype)
     out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
     most = _cdiv(_cdiv(rows, config.m) + groups, _ENTRIES)
     tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=a.device)
@@ -313,7 +313,7 @@ def grouped_rows(
 
 def grouped_columns(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool, config: Config | None = None,
+    fast_accum: bool,
 ) -> Tensor:  # fmt: skip
     """a [N, M] x b [K, M]^T over the columns of each group, FP8, to [G, N, K] of `out_dtype`; `offs` are their ends.
 
@@ -322,7 +322,7 @@ def grouped_columns(
     """
     groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
     short = statically_known_true(a.shape[1] <= 1024 * groups)
-    config = config or _config(block, fast_accum, out_dtype, short)
+    config = _config(block, fast_accum, out_dtype, short)
     out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
     with triton_workspace(a.device):
         wrap_triton(columns_kernel)[(config.programs,)](

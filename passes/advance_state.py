@@ -12,14 +12,13 @@ forward_amax.copy_(amaxes)
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxquant.compat import detect_fake_mode
+from fxquant.compat import faking
 from fxquant.passes.base import is_fxquant, val
 
 _aten = torch.ops.aten
@@ -65,7 +64,7 @@ def _advance(update: fx.Node, copies: dict[Any, fx.Node]) -> bool:
 def _replace(update: fx.Node, scales: fx.Node, copy: fx.Node) -> None:
     """Puts the operator that advances in front of an update, and its scales in the place of the update's."""
     graph, like = update.graph, val(scales)
-    with graph.inserting_before(update), detect_fake_mode([like]) or contextlib.nullcontext():
+    with graph.inserting_before(update), faking(like):
         advance = graph.call_function(torch.ops.fxquant.delayed_advance.default, update.args)
         values = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in range(like.shape[0])]
         advance.meta = {**update.meta, "val": values}

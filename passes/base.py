@@ -6,12 +6,13 @@ import logging
 import operator
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fxquant.compat import lazy_format_graph_code
+from fxquant.formats import QuantSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,29 @@ def is_fxquant(node: fx.Node, name: str | None = None) -> bool:
     packet = getattr(node.target, "overloadpacket", node.target)  # Dynamo records what a user wrote: often a packet
     space, _, operator = getattr(packet, "_qualified_op_name", "").partition("::")
     return space == FXQUANT_OPS and name in (None, operator)
+
+
+class Side(NamedTuple):
+    """One direction of a quantization; `state` is what it is given besides its tensor, such as a scale."""
+
+    direction: str
+    spec: str
+    state: Any
+
+    @property
+    def per_tensor(self) -> bool:
+        return QuantSpec.parse(self.spec).row.family == "per_tensor"
+
+
+def sides_of(node: fx.Node) -> list[Side]:
+    """The directions in which a node quantizes a tensor, its first argument; none for what is no quantization."""
+    if is_fxquant(node, "quantize"):
+        _, spec, direction, state, *_ = (*node.args, None)
+        return [Side(str(direction), str(spec), state)]
+    if is_fxquant(node, "hybrid_quantize"):
+        _, row, column, row_state, column_state, *_ = (*node.args, None, None)
+        return [Side("rowwise", str(row), row_state), Side("columnwise", str(column), column_state)]
+    return []
 
 
 def in_memory(x: Any) -> bool:

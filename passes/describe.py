@@ -22,8 +22,8 @@ def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) ->
     """Describes every graph.
 
     `parameters` are the names of parameters by those of their placeholders. With `trained`, gradients flow from those
-    that want one. A node keeps the layer of the parameter that it
-    reads, for where it was captured without its modules, as inside a conditional.
+    that want one. A node keeps the layer of the parameter that it reads, for where it was captured without its modules,
+    as inside a conditional.
     """
     grads: set[fx.Node] = set()
     for gm in bodies.modules:

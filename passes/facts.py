@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
@@ -152,6 +152,23 @@ def quantized(match: Match) -> bool:
     """Whether anything of a resolved match is quantized."""
     attention = match.attention is not None and match.attention.spec is not None
     return attention or any(resolved.quantizers is not None for resolved in match.resolved)
+
+
+def put_in_place(result: fx.Node, node: fx.Node) -> None:
+    """Puts what was built of a node in its place, with what its meta says besides."""
+    for key, value in node.meta.items():
+        result.meta.setdefault(key, value)
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+
+
+def erase_unused(nodes: Iterable[fx.Node]) -> None:
+    """Erases those of the nodes that nothing reads any more, and what was computed for them alone."""
+    for node in nodes:
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            erase_unused(inputs)
 
 
 def value_of(node: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import fx
 from fxquant.compat import OpOverload, OpOverloadPacket, flex_attention_op
 from fxquant.passes import forms_attention as attention
 from fxquant.passes import forms_products as products
-from fxquant.passes.facts import Builder, Gemm2d, Match
+from fxquant.passes.facts import Builder, Gemm2d, Match, erase_unused, put_in_place
 from fxquant.passes.forms_attention_flex import flex
 from fxquant.passes.forms_contraction import Site
 from fxquant.passes.forms_weights import op_name
@@ -112,22 +112,10 @@ def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:
     assert match.emit is not None, match
     node, builder = match.node, Builder(match.node)
     result = match.emit(builder, partial(gemm, builder))
-    for key, value in node.meta.items():
-        result.meta.setdefault(key, value)
     inputs = node.all_input_nodes
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
-    _erase_unused(inputs)
+    put_in_place(result, node)
+    erase_unused(inputs)  # such as the weights that were gathered for each row
     return result
-
-
-def _erase_unused(nodes: list[fx.Node]) -> None:
-    """Erases what nothing reads any more: the weights that were gathered for each row."""
-    for node in nodes:
-        if node.op == "call_function" and not node.users and not node.is_impure():
-            inputs = node.all_input_nodes
-            node.graph.erase_node(node)
-            _erase_unused(inputs)
 
 
 __all__ = ["FORMS", "FUNCTIONS", "Form", "Gemm2d", "Site", "apply_match", "form_of"]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxquant.compat import enable_python_dispatcher, fake_mode_of, make_fx, tree_flatten, tree_unflatten
-from fxquant.passes.facts import Builder, Match, value_of
+from fxquant.passes.facts import Builder, Match, erase_unused, value_of
 from fxquant.passes.forms_contraction import requires_grad
 from fxquant.passes.forms_weights import find_weight, op_name
 
@@ -74,18 +74,9 @@ def _expand(match: Match) -> bool:
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]])
         node.graph.erase_node(user)
-    for result in results:  # averages of weights that nobody reads
-        _erase_unused(result)
+    erase_unused(each for each in results if isinstance(each, fx.Node))  # averages of weights that nobody reads
     node.graph.erase_node(node)
     return True
-
-
-def _erase_unused(node: Any) -> None:
-    if isinstance(node, fx.Node) and not node.users and node.op == "call_function":
-        inputs = node.all_input_nodes
-        node.graph.erase_node(node)
-        for each in inputs:
-            _erase_unused(each)
 
 
 def _inline(builder: Builder, graph: fx.Graph, inputs: Sequence[fx.Node]) -> Any:

@@ -14,7 +14,6 @@ the bits of Inductor's own kernels.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -28,7 +27,7 @@ from torch import Tensor, fx
 
 from fxquant.compat import (
     card_name,
-    detect_fake_mode,
+    faking,
     inductor_config,
     inductor_decompositions,
     is_hopper,
@@ -43,7 +42,7 @@ from fxquant.kernels.choice import Chosen, GemmKernel
 from fxquant.kernels.epilogues import ACTIVATIONS
 from fxquant.kernels.gemm_timing import Problem
 from fxquant.kernels.triton_decode import MOST_TOKENS
-from fxquant.passes.base import behind_views, is_fxquant, val
+from fxquant.passes.base import behind_views, is_fxquant, sides_of, val
 from fxquant.passes.few_rows import decodes
 from fxquant.passes.patterns import RESHAPES, matches, readers, shaped
 
@@ -139,9 +138,8 @@ def _epilogue(node: fx.Node) -> Epilogue:
 def _takes_amax(node: fx.Node) -> bool:
     if is_fxquant(node, "amax"):
         return True
-    sides = 2 if is_fxquant(node, "hybrid_quantize") else 1 if is_fxquant(node, "quantize") else 0
-    own_scale = 0 < sides and len(node.args) <= 3
-    return own_scale and all(QuantSpec.parse(str(s)).row.family == "per_tensor" for s in node.args[1 : 1 + sides])
+    sides = sides_of(node)
+    return bool(sides) and all(side.per_tensor and side.state is None for side in sides)
 
 
 def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
@@ -254,11 +252,9 @@ def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
             amax.replace_all_uses_with(results[1])
             graph.erase_node(amax)
         else:
-            specs = amax.args[1:3] if is_fxquant(amax, "hybrid_quantize") else amax.args[1:2]
+            target = torch.ops.fxquant.scale_from_amax.default
             with graph.inserting_before(amax):
-                scales = [
-                    graph.call_function(torch.ops.fxquant.scale_from_amax.default, (results[1], s)) for s in specs
-                ]
+                scales = [graph.call_function(target, (results[1], side.spec)) for side in sides_of(amax)]
             for scale in scales:
                 scale.meta = dict(results[1].meta)
             amax.args = (*amax.args, *scales)
@@ -280,7 +276,7 @@ def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int]
     key = (scale, val(node).shape[0])
     if key not in scales:
         shape = [key[1], 1]
-        with graph.inserting_before(node), detect_fake_mode([val(scale)]) or contextlib.nullcontext():
+        with graph.inserting_before(node), faking(val(scale)):
             wide = graph.call_function(_aten.expand.default, (scale, shape))
             rows = graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
             wide.meta = {**scale.meta, "val": val(scale).expand(shape)}
@@ -290,5 +286,5 @@ def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int]
 
 
 def _amax_value(y: Tensor) -> Tensor:
-    with detect_fake_mode([y]) or contextlib.nullcontext():
+    with faking(y):
         return y.new_empty(1, dtype=torch.float32)

@@ -3,7 +3,7 @@
     h = silu(gate) * up
     both = fxquant.hybrid_quantize(h, "block_1x128_e4m3", "block_1x128_e4m3")
     # becomes
-    both = fxquant.produce_quantize([gate, up], "silu_mul", ["block_1x128_e4m3"], ["block_1x128_e4m3"], ...)
+    both = fxquant.produce_quantize([gate, up], "silu_mul rowwise=block_1x128_e4m3 columnwise=block_1x128_e4m3", ...)
 
 for the producers of `fxquant.kernels.producers`, as Inductor has decomposed them. Two results of the same inputs, the
 gradients of both factors, come out of one operator. The amax that delayed scaling records comes out too, also where
@@ -36,9 +36,9 @@ from fxquant.compat import (
 )
 from fxquant.formats import QuantSpec
 from fxquant.kernels import triton_cast
-from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Producer
+from fxquant.kernels.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
 from fxquant.kernels.triton_decode import MOST_TOKENS
-from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
+from fxquant.passes.base import Side, behind_views, in_memory, is_fxquant, sides_of, val
 from fxquant.passes.partition import scale_of
 from fxquant.passes.patterns import RESHAPES, matches, readers, shaped
 
@@ -77,59 +77,43 @@ class _Site:
     """That of the tensor, where it is recorded."""
     made: dict[str, tuple[fx.Node, ...]]
     """The inputs of each producer that the tensor is a result of."""
-    row: str | None
-    column: str | None
-    row_state: fx.Node | None
-    column_state: fx.Node | None
-
-    @classmethod
-    def of(cls, quantize: fx.Node, amax: fx.Node | None, made: dict[str, tuple[fx.Node, ...]]) -> _Site:
-        _, *args = quantize.args
-        if is_fxquant(quantize, "quantize"):
-            spec, direction, state, *_ = (*args, None)
-            if direction == "rowwise":
-                return cls(quantize, amax, made, str(spec), None, state, None)  # type: ignore[arg-type]
-            return cls(quantize, amax, made, None, str(spec), None, state)  # type: ignore[arg-type]
-        row, column, row_state, column_state, *_ = (*args, None, None)
-        return cls(quantize, amax, made, str(row), str(column), row_state, column_state)  # type: ignore[arg-type]
 
     def __hash__(self) -> int:
         return hash(self.quantize)
 
     @property
+    def sides(self) -> list[Side]:
+        return sides_of(self.quantize)
+
+    @property
     def kind(self) -> Any:
         """Equal for sites that one kernel can serve."""
-        specs = [replace(QuantSpec.parse(s), slot=-1) if s else None for s in (self.row, self.column)]
-        return (*specs, self.row_state is None, self.column_state is None, self.amax is None)
+        sides = ((s.direction, replace(QuantSpec.parse(s.spec), slot=-1), s.state is None) for s in self.sides)
+        return (*sides, self.amax is None)
 
     @property
     def families(self) -> set[str]:
-        return {QuantSpec.parse(spec).row.family for spec in (self.row, self.column) if spec}
+        return {QuantSpec.parse(side.spec).row.family for side in self.sides}
 
     @property
     def scales_by_own_amax(self) -> bool:
         """Whether a scale of the whole tensor is made of its own amax."""
-        sides = ((self.row, self.row_state), (self.column, self.column_state))
-        return any(_per_tensor(spec) and (state is None or _own_amax(state) is not None) for spec, state in sides)
-
-
-def _per_tensor(spec: str | None) -> bool:
-    return spec is not None and QuantSpec.parse(spec).row.family == "per_tensor"
+        return any(side.per_tensor and _by_own_amax(side.state) for side in self.sides)
 
 
 def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
     """What can be fused, in the order of the graph."""
     seen: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if not _quantizes(node):
+        if not sides_of(node):
             continue
         root = behind_views(node.args[0], RESHAPES)
         if root in seen:
             continue
         seen.add(root)
         users = list(readers(root))
-        quantizations = [user for user in users if _quantizes(user)]
-        own = {_own_amax(state) for user in quantizations for state in user.args if isinstance(state, fx.Node)}
+        quantizations = [user for user in users if sides_of(user)]
+        own = {_own_amax(side.state) for user in quantizations for side in sides_of(user)}
         amaxes = [user for user in users if is_fxquant(user, "amax")]
         recorded = [amax for amax in amaxes if amax not in own]
         if len(recorded) > 1:
@@ -146,25 +130,27 @@ def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
                 and (inputs := _match(producer, root, rows, length)) is not None
             }
             if made:
-                yield _Site.of(quantization, next(iter(recorded), None), made)
+                yield _Site(quantization, next(iter(recorded), None), made)
                 recorded = []
-
-
-def _quantizes(node: fx.Node) -> bool:
-    return is_fxquant(node, "quantize") or is_fxquant(node, "hybrid_quantize")
 
 
 def _inductor_fuses(node: fx.Node) -> bool:
     """Whether Inductor does a cast where it computes the tensor: one that is wanted rowwise, not after its amax."""
-    if node.args[2] != "rowwise":
+    side, *others = sides_of(node)
+    if side.direction != "rowwise" or others:
         return False
-    after_amax = _per_tensor(str(node.args[1])) and (len(node.args) < 4 or _own_amax(node.args[3]) is not None)
+    after_amax = side.per_tensor and _by_own_amax(side.state)
     return not after_amax or upper_bound(val(node.args[0]).shape[0]) <= MOST_TOKENS
 
 
 def _own_amax(state: Any) -> Any:
     """The amax that a scale is made of, where it is made in the graph of its own tensor."""
     return state.args[0] if isinstance(state, fx.Node) and is_fxquant(state, "scale_from_amax") else None
+
+
+def _by_own_amax(state: Any) -> bool:
+    """Whether the scale of a tensor is made of its own amax, in the graph or by the quantization itself."""
+    return state is None or _own_amax(state) is not None
 
 
 def _casts(node: fx.Node, device: str) -> bool:
@@ -174,7 +160,7 @@ def _casts(node: fx.Node, device: str) -> bool:
         return False
     if _inductor_fuses(node) and not in_memory(node.args[0]):
         return False
-    specs = [QuantSpec.parse(str(s)) for s in node.args[1 : 2 if is_fxquant(node, "quantize") else 3]]
+    specs = [QuantSpec.parse(side.spec) for side in sides_of(node)]
     empty = any(statically_known_true(size == 0) for size in x.shape)
     known = all(map(triton_cast.supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
     return known and not empty
@@ -213,7 +199,7 @@ def _pays(producer: Producer, site: _Site) -> bool:
     if site.families == {"per_row"}:
         return producer.matrices < 3 and producer.results == 1 and not producer.slow
     if site.scales_by_own_amax:
-        alone = site.row_state is None and site.column_state is None  # nothing else waits for the amax
+        alone = all(side.state is None for side in site.sides)  # nothing else waits for the amax
         return not producer.slow and (producer.matrices < 2 or (producer.results == 2 and alone))
     return site.families <= {"block", "mxfp8", "per_tensor"}
 
@@ -236,9 +222,9 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     with graph.inserting_before(anchor):
         shapes = {"matrix": [rows, length], "row": [rows, 1], "column": [length], "heads": list(val(inputs[0]).shape)}
         given = [shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
-        specs = [[s for s in side if s] for side in zip(*((site.row, site.column) for site in group), strict=True)]
-        target = torch.ops.fxquant.produce_quantize.default
-        fused = graph.call_function(target, (given, producer.name, *specs, *states, record))
+        specs = {side.direction: QuantSpec.parse(side.spec) for side in group[0].sides}
+        spec = str(CastSpec(producer.name, specs.get("rowwise"), specs.get("columnwise")))
+        fused = graph.call_function(torch.ops.fxquant.produce_quantize.default, (given, spec, *states, record))
         fused.meta = {**anchor.meta}
         values: list[Any] = []
         gone: list[fx.Node] = []
@@ -265,21 +251,19 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
 
 
 def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[fx.Node | None]:
-    """What each side takes besides the tensor: the scale of the whole tensor is made here where it is not yet.
+    """What each direction takes besides the tensor: its scale is made here where it has one that is not yet.
 
     A producer of two results has a kernel of its own for their amaxes.
     """
-    states = [site.row_state, site.column_state]
-    if producer.results == 2:
-        return states
+    states = {side.direction: side.state for side in site.sides}
     made: dict[str, fx.Node] = {}
-    for i, spec in enumerate((site.row, site.column)):
-        if spec is not None and _per_tensor(spec) and states[i] is None:
+    for direction, spec, state in site.sides:
+        if producer.results == 1 and state is None and QuantSpec.parse(spec).row.family == "per_tensor":
             if spec not in made:
                 made[spec] = scale_of(site.quantize, "amax", 1, spec)
                 order[made[spec]] = order[made[spec].args[0]] = order[site.quantize]  # type: ignore[index]
-            states[i] = made[spec]
-    return states
+            states[direction] = made[spec]
+    return [states.get("rowwise"), states.get("columnwise")]
 
 
 def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool:

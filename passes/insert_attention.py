@@ -16,7 +16,7 @@ from torch import fx
 
 import fxquant.kernels.attention  # noqa: F401  registers fxquant::attention
 from fxquant.formats import IDENTITY
-from fxquant.passes.facts import Attention, Builder, Match
+from fxquant.passes.facts import Attention, Builder, Match, put_in_place
 
 SITE = "fxquant_site"
 """The key in `node.meta` for the site, as decisions count them, of an inserted operator."""
@@ -46,10 +46,7 @@ def _insert(match: Match, attention: Attention) -> None:
         return call
 
     result = attention.emit(builder, attend)
-    for key, value in node.meta.items():
-        result.meta.setdefault(key, value)
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
+    put_in_place(result, node)
     for each in reversed(list(node.graph.nodes)):
         if each in attention.inside and not each.users:
             node.graph.erase_node(each)

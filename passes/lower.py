@@ -7,7 +7,6 @@ that the device has no GEMM for are dequantized, exactly, to bfloat16.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ from torch import Tensor, fx
 
 from fxquant.compat import (
     converts_to_fp8,
-    detect_fake_mode,
     enable_python_dispatcher,
+    faking,
     inductor_decompositions,
     make_fx,
     statically_known_true,
@@ -47,6 +46,7 @@ from fxquant.kernels import (
 )
 from fxquant.kernels import triton_grouped_cast as grouped_cast
 from fxquant.kernels.grouped_mm import portable_grouped_mm
+from fxquant.kernels.producers import CastSpec
 from fxquant.passes import few_rows
 from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
 
@@ -230,36 +230,22 @@ def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def triton_produce_quantize(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    record: bool | triton_cast.Record,
-) -> list[Tensor]:
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], record: bool | triton_cast.Record,
+) -> list[Tensor]:  # fmt: skip
     """`fxquant::produce_quantize` by a Triton kernel."""
-    row, column = (QuantSpec.parse(specs[0]) if specs else None for specs in (rowwise_specs, columnwise_specs))
-    dense = [x.contiguous() for x in inputs]
-    return triton_cast.produce(producer, dense, row, column, rowwise_states, columnwise_states, record)
+    cast, dense = CastSpec.parse(spec), [x.contiguous() for x in inputs]
+    states = rowwise_states, columnwise_states
+    return triton_cast.produce(cast.name, dense, cast.rowwise, cast.columnwise, *states, record)
 
 
 def triton_produce_quantize_into(
-    inputs: Sequence[Tensor],
-    producer: str,
-    rowwise_specs: Sequence[str],
-    columnwise_specs: Sequence[str],
-    rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None],
-    amaxes: Tensor,
-    step: Tensor | None,
-    from_last: bool,
-) -> list[Tensor]:
+    inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
+    columnwise_states: Sequence[Tensor | None], amaxes: Tensor, step: Tensor | None, from_last: bool,
+) -> list[Tensor]:  # fmt: skip
     """`fxquant::produce_quantize_into` by a Triton kernel."""
     record = triton_cast.Record(amaxes, step, from_last)
-    return triton_produce_quantize(
-        inputs, producer, rowwise_specs, columnwise_specs, rowwise_states, columnwise_states, record
-    )
+    return triton_produce_quantize(inputs, spec, rowwise_states, columnwise_states, record)
 
 
 def _amax_of_rounded(x: Tensor) -> Tensor:
@@ -314,7 +300,7 @@ def _trace(
 
     inputs = [flat[i] for i in tensors]
     # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
-    with detect_fake_mode(inputs) or contextlib.nullcontext(), enable_python_dispatcher():
+    with faking(*inputs), enable_python_dispatcher():
         table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
         body = make_fx(call, decomposition_table=table)(*inputs)
     _make_functional(body.graph, in_place)
@@ -348,7 +334,7 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     """Copies a traced graph in front of `node`; returns its outputs."""
     flat, _ = tree_flatten((node.args, node.kwargs))
     inputs = [item for item in flat if isinstance(item, fx.Node) and isinstance(val(item), Tensor)]
-    mode = detect_fake_mode([val(item) for item in inputs]) or contextlib.nullcontext()
+    mode = faking(*map(val, inputs))
     env = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     with node.graph.inserting_before(node):
         for inner in body.graph.nodes:

@@ -12,12 +12,9 @@ nothing for it, and the amax would read the tensor once more.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
-from fxquant.formats import QuantSpec
-from fxquant.passes.base import behind_views, in_memory, is_fxquant, val
+from fxquant.passes.base import behind_views, in_memory, is_fxquant, sides_of, val
 from fxquant.passes.partition import scale_of
 from fxquant.passes.patterns import RESHAPES
 
@@ -26,12 +23,12 @@ def measure_unviewed(graph: fx.Graph, device: str = "cuda") -> int:
     """Rewrites `graph` in place, for tensors on `device`; returns how many amaxes or quantizations it concerns."""
     count = 0
     for node in list(graph.nodes):
-        sides = 2 if is_fxquant(node, "hybrid_quantize") else 1 if is_fxquant(node, "quantize") else 0
+        sides = sides_of(node)
         base = behind_views(node.args[0], RESHAPES) if sides or is_fxquant(node, "amax") else None
         if base is None or base is node.args[0] or in_memory(base) or val(base).device.type != device:
             continue
         if sides:
-            count += _give_scales(node, sides, base)
+            count += _give_scales(node, base)
         else:
             node.args = (base,)
             count += 1
@@ -40,19 +37,15 @@ def measure_unviewed(graph: fx.Graph, device: str = "cuda") -> int:
     return count
 
 
-def _give_scales(node: fx.Node, sides: int, base: fx.Node) -> int:
+def _give_scales(node: fx.Node, base: fx.Node) -> bool:
     """Gives a quantization the scales that are made of its own amax; returns whether there are any."""
-    specs = [str(spec) for spec in node.args[1 : 1 + sides]]
-    first = 1 + 2 if sides == 1 else 1 + sides  # behind the direction
-    states: list[Any] = [*node.args[first:], None, None][:sides]
+    sides = sides_of(node)
     made: dict[str, fx.Node] = {}
-    for i, spec in enumerate(specs):
-        if states[i] is not None or QuantSpec.parse(spec).row.family != "per_tensor":
-            continue
-        if spec not in made:
-            made[spec] = scale_of(node, "amax", 1, spec)
-            made[spec].args[0].args = (base,)  # type: ignore[union-attr]
-        states[i] = made[spec]
+    for side in sides:
+        if side.state is None and side.per_tensor and side.spec not in made:
+            made[side.spec] = scale_of(node, "amax", 1, side.spec)
+            made[side.spec].args[0].args = (base,)  # type: ignore[union-attr]
     if made:
-        node.args = (*node.args[:first], *states)
-    return len(made) > 0
+        states = [made.get(side.spec) if side.state is None else side.state for side in sides]
+        node.args = (*node.args[:3], *states)
+    return bool(made)

@@ -11,14 +11,13 @@ kernels to compile.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import detect_fake_mode
+from fxquant.compat import faking
 from fxquant.passes.base import is_fxquant, val
 
 _aten = torch.ops.aten
@@ -50,7 +49,7 @@ def _is_scale(node: fx.Node) -> bool:
 def _part(vector: fx.Node, by_index: dict[int, list[fx.Node]]) -> None:
     graph = vector.graph
     originals = [nodes[0] for nodes in by_index.values()]
-    with graph.inserting_before(_behind(vector)), detect_fake_mode([val(vector)]) or contextlib.nullcontext():
+    with graph.inserting_before(_behind(vector)), faking(val(vector)):
         slices = [graph.node_copy(node) for node in originals]
         parted = graph.call_function(_aten._foreach_mul.Scalar, (slices, 1))
         like = val(vector)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import detect_fake_mode, statically_known_true
+from fxquant.compat import faking, statically_known_true
 from fxquant.passes.base import behind_views, val
 
 _aten = torch.ops.aten
@@ -34,7 +33,7 @@ def shaped(node: fx.Node, shape: list[Any]) -> fx.Node:
     if len(value.shape) == len(shape) and all(map(statically_known_true, map(operator.eq, value.shape, shape))):
         return node
     made = node.graph.call_function(_aten.reshape.default, (node, shape))
-    with detect_fake_mode([value]) or contextlib.nullcontext():
+    with faking(value):
         made.meta = {**node.meta, "val": value.reshape(shape)}
     return made
 

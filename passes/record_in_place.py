@@ -11,7 +11,6 @@ and so `record_since`, which is the backward's. What of a record is left reads t
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import Counter
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import detect_fake_mode
-from fxquant.kernels.producers import PRODUCERS
+from fxquant.compat import faking
+from fxquant.kernels.producers import CastSpec
 from fxquant.passes.base import is_fxquant, val
 
 _aten = torch.ops.aten
@@ -51,7 +50,7 @@ def _take(record: fx.Node) -> int:
     for each in dict.fromkeys(_arguments(amax)[0] for amax in times if amax.target is operator.getitem):
         if not is_fxquant(each, "produce_quantize") or not each.args[-1]:
             continue
-        results = PRODUCERS[str(each.args[1])].results
+        results = CastSpec.parse(str(each.args[1])).producer.results
         parts = len(each.meta["val"]) // results
         items = {_arguments(user)[1]: user for user in each.users}
         amaxes = [items[place] for i in range(results) if (place := parts * (i + 1) - 1) in items]
@@ -89,7 +88,7 @@ def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], pa
 def _entries(state: fx.Node, first: int, last: int) -> fx.Node:
     """The first and the last of some slots of a state."""
     view = state.graph.call_function(_aten.slice.Tensor, (state, 0, first, last + 1, max(last - first, 1)))
-    with detect_fake_mode([val(state)]) or contextlib.nullcontext():
+    with faking(val(state)):
         view.meta["val"] = _aten.slice.Tensor(*map(val, view.args))
     return view
 

@@ -46,10 +46,7 @@ def _shape(operand: str, product: Product) -> tuple[Size, ...]:
 
 
 def _flops(product: Product) -> int:
-    flops = 2
-    for dim in (*product.batch, product.m, product.k, product.n):
-        flops *= size_hint(dim)
-    return flops
+    return 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
 
 
 def _matmul(match: Match, product: Product, stored: bool, sources: dict[object, str]) -> Matmul | None:
@@ -57,13 +54,10 @@ def _matmul(match: Match, product: Product, stored: bool, sources: dict[object, 
     lhs, rhs = value_of(product.lhs), value_of(product.rhs)
     if match.module_type == "dpa" or not isinstance(lhs, Tensor) or not isinstance(rhs, Tensor):
         return None
-    batch = 1
-    for dim in product.batch:
-        batch *= size_hint(dim)
     dims = {"m": product.m, "k": product.k, "n": product.n}
     return Matmul(
         m=size_hint(product.m), k=size_hint(product.k), n=size_hint(product.n),
-        most_m=upper_bound(product.m), batch=batch,
+        most_m=upper_bound(product.m), batch=int(product_of(map(size_hint, product.batch))),
         batch_weights=bool(product.batch) and product.rhs_is_weight, groups=size_hint(product.groups or 0),
         dynamic="".join(name for name, dim in dims.items() if not isinstance(dim, int)),
         dtype=match.autocast or torch.promote_types(lhs.dtype, rhs.dtype),

@@ -15,7 +15,6 @@ that is kept is exact. Of scales that are powers of two the second may be half t
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import fx
 
 import fxquant.kernels.attention_ops  # noqa: F401  registers fxquant::transpose_codes
-from fxquant.compat import detect_fake_mode, enable_python_dispatcher, must_recompute, statically_known_true
+from fxquant.compat import enable_python_dispatcher, faking, must_recompute, statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.passes.base import is_fxquant, val
 
@@ -71,7 +70,7 @@ def _share(node: fx.Node, source: fx.Node, moves: list[fx.Node]) -> None:
         with graph.inserting_before(node):
             made = graph.call_function(target, args, kwargs)
         fakes = fx.node.map_arg((args, kwargs), val)
-        with detect_fake_mode(val(source)) or contextlib.nullcontext(), enable_python_dispatcher():
+        with faking(val(source)), enable_python_dispatcher():
             value = target(*fakes[0], **fakes[1])
         kept = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")}
         made.meta = kept | {"val": value}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import same
 from helpers import (
     NAMES,
     Recorder,
@@ -524,7 +525,7 @@ def test_inductor_quantizes_to_the_bytes_of_the_reference(name: str) -> None:
         y, *got = torch.compile(run, backend=fxquant.Backend("high_precision"), fullgraph=True)(x)
         expected = torch.ops.fxquant.hybrid_quantize(y, *specs)
         for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), (name, dtype)
+            assert same(a, b), (name, dtype)
 
 
 @pytest.mark.slow

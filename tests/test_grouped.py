@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from bits import same
 from expecttest import assert_expected_inline
 from helpers import (
     NAMES,
@@ -81,14 +82,6 @@ def ends(*offs: int) -> Tensor:
 
 def rows_in(offs: list[int]) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise([0, *offs])]
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 def garbage(x: Tensor, last: int) -> Tensor:

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import compiled
+from test_grouped import SPELLINGS, ends, rows_in
 from test_shared import SelfAttention, recipe
 from torch import Tensor, nn
 
@@ -45,6 +47,27 @@ def test_errors_of_linears_are_those_of_the_same_tensors() -> None:
     assert "relative error" not in str(fxquant.explain(model, "rowwise", x)), "which runs nothing"
     with pytest.raises(RecipeError):
         fxquant.measure(model, "no such recipe", x)
+
+
+@pytest.mark.parametrize("spell", ["grouped_mm", "bmm"])
+def test_errors_of_experts_are_those_of_their_groups(spell: str) -> None:
+    """Rows of no group count for nothing."""
+    torch.manual_seed(0)
+    multiply, w = SPELLINGS[spell], nn.Parameter(torch.randn(4, 48, 64).bfloat16())
+    ragged = spell == "grouped_mm"
+    x, offs = torch.randn((64, 48) if ragged else (4, 33, 48)).bfloat16(), ends(3, 3, 40, 57)
+    x[..., :3] *= 1e-9
+    if ragged:
+        x[57:] = torch.nan
+    (loss,) = fxquant.measure(multiply, "rowwise", x, w, offs).losses
+    torch.compiler.reset()
+    with torch.no_grad():
+        groups = [x[rows] for rows in rows_in(offs.tolist())] if ragged else x
+        exact = torch.cat([rows.float() @ each.float() for rows, each in zip(groups, w, strict=True)])
+        got = compiled(multiply, "rowwise")(x, w, offs).reshape(-1, 64)[: len(exact)]
+    assert loss.what == "experts"
+    assert loss.error == pytest.approx(((got - exact).norm() / exact.norm()).item(), rel=1e-4)
+    assert loss.lost["input"] == pytest.approx(3 / 48, abs=0.005) and loss.lost["weight"] < 0.02
 
 
 def attention_under(qkv: Quantizer, q: Tensor, k: Tensor, v: Tensor) -> Report:

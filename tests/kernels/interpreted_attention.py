@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+import attention_rounding as rounding
 import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from interpreting import interpret
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
-import attention_rounding as rounding  # noqa: E402
-from interpreted_cast import Launcher  # noqa: E402
-
-from fxquant.formats import QuantSpec  # noqa: E402
-from fxquant.kernels import attention_reference as reference  # noqa: E402
-from fxquant.kernels import triton_attention as attention  # noqa: E402
-from fxquant.kernels import triton_head_cast as head_cast  # noqa: E402
+from fxquant.formats import QuantSpec
+from fxquant.kernels import attention_reference as reference
+from fxquant.kernels import triton_attention as attention
+from fxquant.kernels import triton_head_cast as head_cast
 
 Builder: Any = interpreter.InterpreterBuilder
 dot = Builder.create_dot
-patch_tensor = interpreter._patch_lang_tensor
 
 
 def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
@@ -38,15 +32,8 @@ def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
     return dot(self, wide(a), wide(b), *rest)
 
 
-def patched(tensor: Any, scope: Any) -> None:
-    """With NumPy 2.4 Triton 3.6 cannot use a number of its own as the end of a range."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
 Builder.create_dot = create_dot
-interpreter._patch_lang_tensor = patched
-attention.wrap_triton = head_cast.wrap_triton = Launcher  # type: ignore[assignment]
+interpret(attention, head_cast)
 
 SPECS: dict[Any, QuantSpec] = {
     "tensor": QuantSpec(format="per_tensor_e4m3"), "head": QuantSpec(format="per_head_e4m3"),

@@ -1,20 +1,15 @@
-"""The kernels for few tokens in Triton's interpreter against the reference; run by test_triton_decode.py.
-
-The interpreter's own float32 to FP8 conversion does not round to nearest even, so torch's stands in for it.
-"""
+"""The kernels for few tokens in Triton's interpreter against the reference; run by test_triton_decode.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from interpreting import interpret
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from fxquant.formats import ELEMENTS, QuantSpec
+from fxquant.formats import QuantSpec
 from fxquant.kernels import reference, triton_decode
 
 PAIRS = (
@@ -23,25 +18,6 @@ PAIRS = (
 )  # fmt: skip
 SIZES = ((1, 272, 136), (3, 128, 8), (40, 200, 136), (2, 1100, 24))
 """M, K, N: K that is no multiple of 128 or of 16, N down to 8 and beyond whole tiles."""
-
-convert = interpreter._convert_float
-
-
-def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-    if target is not tl.float8e4nv:
-        return convert(values, source, target, rounding)
-    floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-    return reference.cast_fp8(floats, ELEMENTS["e4m3"]).view(torch.uint8).numpy().reshape(values.shape)
-
-
-class Launcher:
-    """What `wrap_triton` gives, without its check that tensors are on a GPU."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.kernel[grid]
 
 
 def operands(m: int, k: int, n: int, a_spec: QuantSpec, b_spec: QuantSpec) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -55,8 +31,7 @@ def check(y: Tensor, want: Tensor, what: Any) -> None:
     torch.testing.assert_close(y.float(), want.float(), rtol=2**-7, atol=1e-3, msg=lambda text: f"{what}: {text}")
 
 
-interpreter._convert_float = convert_float
-triton_decode.wrap_triton = Launcher  # type: ignore[assignment]
+interpret(triton_decode)
 torch.manual_seed(0)
 count = 0
 for texts in PAIRS:

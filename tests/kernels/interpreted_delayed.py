@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 
 import torch
+from bits import same
+from interpreting import interpret
 from torch import Tensor
 
 from fxquant.formats import QuantSpec
 from fxquant.kernels import delayed, triton_cast, triton_delayed
 from fxquant.kernels.producers import PRODUCERS
 
-triton_delayed.wrap_triton = lambda kernel: kernel
-triton_cast.wrap_triton = lambda kernel: kernel
+interpret(triton_delayed, triton_cast)
 AMAXES = torch.tensor([0.0, 3.0, torch.nan, torch.inf, 1e-40, 448.0, 7.5, 0.0])
 
 
@@ -21,11 +22,6 @@ def apart(values: Tensor) -> Tensor:
     spaced = torch.zeros(len(values), 16 // values.dtype.itemsize, dtype=values.dtype)
     spaced[:, 0] = values
     return spaced[:, 0]
-
-
-def same(got: Tensor, expected: Tensor) -> bool:
-    as_ints = torch.int64 if got.dtype.itemsize == 8 else torch.int32
-    return torch.equal(got.contiguous().view(as_ints), expected.contiguous().view(as_ints))
 
 
 def updates() -> None:

@@ -7,18 +7,10 @@ code of the payload.
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
-import numpy as np
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from interpreted_cast import as_bytes, values
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from interpreted_cast import as_bytes, convert_float, values
 
 from fxquant.formats import QuantSpec
 from fxquant.kernels import reference, triton_cast
@@ -35,17 +27,6 @@ CASES = (
 )  # fmt: skip
 MOST = 0.005
 """The share of a payload's bytes that may differ."""
-
-
-def convert(floats: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: object) -> np.ndarray:
-    """The interpreter's own conversion to bfloat16 cuts."""
-    if target != tl.bfloat16:
-        return convert_float(floats, source, target, rounding)
-    exact = torch.from_numpy(np.ascontiguousarray(floats).view(np.float32))
-    return exact.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(floats.shape)
-
-
-interpreter._convert_float = convert
 
 
 def inputs_of(name: str, shape: tuple[int, int]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import golden
 import pytest
 import torch
-from torch import Tensor
+from bits import same
 
 from fxquant.formats import QuantSpec
 from fxquant.kernels import layout
@@ -13,10 +13,6 @@ from fxquant.kernels.reference import quantize
 
 VECTORS = golden.load("layout")
 PARTS = ("padded", "padded_row", "padded_col", "compact_col", "swizzled")
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
 
 
 @pytest.mark.parametrize("key", golden.keys("layout", "compact", under="scale_", reads=PARTS))
@@ -50,7 +46,7 @@ def test_quantized_scales_come_back(format: str, shape: tuple[int, int]) -> None
     flat = layout.swizzle(scale)
     assert flat.dtype == scale.dtype and flat.numel() % 512 == 0
     back = layout.unswizzle(flat, *scale.shape)
-    assert same(back.view(torch.uint8), scale.view(torch.uint8))
+    assert same(back, scale)
     assert torch.equal(
         flat.view(torch.uint8).sort().values[-scale.numel() :], scale.view(torch.uint8).flatten().sort().values
     )

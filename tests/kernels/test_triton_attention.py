@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from interpreting import run_interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -22,11 +21,7 @@ from fxquant.kernels import triton_head_cast as head_cast
 
 
 def test_values_in_the_interpreter() -> None:
-    """Another process, since Triton decides at import whether it interprets."""
-    script = Path(__file__).with_name("interpreted_attention.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_interpreted(Path(__file__).with_name("interpreted_attention.py"))
 
 
 def test_launches_are_traced_and_say_what_they_write() -> None:

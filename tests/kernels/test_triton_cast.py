@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from interpreting import run_interpreted
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
@@ -29,11 +27,7 @@ from fxquant.passes.lower import implementation, lower
 
 @pytest.mark.parametrize("name", ["cast", "producers", "delayed"])
 def test_bytes_in_the_interpreter(name: str) -> None:
-    """Another process, since Triton decides at import whether it interprets."""
-    script = Path(__file__).with_name(f"interpreted_{name}.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_interpreted(Path(__file__).with_name(f"interpreted_{name}.py"))
 
 
 POINTERS = {
@@ -192,9 +186,8 @@ def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None
 
             def run(*inputs: Tensor) -> list[Tensor]:
                 states = [state, state]
-                return torch.ops.fxquant.produce_quantize(  # type: ignore[no-any-return]
-                    inputs, "silu_mul_grad", [text] * 2, [text] * 2, states, states, record
-                )
+                spec = f"silu_mul_grad rowwise={text} columnwise={text}"
+                return torch.ops.fxquant.produce_quantize(inputs, spec, states, states, record)  # type: ignore[no-any-return]
 
             graph = make_fx(run)(*inputs).graph
         return launches_of(graph)
@@ -204,6 +197,21 @@ def test_a_producer_and_its_casts_are_one_launch_after_that_of_an_amax() -> None
     assert launches("block_1x128_e4m3", False) == [cast]
     assert launches("per_tensor_e4m3", False) == ["out", cast]
     assert launches("per_row_e4m3", False) == ["row_amax,column_amax", cast]
+
+
+@pytest.mark.parametrize(("column", "one"), [("per_tensor_e4m3", True), ("per_tensor_e5m2", False)])
+def test_one_multiplier_of_both_directions_is_one_scale(column: str, one: bool) -> None:
+    """Of two results it is a part of a tensor, which takes a launch of its own to be one."""
+    with FakeTensorMode():
+        inputs = [torch.empty(64, 96, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        spec, none = f"silu_mul_grad rowwise=per_tensor_e4m3 columnwise={column}", [None, None]
+        run = torch.ops.fxquant.produce_quantize
+        graph = make_fx(lambda *inputs: run(inputs, spec, none, none, False))(*inputs).graph
+    lower(graph)
+    (output,) = graph.find_nodes(op="output")
+    first, second = output.args[0][1::2][:2], output.args[0][1::2][2:]
+    assert (first[0] is first[1]) == (second[0] is second[1]) == one and first[0] is not second[0]
+    assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == (2 if one else 4)
 
 
 @pytest.mark.parametrize("text", ["per_tensor_e4m3", "per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3"])

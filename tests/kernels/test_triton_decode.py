@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreting import run_interpreted
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,11 +28,7 @@ from fxquant.passes.lower import lower
 
 
 def test_values_in_the_interpreter() -> None:
-    """Another process, since Triton decides at import whether it interprets."""
-    script = Path(__file__).with_name("interpreted_decode.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_interpreted(Path(__file__).with_name("interpreted_decode.py"))
 
 
 @pytest.fixture(autouse=True)

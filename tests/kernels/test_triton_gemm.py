@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from interpreting import run_interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant.formats import QuantSpec
@@ -15,11 +13,7 @@ from fxquant.kernels import reference, triton_gemm
 
 
 def test_values_in_the_interpreter() -> None:
-    """Another process, since Triton decides at import whether it interprets."""
-    script = Path(__file__).with_name("interpreted_gemm.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_interpreted(Path(__file__).with_name("interpreted_gemm.py"))
 
 
 def test_what_it_takes() -> None:

@@ -5,11 +5,15 @@ What tensor cores make of them is for the tests on a GPU.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from typing import Any
+
+import torch
+from interpreting import interpret, run_interpreted
+
+import fxquant.kernels.grouped  # noqa: F401  registers the operators
+from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
+from fxquant.formats import QuantSpec
+from fxquant.kernels import grouped_gemm, triton_grouped, triton_grouped_cast
 
 CASES = (
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)", "block_1x128_e4m3(pow2)"),
@@ -22,10 +26,7 @@ SPLITS = ([3, 3, 140, 200], [0, 0, 0, 0], [128, 256, 256, 257])
 
 
 def test_gemms_in_the_interpreter() -> None:
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)
 
 
 def test_launches_of_groups_in_both_directions() -> None:
@@ -33,11 +34,6 @@ def test_launches_of_groups_in_both_directions() -> None:
 
     and takes the amaxes of columns along, for itself or for the backward.
     """
-    import torch
-
-    from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
-    from fxquant.formats import QuantSpec
-    from fxquant.kernels import triton_grouped_cast
 
     def launches(text: str) -> list[list[str]]:
         spec = QuantSpec.parse(text)
@@ -55,33 +51,9 @@ def test_launches_of_groups_in_both_directions() -> None:
     assert triton_grouped_cast.supported(x[None], None, tiles, None)
 
 
-class Launcher:
-    """What `wrap_triton` gives, without its check that tensors are on a GPU."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.kernel[grid]
-
-
 def main() -> None:
-    import torch
-    import triton.runtime.interpreter as interpreter
-
-    import fxquant.kernels.grouped  # noqa: F401  registers the operators
-    from fxquant.kernels import grouped_gemm, triton_grouped
-
-    patched = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        """With NumPy 2.4 Triton 3.6 cannot use a number of its own as the end of a range."""
-        patched(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch
+    interpret(triton_grouped)
     grouped_gemm.capability = lambda device: (9, 0)
-    triton_grouped.wrap_triton = Launcher
     configs = "_FAST", "_SLOW", "_BLOCKS", "_SHORT_COLUMNS"
     few = {name: replace(getattr(triton_grouped, name), programs=3) for name in configs}
     vars(triton_grouped).update(few)

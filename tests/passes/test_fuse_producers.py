@@ -38,14 +38,13 @@ def story(graph: fx.Graph) -> str:
         if getattr(node.target, "namespace", "") == "fxquant" and node.target._opname != "produce_quantize":
             lines.append(node.target._opname)
         elif getattr(node.target, "namespace", "") == "fxquant":
-            inputs, producer, rows, columns, row_states, column_states, record = node.args
+            inputs, spec, row_states, column_states, record = node.args
+            producer, *sides = spec.split()
             lines.append(f"{producer}({', '.join(map(shape, inputs))}){' and amax' if record else ''}")
-            for side, specs, states in (("rowwise", rows, row_states), ("columnwise", columns, column_states)):
-                each = (
-                    f"{spec} by {state.args[0].name}" if state else spec
-                    for spec, state in zip(specs, states, strict=bool(specs))
-                )
-                lines += [f"  {side}: {', '.join(each)}"] * bool(specs)
+            for side in sides:
+                given = filter(None, row_states if side.startswith("row") else column_states)
+                by = ", ".join(state.args[0].name for state in given)
+                lines.append(f"  {side}" + (f" by {by}" if by else ""))
     return "\n".join(lines)
 
 
@@ -75,8 +74,8 @@ def test_silu_mul_in_blocks() -> None:
 
     assert_expected_inline(fused(run, *tensors((2, 16, 128), (2, 16, 128))), """\
 silu_mul([32, 128], [32, 128])
-  rowwise: block_1x128_e4m3(pow2)
-  columnwise: block_1x128_e4m3(pow2)""")  # fmt: skip
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)""")  # fmt: skip
 
 
 def test_gradients_of_both_factors() -> None:
@@ -92,12 +91,12 @@ def test_gradients_of_both_factors() -> None:
     inputs = tensors((32, 128), (32, 128), (32, 128))
     assert_expected_inline(fused(run, *inputs, torch.ones(1)), """\
 silu_mul_grad([32, 128], [32, 128], [32, 128])
-  rowwise: block_1x128_e4m3(pow2), block_1x128_e4m3(pow2)
-  columnwise: block_1x128_e4m3(pow2), block_1x128_e4m3(pow2)""")  # fmt: skip
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)""")  # fmt: skip
     assert_expected_inline(fused(run, *inputs, torch.arange(1.0, 9)), """\
 silu_mul_grad([32, 128], [32, 128], [32, 128]) and amax
-  rowwise: per_tensor_e4m3(slot=2) by scale_1, per_tensor_e4m3(slot=5) by scale_1
-  columnwise: per_tensor_e4m3(slot=2) by scale_1, per_tensor_e4m3(slot=5) by scale_1""")  # fmt: skip
+  rowwise=per_tensor_e4m3(slot=2) by scale_1, scale_1
+  columnwise=per_tensor_e4m3(slot=2) by scale_1, scale_1""")  # fmt: skip
 
 
 def test_scales_of_the_tensors_own_amax() -> None:
@@ -113,8 +112,8 @@ amax
 scale_from_amax
 hybrid_quantize
 silu_mul_grad([32, 128], [32, 128], [32, 128])
-  rowwise: per_tensor_e4m3, per_tensor_e4m3
-  columnwise: per_tensor_e4m3, per_tensor_e4m3""")  # fmt: skip
+  rowwise=per_tensor_e4m3
+  columnwise=per_tensor_e4m3""")  # fmt: skip
 
 
 def test_a_scale_of_the_tensor_beside_those_of_blocks() -> None:
@@ -127,8 +126,8 @@ def test_a_scale_of_the_tensor_beside_those_of_blocks() -> None:
 amax
 scale_from_amax
 rms_norm([32, 128], [32, 1], [128])
-  rowwise: per_tensor_e4m3 by amax_default
-  columnwise: block_1x128_e4m3(pow2)""")  # fmt: skip
+  rowwise=per_tensor_e4m3 by amax_default
+  columnwise=block_1x128_e4m3(pow2)""")  # fmt: skip
 
 
 def test_scales_of_rows() -> None:
@@ -137,8 +136,8 @@ def test_scales_of_rows() -> None:
 
     assert_expected_inline(fused(run, *tensors((32, 128), (32, 128), (32, 128))), """\
 silu_mul([32, 128], [32, 128])
-  rowwise: per_row_e4m3(pow2,torchao)
-  columnwise: per_row_e4m3(pow2,torchao)
+  rowwise=per_row_e4m3(pow2,torchao)
+  columnwise=per_row_e4m3(pow2,torchao)
 hybrid_quantize""")  # fmt: skip
 
 
@@ -155,15 +154,15 @@ def test_heads_are_joined_by_the_cast() -> None:
     (heads,) = tensors((2, 4, 16, 16))
     assert_expected_inline(fused(run, heads, torch.ones(1)), """\
 joined_heads([2, 4, 16, 16])
-  rowwise: block_1x128_e4m3(pow2)
-  columnwise: block_1x128_e4m3(pow2)
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)
 hybrid_quantize""")  # fmt: skip
     assert_expected_inline(fused(run, heads, torch.ones(2)), """\
 amax
 scale_from_amax
 joined_heads([2, 4, 16, 16])
-  rowwise: per_tensor_e4m3 by amax
-  columnwise: per_tensor_e4m3 by amax""")  # fmt: skip
+  rowwise=per_tensor_e4m3 by amax
+  columnwise=per_tensor_e4m3 by amax""")  # fmt: skip
 
 
 def test_the_amax_that_is_recorded_comes_with_the_cast() -> None:
@@ -177,10 +176,10 @@ def test_the_amax_that_is_recorded_comes_with_the_cast() -> None:
     told = fused(run, *tensors((32, 128), (48, 128)), torch.arange(1.0, 4))
     assert_expected_inline(told, """\
 identity([48, 128]) and amax
-  rowwise: per_tensor_e4m3(slot=0) by scale_1
+  rowwise=per_tensor_e4m3(slot=0) by scale_1
 identity([32, 128]) and amax
-  rowwise: per_tensor_e4m3(slot=1) by scale_1
-  columnwise: per_tensor_e4m3(slot=1) by scale_1
+  rowwise=per_tensor_e4m3(slot=1) by scale_1
+  columnwise=per_tensor_e4m3(slot=1) by scale_1
 amax
 quantize""")  # fmt: skip
 
@@ -206,14 +205,14 @@ def test_norms() -> None:
 
     assert_expected_inline(fused(run, *tensors((2, 16, 128), (128,), (128,))), """\
 rms_norm([32, 128], [32, 1], [128])
-  rowwise: block_1x128_e4m3(pow2)
-  columnwise: block_1x128_e4m3(pow2)
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)
 rms_norm_rounded([32, 128], [32, 1], [128])
-  rowwise: block_1x128_e4m3(pow2)
-  columnwise: block_1x128_e4m3(pow2)
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)
 layer_norm([32, 128], [32, 1], [32, 1], [128], [128])
-  rowwise: block_1x128_e4m3(pow2)
-  columnwise: block_1x128_e4m3(pow2)""")  # fmt: skip
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)""")  # fmt: skip
 
 
 def test_a_norm_whose_rows_alone_are_wanted_after_its_amax() -> None:
@@ -231,7 +230,7 @@ def test_a_norm_whose_rows_alone_are_wanted_after_its_amax() -> None:
 amax
 scale_from_amax
 rms_norm([80, 128], [80, 1], [128])
-  rowwise: per_tensor_e4m3 by amax_default""")  # fmt: skip
+  rowwise=per_tensor_e4m3 by amax_default""")  # fmt: skip
 
 
 def test_what_does_not_pay_or_is_not_ours_is_left_alone() -> None:

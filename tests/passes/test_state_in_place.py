@@ -43,8 +43,8 @@ def forward(
 ) -> list[Tensor]:
     scales, following = fxquant_ops.delayed_update(scale, history, amaxes, since, step, fp8_max, 0.0, "max")
     first, second = scales.narrow(0, 1, 1), scales.narrow(0, 3, 1)
-    x_parts = fxquant_ops.produce_quantize([x], "identity", [SPEC], [SPEC], [first], [first], True)
-    w_parts = fxquant_ops.produce_quantize([w], "identity", [SPEC], [], [second], [None], True)
+    x_parts = fxquant_ops.produce_quantize([x], f"identity rowwise={SPEC} columnwise={SPEC}", [first], [first], True)
+    w_parts = fxquant_ops.produce_quantize([w], f"identity rowwise={SPEC}", [second], [None], True)
     new = [x_parts[4], w_parts[2], fp8_max.narrow(0, 0, 1)]
     recorded = fxquant_ops.record(torch.zeros_like(amaxes), new, [1, 3, 0])
     counted = step + 1
@@ -56,8 +56,8 @@ def forward(
 
 
 def backward(since: Tensor, step: Tensor, scale: Tensor, g: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-    parts = fxquant_ops.produce_quantize([g], "identity", [SPEC], [], [scale], [None], True)
-    both = fxquant_ops.produce_quantize([gate, up, g], "silu_mul_grad", [SPEC] * 2, [], [scale] * 2, [None] * 2, True)
+    parts = fxquant_ops.produce_quantize([g], f"identity rowwise={SPEC}", [scale], [None], True)
+    both = fxquant_ops.produce_quantize([gate, up, g], f"silu_mul_grad rowwise={SPEC}", [scale] * 2, [None] * 2, True)
     since.copy_(fxquant_ops.record_since(since, step, [parts[2], both[2], both[5]], [0, 4, 2]))
     return [*parts[:2], *both[:2], *both[3:5]]
 
@@ -113,7 +113,7 @@ def test_what_is_no_step_of_training_stays(change: str) -> None:
         if change == "reader":
             return [inputs[2] * 2, *forward(*inputs)]
         amaxes, x = inputs[2], inputs[6]
-        parts = fxquant_ops.produce_quantize([x], "identity", [SPEC], [], [inputs[0][:1]], [None], True)
+        parts = fxquant_ops.produce_quantize([x], f"identity rowwise={SPEC}", [inputs[0][:1]], [None], True)
         amaxes.copy_(fxquant_ops.record(amaxes, [parts[2], parts[2]], [1, 3]))
         return list(parts[:2])
 

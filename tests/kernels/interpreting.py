@@ -1,0 +1,67 @@
+"""Triton's interpreter, in which kernels run without a GPU.
+
+`run_interpreted` is for tests, `interpret` for the scripts that they run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from fxquant.formats import ELEMENTS
+from fxquant.kernels import reference
+
+FP8 = {tl.float8e4nv: "e4m3", tl.float8e5: "e5m2"}
+
+
+def run_interpreted(script: str | Path) -> None:
+    """Runs a script in a process of its own, since Triton decides at import whether it interprets."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+class Launcher:
+    """What `wrap_triton` gives, without its check that tensors are on a GPU."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.kernel[grid]
+
+
+def interpret(*modules: Any) -> None:
+    """Has the launches of modules run in the interpreter, with what it does otherwise than a GPU mended.
+
+    Its conversions of float32 to FP8 and bfloat16 do not round to nearest even, so torch's stand in for them. Its
+    maximum is NaN where either side is, which on a GPU is the other side. With NumPy 2.4 Triton 3.6 cannot use a number
+    of its own as the end of a range.
+    """
+    for module in modules:
+        module.wrap_triton = Launcher
+    convert, patch = interpreter._convert_float, interpreter._patch_lang_tensor
+
+    def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source != tl.float32 or target not in (*FP8, tl.bfloat16):
+            return convert(values, source, target, rounding)
+        floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
+        if target == tl.bfloat16:
+            return floats.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(values.shape)
+        return reference.cast_fp8(floats, ELEMENTS[FP8[target]]).view(torch.uint8).numpy().reshape(values.shape)
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    interpreter._patch_lang_tensor = patch_tensor
