@@ -74,16 +74,18 @@ def test_no_scores_in_memory(
     assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
 
 
-def test_a_given_scale_is_used() -> None:
-    """The kernels take amaxes, where a delayed scale has one from before."""
+@pytest.mark.parametrize("record", (False, True))
+def test_a_given_scale_takes_one_launch(record: bool) -> None:
+    """Which takes the amax along that a delayed scale records."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> list[Tensor]:
-        return ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scale)  # type: ignore[no-any-return]
+        return ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scale, record)  # type: ignore[no-any-return]
 
     with FakeTensorMode():
         x = torch.empty(2, 4, KEYS, 64, dtype=torch.bfloat16, device="cuda")
         graph = make_fx(run)(x, x, x, torch.empty(1, device="cuda")).graph
     lower(graph)
     scale = next(n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].numel() == 1)
-    assert scale.users
-    assert triton_kernel_wrapper_functional not in [n.target for n in graph.nodes]
+    (launch,) = (n for n in graph.nodes if n.target is triton_kernel_wrapper_functional)
+    assert launch in scale.users
+    assert written_by(launch.kwargs) == ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale", *["recorded"] * record]
