@@ -165,9 +165,8 @@ def _forward(
     more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed, "out_dtype": dtype}
     if not _is_mx(parsed.qkv):
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        scaling = _SCALINGS[str(parsed.qkv)]
-        scales = (q_scale, k_scale, v_scale)
-        return triton_attention.forward(q8, k8, v8, *scales, scaling=scaling, **options, **more, s_amax=s_amax)
+        more |= {"scaling": _SCALINGS[str(parsed.qkv)], "s_amax": s_amax}
+        return triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more)
     wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
     if plain.mask is None and not parsed.dropout:
         return cudnn_attention(wide_q, wide_k, wide_v, **options)
