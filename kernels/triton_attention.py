@@ -283,7 +283,7 @@ def fprop_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
     tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
     if RECORD:  # the largest of a row's weights is exp2(_P_LOG) over their sum
-        raise_amax(s_amax, tl.max(tl.where((rows < q_len) & (total > 0), 256.0 / total, 0.0), 0))
+        raise_amax(s_amax, tl.minimum(tl.max(tl.where((rows < q_len) & (total > 0), 256.0 / total, 0.0), 0), 1.0))
 
 
 @triton.jit

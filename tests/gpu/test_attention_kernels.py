@@ -203,12 +203,17 @@ def trained(device: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def test_training_has_the_states_of_the_reference() -> None:
-    """On the CPU, whose sums differ, and whose gradient of the scores is rounded to e5m2."""
+    """On the CPU, where the softmax and the gradient of the scores, in e5m2, are rounded by their scales.
+
+    The first of these is 1, so that the step it is used in has the state of no other.
+    """
     (states, values), (expected_states, expected_values) = trained("cuda"), trained("cpu")
-    for got, expected in zip(states, expected_states, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0.1, atol=0)
-    for got, expected in zip(values[3:], expected_values[3:], strict=True):  # in the first all scales are 1
-        assert rounding.relative(got, expected) < 0.12
+    behind = torch.tensor([slot in (2, 8) for slot in range(12)])  # gradients of q, k and v, and of the linear there
+    for got, expected in zip(states[2:], expected_states[2:], strict=True):
+        torch.testing.assert_close(got[..., ~behind], expected[..., ~behind], rtol=0.06, atol=0)
+        torch.testing.assert_close(got[..., behind], expected[..., behind], rtol=0.25, atol=0)
+    for got, expected in zip(values[3:], expected_values[3:], strict=True):
+        assert rounding.relative(got, expected) < 0.15
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
