@@ -161,7 +161,8 @@ def test_delayed_scales_and_their_amaxes(case: tuple[str, int, str]) -> None:
         outputs.append([o, lse, *grads[:3]])
         amaxes.append(torch.cat([amax, s_amax, *(grads[3:] if gradients != "identity" else [])]))
     assert torch.equal(amaxes[0][0], amaxes[1][0])
-    torch.testing.assert_close(amaxes[1], amaxes[0], rtol=1e-2, atol=0)
+    torch.testing.assert_close(amaxes[1][:3], amaxes[0][:3], rtol=1e-3, atol=0)
+    torch.testing.assert_close(amaxes[1][3:], amaxes[0][3:], rtol=5e-2, atol=0)  # of outputs that are rounded otherwise
     for a, b in zip(*outputs, strict=True):
         assert rounding.relative(b, a) < (0.15 if gradients != "identity" else 0.06)
     into = attention_cuda.quantize_qkv_into(q, k, v, "per_tensor_e4m3", of_qkv, state[1:2])
