@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written, is_hopper, statically_known_true, triton_workspace
-from fxquant.kernels.triton_codes import INTERPRETED, magnitude, raise_amax
+from fxquant.kernels.triton_codes import INTERPRETED, raise_amax
 from fxquant.kernels.triton_head_cast import (
     BLOCK,
     BLOCK_LEN,
@@ -465,7 +465,7 @@ def dq_kernel(
             dp = tl.where(_survivors(draw, at.to(tl.int32), j, DROPPED, BM, BN), dp * RAISED, 0.0)
         ds = p * (dp - mean[:, None])
         if RECORD:
-            largest = tl.maximum(largest, tl.max(magnitude(ds), 1))
+            largest = tl.maximum(largest, tl.max(tl.abs(ds), 1))  # of NaN and a number that is the number
         if WIDE:
             wide_key = key
         else:

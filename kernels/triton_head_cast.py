@@ -495,7 +495,7 @@ def quantize_qkv(
         wrap_triton(qkv_cast_kernel)[grid](
             q, k, v, *data, *scales, given, _place(recorded, q.device), heads, kv_heads, batches, q_len, kv_len, v_len,
             *steps, KINDS[scaling], multiplier is not None, recorded is not None, *constants, rows, v_rows, head_dim,
-            num_warps=4,
+            num_warps=4 if multiplier is None else 8,
         )  # fmt: skip
     return [part for pair in zip(data, scales, strict=True) for part in pair]
 
