@@ -280,13 +280,16 @@ def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor]
 def recipe_of(provider: str) -> recipes.Recipe | None:
     """The recipe of a provider, or None for one that is not fxquant's.
 
-    With attention, its forward is in FP8 with a scale for each head, its backward in high precision.
+    With attention, its forward is in FP8 with a scale for each head, or with delayed scales where those of the linears
+    are, its backward in high precision.
     """
     name = _recipe_name(provider)
     if name not in QUANTIZED or not provider.endswith(ATTENTION):
         return recipes.get(name) if name in QUANTIZED else None
-    heads = recipes.Rule(Float8HeadQuantizer(), module_type="dpa", tensor_type="qkv|s")
-    return recipes.CustomRecipe(qfactory=recipes.Rules([heads], default=name))
+    of_linears = recipes.get(name)
+    answer = of_linears.request() if isinstance(of_linears, recipes.DelayedScaling) else Float8HeadQuantizer()
+    forward = recipes.Rule(answer, module_type="dpa", tensor_type="qkv|s")
+    return recipes.CustomRecipe(qfactory=recipes.Rules([forward], default=name))
 
 
 def _recipe_name(provider: str) -> str:

@@ -21,14 +21,16 @@ from fxquant.backend import Backend
 from fxquant.compat import inductor_config
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels import attention_cuda, attention_ops
-from fxquant.quantizers import Float8HeadQuantizer, IdentityQuantizer
+from fxquant.quantizers import DelayedScalingRequest, Float8HeadQuantizer, IdentityQuantizer
 
 KERNEL = "fp8 kernel"
 FP8_BACKWARD = " + fp8 backward"
 """What follows in the name of a provider that quantizes the gradients as well."""
 _BLOCKS = {"fp8 heads": None, "fp8 blocks": 128}
 """Positions that share a scale; None for all of a head."""
-PROVIDERS = ("bf16", KERNEL, *_BLOCKS, *(f"{name}{FP8_BACKWARD}" for name in _BLOCKS))
+DELAYED = "fp8 delayed"
+_FP8 = (*_BLOCKS, DELAYED)
+PROVIDERS = ("bf16", KERNEL, *_FP8, *(f"{name}{FP8_BACKWARD}" for name in _FP8))
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,13 @@ TINY = tuple(Attention(32, True, backward, 4, 2, 16) for backward in (False, Tru
 
 
 def recipe(provider: str) -> recipes.Recipe:
-    """Attention in FP8 with scales of heads or of 128 positions; without `FP8_BACKWARD` only its forward."""
-    quantizer = Float8HeadQuantizer(block_len=_BLOCKS[provider.removesuffix(FP8_BACKWARD)])
+    """Attention in FP8 with scales of heads, of 128 positions or delayed; without `FP8_BACKWARD` only its forward."""
+    name = provider.removesuffix(FP8_BACKWARD)
+    answer = DelayedScalingRequest() if name == DELAYED else Float8HeadQuantizer(block_len=_BLOCKS[name])
     slots = ("qkv", "s", "do", "dp") if provider.endswith(FP8_BACKWARD) else ("qkv", "s")
 
     def qfactory(role: Any) -> Any:
-        return quantizer if role.module_type == "dpa" and role.tensor_type in slots else IdentityQuantizer()
+        return answer if role.module_type == "dpa" and role.tensor_type in slots else IdentityQuantizer()
 
     return recipes.CustomRecipe(qfactory=qfactory)
 

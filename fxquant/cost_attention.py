@@ -123,7 +123,7 @@ def _moved(attention: Attended, kernels: Sequence[Chosen]) -> Iterator[tuple[str
     read_first = 0 if spec.qkv.is_delayed or spec.qkv.row.block[0] or spec.qkv.row.family == "mxfp8" else 2
     how = "Triton cast" if kernels[0].kernel is AttentionKernel.TRITON else "fused by Inductor"
     how += ", after their amaxes" if read_first else ""
-    yield "cast q, k, v", how, (3 + read_first) * sum(elements.values()), 2
+    yield "cast q, k, v", how, (3 + read_first) * sum(elements.values()), 2 if read_first else 1
     if not spec.o.is_identity:
         yield "cast o", "fused by Inductor", 5 * elements["q"], 2
     for kernel in kernels:

@@ -58,13 +58,14 @@ class _Attention(torch.autograd.Function):
         *extras: Tensor,
     ) -> Tensor:  # fmt: skip
         spec = AttentionSpec.parse(spec_text)
-        for x in (q, k, v):
-            _record(state, "forward", x, spec.qkv)
         if spec.qkv.is_identity:
             parts = [[q], [k], [v]]
         else:
-            made = _ops.quantize_qkv(q, k, v, str(_shared(spec.qkv)), _scale(spec.qkv, state))
-            parts = [made[:2], made[2:4], made[4:]]
+            record = spec.qkv.is_delayed and state.forward_amax is not None
+            made = _ops.quantize_qkv(q, k, v, str(_shared(spec.qkv)), _scale(spec.qkv, state), record)
+            parts = [made[:2], made[2:4], made[4:6]]
+            if record:
+                state.take_forward(made[6], spec.qkv.slot)
         core = str(replace(spec.each(_shared), autocast="", name=""))
         o, lse, s_amax = _ops.attention_forward(
             *parts, extras, seed, _scale(spec.s, state), core, q.shape[-1], q.dtype
@@ -90,13 +91,13 @@ class _Attention(torch.autograd.Function):
         q, k, v, (lse,), kept_o, extras, seed = (list(itertools.islice(saved, length)) for length in ctx.lengths)
         o = kept_o[0] if spec.o.is_identity else _dequantize(kept_o, spec.o, do.shape[-2:], do.dtype)
         wanted = [i for i in range(len(extras)) if ctx.needs_input_grad[6 + i]]
-        _record(state, "backward", do, spec.do)
-        dq, dk, dv, dp_amax, *of_extras = _ops.attention_backward(
+        dq, dk, dv, do_amax, dp_amax, *of_extras = _ops.attention_backward(
             do, q, k, v, o, lse, extras, seed[0] if seed else None, _scale(spec.s, state), _scale(spec.do, state),
             _scale(spec.dp, state), wanted, ctx.core, ctx.width,
         )  # fmt: skip
-        if spec.dp.is_delayed and state.backward_amax is not None:
-            state.take_backward(dp_amax, spec.dp.slot)
+        for amax, operand in ((do_amax, spec.do), (dp_amax, spec.dp)):
+            if operand.is_delayed and state.backward_amax is not None:
+                state.take_backward(amax, operand.slot)
         results = []
         for grad in (dq, dk, dv):
             _record(state, "backward", grad, spec.dqkv)

@@ -49,7 +49,7 @@ class Sides(NamedTuple):
 
 def forward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:
     """The kernel of a forward on a CUDA device of this capability; (0, 0) is another device."""
-    reason = _problem(spec, sides, capability) or (_DELAYED if spec.s.is_delayed else _softmax(spec))
+    reason = _problem(spec, sides, capability) or _softmax(spec)
     return _chosen(reason, AttentionKernel.TRITON if _multiplied(spec.qkv) else _dequantized(spec))
 
 
@@ -57,13 +57,12 @@ def backward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> 
     """The kernel of the backward of such a forward."""
     reason = _problem(spec, sides, capability) or _softmax(spec)
     reason = reason or ("its mask, bias or scale is learned" if sides.learned else "")
-    reason = reason or (_DELAYED if any(each.is_delayed for each in (spec.s, spec.do, spec.dp)) else "")
     if not spec.has_fp8_backward:
         return _chosen(reason, _dequantized(spec))
     for slot in ("do", "dp"):
         given = getattr(spec, slot)
         beside_mxfp8 = _is_mxfp8(given) or (slot == "dp" and given.is_identity)
-        if not (_multiplied(given) if _multiplied(spec.qkv) else beside_mxfp8):
+        if not (_is_gradient(given) if _multiplied(spec.qkv) else beside_mxfp8):
             reason = reason or f"{given} in {slot}"
     return _chosen(reason, AttentionKernel.TRITON if _multiplied(spec.qkv) else AttentionKernel.WIDE)
 
@@ -79,15 +78,20 @@ def _dequantized(spec: AttentionSpec) -> AttentionKernel:
 
 def _multiplied(spec: QuantSpec) -> bool:
     """Whether kernels multiply a format as it is: e4m3 with a scale for the tensor, heads or 128 positions."""
-    plain = spec.format if spec.is_delayed else str(spec)
-    return plain in ("per_tensor_e4m3", "per_head_e4m3", "per_head_128_e4m3")
+    return _plain(spec) in ("per_tensor_e4m3", "per_head_e4m3", "per_head_128_e4m3")
+
+
+def _is_gradient(spec: QuantSpec) -> bool:
+    """Whether kernels take do or dp in a format."""
+    return _multiplied(spec) or _plain(spec) in ("per_tensor_e5m2", "per_head_e5m2")
+
+
+def _plain(spec: QuantSpec) -> str:
+    return spec.format if spec.is_delayed else str(spec)
 
 
 def _is_mxfp8(spec: QuantSpec) -> bool:
     return spec.row.family == "mxfp8"
-
-
-_DELAYED = "delayed scaling of softmax or gradients"
 
 
 def _problem(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> str:

@@ -1,8 +1,8 @@
 """Quantized attention on CUDA: Triton kernels where they take it, cuDNN for what is in high precision.
 
 Each function has the meaning, and the arguments, of its namesake in `fxquant.kernels.attention_ops`, whose reference
-runs where no kernel does: for delayed scales, and what scores may be besides scaled and masked. MXFP8, which Hopper
-does not multiply, is dequantized, exactly to bfloat16.
+runs where no kernel does: for what scores may be besides scaled and masked. MXFP8, which Hopper does not multiply, is
+dequantized, exactly to bfloat16.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ _SCALINGS: dict[str, Scaling] = {
     "per_tensor_e4m3": "tensor", "per_head_e4m3": "head", "per_head_128_e4m3": "block",
 }  # fmt: skip
 """The formats that kernels multiply, and cast."""
+_GRADIENTS = {
+    **dict.fromkeys(_SCALINGS, torch.float8_e4m3fn), "per_tensor_e5m2": torch.float8_e5m2,
+    "per_head_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+"""The formats of the gradients, and what do is cast to."""
 
 
 class _Plain(NamedTuple):
@@ -78,7 +83,7 @@ def casts(x: Tensor, spec: str) -> bool:
 
 
 def casts_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str) -> bool:
-    """Whether kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together, by scales of their own."""
+    """Whether kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together."""
     known = spec in _SCALINGS and q.ndim == 4 and q.dtype in (torch.bfloat16, torch.float16)
     known = known and q.shape[-1] == v.shape[-1] and q.shape[-1] in triton_attention.HEAD_DIMS
     return known and converts_to_fp8(q.device)
@@ -94,9 +99,18 @@ def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: T
     return list(triton_head_cast.quantize_heads(_dense(x), groups, transposed, scaling))
 
 
-def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None) -> list[Tensor]:
+def quantize_qkv(
+    q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None, record: bool = False
+) -> list[Tensor]:
     """Payloads and scales of q, k and v, where `casts_qkv` says so."""
-    return triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), _SCALINGS[spec])
+    amax = torch.zeros(1, device=q.device) if record else None
+    parts = triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), _SCALINGS[spec], scale, amax)
+    return parts if amax is None else [*parts, amax]
+
+
+def quantize_qkv_into(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor, amaxes: Tensor) -> list[Tensor]:
+    """`quantize_qkv` whose amax goes into the state."""
+    return triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), _SCALINGS[spec], scale, amaxes)
 
 
 def _dequantized(
@@ -118,24 +132,45 @@ def attention_forward(
     s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """[o, lse, amax of the softmax, which only a delayed scale asks for]."""
-    parsed = AttentionSpec.parse(spec)
-    plain = None if s_scale is not None else _known(parsed, extras, dtype, k[0], v[0], width)
-    if plain is None:
+    amax = torch.zeros(1, device=q[0].device) if s_scale is not None else None
+    made = _forward(q, k, v, extras, seed, spec, width, dtype, amax)
+    if made is None:
         run: Any = attention_ops.IMPLEMENTATIONS["attention_forward"]
         return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
+    return [*made, torch.ones(1, device=q[0].device) if amax is None else amax]
+
+
+def attention_forward_into(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
+    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype, amaxes: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """[o, lse]; the amax of the softmax goes into the state."""
+    made = _forward(q, k, v, extras, seed, spec, width, dtype, amaxes)
+    if made is None:
+        run: Any = attention_ops.IMPLEMENTATIONS["attention_forward_into"]
+        return run(q, k, v, extras, seed, s_scale, spec, width, dtype, amaxes)  # type: ignore[no-any-return]
+    return list(made)
+
+
+def _forward(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
+    spec: str, width: int, dtype: torch.dtype, s_amax: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """o and lse, where a kernel takes the attention; the amax of the softmax goes into `s_amax`."""
+    parsed = AttentionSpec.parse(spec)
+    plain = _known(parsed, extras, dtype, k[0], v[0], width)
+    if plain is None:
+        return None
     options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
     more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed, "out_dtype": dtype}
     if not _is_mx(parsed.qkv):
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        scaling = _SCALINGS[str(parsed.qkv)]
-        o, lse = triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, scaling=scaling, **options, **more)
-    else:
-        wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
-        if plain.mask is None and not parsed.dropout:
-            o, lse = cudnn_attention(wide_q, wide_k, wide_v, **options)
-        else:
-            o, lse = triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
-    return [o, lse, torch.ones(1, device=o.device)]
+        more |= {"scaling": _SCALINGS[str(parsed.qkv)], "s_amax": s_amax}
+        return triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more)
+    wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
+    if plain.mask is None and not parsed.dropout:
+        return cudnn_attention(wide_q, wide_k, wide_v, **options)
+    return triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
 
 
 def attention_backward(
@@ -143,11 +178,16 @@ def attention_backward(
     extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
     dp_scale: Tensor | None, wanted: Sequence[int], spec: str, width: int,
 ) -> list[Tensor]:  # fmt: skip
-    """[dq, dk, dv, amax of the scores' gradient, the gradients of the `wanted` extras]."""
+    """[dq, dk, dv, amaxes of do and the scores' gradient, the gradients of the `wanted` extras].
+
+    Of the amaxes only those have a meaning that a delayed scale asks for.
+    """
     parsed = AttentionSpec.parse(spec)
-    delayed = any(scale is not None for scale in (s_scale, do_scale, dp_scale))
-    plain = None if delayed or wanted else _known(parsed, extras, do.dtype, k[0], v[0], width)
+    plain = None if wanted else _known(parsed, extras, do.dtype, k[0], v[0], width)
     if plain is not None:
+        do_amax, dp_amax = (
+            None if scale is None else torch.zeros(1, device=do.device) for scale in (do_scale, dp_scale)
+        )
         options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
         more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed}
         grads: Sequence[Tensor] | None = None
@@ -164,14 +204,14 @@ def attention_backward(
             grads = triton_attention.wide_backward(
                 do, wide_q, wide_k, wide_v, o, lse, **options, **more, rounded=(rows.to(do.dtype), columns.to(do.dtype))
             )
-        elif str(parsed.do) in _SCALINGS and str(parsed.dp) in _SCALINGS and not _is_mx(parsed.qkv):
+        elif str(parsed.do) in _GRADIENTS and str(parsed.dp) in _GRADIENTS and not _is_mx(parsed.qkv):
             (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-            scaling = _SCALINGS[str(parsed.qkv)]
-            grads = triton_attention.backward(
-                do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, scaling=scaling, **options, **more
-            )
+            more |= {"do_dtype": _GRADIENTS[str(parsed.do)], "do_multiplier": do_scale}
+            more |= {"do_amax": do_amax, "dp_amax": dp_amax, "scaling": _SCALINGS[str(parsed.qkv)]}
+            grads = triton_attention.backward(do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, **options, **more)
         if grads is not None:
-            return [*grads, torch.ones(1, device=do.device)]
+            amaxes = (torch.ones(1, device=do.device) if amax is None else amax for amax in (do_amax, dp_amax))
+            return [*grads, *amaxes]
     run: Any = attention_ops.IMPLEMENTATIONS["attention_backward"]
     return run(  # type: ignore[no-any-return]
         do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, width
@@ -180,6 +220,7 @@ def attention_backward(
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "attention_forward": attention_forward,
+    "attention_forward_into": attention_forward_into,
     "attention_backward": attention_backward,
 }
 """What runs on CUDA in the place of the operators of these names; see `casts` and `casts_qkv` for the others."""

@@ -2,11 +2,14 @@
 
 A quantized operand is [payload, scale] as `fxquant.kernels.attention_reference.quantize_heads` lays it out; v is
 `transposed`. `width` is D before it was padded. Specs cross as the text of a `QuantSpec` or an `AttentionSpec`.
+`quantize_qkv` can `record` the largest of the amaxes of its operands, [1], behind their parts. What ends in `_into`
+takes its amax into `amaxes`, one entry of the state of delayed scaling, and does not return it.
 `transpose_codes` gives the bytes [M, K] of a payload as [K, Mp], M padded with zeros to a multiple of `alignment`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +19,15 @@ from torch import Tensor
 from fxquant.compat import fake_kernel, operator_library, statically_known_true
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels import attention_reference as reference
+from fxquant.kernels import delayed
+from fxquant.kernels.reference import amax
 
 _library = operator_library("fxquant", more=True)
 
 _SCHEMAS = {
     "quantize_heads": "(Tensor x, str spec, SymInt groups, bool transposed, Tensor? scale=None) -> Tensor[]",
-    "quantize_qkv": "(Tensor q, Tensor k, Tensor v, str spec, Tensor? scale=None) -> Tensor[]",
+    "quantize_qkv": ("(Tensor q, Tensor k, Tensor v, str spec, Tensor? scale=None, bool record=False) -> Tensor[]"),
+    "quantize_qkv_into": ("(Tensor q, Tensor k, Tensor v, str spec, Tensor scale, Tensor(a!) amaxes) -> Tensor[]"),
     "dequantize_heads": (
         "(Tensor[] parts, str spec, SymInt groups, bool transposed, SymInt[] size, ScalarType dtype) -> Tensor"
     ),
@@ -29,6 +35,10 @@ _SCHEMAS = {
     "attention_forward": (
         "(Tensor[] q, Tensor[] k, Tensor[] v, Tensor[] extras, Tensor? seed, Tensor? s_scale, str spec,"
         " SymInt width, ScalarType dtype) -> Tensor[]"
+    ),
+    "attention_forward_into": (
+        "(Tensor[] q, Tensor[] k, Tensor[] v, Tensor[] extras, Tensor? seed, Tensor? s_scale, str spec,"
+        " SymInt width, ScalarType dtype, Tensor(a!) amaxes) -> Tensor[]"
     ),
     "attention_backward": (
         "(Tensor do, Tensor[] q, Tensor[] k, Tensor[] v, Tensor o, Tensor lse, Tensor[] extras, Tensor? seed,"
@@ -44,10 +54,19 @@ def _quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: 
     return [part.contiguous() for part in parts]
 
 
-def _quantize_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None) -> list[Tensor]:
+def _quantize_qkv(
+    q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None, record: bool = False
+) -> list[Tensor]:
     groups = reference.heads_of(q) // reference.heads_of(k)
     sides = ((q, groups, False), (k, 1, False), (v, 1, True))
-    return [part for x, g, transposed in sides for part in _quantize_heads(x, spec, g, transposed, scale)]
+    parts = [part for x, g, transposed in sides for part in _quantize_heads(x, spec, g, transposed, scale)]
+    return [*parts, functools.reduce(torch.maximum, map(amax, (q, k, v)))] if record else parts
+
+
+def _quantize_qkv_into(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor, amaxes: Tensor) -> list[Tensor]:
+    *parts, largest = _quantize_qkv(q, k, v, spec, scale, True)
+    amaxes.copy_(delayed.record(amaxes, [largest], [0]))
+    return parts
 
 
 def _dequantize_heads(
@@ -71,6 +90,15 @@ def _forward(
     return [t.contiguous() for t in reference.forward(q, k, v, extras, seed, s_scale, parsed, width, dtype)]
 
 
+def _forward_into(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
+    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype, amaxes: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    o, lse, largest = _forward(q, k, v, extras, seed, s_scale, spec, width, dtype)
+    amaxes.copy_(delayed.record(amaxes, [largest], [0]))
+    return [o, lse]
+
+
 def _backward(
     do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
     extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
@@ -84,9 +112,11 @@ def _backward(
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize_heads": _quantize_heads,
     "quantize_qkv": _quantize_qkv,
+    "quantize_qkv_into": _quantize_qkv_into,
     "dequantize_heads": _dequantize_heads,
     "transpose_codes": _transpose_codes,
     "attention_forward": _forward,
+    "attention_forward_into": _forward_into,
     "attention_backward": _backward,
 }
 """The meaning of each operator in plain torch, by name."""
@@ -117,10 +147,18 @@ def _quantize_heads_fake(
 
 
 @fake_kernel(_library, "quantize_qkv")
-def _quantize_qkv_fake(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None) -> list[Tensor]:
+def _quantize_qkv_fake(
+    q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None, record: bool = False
+) -> list[Tensor]:
     groups = reference.heads_of(q) // reference.heads_of(k)
     sides = ((q, groups, False), (k, 1, False), (v, 1, True))
-    return [part for x, g, transposed in sides for part in _quantize_heads_fake(x, spec, g, transposed)]
+    parts = [part for x, g, transposed in sides for part in _quantize_heads_fake(x, spec, g, transposed)]
+    return [*parts, q.new_empty([1], dtype=torch.float32)] if record else parts
+
+
+@fake_kernel(_library, "quantize_qkv_into")
+def _quantize_qkv_into_fake(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor, amaxes: Tensor) -> list[Tensor]:
+    return _quantize_qkv_fake(q, k, v, spec)
 
 
 @fake_kernel(_library, "dequantize_heads")
@@ -147,6 +185,14 @@ def _forward_fake(
     return [o, lse, q[0].new_empty([1], dtype=torch.float32)]
 
 
+@fake_kernel(_library, "attention_forward_into")
+def _forward_into_fake(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
+    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype, amaxes: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    return _forward_fake(q, k, v, extras, seed, s_scale, spec, width, dtype)[:2]
+
+
 @fake_kernel(_library, "attention_backward")
 def _backward_fake(
     do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
@@ -156,4 +202,5 @@ def _backward_fake(
     (*of_q, _), (*of_k, _) = q[0].shape, k[0].shape
     shapes = ([*of_q, width], [*of_k, width], [*of_k, reference.features_of(v, AttentionSpec.parse(spec))])
     grads = [do.new_empty(shape) for shape in shapes]
-    return [*grads, do.new_empty([1], dtype=torch.float32), *(extras[i].new_empty(extras[i].shape) for i in wanted)]
+    amaxes = [do.new_empty([1], dtype=torch.float32) for _ in range(2)]
+    return [*grads, *amaxes, *(extras[i].new_empty(extras[i].shape) for i in wanted)]

@@ -238,7 +238,7 @@ def backward(
     extras: Sequence[Tensor], seed: Tensor | None, scales: Sequence[Tensor | None], wanted: Sequence[int],
     spec: AttentionSpec, width: int,
 ) -> list[Tensor]:  # fmt: skip
-    """[dq, dk, dv in do's dtype, amax [1] of the scores' gradient, the gradients of the `wanted` extras].
+    """[dq, dk, dv in do's dtype, amaxes [1] of do and the scores' gradient, the gradients of the `wanted` extras].
 
     With `do` quantized all five products are: of the recomputed softmax, whose multiplier is the format's maximum, and
     of the scores' gradient before scale and mask. Else all is float32 of the stored q, k and v. `scales` are the
@@ -287,7 +287,7 @@ def backward(
     if operands.groups > 1:
         dk, dv = (torch.unflatten(t, -3, (-1, operands.groups)).sum(-3) for t in (dk, dv))
     results = [t.to(do.dtype) for t in (dq, dk, dv)]
-    return [*results, amax, *(_sum_to(grads[i], extras[i]) for i in wanted)]
+    return [*results, reference.amax(do), amax, *(_sum_to(grads[i], extras[i]) for i in wanted)]
 
 
 def rows_and_columns(do: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written, is_hopper, statically_known_true, triton_workspace
-from fxquant.kernels.triton_codes import INTERPRETED
+from fxquant.kernels.triton_codes import INTERPRETED, raise_amax
 from fxquant.kernels.triton_head_cast import (
     BLOCK,
     BLOCK_LEN,
@@ -178,12 +178,12 @@ def _lagged_step(
 
 @triton.jit(do_not_specialize=["most_heads"])
 def fprop_kernel(
-    q, k, v, out, lse, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads, batch_heads, q_len, kv_len,
-    v_len, most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
+    q, k, v, out, lse, s_amax, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads, batch_heads, q_len,
+    kv_len, v_len, most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
     seen_head_step,
     SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
-    RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr,
+    RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
@@ -191,7 +191,7 @@ def fprop_kernel(
     keys. `scale`, in units of log2, is float64 where Inductor launches. Without a mask only the last tile of keys can
     hold what a query does not see, for which BN is not less than BM. `seen` has the first key that a mask of keys
     leaves, and the one after the last. Under dropout, which keeps weights RAISED, the seed [1] is int64. WIDE: q, k
-    and v [B, Hkv, Sk, D] are 16-bit values without scales.
+    and v [B, Hkv, Sk, D] are 16-bit values without scales. RECORD: the softmax's amax is taken into s_amax, float32.
     """
     blocks = tl.cdiv(q_len, BM)
     together = tl.maximum(most_heads, 1)
@@ -282,6 +282,8 @@ def fprop_kernel(
     at = out + (head.to(tl.int64) * q_len + first) * D + (tl.arange(0, BM)[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(at, acc.to(out.dtype.element_ty), mask=rows[:, None] < q_len)
     tl.store(lse + head.to(tl.int64) * q_len + rows, (most + tl.log2(total) - _P_LOG) * _LN_2, mask=rows < q_len)
+    if RECORD:  # the largest of a row's weights is exp2(_P_LOG) over their sum
+        raise_amax(s_amax, tl.minimum(tl.max(tl.where((rows < q_len) & (total > 0), 256.0 / total, 0.0), 0), 1.0))
 
 
 @triton.jit
@@ -388,14 +390,17 @@ def dkdv_kernel(
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, k_wide, log_sum, delta, dq, q_scale, k_scale, v_scale, do_scale, mask, seen, seed, scale, heads,
-    kv_heads, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
+    q, k, v, do, k_wide, log_sum, delta, dq, dp_amax, q_scale, k_scale, v_scale, do_scale, mask, seen, seed, scale,
+    heads, kv_heads, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
     seen_head_step,
     SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
-    RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr,
+    RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the values of k in 16 bits."""
+    """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the values of k in 16 bits.
+
+    RECORD: the amax of the gradient of q k^T is taken into dp_amax, float32 [1].
+    """
     blocks = tl.cdiv(q_len, BM)
     head = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -431,6 +436,7 @@ def dq_kernel(
     if MASK != _NO_MASK:
         mask += batch.to(tl.int64) * mask_batch_step + (head % heads).to(tl.int64) * mask_head_step
     acc = tl.zeros((BM, D), tl.float32)
+    largest = tl.zeros((BM,), tl.float32)
     start = 0
     end = kv_len
     if CAUSAL:
@@ -458,6 +464,8 @@ def dq_kernel(
         if DROPPED > 0:
             dp = tl.where(_survivors(draw, at.to(tl.int32), j, DROPPED, BM, BN), dp * RAISED, 0.0)
         ds = p * (dp - mean[:, None])
+        if RECORD:
+            largest = tl.maximum(largest, tl.max(tl.abs(ds), 1))  # of NaN and a number that is the number
         if WIDE:
             wide_key = key
         else:
@@ -465,6 +473,8 @@ def dq_kernel(
         acc = tl.dot(ds.to(wide_key.dtype), wide_key, acc)
     at = dq + wide_head * q_len * D + (rows[:, None] * D + tl.arange(0, D)[None, :])
     tl.store(at, (acc * tl.cast(scale, tl.float32)).to(dq.dtype.element_ty), mask=rows[:, None] < q_len)
+    if RECORD:
+        raise_amax(dp_amax, tl.max(largest, 0) * tl.cast(scale, tl.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,7 +522,8 @@ def supports(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor | None, k_scale_inv: Tensor | None,
     v_scale_inv: Tensor | None, *, causal: bool, scale: float, out_dtype: torch.dtype, scaling: Scaling = "head",
-    mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, config: _Config | None = None,
+    mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, s_amax: Tensor | None = None,
+    config: _Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dropout(softmax(q k^T * scale + mask)) v: o [B, H, Sq, D] and the log-sum-exp [B, H, Sq] in float32.
 
@@ -521,6 +532,14 @@ def forward(
     to [B, H, Sq, Sk] and is boolean, True where a key is seen, or added. A row that sees nothing gives zeros, and -inf.
     P is rounded to e4m3 times 256, or to 16 bits, and divided by the sum of what it was before. `dropout` keeps what
     `attention_reference.kept` keeps for the seed, int64 [1]. Raises ValueError for a scale that is not positive.
+
+    The amax of the softmax, which is the largest 1 / sum of exp(x - max) of a row, is taken into `s_amax`, float32 [1],
+    where a delayed scale records it. The delayed scale itself is not needed: what multiplies P is divided out again,
+    and e4m3 rounds relatively alike at every scale, so that scales differ only in what they lose at either end. With
+    the largest weight of a row at 256 none saturates, as happens by a scale from before the softmax grew sharper, and
+    none is lost to the scale 1 of a first step, which drops all below 2^-10. Weights below 2^-14 of their row's largest
+    are rounded to multiples of 2^-17 of it; by 448 over the amax that starts 0.8 bits lower, but below the largest
+    weight of all rows, which in most rows is more.
     """
     if not scale > 0:
         raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
@@ -539,10 +558,10 @@ def forward(
     together = config.cached // (2 * k.element_size() * head_dim * kv_len) * (heads // kv_heads)
     with triton_workspace(q.device):
         wrap_triton(fprop_kernel)[grid](
-            q, k, v, out, lse, *_given(q_scale_inv, k_scale_inv, v_scale_inv, device=q.device), mask, seen,
+            q, k, v, out, lse, *_given(s_amax, q_scale_inv, k_scale_inv, v_scale_inv, device=q.device), mask, seen,
             *_given(seed, device=q.device), scale * _LOG2_E.value, heads, kv_heads, batches * heads, q_len, kv_len,
             v_len, together, *mask_steps, 0 if wide else KINDS[scaling], causal, even, kind, *_dropped(dropout), wide,
-            config.stages, config.block_m, config.block_n, head_dim,
+            s_amax is not None, config.stages, config.block_m, config.block_n, head_dim,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
@@ -551,22 +570,27 @@ def forward(
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor,
     v_scale_inv: Tensor, *, causal: bool, scale: float, scaling: Scaling = "head", mask: Tensor | None = None,
-    dropout: float = 0.0, seed: Tensor | None = None,
+    dropout: float = 0.0, seed: Tensor | None = None, do_dtype: torch.dtype = torch.float8_e4m3fn,
+    do_multiplier: Tensor | None = None, do_amax: Tensor | None = None, dp_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 operands; v is transposed there too.
 
-    do [B, H, Sq, D] is quantized with a scale per query head. What is rounded: S = q k^T and dP = do v^T multiply
-    e4m3 operands, and are float32. For dv, P is rounded to 16 bits, and multiplied with do as it came; for dq and dk,
-    dS = P (dP - rowsum(do o)) is rounded to 16 bits, and multiplied with the dequantized k and q. Sums are float32.
-    The tests hold it to the same in plain torch (tests/attention_rounding.py).
+    do [B, H, Sq, D] is quantized to `do_dtype` with a scale per query head, or by a `do_multiplier`, float32 [1], for
+    all. What is rounded: S = q k^T and dP = do v^T multiply FP8 operands, and are float32. For dv, P is rounded to 16
+    bits, and multiplied with do as it came; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to 16 bits, and
+    multiplied with the dequantized k and q. Sums are float32. The tests hold it to the same in plain torch
+    (tests/attention_rounding.py).
+
+    Into `do_amax` and `dp_amax`, float32 [1], the amaxes are taken that delayed scales record: of do, and of dS times
+    `scale`, the gradient of q k^T. Since that is not rounded to FP8 here, it needs no scale.
     """
     do = do.contiguous()
-    do8, do_scale_inv = quantize_heads(do, 1, False)
+    do8, do_scale_inv = quantize_heads(do, 1, False, dtype=do_dtype, multiplier=do_multiplier, recorded=do_amax)
     scales = (q_scale_inv, k_scale_inv, v_scale_inv)
     wide_q, wide_k, rows = dequantize_qkv((q, q_scale_inv), (k, k_scale_inv), (v, v_scale_inv), scaling, do.dtype, True)
     return _backward(
         do8, q, k, rows, (do, wide_q, wide_k), o, lse, (*scales, do_scale_inv), causal, scale, KINDS[scaling], mask,
-        dropout, seed, delta_of=do,
+        dropout, seed, delta_of=do, dp_amax=dp_amax,
     )  # fmt: skip
 
 
@@ -589,7 +613,7 @@ def wide_backward(
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, wide: Sequence[Tensor | None], o: Tensor, lse: Tensor,
     scales: Sequence[Tensor | None], causal: bool, scale: float, scaling: int, mask: Tensor | None, dropout: float,
-    seed: Tensor | None, delta_of: Tensor,
+    seed: Tensor | None, delta_of: Tensor, dp_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Both kernels. `wide` are do, q and k in 16 bits where the operands are of e4m3."""
     batches, heads, q_len = q.shape[:3]
@@ -616,9 +640,9 @@ def _backward(
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
-            q, k, v, do, wide_k, log_sum, delta, dq, *shared, heads, kv_heads, q_len, kv_len, *mask_steps, scaling,
-            causal, even, kind, *_dropped(dropout), operands.value, stages, block_m, block_n, head_dim,
-            num_warps=warps, num_stages=stages,
+            q, k, v, do, wide_k, log_sum, delta, dq, *_given(dp_amax, device=do.device), *shared, heads, kv_heads,
+            q_len, kv_len, *mask_steps, scaling, causal, even, kind, *_dropped(dropout), operands.value,
+            dp_amax is not None, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -661,15 +685,17 @@ def _steps(x: Tensor) -> list[Any]:
 
 
 _WRITTEN = {
-    fprop_kernel: ["out", "lse"],
+    fprop_kernel: ["out", "lse", "s_amax"],
     dkdv_kernel: ["dk", "dv"],
-    dq_kernel: ["dq"],
+    dq_kernel: ["dq", "dp_amax"],
 }
+_RECORDED = ("s_amax", "dp_amax")
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch of a kernel of this file writes."""
-    return next((names for names in _WRITTEN.values() if arguments.keys() >= set(names)), [])
+    names = next((names for names in _WRITTEN.values() if arguments.keys() >= set(names)), [])
+    return [name for name in names if name not in _RECORDED or arguments["RECORD"]]
 
 
 for _kernel in _WRITTEN:

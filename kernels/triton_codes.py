@@ -23,6 +23,13 @@ def magnitude(x):
 
 
 @triton.jit
+def raise_amax(place, amax):
+    """Takes an amax into the float32 at `place`: magnitudes are ordered as their bits are."""
+    bits, known = amax.to(tl.int32, bitcast=True), place.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(known, bits, mask=bits > tl.load(known), sem="relaxed")
+
+
+@triton.jit
 def multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
                 BELOW: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
     """`reference.multiplier_from_amax`. torchao's float64 quotient rounds to the same float32 as this one.

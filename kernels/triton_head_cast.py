@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Triton casts of attention's operands: to e4m3 with a scale per tensor, head or 128 positions of a head, and back.
+"""Triton casts of attention's operands: to FP8 with a scale per tensor, head or 128 positions of a head, and back.
 
 Names: B batches, H heads, of which each `groups` share a scale, S positions, D head size. Scales are what
 dequantization multiplies by: float32 [1], [B, H / groups] or [B, H / groups, ceil(S / 128)].
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat import declare_written
-from fxquant.kernels.triton_codes import four, in_words, magnitude, word
+from fxquant.kernels.triton_codes import four, in_words, magnitude, raise_amax, word
 
 Scaling = Literal["tensor", "head", "block"]
 """What shares a scale: a tensor, heads, or 128 positions of them."""
@@ -29,7 +29,7 @@ _KEYS = 16
 """Keys of a transposed v are padded to a multiple of this, and of every 16 their order is 0 1 8 9, 2 3 10 11,
 4 5 12 13, 6 7 14 15: Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the product
 that computes P leaves two pairs 8 columns apart. (FlashAttention-3, section 3.3.)"""
-_E4M3_MAX = 448.0
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _LEAST_AMAX = 1e-12
 """An amax that is not above this has the scale 1, but for a scale of the whole tensor."""
 _MOST_MULTIPLIER = torch.finfo(torch.float32).max
@@ -63,10 +63,11 @@ def _head_amax(
 
 @triton.jit
 def _head_store(
-    tile, out, first, scale, length, padded, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    tile, out, first, scale, length, padded, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """Casts and stores ROWS rows of a head. Bytes are put together as words of four."""
-    words = in_words(tile * scale, False, ROWS, D)
+    words = in_words(tile * scale, E5M2, ROWS, D)
     out = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     if TRANSPOSED:
         out += first // 4
@@ -93,6 +94,16 @@ def _head_scale(amax, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexp
 
 
 @triton.jit
+def _scale_for(given, at, GIVEN: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """What is multiplied by: the one that is GIVEN, or made of one of the amaxes given as bits."""
+    if GIVEN:
+        scale = tl.load(given)
+    else:
+        scale = _head_scale(tl.load(given + at).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+    return scale
+
+
+@triton.jit
 def head_amax_kernel(
     x, amax, heads, groups, length, batch_step, head_step, row_step,
     STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
@@ -107,24 +118,27 @@ def head_amax_kernel(
 
 @triton.jit
 def head_cast_kernel(
-    x, data, scale_inv, given, heads, groups, length, padded, batch_step, head_step, row_step,
-    TRANSPOSED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr,
+    x, data, scale_inv, given, recorded, heads, groups, length, padded, batch_step, head_step, row_step,
+    GIVEN: tl.constexpr, RECORD: tl.constexpr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, FMAX: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """x [B, H, S, D] times FMAX / amax, given as bits, as e4m3 [B, H, S, D] or [B, H, D, padded].
+    """x [B, H, S, D] times FMAX / amax, given as bits, as FP8 [B, H, S, D] or [B, H, D, padded].
 
-    From the end, which the L2 cache still holds from when the amaxes were taken.
+    From the end, which the L2 cache still holds from when the amaxes were taken. With GIVEN the scale of all heads is
+    given instead, float32 [1], and with RECORD the amax is taken into float32 [1].
     """
     blocks = tl.cdiv(padded, ROWS)
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     head = index // blocks
     first = (index % blocks) * ROWS
-    scale = _head_scale(tl.load(given + head // groups).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+    scale = _scale_for(given, head // groups, GIVEN, FMAX, LEAST, MOST)
     if (first == 0) & (head % groups == 0):
         tl.store(scale_inv + head // groups, tl.div_rn(1.0, scale))
     source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
     tile = _head_tile(source, first, length, row_step, ROWS, D)
-    _head_store(tile, data + head.to(tl.int64) * padded * D, first, scale, length, padded, TRANSPOSED, ROWS, D)
+    if RECORD:
+        raise_amax(recorded, _tile_amax(tile))
+    _head_store(tile, data + head.to(tl.int64) * padded * D, first, scale, length, padded, E5M2, TRANSPOSED, ROWS, D)
 
 
 @triton.jit
@@ -147,12 +161,12 @@ def _block_cast(
         amax = tl.maximum(amax, _tile_amax(_head_tile(other, first, length, row_step, ROWS, D)))
     scale = _head_scale(amax, FMAX, LEAST, MOST)
     tl.store(scale_inv + kv_head * tl.cdiv(length, ROWS) + block, tl.div_rn(1.0, scale))
-    _head_store(tile, out, first, scale, length, padded, TRANSPOSED, ROWS, D)
+    _head_store(tile, out, first, scale, length, padded, False, TRANSPOSED, ROWS, D)
     for _ in range(1, GROUPS):
         source += head_step
         out += tl.cast(padded, tl.int64) * D
         tile = _head_tile(source, first, length, row_step, ROWS, D)
-        _head_store(tile, out, first, scale, length, padded, TRANSPOSED, ROWS, D)
+        _head_store(tile, out, first, scale, length, padded, False, TRANSPOSED, ROWS, D)
 
 
 @triton.jit
@@ -197,9 +211,9 @@ def qkv_amax_kernel(
 
 @triton.jit
 def _cast_values(
-    v, v8, v_scale, amax, index, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
-    SCALING: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr,
+    v, v8, v_scale, given, recorded, index, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
+    SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The part of `qkv_cast_kernel` that transposes v."""
     blocks = tl.cdiv(v_len, ROWS)
@@ -207,21 +221,23 @@ def _cast_values(
     at, place = 2, 0
     if SCALING == HEAD:
         at, place = 2 * batches * kv_heads + head, head
-    scale = _head_scale(tl.load(amax + at).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+    scale = _scale_for(given, at, GIVEN, FMAX, LEAST, MOST)
     tl.store(v_scale + place, tl.div_rn(1.0, scale), mask=first == 0)
     source = v + (head // kv_heads).to(tl.int64) * v_batch + (head % kv_heads).to(tl.int64) * v_head
     tile = _head_tile(source, first, kv_len, v_row, ROWS, D)
-    _head_store(tile, v8 + head.to(tl.int64) * v_len * D, first, scale, kv_len, v_len, True, ROWS, D)
+    if RECORD:
+        raise_amax(recorded, _tile_amax(tile))
+    _head_store(tile, v8 + head.to(tl.int64) * v_len * D, first, scale, kv_len, v_len, False, True, ROWS, D)
 
 
 @triton.jit
 def qkv_cast_kernel(
-    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, amax, heads, kv_heads, batches, q_len, kv_len, v_len,
+    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, given, recorded, heads, kv_heads, batches, q_len, kv_len, v_len,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    SCALING: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
+    SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v as e4m3, v transposed, in one launch; from the end, as in `head_cast_kernel`."""
+    """q, k and v as e4m3, v transposed, in one launch; from the end, GIVEN and RECORD as in `head_cast_kernel`."""
     q_blocks, kv_blocks = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, ROWS)
     all_q, all_kv = batches * heads, batches * kv_heads
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -238,17 +254,19 @@ def qkv_cast_kernel(
         if SCALING == HEAD:
             at = at * all_kv + kv_head
             place = kv_head
-        scale = _head_scale(tl.load(amax + at).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+        scale = _scale_for(given, at, GIVEN, FMAX, LEAST, MOST)
         tl.store(tl.where(is_q, q_scale, k_scale) + place, tl.div_rn(1.0, scale), mask=first == 0)
         source = tl.where(is_q, q, k) + (head // own).to(tl.int64) * tl.where(is_q, q_batch, k_batch).to(tl.int64)
         source += (head % own).to(tl.int64) * tl.where(is_q, q_head, k_head).to(tl.int64)
         tile = _head_tile(source, first, length, tl.where(is_q, q_row, k_row), ROWS, D)
+        if RECORD:
+            raise_amax(recorded, _tile_amax(tile))
         out = tl.where(is_q, q8, k8) + head.to(tl.int64) * length * D
-        _head_store(tile, out, first, scale, length, length, False, ROWS, D)
+        _head_store(tile, out, first, scale, length, length, False, False, ROWS, D)
     else:
         _cast_values(
-            v, v8, v_scale, amax, index - plain, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
-            SCALING, FMAX, LEAST, MOST, V_ROWS, D,
+            v, v8, v_scale, given, recorded, index - plain, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
+            SCALING, GIVEN, RECORD, FMAX, LEAST, MOST, V_ROWS, D,
         )  # fmt: skip
 
 
@@ -383,21 +401,25 @@ def _scales(batches: Any, heads: Any, length: Any, scaling: Scaling, device: tor
 
 
 def quantize_heads(
-    x: Tensor, groups: int, transposed: bool, scaling: Literal["head", "block"] = "head"
-) -> tuple[Tensor, Tensor]:
-    """Quantizes x [B, H, S, D] with one scale for each `groups` heads, or their 128 positions: e4m3 and the scales.
+    x: Tensor, groups: int, transposed: bool, scaling: Literal["head", "block"] = "head", *,
+    dtype: torch.dtype = torch.float8_e4m3fn, multiplier: Tensor | None = None, recorded: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Quantizes x [B, H, S, D] with one scale for each `groups` heads, or their 128 positions: FP8 and the scales.
 
     The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
-    its keys in an order of their own (`_KEYS`). What is multiplied by is 448 / amax, NaN ignored; 1 where the amax is
-    not above 1e-12 or infinite. The last dimension of x is dense.
+    its keys in an order of their own (`_KEYS`). What is multiplied by is the largest of `dtype` over the amax, NaN
+    ignored; 1 where the amax is not above 1e-12 or infinite. The last dimension of x is dense.
+
+    A `multiplier`, float32 [1], is taken for all heads instead, and then x is read once; the amax of x is taken into
+    `recorded`, float32 [1], if that is given, too. Scales of 128 positions are e4m3, and their own.
     """
     batches, heads, length = x.shape[:3]
     head_dim = int(x.shape[3])  # a constant of the kernels
     padded = _padded(length) if transposed else length
     shape = (batches, heads, head_dim, padded) if transposed else (batches, heads, length, head_dim)
-    data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+    data = torch.empty(shape, dtype=dtype, device=x.device)
     scale_inv = _scales(batches, heads // groups, length, scaling, x.device)
-    constants = (_E4M3_MAX, _LEAST_AMAX, _MOST_MULTIPLIER)
+    constants = (_LARGEST[dtype], _LEAST_AMAX, _MOST_MULTIPLIER)
     if scaling == "block":
         grid = (triton.cdiv(length, BLOCK_LEN.value) * (batches * (heads // groups)),)
         wrap_triton(block_cast_kernel)[grid](
@@ -405,26 +427,39 @@ def quantize_heads(
             head_dim, num_warps=head_dim // 16,
         )  # fmt: skip
         return data, scale_inv
-    amax = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
-    amax_rows = 4096 // head_dim
+    given = multiplier
+    if given is None:
+        given = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
+        rows = 4096 // head_dim
+        grid = (triton.cdiv(length, rows * _STEPS) * (batches * heads),)
+        wrap_triton(head_amax_kernel)[grid](
+            x, given, heads, groups, length, *x.stride()[:3], _STEPS, rows, head_dim, num_warps=4
+        )
     rows = 64 if transposed else 8192 // head_dim
-    grid = (triton.cdiv(length, amax_rows * _STEPS) * (batches * heads),)
-    wrap_triton(head_amax_kernel)[grid](
-        x, amax, heads, groups, length, *x.stride()[:3], _STEPS, amax_rows, head_dim, num_warps=4
-    )
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
-        x, data, scale_inv, amax, heads, groups, length, padded, *x.stride()[:3], transposed, *constants,
-        rows, head_dim, num_warps=4,
+        x, data, scale_inv, given, _place(recorded, x.device), heads, groups, length, padded, *x.stride()[:3],
+        multiplier is not None, recorded is not None, dtype == torch.float8_e5m2, transposed, *constants, rows,
+        head_dim, num_warps=4,
     )  # fmt: skip
     return data, scale_inv
 
 
-def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> list[Tensor]:
+def _place(recorded: Tensor | None, device: torch.device) -> Tensor:
+    return torch.empty(1, device=device) if recorded is None else recorded
+
+
+def quantize_qkv(
+    q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, multiplier: Tensor | None = None,
+    recorded: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """[q8, q_scale, k8, k_scale, v8, v_scale] of q [B, H, Sq, D], k and v [B, Hkv, Sk, D]; v8 is transposed.
 
     As `quantize_heads` of each, whose query heads share the scale of their key head, with the amaxes of all in one
     launch and their casts in another; scales of blocks need one launch. The last dimensions are dense.
+
+    Of scaling ``tensor`` a `multiplier` for all three, float32 [1], may be given, for which one launch casts, with one
+    read; the largest of the amaxes is taken into `recorded`, float32 [1], if that is given as well.
     """
     batches, heads, q_len = q.shape[:3]
     head_dim = int(q.shape[3])  # a constant of the kernels
@@ -437,7 +472,7 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> list[Tens
     ]
     scales = [_scales(batches, kv_heads, length, scaling, q.device) for length in (q_len, kv_len, kv_len)]
     steps = [step for x in (q, k, v) for step in x.stride()[:3]]
-    constants = (_E4M3_MAX, _least(scaling), _MOST_MULTIPLIER)
+    constants = (_LARGEST[torch.float8_e4m3fn], _least(scaling), _MOST_MULTIPLIER)
     if scaling == "block":
         grid = ((triton.cdiv(q_len, BLOCK_LEN.value) + 2 * triton.cdiv(kv_len, BLOCK_LEN.value)) * batches * kv_heads,)
         wrap_triton(qkv_block_cast_kernel)[grid](
@@ -445,19 +480,22 @@ def quantize_qkv(q: Tensor, k: Tensor, v: Tensor, scaling: Scaling) -> list[Tens
             *constants, head_dim, num_warps=head_dim // 16,
         )  # fmt: skip
     else:
-        number = 3 if scaling == "tensor" else 3 * batches * kv_heads
-        amax = torch.zeros(number, dtype=torch.int32, device=q.device)
-        rows = 4096 // head_dim
-        grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, kv_len), (rows * _STEPS,) * 3),)
-        wrap_triton(qkv_amax_kernel)[grid](
-            q, k, v, amax, heads, kv_heads, batches, q_len, kv_len, *steps, KINDS[scaling], _STEPS, rows, head_dim,
-            num_warps=4,
-        )  # fmt: skip
+        given = multiplier
+        if given is None:
+            number = 3 if scaling == "tensor" else 3 * batches * kv_heads
+            given = torch.zeros(number, dtype=torch.int32, device=q.device)
+            rows = 4096 // head_dim
+            grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, kv_len), (rows * _STEPS,) * 3),)
+            wrap_triton(qkv_amax_kernel)[grid](
+                q, k, v, given, heads, kv_heads, batches, q_len, kv_len, *steps, KINDS[scaling], _STEPS, rows,
+                head_dim, num_warps=4,
+            )  # fmt: skip
         rows, v_rows = 8192 // head_dim, min(64, 8192 // head_dim)
         grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, v_len), (rows, rows, v_rows)),)
         wrap_triton(qkv_cast_kernel)[grid](
-            q, k, v, *data, *scales, amax, heads, kv_heads, batches, q_len, kv_len, v_len, *steps, KINDS[scaling],
-            *constants, rows, v_rows, head_dim, num_warps=4,
+            q, k, v, *data, *scales, given, _place(recorded, q.device), heads, kv_heads, batches, q_len, kv_len, v_len,
+            *steps, KINDS[scaling], multiplier is not None, recorded is not None, *constants, rows, v_rows, head_dim,
+            num_warps=4 if multiplier is None else 8,
         )  # fmt: skip
     return [part for pair in zip(data, scales, strict=True) for part in pair]
 
@@ -497,18 +535,18 @@ def _programs(batches: Any, heads: Any, kv_heads: Any, lengths: tuple[Any, ...],
 
 _WRITTEN = {
     head_amax_kernel: ["amax"],
-    head_cast_kernel: ["data", "scale_inv"],
+    head_cast_kernel: ["data", "scale_inv", "recorded"],
     block_cast_kernel: ["data", "scale_inv"],
     qkv_amax_kernel: ["amax"],
-    qkv_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale"],
+    qkv_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "recorded"],
     qkv_block_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale"],
     qkv_dequantize_kernel: ["q", "k", "v"],
 }
 
 
 def _declare(kernel: Any, names: list[str]) -> None:
-    def written(_arguments: Mapping[str, Any]) -> list[str]:
-        return names
+    def written(arguments: Mapping[str, Any]) -> list[str]:
+        return [name for name in names if name != "recorded" or arguments["RECORD"]]
 
     declare_written(kernel, written)
 

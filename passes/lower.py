@@ -62,7 +62,8 @@ _PORTABLE: dict[Any, Callable[..., Any]] = {
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
-    "split_quantize_and_amax", "quantize_heads", "quantize_qkv", "attention_backward",
+    "split_quantize_and_amax", "quantize_heads", "quantize_qkv", "quantize_qkv_into",
+    "attention_backward",
 )  # fmt: skip
 """Operators whose result depends on the last bit of what they read."""
 
@@ -92,8 +93,8 @@ def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) 
             return attention_cuda.IMPLEMENTATIONS[name]
         if name == "quantize_heads" and attention_cuda.casts(*_values(node)):
             return attention_cuda.quantize_heads
-        if name == "quantize_qkv" and _casts_qkv(node):
-            return attention_cuda.quantize_qkv
+        if name in ("quantize_qkv", "quantize_qkv_into") and _casts_qkv(node):
+            return attention_cuda.quantize_qkv if name == "quantize_qkv" else attention_cuda.quantize_qkv_into
         if name == "split_amax" and lies and _some_groups(*(val(arg) for arg in node.args)):
             return grouped_cast.group_amax
         if name == "split_quantize_and_amax" and lies and _weights_by_triton(node):
@@ -116,7 +117,7 @@ def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) 
     if name == "grouped_scaled_mm" and device.type == "cuda":
         return grouped_gemm.grouped_scaled_mm
     meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
-    if name == "quantize_qkv":
+    if name in ("quantize_qkv", "quantize_qkv_into"):
         return functools.partial(_of_three_rounded, meaning)
     if name not in _READS_VALUES or behind_views(node.args[0]).op in ("placeholder", "get_attr"):
         return meaning  # what a graph is given is rounded
@@ -129,8 +130,8 @@ def _values(node: fx.Node) -> tuple[Any, str]:
 
 
 def _casts_qkv(node: fx.Node) -> bool:
-    q, k, v, spec, *given = node.args
-    return not any(given) and attention_cuda.casts_qkv(val(q), val(k), val(v), str(spec))
+    q, k, v, spec, *_ = node.args
+    return attention_cuda.casts_qkv(val(q), val(k), val(v), str(spec))
 
 
 def _by_triton(name: str, node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Record in place: the kernel that casts takes an amax into the state of delayed scaling itself, on CUDA.
+"""Record in place: the kernel that has an amax takes it into the state of delayed scaling itself, on CUDA.
 
     parts = fxquant.produce_quantize([x], ..., record=True)
     amaxes.copy_(fxquant.record(amaxes, [parts[2], other], [5, 6]))
@@ -6,7 +6,8 @@
     parts = fxquant.produce_quantize_into([x], ..., aten.slice(amaxes, 0, 5, 6), ...)
     amaxes.copy_(fxquant.record(amaxes, [other], [6]))
 
-and so `record_since`, which is the backward's. What of a record is left reads the state after the kernels have written.
+and so `record_since`, which is the backward's, and the casts and the forward of attention. What of a record is left
+reads the state after the kernels have written.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from fxquant.kernels.producers import CastSpec
 from fxquant.passes.base import is_fxquant, val
 
 _aten = torch.ops.aten
+_RECORDING = ("produce_quantize", "quantize_qkv", "attention_forward")
+"""Operators that have one that records by itself, called by the same name and `_into`."""
 
 
 def record_in_place(graph: fx.Graph, device: str = "cuda") -> int:
@@ -48,9 +51,9 @@ def _take(record: fx.Node) -> int:
     places: dict[fx.Node, int] = dict(zip(new, slots, strict=True))
     count = 0
     for each in dict.fromkeys(_arguments(amax)[0] for amax in times if amax.target is operator.getitem):
-        if not is_fxquant(each, "produce_quantize") or not each.args[-1]:
+        results = _results(each, before)
+        if not results:
             continue
-        results = CastSpec.parse(str(each.args[1])).producer.results
         parts = len(each.meta["val"]) // results
         items = {_arguments(user)[1]: user for user in each.users}
         amaxes = [items[place] for i in range(results) if (place := parts * (i + 1) - 1) in items]
@@ -66,14 +69,24 @@ def _take(record: fx.Node) -> int:
     return count
 
 
+def _results(node: fx.Node, before: list[fx.Node]) -> int:
+    """How many amaxes an operator gives, each behind as many other items, that it can take into a state by itself."""
+    if is_fxquant(node, "produce_quantize"):
+        return CastSpec.parse(str(node.args[1])).producer.results if node.args[-1] else 0
+    by_given_scale = is_fxquant(node, "quantize_qkv") and len(node.args) == 6 and node.args[-1] and node.args[-2]
+    return int(len(before) == 1 and bool(by_given_scale or is_fxquant(node, "attention_forward")))
+
+
 def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], parts: int) -> None:
     """Puts an operator that takes its amaxes into `slots` in the place of one, whose last items of `parts` they are."""
     graph, first, last = produce.graph, min(slots), max(slots)
     with graph.inserting_before(produce):
         amaxes, step = (*(_entries(node, first, last) for node in before), None)[:2]
-        *given, _ = produce.args
-        target = torch.ops.fxquant.produce_quantize_into.default
-        fused = graph.call_function(target, (*given, amaxes, step, slots[0] == last and len(slots) > 1))
+        name = next(name for name in _RECORDING if is_fxquant(produce, name))
+        target = getattr(torch.ops.fxquant, f"{name}_into").default
+        given = produce.args if name == "attention_forward" else produce.args[:-1]
+        more = (step, slots[0] == last and len(slots) > 1) if name == "produce_quantize" else ()
+        fused = graph.call_function(target, (*given, amaxes, *more))
         kept = [value for i, value in enumerate(produce.meta["val"]) if (i + 1) % parts]
         fused.meta = {**produce.meta, "val": kept}
         for item in list(produce.users):

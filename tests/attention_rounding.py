@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,11 +70,20 @@ def forward(
     return o / torch.where(total == 0, 1.0, total), (most + total.log()).squeeze(-1)
 
 
+def softmax_amax(q: Tensor, k: Tensor, *, causal: bool, scale: float, mask: Tensor | None, **_: object) -> Tensor:
+    """The largest weight of dequantized operands, float32 [1]: what a delayed scale of the softmax records."""
+    return torch.softmax(scores(q.double(), k.double(), causal, scale, mask), -1).nan_to_num().amax().float()[None]
+
+
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float,
     mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, wide: bool = False,
+    do_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`triton_attention.backward`, or `wide_backward`, in float32, given dequantized q, k and v."""
+    """`triton_attention.backward`, or `wide_backward`, in float32, given dequantized q, k and v.
+
+    `do_values` is what do is quantized to, if that is not e4m3 with a scale for each head.
+    """
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(torch.bfloat16).float()
@@ -81,13 +91,28 @@ def backward(
     def of_keys(x: Tensor) -> Tensor:
         return x.view(x.shape[0], k.shape[1], -1, *x.shape[2:]).sum(2)
 
-    groups = q.shape[1] // k.shape[1]
-    wide_k, wide_v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    p = torch.exp(scores(q, k, causal, scale, mask) - torch.where(lse == -math.inf, math.inf, lse)[..., None])
-    dp = (do.float() if wide else dequantize(*quantize(do, 1, False))) @ wide_v.mT
-    ds = rounded(p * (dropped(dp, dropout, seed) - (do.float() * o.float()).sum(-1, keepdim=True)))
-    p = dropped(p, dropout, seed)
+    wide_k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if do_values is None:
+        do_values = do.float() if wide else dequantize(*quantize(do, 1, False))
+    more: Any = {"causal": causal, "scale": scale, "mask": mask}
+    ds = rounded(scores_gradient(do, q, k, v, o, lse, **more, dropout=dropout, seed=seed, do_values=do_values) / scale)
+    p = dropped(weights(q, k, lse, **more), dropout, seed)
     return ds @ rounded(wide_k) * scale, of_keys(ds.mT @ rounded(q)) * scale, of_keys(rounded(p).mT @ do.float())
+
+
+def weights(q: Tensor, k: Tensor, lse: Tensor, *, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
+    """The softmax, from the log-sum-exp."""
+    return torch.exp(scores(q, k, causal, scale, mask) - torch.where(lse == -math.inf, math.inf, lse)[..., None])
+
+
+def scores_gradient(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float,
+    mask: Tensor | None, dropout: float, seed: Tensor | None, do_values: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of q k^T."""
+    dp = do_values @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    change = dropped(dp, dropout, seed) - (do.float() * o.float()).sum(-1, keepdim=True)
+    return weights(q, k, lse, causal=causal, scale=scale, mask=mask) * change * scale
 
 
 def dropped(x: Tensor, dropout: float, seed: Tensor | None) -> Tensor:

@@ -31,10 +31,12 @@ from fxquant.decisions import Attended
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels import attention_choice, attention_cuda, attention_ops
 from fxquant.kernels.attention_choice import AttentionKernel, Sides
+from fxquant.quantizers import Float8Quantizer
 from fxquant.recipes import Recipe
 from fxquant.report import Report
 
 H100 = "NVIDIA H100 80GB HBM3"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HEAD, FP8, MX, HIGH = Float8HeadQuantizer(), Float8CurrentScalingQuantizer(), MXFP8Quantizer(), IdentityQuantizer()
 
 FORWARD = {
@@ -209,6 +211,13 @@ SPECS = {
     "tensor": per_role(qkv=FP8, s=FP8, do=FP8, dp=FP8),
     "e5m2": per_role(qkv=FP8, s=FP8, do=Float8CurrentScalingQuantizer(torch.float8_e5m2), dp=FP8),
     "pow2": per_role(qkv=Float8CurrentScalingQuantizer(force_pow_2_scales=True), s=FP8, do=HIGH, dp=HIGH),
+    "delayed": per_role(qkv=Float8Quantizer(E4M3, 0), s=Float8Quantizer(E4M3, 1), do=HIGH, dp=HIGH),
+    "delayed, quantized backward": per_role(
+        qkv=Float8Quantizer(E4M3, 0),
+        s=Float8Quantizer(E4M3, 1),
+        do=Float8Quantizer(E5M2, 2),
+        dp=Float8Quantizer(E5M2, 3),
+    ),
     "blocks": per_role(qkv=Float8HeadQuantizer(block_len=128), s=HEAD, do=HIGH, dp=HIGH),
     "mxfp8": per_role(qkv=MX, s=HIGH, do=MX, dp=HIGH),
 }
@@ -227,13 +236,13 @@ def takes_the_reference(spec: AttentionSpec, sides: Sides, backward: bool, monke
         v = [torch.empty([*shape[:-2], sides.features, 32], dtype=torch.float8_e4m3fn, device="cuda"), scale]
         q, lse = [payload, scale], torch.empty(shape[:-1], device="cuda")
         extras = [torch.empty(32, 32, dtype=torch.bool, device="cuda")] * 2
+        scales = [torch.empty(1, device="cuda") if given.is_delayed else None for given in (spec.s, spec.do, spec.dp)]
+        text = str(spec.each(lambda given: dataclasses.replace(given, slot=-1)))
         if backward:
             wanted = [0] if sides.learned else []
-            attention_cuda.attention_backward(
-                do, q, q, v, do, lse, extras, None, None, None, None, wanted, str(spec), sides.width
-            )
+            attention_cuda.attention_backward(do, q, q, v, do, lse, extras, None, *scales, wanted, text, sides.width)
         else:
-            attention_cuda.attention_forward(q, q, v, extras, None, None, str(spec), sides.width, sides.dtype)
+            attention_cuda.attention_forward(q, q, v, extras, None, scales[0], text, sides.width, sides.dtype)
     return bool(taken)
 
 

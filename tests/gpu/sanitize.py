@@ -226,11 +226,19 @@ def attention() -> Iterator[str]:
             if scaling != "tensor":
                 for x, transposed in ((q, False), (v.transpose(1, 2).contiguous().transpose(1, 2), True)):
                     triton_head_cast.quantize_heads(x, 1, transposed, scaling)
-            q8, q_scale, k8, k_scale, v8, v_scale = triton_head_cast.quantize_qkv(q, k, v, scaling)
+            of_s: dict[str, Any] = {}
+            of_gradients: dict[str, Any] = {}
+            given: list[torch.Tensor] = []
+            if scaling == "tensor":  # delayed
+                *given, s_amax, do_amax, dp_amax = torch.ones(5, device=DEVICE).split(1)
+                of_s = {"s_amax": s_amax}
+                of_gradients = {"do_amax": do_amax, "dp_amax": dp_amax, "do_dtype": torch.float8_e5m2}
+                of_gradients["do_multiplier"] = given[0]
+            q8, q_scale, k8, k_scale, v8, v_scale = triton_head_cast.quantize_qkv(q, k, v, scaling, *given)
             scales = (q_scale, k_scale, v_scale)
             options["scaling"] = scaling
-            o, lse = triton_attention.forward(q8, k8, v8, *scales, **options, out_dtype=torch.bfloat16)
-            triton_attention.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **options)
+            o, lse = triton_attention.forward(q8, k8, v8, *scales, **options, **of_s, out_dtype=torch.bfloat16)
+            triton_attention.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **options, **of_gradients)
         yield str(case)
 
 

@@ -123,6 +123,25 @@ def check_casts() -> None:
                                reference.quantize_heads(x, spec, groups, t))), case  # fmt: skip
 
 
+def check_given_scales() -> None:
+    """One read, whose amax is taken along, NaN ignored; a state that has seen more keeps that."""
+    q, k, v, _ = make(2, 4, 2, 50, 70, 64, None)
+    q[0, 0, 3, 5], k[1, 0, 7] = float("nan"), 9e4
+    multiplier, sides = torch.tensor([0.7]), ((q, 2, False), (k, 1, False), (v, 1, True))
+    for known in (0.0, 1e6):
+        amax = torch.tensor([0.0, known])[1:]
+        got = head_cast.quantize_qkv(q, k, v, "tensor", multiplier, amax)
+        want = [part for x, g, t in sides for part in reference.quantize_heads(x, SPECS["tensor"], g, t, multiplier)]
+        assert all(map(same, got, want)) and amax.item() == max(known, k.float().abs().max().item())
+    for dtype, name in ((torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")):
+        amax, spec = torch.zeros(1), QuantSpec(format=f"per_tensor_{name}")
+        data, scales = head_cast.quantize_heads(q, 1, False, dtype=dtype, multiplier=multiplier, recorded=amax)
+        want = reference.quantize_heads(q, spec, 1, False, multiplier)
+        assert same(data, want[0]) and same(scales, want[1].expand(2, 4)) and amax.item() == q.nan_to_num().abs().max()
+        own = head_cast.quantize_heads(q, 1, False, dtype=dtype)
+        assert all(map(same, own, reference.quantize_heads(q, QuantSpec(format=f"per_head_{name}"), 1, False)))
+
+
 def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
 
@@ -148,8 +167,9 @@ def check_forward() -> None:
         options: dict[str, Any] = {
             "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
         }  # fmt: skip
+        s_amax = None if scaling is None else torch.zeros(1)
         o, lse = attention.forward(
-            *given, **options, scaling=scaling or "head", out_dtype=torch.float32,
+            *given, **options, scaling=scaling or "head", out_dtype=torch.float32, s_amax=s_amax,
             config=None if chosen is None else attention._Config(block_n=chosen[0], cached=chosen[1]),
         )  # fmt: skip
         exact, exact_lse = rounding.forward(*wide, **options)
@@ -158,6 +178,8 @@ def check_forward() -> None:
         error = rounding.relative(o, exact), rounding.relative(rounded, exact)
         assert error[0] < 1.2 * error[1] + (0 if scaling else 2**-7), (case, error)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5, msg=str(case))
+        if s_amax is not None:
+            torch.testing.assert_close(s_amax, rounding.softmax_amax(*wide[:2], **options), rtol=1e-5, atol=0)
         assert kind != "seen" or not o[:, :, 3].any(), case
         assert kind != "keys" or not o[2].any(), case
 
@@ -173,12 +195,26 @@ def check_backward() -> None:
         }  # fmt: skip
         o, lse = (x.float() for x in rounding.forward(*wide, **options))
         o = o.to(torch.bfloat16)
+        do_values = None
         if scaling is None:
             rounded = None if causal else (do, do.clone())
             got = attention.wide_backward(do, *given[:3], o, lse, **options, rounded=rounded)
+        elif scaling == "tensor":  # do and the gradient of the scores as delayed scaling has them
+            do_amax, dp_amax, multiplier = torch.zeros(1), torch.zeros(1), torch.tensor([37.0])
+            delayed: dict[str, Any] = {"do_dtype": torch.float8_e5m2, "do_multiplier": multiplier}
+            got = attention.backward(
+                do, *given[:3], o, lse, *given[3:], scaling=scaling, **options, **delayed, do_amax=do_amax,
+                dp_amax=dp_amax,
+            )  # fmt: skip
+            do_values = reference.through(do, QuantSpec(format="per_tensor_e5m2"), multiplier)
+            assert do_amax.item() == do.float().abs().max().item()
+            torch.testing.assert_close(
+                dp_amax, rounding.scores_gradient(do, *wide, o, lse, **options, do_values=do_values).abs().amax()[None],
+                rtol=1e-4, atol=0,
+            )  # fmt: skip
         else:
             got = attention.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
-        want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None)
+        want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None, do_values=do_values)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             case = (
                 name,
@@ -198,5 +234,6 @@ def check_backward() -> None:
 
 if __name__ == "__main__":
     check_casts()
+    check_given_scales()
     check_forward()
     check_backward()

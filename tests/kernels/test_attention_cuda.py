@@ -74,16 +74,44 @@ def test_no_scores_in_memory(
     assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
 
 
-def test_a_given_scale_is_used() -> None:
-    """The kernels take amaxes, where a delayed scale has one from before."""
+@pytest.mark.parametrize("quantized", (False, True))
+def test_delayed_scales_take_the_kernels(quantized: bool) -> None:
+    """And no tensor with the scores; the amaxes come out of what casts and multiplies."""
+    e4m3, e5m2 = QuantSpec(format="per_tensor_e4m3"), QuantSpec(format="per_tensor_e5m2") if quantized else IDENTITY
+    spec = str(AttentionSpec(qkv=e4m3, s=e4m3, do=e5m2, dp=e5m2, steps=(Step("mul", 0.125),)))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *scales: Tensor) -> list[Tensor]:
+        *parts, amax = ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scales[0], True)
+        pairs = (parts[:2], parts[2:4], parts[4:])
+        o, lse, s_amax = ops.attention_forward(*pairs, [], None, scales[1], spec, 64, q.dtype)
+        given = (scales[1], *(scales[2:] if quantized else (None, None)))
+        return [o, amax, s_amax, *ops.attention_backward(do, *pairs, o, lse, [], None, *given, [], spec, 64)]
+
+    with FakeTensorMode():
+        sizes = ((2, 8, QUERIES), (2, 4, KEYS), (2, 4, KEYS), (2, 8, QUERIES))
+        given = [torch.empty(*size, 64, dtype=torch.bfloat16, device="cuda") for size in sizes]
+        graph = make_fx(run)(*given, *(torch.empty(1, device="cuda") for _ in range(4))).graph
+    assert lower(graph) == 3
+    written = [",".join(written_by(n.kwargs)) for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
+    backward = ["data,scale_inv,recorded", "q,k,v", "dk,dv", "dq,dp_amax"] if quantized else ["q,k,v"]
+    assert sorted(written) == sorted([f"{CAST},recorded", "out,lse,s_amax", *backward])
+    assert sum("cudnn_attention" in str(n.target) for n in graph.nodes) == (not quantized)
+    shapes = [value.shape for n in graph.nodes if isinstance(value := n.meta.get("val"), Tensor)]
+    assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
+
+
+@pytest.mark.parametrize("record", (False, True))
+def test_a_given_scale_takes_one_launch(record: bool) -> None:
+    """Which takes the amax along that a delayed scale records."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> list[Tensor]:
-        return ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scale)  # type: ignore[no-any-return]
+        return ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scale, record)  # type: ignore[no-any-return]
 
     with FakeTensorMode():
         x = torch.empty(2, 4, KEYS, 64, dtype=torch.bfloat16, device="cuda")
         graph = make_fx(run)(x, x, x, torch.empty(1, device="cuda")).graph
     lower(graph)
     scale = next(n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].numel() == 1)
-    assert scale.users
-    assert triton_kernel_wrapper_functional not in [n.target for n in graph.nodes]
+    (launch,) = (n for n in graph.nodes if n.target is triton_kernel_wrapper_functional)
+    assert launch in scale.users
+    assert written_by(launch.kwargs) == ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale", *["recorded"] * record]

@@ -12,8 +12,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fxquant.kernels.attention
 import fxquant.kernels.linear  # noqa: F401  registers the operators
 from fxquant.compat import tree_map_only, triton_kernel_wrapper_functional
+from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.passes.advance_state import advance_state
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.lower import lower
@@ -100,6 +102,29 @@ def test_a_backward_records_in_its_state() -> None:
     gm.recompile()
     assert named(gm) == {"produce_quantize_into": 2}
     assert not torch.equal(expected[0], since)
+    for a, b in zip([*gm(*got), *got], [*made, *expected], strict=True):
+        assert torch.equal(a, b)
+
+
+def attend(amaxes: Tensor, scale: Tensor, q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> list[Tensor]:
+    spec = str(AttentionSpec(qkv=QuantSpec(format=SPEC), s=QuantSpec(format=SPEC)))
+    *parts, amax = fxquant_ops.quantize_qkv(q, k, v, SPEC, scale, True)
+    o, lse, s_amax = fxquant_ops.attention_forward(
+        parts[:2], parts[2:4], parts[4:], [], None, scale, spec, 16, torch.float32
+    )
+    amaxes.copy_(fxquant_ops.record(amaxes, [s_amax, other, amax], [3, 0, 1]))
+    return [o, lse, *parts]
+
+
+def test_attention_records_in_its_state() -> None:
+    inputs = [state_of()[2], torch.full((1,), 9.0), *(torch.randn(1, 2, 16, 16) for _ in range(3)), torch.rand(1)]
+    gm = traced(attend, [x.clone() for x in inputs])
+    expected, got = [x.clone() for x in inputs], [x.clone() for x in inputs]
+    made = attend(*expected)
+    assert record_in_place(gm.graph, device="cpu") == 2
+    gm.graph.lint()
+    gm.recompile()
+    assert named(gm) == {"quantize_qkv_into": 1, "attention_forward_into": 1, "record": 1}
     for a, b in zip([*gm(*got), *got], [*made, *expected], strict=True):
         assert torch.equal(a, b)
 
