@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxquant.compat import converts_to_fp8, cudnn_attention, cudnn_attention_backward
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.kernels import attention_ops, attention_reference, triton_attention, triton_head_cast
+from fxquant.kernels import attention_ops, attention_reference, triton_attention, triton_head_cast, warp_attention
 from fxquant.kernels.triton_head_cast import Scaling
 
 _SCALINGS: dict[str, Scaling] = {
@@ -125,13 +125,17 @@ def attention_forward(
         return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
     options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
     more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed, "out_dtype": dtype}
+    unmasked = plain.mask is None and not parsed.dropout
     if not _is_mx(parsed.qkv):
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        scaling = _SCALINGS[str(parsed.qkv)]
-        o, lse = triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, scaling=scaling, **options, **more)
+        options["scaling"] = _SCALINGS[str(parsed.qkv)]
+        if unmasked and warp_attention.runs(q8.device):
+            o, lse = warp_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, out_dtype=dtype, **options)
+        else:
+            o, lse = triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more)
     else:
         wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
-        if plain.mask is None and not parsed.dropout:
+        if unmasked:
             o, lse = cudnn_attention(wide_q, wide_k, wide_v, **options)
         else:
             o, lse = triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)

@@ -1,0 +1,57 @@
+"""The operator that launches `fxquant.kernels.gluon_attention`.
+
+Inductor emits the source of Triton kernels that a graph launches anew, which it cannot do with Gluon's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.compat import fake_kernel, is_hopper, knows_gluon, operator_library
+from fxquant.kernels.triton_head_cast import Scaling
+
+_library = operator_library("fxquant_kernels", more=True)
+_library.define(
+    "attention_fprop(Tensor q, Tensor k, Tensor v, Tensor q_scale_inv, Tensor k_scale_inv, Tensor v_scale_inv,"
+    " bool causal, float scale, str scaling, ScalarType dtype) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def runs(device: torch.device) -> bool:
+    """Whether there is such a kernel; it takes what `triton_attention.supports`, without masks and dropout."""
+    return knows_gluon() and is_hopper(device)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
+    scale: float, out_dtype: torch.dtype, scaling: Scaling = "head",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `runs` says so."""
+    parts = (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)
+    return torch.ops.fxquant_kernels.attention_fprop(*parts, causal, scale, scaling, out_dtype)  # type: ignore[no-any-return]
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, causal: bool,
+    scale: float, scaling: Scaling, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from fxquant.kernels import gluon_attention  # which not every Triton can import
+
+    parts = [x.contiguous() for x in (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)]
+    return gluon_attention.forward(*parts, causal=causal, scale=scale, scaling=scaling, out_dtype=dtype)
+
+
+_library.impl("attention_fprop", _launch, "CUDA")
+
+
+@fake_kernel(_library, "attention_fprop")
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, causal: bool,
+    scale: float, scaling: str, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+__all__ = ["forward", "runs"]
