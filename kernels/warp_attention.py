@@ -28,7 +28,12 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
     scale: float, out_dtype: torch.dtype, scaling: Scaling = "head",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `runs` says so."""
+    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `runs` says so.
+
+    Raises ValueError for a scale that is not positive.
+    """
+    if not scale > 0:
+        raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
     parts = (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)
     return torch.ops.fxquant_kernels.attention_fprop(*parts, causal, scale, scaling, out_dtype)  # type: ignore[no-any-return]
 
