@@ -456,9 +456,8 @@ def forward(
     if not causal:
         programs = min(tiles, processors)
     else:
-        lengths = _lengths(blocks, rows, kv_len, config.block_n)
         most = max(_IN_CACHE // (2 * head_dim * kv_len), 1) * (heads // kv_heads)
-        even = _dealt_evenly(lengths, batches * heads, cached, most, processors)
+        even = _dealt_evenly(blocks, rows, kv_len, config.block_n, batches * heads, cached, most, processors)
         if even is not None:
             programs, together = min(tiles, processors), even
     fprop_warps_kernel[(programs,)](
@@ -489,20 +488,17 @@ _OF_A_TILE = 0.7
 """Steps that a tile of queries takes beside those of its keys."""
 
 
-@functools.lru_cache(maxsize=64)
-def _lengths(blocks: int, rows: int, kv_len: int, block_n: int) -> tuple[float, ...]:
-    """Steps of causal tiles of queries, the longest first."""
-    ends = (min(kv_len, (block + 1) * rows) for block in reversed(range(blocks)))
-    return tuple((end + block_n - 1) // block_n + _OF_A_TILE for end in ends)
-
-
 @functools.lru_cache(maxsize=256)
-def _dealt_evenly(lengths: tuple[float, ...], heads: int, least: int, most: int, programs: int) -> int | None:
+def _dealt_evenly(
+    blocks: int, rows: int, kv_len: int, block_n: int, heads: int, least: int, most: int, programs: int
+) -> int | None:
     """How many heads to work on together, so that all programs have about the same work; None where nothing gives that.
 
-    The order is that of `_tile_at`. The fewest between `least` and `most`, of which keys and values are read again
-    soonest.
+    Of causal attention, `blocks` tiles of `rows` queries a head, in the order of `_tile_at`. The fewest between `least`
+    and `most`, whose keys and values are read again soonest.
     """
+    ends = (min(kv_len, (block + 1) * rows) for block in reversed(range(blocks)))
+    lengths = [(end + block_n - 1) // block_n + _OF_A_TILE for end in ends]
     together = least
     while together < 2 * min(most, heads):
         width = min(together, most, heads)

@@ -45,7 +45,8 @@ def _launch(
     from fxquant.kernels import gluon_attention  # which not every Triton can import
 
     parts = [x.contiguous() for x in (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)]
-    return gluon_attention.forward(*parts, causal=causal, scale=scale, scaling=scaling, out_dtype=dtype)
+    with torch.cuda.device_of(q):
+        return gluon_attention.forward(*parts, causal=causal, scale=scale, scaling=scaling, out_dtype=dtype)
 
 
 _library.impl("attention_fprop", _launch, "CUDA")
