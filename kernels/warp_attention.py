@@ -45,7 +45,7 @@ def _launch(
     from fxquant.kernels import gluon_attention  # which not every Triton can import
 
     parts = [x.contiguous() for x in (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)]
-    with torch.cuda.device_of(q):
+    with torch.cuda.device(q.device):
         return gluon_attention.forward(*parts, causal=causal, scale=scale, scaling=scaling, out_dtype=dtype)
 
 
