@@ -129,7 +129,7 @@ def attention_forward(
     if not _is_mx(parsed.qkv):
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
         options["scaling"] = _SCALINGS[str(parsed.qkv)]
-        if unmasked and warp_attention.runs(q8.device):
+        if unmasked and warp_attention.takes(q8, k8):
             o, lse = warp_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, out_dtype=dtype, **options)
         else:
             o, lse = triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more)

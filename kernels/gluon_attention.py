@@ -37,8 +37,6 @@ _ROWS = gl.constexpr(64)
 """Queries of a group of four warps: the fewest that Hopper multiplies."""
 _FIRST, _SECOND, _THIRD = (gl.constexpr(i) for i in range(3))
 _LOADING_REGISTERS = gl.constexpr(24)
-_TURN = gl.constexpr(8)
-"""The first of two barriers by number that Triton does not use itself."""
 
 
 @gluon.jit
@@ -116,24 +114,6 @@ def _load_tiles(
 
 
 @gluon.jit
-def _wait_for_turn(GROUP: gl.constexpr):
-    """Until the other of two groups has given its products to the tensor cores."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(_TURN + GROUP)], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _give_turn(GROUP: gl.constexpr):
-    """Lets the other of two groups go on."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(_TURN + 1 - GROUP)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _scale_at(place):
     """A scale, which nothing waits for before it is used."""
     return gl.inline_asm_elementwise(
@@ -187,7 +167,7 @@ def _payload(words, LAYOUT: gl.constexpr, BN: gl.constexpr):
 def _attend(
     q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, q_scale, k_scale, v_scale,
     scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-    GROUP: gl.constexpr, SCALING: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, TURNS: gl.constexpr,
+    GROUP: gl.constexpr, SCALING: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     Q_HELD: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """What a group of four warps does.
@@ -206,8 +186,6 @@ def _attend(
     stage = 0
     phase = 0
     q_phase = 0
-    if TURNS and GROUP == 1:
-        _give_turn(GROUP)
     for turn in range(_own_tiles(tiles)):
         head, kv_head, block_first = _tile_at(
             turn, q_len, heads, kv_heads, batch_heads, together, CAUSAL, GROUPS * _ROWS
@@ -236,9 +214,6 @@ def _attend(
                 mbarrier.wait(v_full.index(stage), phase)
                 mbarrier.arrive(v_empty.index(stage))
                 stage, phase = _next_stage(stage, phase, STAGES)
-                if TURNS:
-                    _wait_for_turn(GROUP)
-                    _give_turn(GROUP)
         mbarrier.wait(q_full.index(GROUP), q_phase)
         q_phase ^= 1
         query = q_tiles.index(GROUP).reshape([_ROWS, D])
@@ -247,12 +222,8 @@ def _attend(
             mbarrier.arrive(q_empty.index(GROUP))
         zeros = gl.full([_ROWS, BN], 0.0, gl.float32, S_LAYOUT)
         mbarrier.wait(k_full.index(stage), phase)
-        if TURNS:
-            _wait_for_turn(GROUP)
         key = k_tiles.index(stage).reshape([BN, D]).permute((1, 0))
         s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
-        if TURNS:
-            _give_turn(GROUP)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage))
         rows = first + gl.arange(0, _ROWS, ROW)
@@ -275,16 +246,12 @@ def _attend(
         mbarrier.wait(k_full.index(stage), phase, pred=count > 1)
         for i in range(1, count):
             v_before = v_stage
-            if TURNS:
-                _wait_for_turn(GROUP)
             key = k_tiles.index(stage).reshape([BN, D]).permute((1, 0))
             s = warpgroup_mma(query, key, zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             acc = acc * gl.convert_layout(_not_before(alpha), OUT_ROW, assert_trivial=True)[:, None]
             value = v_tiles.index(v_stage).reshape([D, BN]).permute((1, 0))
             acc = warpgroup_mma(_payload(words, P_LAYOUT, BN), value, acc, is_async=True)
-            if TURNS:
-                _give_turn(GROUP)
             if SCALING == _BLOCK:
                 j = (count - 1 - i) * BN
                 factor = q_factor * _scale_at(k_places + j // _BLOCK_LEN)
@@ -328,14 +295,14 @@ def _attend(
 @gluon.jit(do_not_specialize=["tiles", "heads", "kv_heads", "batch_heads", "q_len", "kv_len", "together"])
 def fprop_warps_kernel(
     q, k, v, out, lse, q_scale, k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-    SCALING: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, TURNS: gl.constexpr, Q_HELD: gl.constexpr,
-    GROUPS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    SCALING: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, Q_HELD: gl.constexpr, GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Tiles of GROUPS x 64 queries of one head, by GROUPS groups of four warps that have REGISTERS each.
 
     q, k and v are descriptors of [B * H, Sq, D], [B * Hkv, Sk, D] and [B * Hkv, D, Sp], `scale` is in units of log2,
-    and `tiles` are dealt to as many programs as there are. Two groups may take TURNS at the tensor cores. Q_HELD keeps
-    queries in registers. Nothing is specialized on lengths: the same code runs for all.
+    and `tiles` are dealt to as many programs as there are. Q_HELD keeps queries in registers. Nothing is specialized on
+    lengths: the same code runs for all.
     """
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, 1, _ROWS, D], q.layout)
     k_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 1, BN, D], k.layout)
@@ -361,12 +328,12 @@ def fprop_warps_kernel(
                 (_attend, (
                     q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, q_scale,
                     k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together, _FIRST,
-                    SCALING, CAUSAL, EVEN, TURNS, Q_HELD, GROUPS, STAGES, BN, D,
+                    SCALING, CAUSAL, EVEN, Q_HELD, GROUPS, STAGES, BN, D,
                 )),
                 (_attend, (
                     q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, q_scale,
                     k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together, _SECOND,
-                    SCALING, CAUSAL, EVEN, TURNS, Q_HELD, GROUPS, STAGES, BN, D,
+                    SCALING, CAUSAL, EVEN, Q_HELD, GROUPS, STAGES, BN, D,
                 )),
                 (_load_tiles, (
                     q, k, v, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, tiles,
@@ -376,23 +343,23 @@ def fprop_warps_kernel(
             [4, 1], [REGISTERS, _LOADING_REGISTERS],
         )  # fmt: skip
     else:
-        gl.static_assert(GROUPS == 3 and not TURNS)
+        gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
                 (_attend, (
                     q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, q_scale,
                     k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together, _FIRST,
-                    SCALING, CAUSAL, EVEN, TURNS, Q_HELD, GROUPS, STAGES, BN, D,
+                    SCALING, CAUSAL, EVEN, Q_HELD, GROUPS, STAGES, BN, D,
                 )),
                 (_attend, (
                     q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, q_scale,
                     k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together, _SECOND,
-                    SCALING, CAUSAL, EVEN, TURNS, Q_HELD, GROUPS, STAGES, BN, D,
+                    SCALING, CAUSAL, EVEN, Q_HELD, GROUPS, STAGES, BN, D,
                 )),
                 (_attend, (
                     q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, q_scale,
                     k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together, _THIRD,
-                    SCALING, CAUSAL, EVEN, TURNS, Q_HELD, GROUPS, STAGES, BN, D,
+                    SCALING, CAUSAL, EVEN, Q_HELD, GROUPS, STAGES, BN, D,
                 )),
                 (_load_tiles, (
                     q, k, v, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, tiles,
@@ -410,8 +377,7 @@ class Config:
     groups: int = 2
     block_n: int = 128
     stages: int = 3
-    turns: bool = True
-    q_held: bool = True
+    q_held: bool = False
     cached: int = 4 << 20
     """Bytes of keys and values that are worked on at a time, where that leaves no program with more work."""
 
@@ -422,9 +388,9 @@ class Config:
 
 
 CONFIGS = {
-    64: Config(groups=3, turns=False, q_held=False),
-    128: Config(),
-    256: Config(stages=2, turns=False, q_held=False),
+    64: Config(groups=3),
+    128: Config(q_held=True),
+    256: Config(stages=2),
 }
 """The quickest of those tried on an H100, by head dimension."""
 
@@ -466,7 +432,7 @@ def forward(
         _descriptor(v.view(-1, head_dim, v.shape[3]), head_dim, config.block_n),
         out, lse, q_scale_inv, k_scale_inv, v_scale_inv, scale / math.log(2), tiles, heads, kv_heads, batches * heads,
         q_len, kv_len, together,
-        SCALING=KINDS[scaling], CAUSAL=causal, EVEN=not causal and kv_len % config.block_n == 0, TURNS=config.turns,
+        SCALING=KINDS[scaling], CAUSAL=causal, EVEN=not causal and kv_len % config.block_n == 0,
         Q_HELD=config.q_held, GROUPS=config.groups, REGISTERS=config.registers, STAGES=config.stages,
         BN=config.block_n, D=head_dim, num_warps=4,
     )  # fmt: skip

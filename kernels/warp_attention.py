@@ -5,10 +5,12 @@ Inductor emits the source of Triton kernels that a graph launches anew, which it
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from fxquant.compat import fake_kernel, is_hopper, knows_gluon, operator_library
+from fxquant.compat import fake_kernel, is_hopper, knows_gluon, operator_library, size_hint
 from fxquant.kernels.triton_head_cast import Scaling
 
 _library = operator_library("fxquant_kernels", more=True)
@@ -19,8 +21,18 @@ _library.define(
 )
 
 
-def runs(device: torch.device) -> bool:
-    """Whether there is such a kernel; it takes what `triton_attention.supports`, without masks and dropout."""
+_LEAST_WORK = 1 << 36
+"""FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
+
+
+def takes(q: Tensor, k: Tensor) -> bool:
+    """Whether this kernel runs for q [B, H, Sq, D] and k that `triton_attention.supports`, without mask and dropout."""
+    work = 4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))
+    return work >= _LEAST_WORK and exists(q.device)
+
+
+def exists(device: torch.device) -> bool:
+    """Whether a device, with the Triton that is installed, has such a kernel."""
     return knows_gluon() and is_hopper(device)
 
 
@@ -28,7 +40,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
     scale: float, out_dtype: torch.dtype, scaling: Scaling = "head",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `runs` says so.
+    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `takes` says so.
 
     Raises ValueError for a scale that is not positive.
     """
@@ -60,4 +72,4 @@ def _fake(
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-__all__ = ["forward", "runs"]
+__all__ = ["exists", "forward", "takes"]

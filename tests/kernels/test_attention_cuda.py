@@ -40,7 +40,7 @@ def test_no_scores_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """`warps` says whether there is the kernel in Gluon, which an operator launches."""
-    monkeypatch.setattr(warp_attention, "runs", lambda device: warps)
+    monkeypatch.setattr(warp_attention, "takes", lambda q, k: warps)
     by_operator = warps and not name.startswith("mxfp8") and step in ("", "causal") and not dropout
     if by_operator:
         launches = [written for written in launches if written != "out,lse"]
@@ -80,6 +80,13 @@ def test_no_scores_in_memory(
     assert sum("cudnn_attention" in str(n.target) for n in graph.nodes) == library
     shapes = [value.shape for n in graph.nodes if isinstance(value := n.meta.get("val"), Tensor)]
     assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
+
+
+def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warp_attention, "exists", lambda device: True)
+    for length, taken in ((1024, False), (2048, True)):
+        x = torch.empty(1, 32, length, 128, device="meta")
+        assert warp_attention.takes(x, x[:, :8]) == taken
 
 
 def test_a_given_scale_is_used() -> None:

@@ -44,7 +44,7 @@ def test_nothing_is_serialized_on_hopper(head_dim: int, scaling: str) -> None:
     types |= dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32")
     types |= dict.fromkeys("tiles heads kv_heads batch_heads q_len kv_len together".split(), "i32")
     constants = {
-        "SCALING": KINDS[scaling], "CAUSAL": True, "EVEN": False, "TURNS": config.turns, "Q_HELD": config.q_held,
+        "SCALING": KINDS[scaling], "CAUSAL": True, "EVEN": False, "Q_HELD": config.q_held,
         "GROUPS": config.groups, "REGISTERS": config.registers, "STAGES": config.stages, "BN": config.block_n,
         "D": head_dim,
     }  # fmt: skip
