@@ -402,6 +402,14 @@ def is_hopper(device: torch.device) -> bool:
     return capability(device)[0] == 9
 
 
+@functools.cache
+def knows_gluon() -> bool:
+    """Whether Triton has the Gluon that a kernel here is written in: it is experimental, and changes with versions."""
+    import triton
+
+    return bool(triton.__version__.startswith("3.6."))
+
+
 def launches_early(device: torch.device) -> bool:
     """Whether Inductor launches kernels that wait for the one before them while that runs: on Hopper, from Python.
 
@@ -493,6 +501,7 @@ __all__ = [
     "is_hopper",
     "is_inductor_option",
     "is_traceable_wrapper_subclass",
+    "knows_gluon",
     "largest_over_ranks",
     "launches_early",
     "lazy_format_graph_code",

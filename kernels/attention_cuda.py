@@ -16,7 +16,14 @@ from torch import Tensor
 
 from fxquant.compat import converts_to_fp8, cudnn_attention, cudnn_attention_backward
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.kernels import attention_ops, attention_reference, triton_attention, triton_head_cast
+from fxquant.kernels import (
+    attention_ops,
+    attention_reference,
+    delayed,
+    triton_attention,
+    triton_head_cast,
+    warp_attention,
+)
 from fxquant.kernels.triton_head_cast import Scaling
 
 _SCALINGS: dict[str, Scaling] = {
@@ -163,12 +170,20 @@ def _forward(
         return None
     options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
     more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed, "out_dtype": dtype}
+    unmasked = plain.mask is None and not parsed.dropout
     if not _is_mx(parsed.qkv):
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        more |= {"scaling": _SCALINGS[str(parsed.qkv)], "s_amax": s_amax}
-        return triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more)
+        options["scaling"] = _SCALINGS[str(parsed.qkv)]
+        if unmasked and warp_attention.takes(q8, k8):
+            o, lse, weights = warp_attention.forward(
+                q8, k8, v8, q_scale, k_scale, v_scale, **options, out_dtype=dtype, record=s_amax is not None
+            )
+            if s_amax is not None:
+                s_amax.copy_(delayed.record(s_amax, [weights.amax().reshape(1)], [0]))
+            return o, lse
+        return triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more, s_amax=s_amax)
     wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
-    if plain.mask is None and not parsed.dropout:
+    if unmasked:
         return cudnn_attention(wide_q, wide_k, wide_v, **options)
     return triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
 

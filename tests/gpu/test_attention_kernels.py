@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxquant
 from fxquant.compat import cudnn_attention, cudnn_attention_backward
 from fxquant.formats import QuantSpec
-from fxquant.kernels import attention_cuda, attention_ops, triton_head_cast
+from fxquant.kernels import attention_cuda, attention_ops, triton_head_cast, warp_attention
 from fxquant.kernels import attention_reference as reference
 from fxquant.kernels import triton_attention as attention
 
@@ -256,6 +256,64 @@ def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any,
     want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert rounding.relative(a, b) < 2**-6, name
+
+
+WARPS = (
+    # B, H, Hkv, Sq, Sk, D, causal, scales
+    (1, 4, 2, 1024, 1024, 128, False, "head"),
+    (2, 4, 2, 700, 130, 128, True, "tensor"),
+    (1, 4, 2, 333, 777, 128, True, "block"),
+    (2, 4, 1, 1000, 900, 128, False, "block"),
+    (1, 2, 1, 1, 77, 128, False, "head"),
+    (1, 2, 2, 100, 1, 128, True, "head"),
+    (2, 16, 4, 2100, 2100, 128, True, "head"),
+    (1, 4, 2, 333, 777, 64, False, "head"),
+    (1, 32, 8, 2100, 1500, 64, True, "block"),
+    (1, 4, 2, 300, 513, 256, True, "head"),
+    (1, 32, 8, 1100, 1024, 256, False, "tensor"),
+)
+
+
+@pytest.mark.parametrize("case", WARPS, ids=str)
+def test_warps_with_work_of_their_own(case: tuple[int, int, int, int, int, int, bool, Any]) -> None:
+    """Against plain torch that rounds where they do, and against the kernel for masks; the same bits each time."""
+    batches, heads, kv_heads, queries, keys, width, causal, scaling = case
+    if not warp_attention.exists(torch.device("cuda")):
+        pytest.skip("no such kernel here")
+    sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+    q, k, v = (noise(batches, *size, width, seed=i) for i, size in enumerate(sizes))
+    v = v * 3
+    v[:, :, : keys // 2] *= 8
+    sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
+    parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
+    given = [*(data.contiguous() for data, _ in parts), *(scale for _, scale in parts)]
+    wide = [
+        reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
+        for part, (x, g, t) in zip(parts, sides, strict=True)
+    ]
+    options: dict[str, Any] = {"causal": causal, "scale": width**-0.5}
+    o, lse, weights = warp_attention.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16, record=True)
+    exact, exact_lse = rounding.forward(*wide, **options)
+    rounded, _ = rounding.forward(*wide, **options, rounded=True)
+    assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-7
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
+    largest = torch.zeros(1, device="cuda")
+    masked, _ = attention.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16, s_amax=largest)
+    assert rounding.relative(o, masked.double()) < 2 * rounding.relative(rounded, exact) + 2**-7
+    torch.testing.assert_close(weights.amax().reshape(1), largest, rtol=1e-4, atol=0)
+    for _ in range(3):
+        again = warp_attention.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16)
+        assert torch.equal(again[0], o)
+        assert torch.equal(again[1], lse)
+
+
+def test_the_operator_has_the_fake_that_it_needs() -> None:
+    if not warp_attention.exists(torch.device("cuda")):
+        pytest.skip("no such kernel here")
+    q, k, v = (noise(1, 2, 200, 64, seed=i) for i in range(3))
+    q8, q_scale, k8, k_scale, v8, v_scale = triton_head_cast.quantize_qkv(q, k, v, "head")
+    arguments = (q8, k8, v8, q_scale, k_scale, v_scale, True, 0.125, "head", torch.float16, True)
+    torch.library.opcheck(torch.ops.fxquant_kernels.attention_fprop.default, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("causal", (False, True))

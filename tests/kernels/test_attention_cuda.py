@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant.compat import make_fx, triton_kernel_wrapper_functional, written_by
 from fxquant.formats import AttentionSpec, QuantSpec, Step
-from fxquant.kernels import attention_cuda, attention_reference
+from fxquant.kernels import attention_cuda, attention_reference, warp_attention
 from fxquant.passes.lower import lower
 
 ops = torch.ops.fxquant
@@ -33,11 +33,17 @@ QUERIES, KEYS = 208, 304
 LENGTHS = (QUERIES, KEYS, KEYS)
 
 
+@pytest.mark.parametrize("warps", (False, True))
 @pytest.mark.parametrize(("name", "quantized", "step", "dropout", "launches", "library"), CASES)
 def test_no_scores_in_memory(
-    name: str, quantized: bool, step: str, dropout: float, launches: list[str], library: int,
+    name: str, quantized: bool, step: str, dropout: float, launches: list[str], library: int, warps: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    """`warps` says whether there is the kernel in Gluon, which an operator launches."""
+    monkeypatch.setattr(warp_attention, "takes", lambda q, k: warps)
+    by_operator = warps and not name.startswith("mxfp8") and step in ("", "causal") and not dropout
+    if by_operator:
+        launches = [written for written in launches if written != "out,lse"]
     if name.startswith("mxfp8"):  # fake tensors of a device that torch was built without cannot be sliced
 
         def dequantized(*parts: Any) -> list[Tensor]:
@@ -69,9 +75,18 @@ def test_no_scores_in_memory(
     assert lower(graph) == 3
     written = [",".join(written_by(n.kwargs)) for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
     assert sorted(written) == sorted(launches)
+    operator = torch.ops.fxquant_kernels.attention_fprop.default
+    assert sum(n.target is operator for n in graph.nodes) == by_operator
     assert sum("cudnn_attention" in str(n.target) for n in graph.nodes) == library
     shapes = [value.shape for n in graph.nodes if isinstance(value := n.meta.get("val"), Tensor)]
     assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
+
+
+def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warp_attention, "exists", lambda device: True)
+    for length, taken in ((1024, False), (2048, True)):
+        x = torch.empty(1, 32, length, 128, device="meta")
+        assert warp_attention.takes(x, x[:, :8]) == taken
 
 
 @pytest.mark.parametrize("quantized", (False, True))
