@@ -292,7 +292,7 @@ class Decomposed(Backend):
         return run(gm, list(example_inputs))  # type: ignore[no-any-return]
 
 
-_MORE = (("current_scaling", 1), ("rowwise", 2))
+_MORE = (("current_scaling", 3), ("rowwise", 2))
 RECIPES = [
     ("float8_blockwise", 4), ("delayed_scaling", 8), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)
 ]  # fmt: skip
