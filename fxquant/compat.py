@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import lazy_format_graph_code  # type: ignore[attr-defined]
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_functional,
@@ -36,7 +38,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -214,6 +216,30 @@ def compile_to_look() -> Iterator[None]:
 
     with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):
         yield
+
+
+class RunsBesideDynamo(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode under which torch.compile still compiles; it sees what runs outside of compiled graphs."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
+def is_tracing() -> bool:
+    """Whether operators run for a graph that is being captured or compiled."""
+    return TracingContext.try_get() is not None
+
+
+def graph_breaks() -> Counter[str]:
+    """The reasons for which Dynamo has broken graphs since its counters were cleared, each with how often."""
+    from torch._dynamo.utils import counters
+
+    found: Counter[str] = Counter()
+    for text, count in counters["graph_break"].items():
+        lines = [line.strip() for line in text.partition("\n\n")[0].splitlines() if "Hint:" not in line]
+        found[re.sub(r" at 0x[0-9a-f]+", "", " ".join(lines))] += count
+    return found
 
 
 @contextmanager
@@ -458,6 +484,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "RunsBesideDynamo",
     "ScalingType",
     "aot_autograd",
     "artificial_source",
@@ -480,6 +507,7 @@ __all__ = [
     "flex_attention_op",
     "force_stride_order",
     "get_hash_for_files",
+    "graph_breaks",
     "inductor_cache",
     "inductor_config",
     "inductor_decompositions",
@@ -487,6 +515,7 @@ __all__ = [
     "is_hopper",
     "is_inductor_option",
     "is_traceable_wrapper_subclass",
+    "is_tracing",
     "largest_over_ranks",
     "launches_early",
     "lazy_format_graph_code",

@@ -7,7 +7,7 @@ costs matmul FLOPs without having one gets a reason.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,14 +102,25 @@ def find_matmuls(gm: fx.GraphModule, *, autocast: torch.dtype | None = None) -> 
 def _described(site: Site, form: Form) -> Match | None:
     """What a form says of a node, or that its arguments are not ones it knows."""
     tensors = [each for each in site.node.all_input_nodes if isinstance(_maybe_value(each), Tensor)]
+    wrapped = ""
     for each in tensors:
         value = value_of(each)
-        wrapped = is_traceable_wrapper_subclass(value)
-        if wrapped or value.layout != torch.strided:
+        if not wrapped and is_traceable_wrapper_subclass(value):
+            wrapped = f"{each.name} is a {type(value).__name__}"
+        if value.layout != torch.strided:
             kind = "linear" if any(map(site.is_weight, tensors)) else "matmul"
             product = by_flops(site, tensors[0], tensors[-1], kind == "linear")
-            what = type(value).__name__ if wrapped else str(value.layout)
-            return site.match(kind, product, skip=(SkipReason.LAYOUT, f"{each.name} is a {what}"))
+            skip = SkipReason.LAYOUT, wrapped or f"{each.name} is a {value.layout}"
+            return site.match(kind, product, skip=skip)
+    match = _bound(site, form, tensors)
+    if match is not None and wrapped:
+        match.emit, match.plan = None, None
+        match.skip = SkipReason.LAYOUT, wrapped
+    return match
+
+
+def _bound(site: Site, form: Form, tensors: Sequence[fx.Node]) -> Match | None:
+    """What a form says of a node whose operands are plain tensors."""
     try:
         bound = inspect.signature(form).bind(site, *site.node.args, **site.node.kwargs)
     except TypeError as error:
