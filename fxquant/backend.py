@@ -262,12 +262,11 @@ def _as_it_is(saved: Tensor) -> Tensor:
     return saved
 
 
-def _ambient_autocast(example_inputs: Sequence[Any]) -> torch.dtype | None:
-    """The dtype of an autocast region around the compiled call, which no node of the graph shows."""
-    device = next((x.device.type for x in example_inputs if isinstance(x, Tensor)), "cpu")
-    if not torch.amp.is_autocast_available(device):  # of meta tensors there is nothing to run
-        return None
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+def _ambient_autocast(example_inputs: Sequence[Any]) -> dict[str, torch.dtype]:
+    """The dtypes of autocast regions around the compiled call, by device type, which no node of the graph shows."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, Tensor)}
+    able = filter(torch.amp.is_autocast_available, devices)  # of meta tensors there is nothing to run
+    return {device: torch.get_autocast_dtype(device) for device in able if torch.is_autocast_enabled(device)}
 
 
 def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:

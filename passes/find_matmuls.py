@@ -7,7 +7,7 @@ costs matmul FLOPs without having one gets a reason.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,14 @@ from fxquant.passes.forms_attention import mark_chains
 from fxquant.passes.forms_contraction import by_flops
 from fxquant.passes.forms_opaque import opaque
 
-Regions = dict[str, torch.dtype | None]
+Regions = Mapping[str, torch.dtype | None]
 """The autocast dtype in force, by device type; None where autocast is off."""
 
 
 class _Walk:
     """One walk over a graph and its bodies, each body once."""
 
-    def __init__(self, outside: torch.dtype | None) -> None:
-        self.outside = outside
+    def __init__(self) -> None:
         self.outer: dict[fx.Node, fx.Node] = {}
         self.seen: set[int] = set()
         self.free: set[Any] = set()
@@ -44,14 +43,13 @@ class _Walk:
         if id(gm) in self.seen:
             return
         self.seen.add(id(gm))
-        regions = dict(regions)
         before: dict[Any, Regions] = {}
         transforms = 0
         for node in gm.graph.nodes:
             name = getattr(node.target, "__name__", "")
             if node.target is enter_autocast:
-                before[node] = dict(regions)
-                regions |= _region(*node.args)
+                before[node] = regions
+                regions = {**regions, **_region(*node.args)}
             elif node.target is exit_autocast:
                 regions = before.get(node.args[0], regions)
             elif name.endswith("_increment_nesting"):
@@ -72,13 +70,13 @@ class _Walk:
             site = Site(node=node, outer=self.outer)
             match = opaque(site, self.free) if form is None else _described(site, form)
         if match is not None:
-            match.autocast = regions.get(_device(node), self.outside) if match.takes_autocast else None
+            match.autocast = regions.get(_device(node)) if match.takes_autocast else None
             yield match
 
     def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:
         """Walks the graphs that a higher-order op calls."""
         if op == "wrap_with_autocast":
-            regions = regions | _region(*node.args[:3])
+            regions = {**regions, **_region(*node.args[:3])}
         graphs = [each for each in node.all_input_nodes if isinstance(_maybe_value(each), fx.GraphModule)]
         operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
         for index, graph in enumerate(graphs):
@@ -92,9 +90,9 @@ class _Walk:
             yield from self.graph(body, regions)
 
 
-def find_matmuls(gm: fx.GraphModule, *, autocast: torch.dtype | None = None) -> list[Match]:
-    """All matches in graph order, a body's where its op stands. `autocast` is the dtype of a region entered outside."""
-    matches = list(_Walk(autocast).graph(gm, {}))
+def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list[Match]:
+    """All matches in graph order, a body's where its op stands. `autocast` has the regions entered outside."""
+    matches = list(_Walk().graph(gm, autocast or {}))
     mark_chains(matches)
     return matches
 

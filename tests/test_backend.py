@@ -329,6 +329,19 @@ def test_autocast_equals_explicit_casts(name: str, where: str) -> None:
     assert_same_bits(got, expected)
 
 
+def test_autocast_counts_by_the_device_of_each_matmul() -> None:
+    """Not by that of the first input, such as lengths on the CPU beside activations on a GPU."""
+    model, x, other = Mlp(), torch.randn(8, 32), torch.ones(3, device="meta")
+    run = torch.compile(lambda other, x: (other + 1, model(x)), backend=eager_backend("mxfp8"), fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(other, x)[1]
+        torch.compiler.reset()
+        expected = compiled(model, "mxfp8")(x)
+    assert torch.equal(got, expected)
+    torch.compiler.reset()
+    assert not torch.equal(got.float(), compiled(model, "mxfp8")(x))
+
+
 def test_autocast_switched_off_inside_is_off() -> None:
     model, x = Mlp(), torch.randn(8, 32)
     wrapped = Autocast(model, enabled=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class Rewrite:
     """A Dynamo backend that rewrites whatever can be rewritten, and remembers what it found."""
 
     open_attention: bool = False
-    autocast: torch.dtype | None = None
+    autocast: Mapping[str, torch.dtype] | None = None
     found: list[Match] = field(default_factory=list)
     graphs: list[fx.GraphModule] = field(default_factory=list)
 
@@ -475,7 +475,7 @@ def test_autocast_regions() -> None:
             fifth = checkpoint(F.linear, x, w, use_reentrant=False)
         return first, second, third, fourth, fifth, F.linear(x, w)
 
-    backend = check(Calls(function, (24, 24)), [randn(5, 24)], Rewrite(autocast=torch.float16), tolerance=2e-2)
+    backend = check(Calls(function, (24, 24)), [randn(5, 24)], Rewrite(autocast={"cpu": torch.float16}), tolerance=2e-2)
     half, brain = torch.float16, torch.bfloat16
     assert [match.autocast for match in backend.found] == [half, brain, brain, None, brain, brain, half]
 
