@@ -290,6 +290,11 @@ def must_recompute(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def save_without_version(node: fx.Node) -> None:
+    """Has a forward save a tensor that backwards may change, which autograd would refuse to another backward."""
+    node.meta["saved_tensor_with_no_vc_check"] = True
+
+
 @contextmanager
 def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
     """A scope in which the partitioner takes these operators for elementwise ones, which it may compute again."""
@@ -530,6 +535,7 @@ __all__ = [
     "operator_library",
     "own_errors",
     "recomputable",
+    "save_without_version",
     "size_hint",
     "static_fakes",
     "statically_known_true",

@@ -329,6 +329,36 @@ def test_autocast_equals_explicit_casts(name: str, where: str) -> None:
     assert_same_bits(got, expected)
 
 
+def test_what_no_gradient_needs_may_be_written_into() -> None:
+    """As after torch's own linear: the input of a frozen one, and a weight whose input gets no gradient."""
+    torch.manual_seed(0)
+    frozen, trained = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
+    experts = nn.Parameter(torch.randn(2, 64, 64), requires_grad=False)
+
+    def run(x: Tensor) -> Tensor:
+        y = trained(x)
+        with torch.no_grad():
+            trained.weight.mul_(0.5)
+        z = frozen(y)
+        y.add_(z).mul_(2)
+        groups = y.unflatten(0, (2, -1)) * 1
+        out = torch.bmm(groups, experts)
+        groups.zero_()
+        return out.flatten(0, 1) + y
+
+    weight, x = trained.weight.detach().clone(), torch.randn(32, 64)
+    results = []
+    for backend in ("aot_eager", eager_backend("mxfp8")):
+        with torch.no_grad():
+            trained.weight.copy_(weight)
+        torch.compiler.reset()
+        results.append(train_step(trained, torch.compile(run, backend=backend, fullgraph=True), x))
+    for name, expected in results[0].items():
+        cosine = F.cosine_similarity(results[1][name].flatten(), expected.flatten(), dim=0)
+        assert cosine > 0.99, name
+    assert backend.report().coverage == 1  # type: ignore[union-attr]
+
+
 def test_autocast_counts_by_the_device_of_each_matmul() -> None:
     """Not by that of the first input, such as lengths on the CPU beside activations on a GPU."""
     model, x, other = Mlp(), torch.randn(8, 32), torch.ones(3, device="meta")
