@@ -15,6 +15,7 @@ from fxquant.decisions import Decision
 from fxquant.errors import OptionError
 from fxquant.kernels.choice import GEMM
 from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, cache_weights, quantizes
+from fxquant.passes.assign_roles import clean_path
 from fxquant.passes.cache_weights import Taken
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
@@ -276,7 +277,7 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
 
     def names() -> Mapping[str, str]:
         alive = reference()
-        return {} if alive is None else {str(id(m)): name for name, m in alive.named_modules() if name}
+        return {} if alive is None else {str(id(m)): clean_path(name) for name, m in alive.named_modules() if name}
 
     return names
 

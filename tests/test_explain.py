@@ -269,6 +269,21 @@ def test_explain_of_a_model_that_cannot_be_captured_says_what_runs_instead() -> 
     assert {str(d.gemm) for d in forward.decisions} == {"fprop"}
 
 
+def test_layers_of_blocks_that_are_compiled_keep_their_names() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = torch.compile(Model(), backend="aot_eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.block(x)
+            torch._dynamo.graph_break()
+            return x
+
+    report = fxquant.explain(Blocks(), "mxfp8", x())
+    assert {d.layer for d in report.decisions} == {"block.fc"}
+
+
 def test_coverage_is_none_where_nothing_is_quantized_and_no_flops_are_known() -> None:
     report = fxquant.explain(Model(), "high_precision", torch.randn(0, 64))
     assert report.flops["total"] == 0 and report.coverage == 0
