@@ -290,6 +290,14 @@ def must_recompute(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def compiles_backwards() -> bool:
+    """Whether compiled autograd captures backwards; it knows nothing of tensors saved by `save_without_version`."""
+    import torch._dynamo.compiled_autograd as compiled_autograd
+    import torch._dynamo.config as dynamo_config
+
+    return bool(dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
 def save_without_version(node: fx.Node) -> None:
     """Has a forward save a tensor that backwards may change, which autograd would refuse to another backward."""
     node.meta["saved_tensor_with_no_vc_check"] = True
@@ -498,6 +506,7 @@ __all__ = [
     "compile_package",
     "compile_to_look",
     "compile_with_inductor",
+    "compiles_backwards",
     "converts_to_fp8",
     "copy_sources",
     "cudnn_attention",

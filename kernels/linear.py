@@ -128,7 +128,8 @@ class _Linear(torch.autograd.Function):
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
-                grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, ctx.dtype, False, state
+                grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, ctx.dtype, False,
+                state,
             )  # fmt: skip
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))

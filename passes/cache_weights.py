@@ -155,7 +155,7 @@ class _Inputs:
         value = value_of(source) if "example_value" in source.meta else None
         if source not in self.own or not isinstance(value, torch.nn.Parameter) or is_traceable_wrapper_subclass(value):
             return None
-        if StorageWeakRef(value.untyped_storage()) in self.written:
+        if _memory(value) in self.written:
             return None
         sides = {"rowwise": spec.weight.rowwise, "columnwise": spec.weight.columnwise}
         needed = ["rowwise"] + ["columnwise"] * (torch.is_grad_enabled() and value_of(input).requires_grad)
@@ -191,7 +191,11 @@ def _written(gm: fx.GraphModule) -> set[StorageWeakRef]:
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     values = [node.meta.get("example_value") for graph in graphs for node in graph.nodes]
     changed = [x for x in values if isinstance(x, Tensor) and not x.is_inference() and x._version > 0]
-    return {StorageWeakRef(x.untyped_storage()) for x in changed if x.layout == torch.strided}
+    return {_memory(x) for x in changed if x.layout == torch.strided}
+
+
+def _memory(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 _STATEFUL = {

@@ -33,6 +33,7 @@ from torch import Tensor, fx
 
 from fxquant.compat import (
     CustomPartitionerFn,
+    compiles_backwards,
     get_hash_for_files,
     min_cut_rematerialization_partition,
     must_recompute,
@@ -73,7 +74,7 @@ class Partition(CustomPartitionerFn):
                 must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
         for node in self.repeated(gm.graph):
             must_recompute(node)
-        for node in written_by_backward(gm.graph):
+        for node in [] if compiles_backwards() else written_by_backward(gm.graph):
             save_without_version(node)  # or a graph that is retained could not go backward again
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
@@ -88,7 +89,7 @@ class Partition(CustomPartitionerFn):
         inner = None if self.inner is None else self.inner.uuid()
         if self.inner is not None and inner is None:
             return None
-        return get_hash_for_files((__file__,), repr((self.save, inner)))
+        return get_hash_for_files((__file__,), repr((self.save, inner, compiles_backwards())))
 
 
 def written_by_backward(graph: fx.Graph) -> list[fx.Node]:

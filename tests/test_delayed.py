@@ -210,6 +210,19 @@ def test_a_retained_graph_goes_backward_again() -> None:
     assert torch.equal(again, first[0])
 
 
+def test_compiled_autograd_advances_the_same_state() -> None:
+    states = []
+    for captured in (False, True):
+        torch.compiler.reset()
+        net, backend = recomputable_mlp(), eager_backend(DelayedScaling(amax_history_len=4))
+        run = torch.compile(lambda x, net=net: net(x).sum().backward(), backend=backend)
+        with torch._dynamo.config.patch(compiled_autograd=captured):
+            for x in batches(2):
+                run(x)
+        states.append(backend.state_dict() | {name: p.grad for name, p in net.named_parameters()})
+    assert_same_bits(*states)
+
+
 def test_graphs_of_the_backend_by_name_share_their_state() -> None:
     """Evaluation and other shapes are graphs of their own, which would start with scales of one."""
     nets = [recomputable_mlp(), nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))]
