@@ -19,14 +19,12 @@ from torch.utils.flop_counter import flop_registry
 
 from fxquant.compat import RunsBesideDynamo, is_tracing, tree_leaves
 from fxquant.decisions import Decision, SkipReason
+from fxquant.passes.forms_flops import RECURRENT, recurrent_flops
 from fxquant.passes.resolve import gemms
 from fxquant.roles import GEMM_OPERANDS, QuantizerRole
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 """The operators [*, M, K] x [*, K, N], with what is added first in the arguments."""
-
-_RECURRENT = frozenset("rnn lstm gru".split())
-"""Parts of the names of recurrent layers, which torch's counter of FLOPs does not know."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,13 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         op = func.overloadpacket.__name__
         counts = flop_registry.get(func.overloadpacket)
-        recurrent = bool(_RECURRENT & set(op.split("_")))
+        recurrent = bool(RECURRENT & set(op.split("_")))
         if (counts or recurrent) and not op.endswith("_backward") and not is_tracing():
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.ndim > 1]
             if counts:
                 flops = counts(*args, **(kwargs or {}), out_val=result)
             else:
-                weights = sum(x.numel() for x in tensors if isinstance(x, nn.Parameter))
-                flops = 2 * tensors[0].shape[:-1].numel() * weights
+                flops = recurrent_flops(tensors)
             self.found[self._product(op, tensors, flops)] += 1
         return result
 

@@ -14,7 +14,7 @@ LAYER = "fxquant_layer"
 """The key in `node.meta` for the layer of a node that was captured without its modules."""
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
-_CELL = re.compile(r"^__closure__\.\d+\.cell_contents(\.|$)")
+_HOLDERS = re.compile(r"^((__closure__\.\d+\.cell_contents|__self__|__wrapped__)(\.|$))+")
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 
@@ -26,7 +26,7 @@ def clean_path(path: str) -> str:
     # modules that look up attributes in a way of their own, such as those of PEFT, are read from their __dict__
     path = re.sub(r"(\.?__dict__\['_modules'\]|\._modules)(?=\[)", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return _WRAPPERS.sub("", _CELL.sub("", path.strip("."))).strip(".")
+    return _WRAPPERS.sub("", _HOLDERS.sub("", path.strip("."))).strip(".")
 
 
 def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
