@@ -24,11 +24,15 @@ from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Match, value_of
 from fxquant.passes.forms import Form, Site, form_of
 from fxquant.passes.forms_attention import mark_chains
-from fxquant.passes.forms_contraction import by_flops
+from fxquant.passes.forms_contraction import by_flops, requires_grad
 from fxquant.passes.forms_opaque import opaque
 
 Regions = Mapping[str, torch.dtype | None]
 """The autocast dtype in force, by device type; None where autocast is off."""
+
+
+_LOOPS = ("scan", "while_loop", "associative_scan")
+"""The higher-order ops whose steps torch differentiates one by one; it cannot stack what they save in FP8."""
 
 
 class _Walk:
@@ -77,6 +81,7 @@ class _Walk:
         """Walks the graphs that a higher-order op calls."""
         if op == "wrap_with_autocast":
             regions = {**regions, **_region(*node.args[:3])}
+        trained_loop = op in _LOOPS and requires_grad(node)
         graphs = [each for each in node.all_input_nodes if isinstance(_maybe_value(each), fx.GraphModule)]
         operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
         for index, graph in enumerate(graphs):
@@ -87,7 +92,8 @@ class _Walk:
             inputs = body.graph.find_nodes(op="placeholder")
             if len(inputs) <= len(operands):  # what comes before them is a predicate
                 self.outer |= dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
-            yield from self.graph(body, regions)
+            matches = self.graph(body, regions)
+            yield from _closed(matches, f"in a {op} that gets gradients") if trained_loop else matches
 
 
 def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list[Match]:

@@ -30,7 +30,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxquant
-from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, OptionError, RecipeError, compat
+from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, OptionError, RecipeError, SkipReason, compat
 
 MX = MXFP8Quantizer()
 
@@ -357,6 +357,41 @@ def test_what_no_gradient_needs_may_be_written_into() -> None:
         cosine = F.cosine_similarity(results[1][name].flatten(), expected.flatten(), dim=0)
         assert cosine > 0.99, name
     assert backend.report().coverage == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("loop", ["scan", "while_loop"])
+def test_loops_train_in_high_precision(loop: str) -> None:
+    from torch._higher_order_ops.scan import scan
+    from torch._higher_order_ops.while_loop import while_loop
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight, self.out = nn.Parameter(torch.randn(32, 32) / 6), nn.Linear(32, 32)
+
+        def step(self, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            state = torch.tanh(state @ self.weight + x)
+            return state, state.clone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if loop == "scan":
+                return self.out(scan(self.step, torch.zeros(16, 32), x)[1])
+            count = torch.tensor(0)
+            looped = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, torch.tanh(y @ self.weight)), (count, x[0]))
+            return self.out(looped[1])
+
+    model, backend, x = Loop(), eager_backend("mxfp8"), torch.randn(4, 16, 32, requires_grad=True)
+    got = train_step(model, torch.compile(model, backend=backend, fullgraph=True), x)
+    assert got["weight"].isfinite().all() and got["weight"].abs().sum() > 0
+    reasons = {(d.skip_reason, d.detail) for d in backend.report().decisions if d.layer != "out"}
+    assert reasons == {(SkipReason.UNSUPPORTED_FORM, f"in a {loop} that gets gradients")}
+    assert {d.skip_reason for d in backend.report().decisions if d.layer == "out"} == {None}
+    torch.compiler.reset()
+    with torch.no_grad():
+        run = eager_backend("mxfp8")
+        torch.compile(model, backend=run, fullgraph=True)(x)
+    assert run.report().coverage == 1
 
 
 def test_autocast_counts_by_the_device_of_each_matmul() -> None:
