@@ -74,6 +74,9 @@ class Backend:
             raise OptionError(f"unknown choice {gemm!r} of GEMMs; known: {', '.join(GEMM)}")
         if not isinstance(inductor, Mapping | None):
             raise OptionError(f"Inductor's settings are a dict, not {inductor!r}")
+        for name, switch in (("allow_float64", allow_float64), ("cache_weights", cache_weights)):
+            if not isinstance(switch, bool):
+                raise OptionError(f"{name} is True or False, not {switch!r}")
         if amax_group is not None and not hasattr(amax_group, "group_name"):
             raise OptionError(f"amax_group is a process group, not {amax_group!r}")
         self.inner = inner
