@@ -221,6 +221,8 @@ def compile_to_look() -> Iterator[None]:
 class RunsBesideDynamo(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode under which torch.compile still compiles; it sees what runs outside of compiled graphs."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True

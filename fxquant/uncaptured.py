@@ -17,14 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from fxquant.compat import RunsBesideDynamo, is_tracing, tree_leaves
+from fxquant.compat import RunsBesideDynamo, flex_attention_op, is_tracing, tree_leaves
 from fxquant.decisions import Decision, SkipReason
 from fxquant.passes.forms_flops import RECURRENT, recurrent_flops
+from fxquant.passes.forms_opaque import tells
 from fxquant.passes.resolve import gemms
 from fxquant.roles import GEMM_OPERANDS, QuantizerRole
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 """The operators [*, M, K] x [*, K, N], with what is added first in the arguments."""
+
+_COUNTED_AS = dict.fromkeys(
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, flex_attention_op),
+    torch.ops.aten._scaled_dot_product_flash_attention,
+)
+"""Operators that torch's counter may not know, and one of the same shapes that it does."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class _Product:
 
     def decisions(self, site: int, times: int) -> Iterator[Decision]:
         detail = f"{self.op} ran outside of the captured graphs" + (f", {times} times" if times > 1 else "")
+        detail += "" if self.flops else " (its FLOPs are unknown)"
         for gemm in gemms(self.needs_grad):
             for operand, direction in GEMM_OPERANDS[gemm]:
                 kind = "input" if operand == "weight" and not self.has_weight else operand
@@ -72,16 +80,16 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        op = func.overloadpacket.__name__
-        counts = flop_registry.get(func.overloadpacket)
-        recurrent = bool(RECURRENT & set(op.split("_")))
-        if (counts or recurrent) and not op.endswith("_backward") and not is_tracing():
+        packet = getattr(func, "overloadpacket", func)  # higher-order operators have none
+        op, counts = packet.__name__, flop_registry.get(_COUNTED_AS.get(packet, packet))
+        if (counts or tells(op)) and not op.endswith("_backward") and not is_tracing():
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.ndim > 1]
             if counts:
                 flops = counts(*args, **(kwargs or {}), out_val=result)
             else:
-                flops = recurrent_flops(tensors)
-            self.found[self._product(op, tensors, flops)] += 1
+                flops = recurrent_flops(tensors) if RECURRENT & set(op.split("_")) else 0
+            if len(tensors) > 1:
+                self.found[self._product(op, tensors, flops)] += 1
         return result
 
     def _product(self, op: str, tensors: Sequence[Tensor], flops: int) -> _Product:

@@ -30,9 +30,9 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
     node = site.node
     if node.target in free:
         return None
-    tells = _tells(node)
-    flops = node_flops(node) if tells or _worth_running(node) else 0
-    if not flops and not tells:
+    telling = node.op == "call_function" and tells(op_name(node))
+    flops = node_flops(node) if telling or _worth_running(node) else 0
+    if not flops and not telling:
         free.add(node.target)
         return None
     tensors = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
@@ -57,8 +57,7 @@ def _worth_running(node: fx.Node) -> bool:
     return any(leaf.is_floating_point() or leaf.is_complex() for leaf in results)
 
 
-def _tells(node: fx.Node) -> bool:
+def tells(operator: str) -> bool:
     """Whether an operator has a telling name: a custom one, or a fused kernel that torch cannot count."""
-    namespace, _, name = op_name(node).rpartition("::")
-    telling = bool(_TELLING & set(name.lower().split("_")))
-    return telling and node.op == "call_function" and namespace not in ("prim", "prims", "fxquant")
+    namespace, _, name = operator.rpartition("::")
+    return bool(_TELLING & set(name.lower().split("_"))) and namespace not in ("prim", "prims", "fxquant")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers import hybrid, per_role, recorded_story
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import fxquant
 from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, RecipeError, Rule, Rules, SkipReason
@@ -237,6 +238,29 @@ class PartlyCaptured(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.outside(self.first(x))
         return self.last(x if self.recurrent is None else self.recurrent(x)[0])
+
+
+@pytest.mark.parametrize("flex", [False, True])
+def test_fused_kernels_outside_of_graphs_are_told_of(flex: bool) -> None:
+    """Attention, an operator of higher order, and an encoder layer of inference."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+            y = flex_attention(q, q, q) if flex else F.scaled_dot_product_attention(q, q, q)
+            return self.encoder(y.transpose(1, 2).flatten(2))
+
+    with torch.no_grad():
+        report = fxquant.explain(Fused(), "mxfp8", torch.randn(2, 8, 64))
+    names = {"flex_attention" if flex else "_scaled_dot_product_flash_attention_for_cpu": 4 * 2 * 4 * 8 * 8 * 16}
+    assert {d.form: d.flops for d in report.decisions} == {**names, "_transformer_encoder_layer_fwd": 0}
+    assert {d.skip_reason for d in report.decisions} == {SkipReason.NOT_CAPTURED}
+    assert {d.layer for d in report.decisions} == {"", "encoder"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
