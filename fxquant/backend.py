@@ -15,6 +15,7 @@ from fxquant.decisions import Decision
 from fxquant.errors import OptionError
 from fxquant.kernels.choice import GEMM
 from fxquant.passes import SAVE, Lowering, Partition, Rewriter, bind_state, cache_weights, quantizes
+from fxquant.passes.assign_roles import clean_path
 from fxquant.passes.cache_weights import Taken
 from fxquant.recipes import RECIPES, Recipe, resolve
 from fxquant.report import Report
@@ -73,6 +74,9 @@ class Backend:
             raise OptionError(f"unknown choice {gemm!r} of GEMMs; known: {', '.join(GEMM)}")
         if not isinstance(inductor, Mapping | None):
             raise OptionError(f"Inductor's settings are a dict, not {inductor!r}")
+        for name, switch in (("allow_float64", allow_float64), ("cache_weights", cache_weights)):
+            if not isinstance(switch, bool):
+                raise OptionError(f"{name} is True or False, not {switch!r}")
         if amax_group is not None and not hasattr(amax_group, "group_name"):
             raise OptionError(f"amax_group is a process group, not {amax_group!r}")
         self.inner = inner
@@ -262,12 +266,11 @@ def _as_it_is(saved: Tensor) -> Tensor:
     return saved
 
 
-def _ambient_autocast(example_inputs: Sequence[Any]) -> torch.dtype | None:
-    """The dtype of an autocast region around the compiled call, which no node of the graph shows."""
-    device = next((x.device.type for x in example_inputs if isinstance(x, Tensor)), "cpu")
-    if not torch.amp.is_autocast_available(device):  # of meta tensors there is nothing to run
-        return None
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+def _ambient_autocast(example_inputs: Sequence[Any]) -> dict[str, torch.dtype]:
+    """The dtypes of autocast regions around the compiled call, by device type, which no node of the graph shows."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, Tensor)}
+    able = filter(torch.amp.is_autocast_available, devices)  # of meta tensors there is nothing to run
+    return {device: torch.get_autocast_dtype(device) for device in able if torch.is_autocast_enabled(device)}
 
 
 def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
@@ -277,7 +280,7 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
 
     def names() -> Mapping[str, str]:
         alive = reference()
-        return {} if alive is None else {str(id(m)): name for name, m in alive.named_modules() if name}
+        return {} if alive is None else {str(id(m)): clean_path(name) for name, m in alive.named_modules() if name}
 
     return names
 

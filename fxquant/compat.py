@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import lazy_format_graph_code  # type: ignore[attr-defined]
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_functional,
@@ -36,7 +38,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import ScalingType
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -216,6 +218,32 @@ def compile_to_look() -> Iterator[None]:
         yield
 
 
+class RunsBesideDynamo(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode under which torch.compile still compiles; it sees what runs outside of compiled graphs."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
+def is_tracing() -> bool:
+    """Whether operators run for a graph that is being captured or compiled."""
+    return TracingContext.try_get() is not None
+
+
+def graph_breaks() -> Counter[str]:
+    """The reasons for which Dynamo has broken graphs since its counters were cleared, each with how often."""
+    from torch._dynamo.utils import counters
+
+    found: Counter[str] = Counter()
+    for text, count in counters["graph_break"].items():
+        lines = [line.strip() for line in text.partition("\n\n")[0].splitlines() if "Hint:" not in line]
+        found[re.sub(r" at 0x[0-9a-f]+", "", " ".join(lines))] += count
+    return found
+
+
 @contextmanager
 def own_errors() -> Iterator[None]:
     """A scope in which an error of ours that arises while compiling arrives as itself, not wrapped by Dynamo."""
@@ -262,6 +290,19 @@ def must_save(node: fx.Node) -> None:
 def must_recompute(node: fx.Node) -> None:
     """Has the partitioner compute a node of a joint graph in the backward, of what is saved anyway."""
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compiles_backwards() -> bool:
+    """Whether compiled autograd captures backwards; it knows nothing of tensors saved by `save_without_version`."""
+    import torch._dynamo.compiled_autograd as compiled_autograd
+    import torch._dynamo.config as dynamo_config
+
+    return bool(dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
+def save_without_version(node: fx.Node) -> None:
+    """Has a forward save a tensor that backwards may change, which autograd would refuse to another backward."""
+    node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 @contextmanager
@@ -471,6 +512,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "RunsBesideDynamo",
     "ScalingType",
     "aot_autograd",
     "artificial_source",
@@ -479,6 +521,7 @@ __all__ = [
     "compile_package",
     "compile_to_look",
     "compile_with_inductor",
+    "compiles_backwards",
     "converts_to_fp8",
     "copy_sources",
     "cudnn_attention",
@@ -494,6 +537,7 @@ __all__ = [
     "flex_attention_op",
     "force_stride_order",
     "get_hash_for_files",
+    "graph_breaks",
     "inductor_cache",
     "inductor_config",
     "inductor_decompositions",
@@ -501,6 +545,7 @@ __all__ = [
     "is_hopper",
     "is_inductor_option",
     "is_traceable_wrapper_subclass",
+    "is_tracing",
     "knows_gluon",
     "largest_over_ranks",
     "launches_early",
@@ -516,6 +561,7 @@ __all__ = [
     "operator_library",
     "own_errors",
     "recomputable",
+    "save_without_version",
     "size_hint",
     "static_fakes",
     "statically_known_true",

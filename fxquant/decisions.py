@@ -33,6 +33,7 @@ class SkipReason(str, Enum):
     OPAQUE = "OPAQUE"
     STATE = "STATE"
     NOT_PROFITABLE = "NOT_PROFITABLE"
+    NOT_CAPTURED = "NOT_CAPTURED"
 
     @property
     def meaning(self) -> str:
@@ -61,6 +62,7 @@ _MEANINGS = {
     SkipReason.NOT_PROFITABLE: (
         "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized"
     ),
+    SkipReason.NOT_CAPTURED: "torch.compile left it out of its graphs: a graph break, or a disabled function or layer",
 }
 
 

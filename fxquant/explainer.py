@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend import Backend, compile_eager
-from fxquant.compat import card_name, compile_to_look, own_errors, tree_map_only
+from fxquant.compat import card_name, compile_to_look, graph_breaks, own_errors, tree_map_only
 from fxquant.passes import Partition
 from fxquant.passes.assign_roles import layer_name
 from fxquant.passes.fuse_epilogues import problems
 from fxquant.passes.partition import products_to_repeat
 from fxquant.recipes import Recipe
 from fxquant.report import EpilogueGemm, Report
+from fxquant.uncaptured import Uncaptured
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -70,13 +71,17 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
 
     The model's graphs are captured, rewritten and differentiated, but not run: where Python needs a result between
-    two graphs it gets zeros. The report holds the decisions, the parts of the recipe that matched nothing, and the
+    two graphs it gets zeros. What torch.compile leaves out of its graphs does run, and its matmuls are NOT_CAPTURED.
+    The report holds the decisions, the reasons for graph breaks, the parts of the recipe that matched nothing, and the
     text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
     """
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
-    with own_errors(), compile_to_look():
+    before, uncaptured = graph_breaks(), Uncaptured(backend._names())
+    with own_errors(), compile_to_look(), uncaptured:
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
+    report.decisions += uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
+    report.breaks = list(graph_breaks() - before)
     report.epilogues, report.again = backend.epilogues, backend.again
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
     return report

@@ -220,8 +220,13 @@ class Report:
 
     @property
     def coverage(self) -> float:
-        """Share of matmul FLOPs that run with both operands quantized; 1 for a model without matmuls."""
-        return self.flops["quantized"] / self.flops["total"] if self.flops["total"] else 1.0
+        """Share of matmul FLOPs that run with both operands quantized; 1 for a model without matmuls.
+
+        Where no FLOPs are known, or none are done, it is 1 or 0: whether everything is quantized.
+        """
+        if self.flops["total"]:
+            return self.flops["quantized"] / self.flops["total"]
+        return float(all(decision.quantizer is not None for decision in self.decisions))
 
     @property
     def explained(self) -> float:
@@ -249,6 +254,8 @@ class Report:
     def totals(self) -> str:
         """One line: matmuls, operands quantized, share of FLOPs, and the skipped by reason."""
         s = self.summary()
+        if not self.decisions:
+            return "0 matmuls"
         line = f"{_count(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
         line += f"{100 * s['coverage']:.1f}% of matmul FLOPs"
         if s["skipped"]:

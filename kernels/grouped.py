@@ -15,7 +15,7 @@ from fxquant.compat import no_autocast, operator_library
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels.grouped_mm import grouped_mm
 from fxquant.kernels.grouped_ops import quantize_groups
-from fxquant.kernels.linear import Payloads, StateTensors
+from fxquant.kernels.linear import Payloads, StateTensors, needed
 from fxquant.kernels.ops import shared_spec
 
 _library = operator_library("fxquant", more=True)
@@ -71,7 +71,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         input, weight, offs, ctx.spec_text, ctx.state, ctx.known = inputs
-        ctx.save_for_backward(input, weight, offs)
+        ctx.dtype = input.dtype
+        ctx.save_for_backward(*needed(ctx, input, weight), offs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -86,12 +87,12 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
                 (grad_output, offs), spec.grad_output, "rowwise", (weight, None), spec.weight, "columnwise", offs,
-                input.dtype, fast, state, ctx.known.columnwise,
+                ctx.dtype, fast, state, ctx.known.columnwise,
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
                 (grad_output, offs), spec.grad_output, "columnwise", (input, offs), spec.input, "columnwise", offs,
-                weight.dtype, fast, state,
+                ctx.dtype, fast, state,
             )  # fmt: skip
         return grad_input, grad_weight, None, None, None, None
 

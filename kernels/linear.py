@@ -86,6 +86,12 @@ def _gemm(
     )
 
 
+def needed(ctx: Any, input: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of the two, what the gradient of the other takes: what no gradient takes may be written into, as in torch."""
+    of_input, of_weight = ctx.needs_input_grad[:2]
+    return input if of_weight else None, weight if of_input else None
+
+
 class _Linear(torch.autograd.Function):
     """input [*batch, M, K] x weight [*batch, N, K]^T + bias [N], all of one dtype."""
 
@@ -103,7 +109,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         input, weight, _, ctx.spec_text, ctx.state, ctx.known = inputs
-        ctx.save_for_backward(input, weight)
+        ctx.dtype = input.dtype
+        ctx.save_for_backward(*needed(ctx, input, weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,12 +123,12 @@ class _Linear(torch.autograd.Function):
             state.record_backward(grad_output, spec.grad_output)
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
-                grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, input.dtype, False,
+                grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, ctx.dtype, False,
                 state, ctx.known.columnwise,
             )  # fmt: skip
         if ctx.needs_input_grad[1]:
             grad_weight = _gemm(
-                grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, weight.dtype, False,
+                grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, ctx.dtype, False,
                 state,
             )  # fmt: skip
         if ctx.needs_input_grad[2]:

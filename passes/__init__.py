@@ -84,9 +84,12 @@ class Rewriter:
         self.stored_weights = stored_weights
 
     def __call__(
-        self, gm: fx.GraphModule, *, autocast: torch.dtype | None, first_site: int = 0
+        self, gm: fx.GraphModule, *, autocast: Mapping[str, torch.dtype] | None, first_site: int = 0
     ) -> tuple[list[Decision], list[QuantizerRole], Slots]:
-        """Rewrites `gm` in place; returns every decision, every role, and the slots of its state."""
+        """Rewrites `gm` in place; returns every decision, every role, and the slots of its state.
+
+        `autocast` has the dtypes of regions entered around the graph, by device type.
+        """
         matches = find_matmuls(gm, autocast=autocast)
         assign_roles(matches, self.names)
         if self.quantizes_inside(matches) and expand_opaque(matches):

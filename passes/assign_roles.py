@@ -14,6 +14,7 @@ LAYER = "fxquant_layer"
 """The key in `node.meta` for the layer of a node that was captured without its modules."""
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
+_HOLDERS = re.compile(r"^((__closure__\.\d+\.cell_contents|__self__|__wrapped__)(\.|$))+")
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 
@@ -22,9 +23,10 @@ def clean_path(path: str) -> str:
     while (inner := re.sub(r"getattr\((.*?), ['\"]([^'\"]+)['\"]\)", r"\1.\2", path)) != path:
         path = inner
     path = _ROOT.sub("", path)
-    path = re.sub(r"\._modules(?=\[)", "", path)
+    # modules that look up attributes in a way of their own, such as those of PEFT, are read from their __dict__
+    path = re.sub(r"(\.?__dict__\['_modules'\]|\._modules)(?=\[)", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return _WRAPPERS.sub("", path).strip(".")
+    return _WRAPPERS.sub("", _HOLDERS.sub("", path.strip("."))).strip(".")
 
 
 def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:

@@ -5,7 +5,8 @@
     linear = fxquant.linear_stateful(x, w, b, None, None, None, None, None, "input=...", [w_data, w_scale], [...])
 
 Bodies of activation checkpoints get them as operands. A weight is left alone where delayed scaling or stochastic
-rounding quantize it otherwise in every step, and where more than views lie between the parameter and the product.
+rounding quantize it otherwise in every step, where more than views lie between the parameter and the product, and where
+the graph itself writes into the parameter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxquant.compat import artificial_source, copy_sources, is_traceable_wrapper_subclass, tag_activation_checkpoint
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
@@ -73,6 +75,7 @@ def cache_weights(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Taken], list
     made.meta = dict(gm.meta)
     copy_sources(gm, made)
     inputs = _Inputs(graph)
+    inputs.written = _written(gm)
     inputs.bind(made, {})
     made.recompile()
     return made, inputs.taken, [value_of(node) for nodes in inputs.nodes.values() for node in nodes]
@@ -85,6 +88,7 @@ class _Inputs:
         self.graph = graph
         self.own = graph.find_nodes(op="placeholder")
         self.last = self.own[-1] if self.own else None
+        self.written: set[StorageWeakRef] = set()
         self.taken: list[Taken] = []
         self.nodes: dict[tuple[int, Weight, str], list[fx.Node]] = {}
 
@@ -151,6 +155,8 @@ class _Inputs:
         value = value_of(source) if "example_value" in source.meta else None
         if source not in self.own or not isinstance(value, torch.nn.Parameter) or is_traceable_wrapper_subclass(value):
             return None
+        if _memory(value) in self.written:
+            return None
         sides = {"rowwise": spec.weight.rowwise, "columnwise": spec.weight.columnwise}
         needed = ["rowwise"] + ["columnwise"] * (torch.is_grad_enabled() and value_of(input).requires_grad)
         chosen = [side for side in needed if _lasts(sides[side])]
@@ -178,6 +184,18 @@ class _Inputs:
             self.nodes[key] = nodes
             self.taken.append(Taken(place, weight, direction))
         return self.nodes[key]
+
+
+def _written(gm: fx.GraphModule) -> set[StorageWeakRef]:
+    """The memory that a captured graph or a body in it writes into: capturing has counted the writes."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    values = [node.meta.get("example_value") for graph in graphs for node in graph.nodes]
+    changed = [x for x in values if isinstance(x, Tensor) and not x.is_inference() and x._version > 0]
+    return {_memory(x) for x in changed if x.layout == torch.strided}
+
+
+def _memory(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 _STATEFUL = {

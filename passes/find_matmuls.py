@@ -7,7 +7,7 @@ costs matmul FLOPs without having one gets a reason.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +24,21 @@ from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Match, value_of
 from fxquant.passes.forms import Form, Site, form_of
 from fxquant.passes.forms_attention import mark_chains
-from fxquant.passes.forms_contraction import by_flops
+from fxquant.passes.forms_contraction import by_flops, requires_grad
 from fxquant.passes.forms_opaque import opaque
 
-Regions = dict[str, torch.dtype | None]
+Regions = Mapping[str, torch.dtype | None]
 """The autocast dtype in force, by device type; None where autocast is off."""
+
+
+_LOOPS = ("scan", "while_loop", "associative_scan")
+"""The higher-order ops whose steps torch differentiates one by one; it cannot stack what they save in FP8."""
 
 
 class _Walk:
     """One walk over a graph and its bodies, each body once."""
 
-    def __init__(self, outside: torch.dtype | None) -> None:
-        self.outside = outside
+    def __init__(self) -> None:
         self.outer: dict[fx.Node, fx.Node] = {}
         self.seen: set[int] = set()
         self.free: set[Any] = set()
@@ -44,14 +47,13 @@ class _Walk:
         if id(gm) in self.seen:
             return
         self.seen.add(id(gm))
-        regions = dict(regions)
         before: dict[Any, Regions] = {}
         transforms = 0
         for node in gm.graph.nodes:
             name = getattr(node.target, "__name__", "")
             if node.target is enter_autocast:
-                before[node] = dict(regions)
-                regions |= _region(*node.args)
+                before[node] = regions
+                regions = {**regions, **_region(*node.args)}
             elif node.target is exit_autocast:
                 regions = before.get(node.args[0], regions)
             elif name.endswith("_increment_nesting"):
@@ -72,13 +74,14 @@ class _Walk:
             site = Site(node=node, outer=self.outer)
             match = opaque(site, self.free) if form is None else _described(site, form)
         if match is not None:
-            match.autocast = regions.get(_device(node), self.outside) if match.takes_autocast else None
+            match.autocast = regions.get(_device(node)) if match.takes_autocast else None
             yield match
 
     def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:
         """Walks the graphs that a higher-order op calls."""
         if op == "wrap_with_autocast":
-            regions = regions | _region(*node.args[:3])
+            regions = {**regions, **_region(*node.args[:3])}
+        trained_loop = op in _LOOPS and requires_grad(node)
         graphs = [each for each in node.all_input_nodes if isinstance(_maybe_value(each), fx.GraphModule)]
         operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
         for index, graph in enumerate(graphs):
@@ -89,12 +92,13 @@ class _Walk:
             inputs = body.graph.find_nodes(op="placeholder")
             if len(inputs) <= len(operands):  # what comes before them is a predicate
                 self.outer |= dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
-            yield from self.graph(body, regions)
+            matches = self.graph(body, regions)
+            yield from _closed(matches, f"in a {op} that gets gradients") if trained_loop else matches
 
 
-def find_matmuls(gm: fx.GraphModule, *, autocast: torch.dtype | None = None) -> list[Match]:
-    """All matches in graph order, a body's where its op stands. `autocast` is the dtype of a region entered outside."""
-    matches = list(_Walk(autocast).graph(gm, {}))
+def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list[Match]:
+    """All matches in graph order, a body's where its op stands. `autocast` has the regions entered outside."""
+    matches = list(_Walk().graph(gm, autocast or {}))
     mark_chains(matches)
     return matches
 
@@ -102,14 +106,25 @@ def find_matmuls(gm: fx.GraphModule, *, autocast: torch.dtype | None = None) -> 
 def _described(site: Site, form: Form) -> Match | None:
     """What a form says of a node, or that its arguments are not ones it knows."""
     tensors = [each for each in site.node.all_input_nodes if isinstance(_maybe_value(each), Tensor)]
+    wrapped = ""
     for each in tensors:
         value = value_of(each)
-        wrapped = is_traceable_wrapper_subclass(value)
-        if wrapped or value.layout != torch.strided:
+        if not wrapped and is_traceable_wrapper_subclass(value):
+            wrapped = f"{each.name} is a {type(value).__name__}"
+        if value.layout != torch.strided:
             kind = "linear" if any(map(site.is_weight, tensors)) else "matmul"
             product = by_flops(site, tensors[0], tensors[-1], kind == "linear")
-            what = type(value).__name__ if wrapped else str(value.layout)
-            return site.match(kind, product, skip=(SkipReason.LAYOUT, f"{each.name} is a {what}"))
+            skip = SkipReason.LAYOUT, wrapped or f"{each.name} is a {value.layout}"
+            return site.match(kind, product, skip=skip)
+    match = _bound(site, form, tensors)
+    if match is not None and wrapped:
+        match.emit, match.plan = None, None
+        match.skip = SkipReason.LAYOUT, wrapped
+    return match
+
+
+def _bound(site: Site, form: Form, tensors: Sequence[fx.Node]) -> Match | None:
+    """What a form says of a node whose operands are plain tensors."""
     try:
         bound = inspect.signature(form).bind(site, *site.node.args, **site.node.kwargs)
     except TypeError as error:

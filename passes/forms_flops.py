@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxquant.compat import enable_python_dispatcher, fake_mode_of, size_hint, tree_leaves, tree_map_only
 from fxquant.passes.facts import value_of
+from fxquant.passes.forms_weights import op_name
+
+RECURRENT = frozenset("rnn lstm gru".split())
+"""Parts of the names of recurrent layers, whose fused kernels torch's counter does not know."""
+
+
+def recurrent_flops(tensors: Sequence[Tensor]) -> int:
+    """The matmul FLOPs of a recurrent layer: every weight times every row of its input, which is the first."""
+    weights = sum(x.numel() for x in tensors if isinstance(x, nn.Parameter) and x.ndim == 2)
+    return 2 * size_hint(tensors[0].shape[:-1].numel()) * weights
 
 
 def node_flops(node: fx.Node) -> int | None:
@@ -18,13 +30,15 @@ def node_flops(node: fx.Node) -> int | None:
         if mode is None:
             return None
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # only autocast, which is off here, lets the operands of a product have several dtypes
-        if len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
+        # several dtypes are those of autocast, which is off here, or of FP8 operands and their scales
+        floating = {t.dtype for t in tensors if t.is_floating_point()}
+        if len(floating) > 1 and all(dtype.itemsize > 1 for dtype in floating):
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
         call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
         with torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
             call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
-        return size_hint(counter.get_total_flops())
+        recurrent = RECURRENT & set(op_name(node).split("_"))
+        return size_hint(counter.get_total_flops()) or (recurrent_flops(tensors) if recurrent else 0)
     except Exception:
         # whatever a foreign op raises on a second run, the model must still compile
         return None

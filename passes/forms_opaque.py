@@ -6,26 +6,33 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.compat import OpOverload, OpOverloadPacket, tree_leaves
+from fxquant.compat import tree_leaves
 from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Match, Product, value_of
 from fxquant.passes.forms_contraction import Site
-from fxquant.passes.forms_flops import node_flops
+from fxquant.passes.forms_flops import RECURRENT, node_flops
 from fxquant.passes.forms_weights import VIEWS, op_name
 
-_TELLING = frozenset("mm addmm bmm matmul gemm linear attention attn conv convolution encoder lstm gru".split())
+_TELLING = RECURRENT | frozenset("mm addmm bmm matmul gemm linear attention attn conv convolution encoder".split())
+
+_REMEDIES = {
+    name: "; torch.backends.mha.set_fastpath_enabled(False) has torch write it out"
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+}
+"""What a user can do about an operator, by its name."""
 
 
 def opaque(site: Site, free: set[Any]) -> Match | None:
-    """A match for a node that costs matmul FLOPs, or is a custom op whose name says so.
+    """A match for a node that costs matmul FLOPs, or whose name says so.
 
     `free` collects the targets found to cost nothing, so that each is run once.
     """
     node = site.node
     if node.target in free:
         return None
-    flops = node_flops(node) if _worth_running(node) else 0
-    if not flops and not _tells(node):
+    telling = node.op == "call_function" and tells(op_name(node))
+    flops = node_flops(node) if telling or _worth_running(node) else 0
+    if not flops and not telling:
         free.add(node.target)
         return None
     tensors = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
@@ -37,7 +44,7 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
         m=(flops or 0) // 2, k=1, n=1, lhs=operands[0], rhs=(weights or operands)[-1], rhs_is_weight=bool(weights)
     )
     cost = f"{flops} FLOPs" if flops else "its FLOPs are unknown"
-    detail = f"{op_name(node)} is not a form that can be rewritten ({cost})"
+    detail = f"{op_name(node)} is not a form that can be rewritten ({cost})" + _REMEDIES.get(op_name(node), "")
     return site.match("linear" if weights else "matmul", product, skip=(SkipReason.OPAQUE, detail))
 
 
@@ -50,9 +57,7 @@ def _worth_running(node: fx.Node) -> bool:
     return any(leaf.is_floating_point() or leaf.is_complex() for leaf in results)
 
 
-def _tells(node: fx.Node) -> bool:
-    """Whether this is a custom op with a telling name: its kernel may multiply without being counted."""
-    if not isinstance(node.target, (OpOverload, OpOverloadPacket)):
-        return False
-    namespace, _, name = op_name(node).rpartition("::")
-    return namespace not in ("", "prim", "prims", "fxquant") and bool(_TELLING & set(name.lower().split("_")))
+def tells(operator: str) -> bool:
+    """Whether an operator has a telling name: a custom one, or a fused kernel that torch cannot count."""
+    namespace, _, name = operator.rpartition("::")
+    return bool(_TELLING & set(name.lower().split("_"))) and namespace not in ("prim", "prims", "fxquant")

@@ -33,11 +33,13 @@ from torch import Tensor, fx
 
 from fxquant.compat import (
     CustomPartitionerFn,
+    compiles_backwards,
     get_hash_for_files,
     min_cut_rematerialization_partition,
     must_recompute,
     must_save,
     recomputable,
+    save_without_version,
     statically_known_true,
     upper_bound,
 )
@@ -72,6 +74,8 @@ class Partition(CustomPartitionerFn):
                 must_recompute(node)  # of payloads, which take half as much, or of what is saved in another order
         for node in self.repeated(gm.graph):
             must_recompute(node)
+        for node in [] if compiles_backwards() else written_by_backward(gm.graph):
+            save_without_version(node)  # or a graph that is retained could not go backward again
         gm.recompile()
         again = [getattr(torch.ops.fxquant, name) for name in _AMAX] if self.save == "least" else []
         with recomputable(again) if again else contextlib.nullcontext():
@@ -85,7 +89,14 @@ class Partition(CustomPartitionerFn):
         inner = None if self.inner is None else self.inner.uuid()
         if self.inner is not None and inner is None:
             return None
-        return get_hash_for_files((__file__,), repr((self.save, inner)))
+        return get_hash_for_files((__file__,), repr((self.save, inner, compiles_backwards())))
+
+
+def written_by_backward(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of a joint graph that its backward changes: what delayed scaling records of gradients."""
+    of_backward = _of_backward(graph)
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return [node.args[0] for node in writes if node in of_backward and node.args[0].op == "placeholder"]
 
 
 def share_scales(graph: fx.Graph) -> int:
@@ -270,4 +281,4 @@ def _unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-__all__ = ["SAVE", "Partition", "products_to_repeat", "scale_of", "share_scales"]
+__all__ = ["SAVE", "Partition", "products_to_repeat", "scale_of", "share_scales", "written_by_backward"]

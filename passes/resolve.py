@@ -60,7 +60,7 @@ def _matmul(match: Match, product: Product, stored: bool, sources: dict[object, 
         most_m=upper_bound(product.m), batch=int(product_of(map(size_hint, product.batch))),
         batch_weights=bool(product.batch) and product.rhs_is_weight, groups=size_hint(product.groups or 0),
         dynamic="".join(name for name, dim in dims.items() if not isinstance(dim, int)),
-        dtype=match.autocast or torch.promote_types(lhs.dtype, rhs.dtype),
+        dtype=match.autocast or (lhs.dtype if lhs.dtype.itemsize == 1 else torch.promote_types(lhs.dtype, rhs.dtype)),
         input=sources[product.lhs], weight=sources[product.rhs], stored=stored and product.rhs_is_weight,
         device=card_name(lhs.device), capability=capability(lhs.device),
     )  # fmt: skip

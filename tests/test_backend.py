@@ -31,7 +31,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxquant
-from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, OptionError, RecipeError, compat
+from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, OptionError, RecipeError, SkipReason, compat
 
 MX = MXFP8Quantizer()
 
@@ -97,6 +97,7 @@ def test_unknown_recipes_and_options_are_refused_at_once_with_the_known_ones() -
         ({"recipe": "nvfp4"}, "drop it from the options"),
         ({"inductor": 3}, "settings are a dict, not 3"),
         ({"amax_group": 3}, "amax_group is a process group, not 3"),
+        ({"cache_weights": "no"}, "cache_weights is True or False, not 'no'"),
     ):
         with pytest.raises(OptionError, match=message):
             fxquant.compile(model, "mxfp8", options=options)
@@ -328,6 +329,84 @@ def test_autocast_equals_explicit_casts(name: str, where: str) -> None:
         got = train_step(wrapped, forward, x)
     assert got["output"].dtype == torch.bfloat16 and got["model.up.weight"].dtype == torch.float32
     assert_same_bits(got, expected)
+
+
+def test_what_no_gradient_needs_may_be_written_into() -> None:
+    """As after torch's own linear: the input of a frozen one, and a weight whose input gets no gradient."""
+    torch.manual_seed(0)
+    frozen, trained = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
+    experts = nn.Parameter(torch.randn(2, 64, 64), requires_grad=False)
+
+    def run(x: Tensor) -> Tensor:
+        y = trained(x)
+        with torch.no_grad():
+            trained.weight.mul_(0.5)
+        z = frozen(y)
+        y.add_(z).mul_(2)
+        groups = y.unflatten(0, (2, -1)) * 1
+        out = torch.bmm(groups, experts)
+        groups.zero_()
+        return out.flatten(0, 1) + y
+
+    weight, x = trained.weight.detach().clone(), torch.randn(32, 64)
+    results = []
+    for backend in ("aot_eager", eager_backend("mxfp8")):
+        with torch.no_grad():
+            trained.weight.copy_(weight)
+        torch.compiler.reset()
+        results.append(train_step(trained, torch.compile(run, backend=backend, fullgraph=True), x))
+    for name, expected in results[0].items():
+        cosine = F.cosine_similarity(results[1][name].flatten(), expected.flatten(), dim=0)
+        assert cosine > 0.99, name
+    assert backend.report().coverage == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("loop", ["scan", "while_loop"])
+def test_loops_train_in_high_precision(loop: str) -> None:
+    from torch._higher_order_ops.scan import scan
+    from torch._higher_order_ops.while_loop import while_loop
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight, self.out = nn.Parameter(torch.randn(32, 32) / 6), nn.Linear(32, 32)
+
+        def step(self, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            state = torch.tanh(state @ self.weight + x)
+            return state, state.clone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if loop == "scan":
+                return self.out(scan(self.step, torch.zeros(16, 32), x)[1])
+            count = torch.tensor(0)
+            looped = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, torch.tanh(y @ self.weight)), (count, x[0]))
+            return self.out(looped[1])
+
+    model, backend, x = Loop(), eager_backend("mxfp8"), torch.randn(4, 16, 32, requires_grad=True)
+    got = train_step(model, torch.compile(model, backend=backend, fullgraph=True), x)
+    assert got["weight"].isfinite().all() and got["weight"].abs().sum() > 0
+    reasons = {(d.skip_reason, d.detail) for d in backend.report().decisions if d.layer != "out"}
+    assert reasons == {(SkipReason.UNSUPPORTED_FORM, f"in a {loop} that gets gradients")}
+    assert {d.skip_reason for d in backend.report().decisions if d.layer == "out"} == {None}
+    torch.compiler.reset()
+    with torch.no_grad():
+        run = eager_backend("mxfp8")
+        torch.compile(model, backend=run, fullgraph=True)(x)
+    assert run.report().coverage == 1
+
+
+def test_autocast_counts_by_the_device_of_each_matmul() -> None:
+    """Not by that of the first input, such as lengths on the CPU beside activations on a GPU."""
+    model, x, other = Mlp(), torch.randn(8, 32), torch.ones(3, device="meta")
+    run = torch.compile(lambda other, x: (other + 1, model(x)), backend=eager_backend("mxfp8"), fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(other, x)[1]
+        torch.compiler.reset()
+        expected = compiled(model, "mxfp8")(x)
+    assert torch.equal(got, expected)
+    torch.compiler.reset()
+    assert not torch.equal(got.float(), compiled(model, "mxfp8")(x))
 
 
 def test_autocast_switched_off_inside_is_off() -> None:

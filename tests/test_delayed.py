@@ -196,6 +196,33 @@ def test_forwards_before_their_backwards(order: str, recompute: bool) -> None:
     assert backend.state_dict()["0.amax_history"][-1, 5] == 1
 
 
+def test_a_retained_graph_goes_backward_again() -> None:
+    """Two losses over one forward, or gradients asked for one by one: as often as it is wanted."""
+    net, backend = recomputable_mlp(), eager_backend(DelayedScaling(amax_history_len=4))
+    run, (x, _) = torch.compile(net, backend=backend), batches(2)
+    y = run(x)
+    y.sum().backward(retain_graph=True)
+    first = [p.grad.clone() for p in net.parameters()]
+    (8 * y).sum().backward(retain_graph=True)
+    assert backend.state_dict()["0.amax_history"][0, 5] == 8
+    net.zero_grad()
+    (again,) = torch.autograd.grad(y.sum(), [net.up.weight])
+    assert torch.equal(again, first[0])
+
+
+def test_compiled_autograd_advances_the_same_state() -> None:
+    states = []
+    for captured in (False, True):
+        torch.compiler.reset()
+        net, backend = recomputable_mlp(), eager_backend(DelayedScaling(amax_history_len=4))
+        run = torch.compile(lambda x, net=net: net(x).sum().backward(), backend=backend)
+        with torch._dynamo.config.patch(compiled_autograd=captured):
+            for x in batches(2):
+                run(x)
+        states.append(backend.state_dict() | {name: p.grad for name, p in net.named_parameters()})
+    assert_same_bits(*states)
+
+
 def test_graphs_of_the_backend_by_name_share_their_state() -> None:
     """Evaluation and other shapes are graphs of their own, which would start with scales of one."""
     nets = [recomputable_mlp(), nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))]

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from helpers import eager_backend
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxquant
+from fxquant import SkipReason
 
 
 class Stack(nn.Module):
@@ -56,3 +59,16 @@ def test_amax_reduction_over_one_rank_changes_nothing(group: dist.ProcessGroup) 
             run(torch.randn(16, 64)).sum().backward()
         states.append(backend.state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_products_of_distributed_tensors_are_reported_with_their_sizes(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    report = fxquant.explain(model, "current_scaling", torch.randn(32, 64))
+    assert {d.skip_reason for d in report.decisions} == {SkipReason.LAYOUT}
+    assert {d.detail.split()[-1] for d in report.decisions} == {"DTensor"}
+    assert {(d.layer, d.shape) for d in report.decisions if d.role.tensor_type == "weight"} == {
+        ("0", (128, 64)), ("2", (64, 128)),
+    }  # fmt: skip
+    assert report.flops["total"] == 5 * 2 * 32 * 64 * 128
+    assert report.coverage == 0

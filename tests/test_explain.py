@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers import hybrid, per_role, recorded_story
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import fxquant
-from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, RecipeError, Rule, Rules
+from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, RecipeError, Rule, Rules, SkipReason
 
 MX, NV = MXFP8Quantizer(), NVFP4Quantizer()
 
@@ -219,6 +220,97 @@ def test_explain_goes_over_graph_breaks_with_full_names() -> None:
     report = fxquant.explain(Broken(), "mxfp8", x())
     assert list(dict.fromkeys(d.layer for d in report.decisions)) == ["blocks.0", "blocks.1"]
     assert report.graphs["forward"].count("class GraphModule") == 2
+
+
+class PartlyCaptured(nn.Module):
+    """A linear in a graph, then ones that no graph has: disabled, in a layer Dynamo refuses, and behind that layer."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.first, self.disabled, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 32)
+        self.recurrent = nn.LSTM(64, 64, batch_first=True) if recurrent else None
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        x = self.disabled(x)
+        return x @ x.mT @ x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.outside(self.first(x))
+        return self.last(x if self.recurrent is None else self.recurrent(x)[0])
+
+
+@pytest.mark.parametrize("flex", [False, True])
+def test_fused_kernels_outside_of_graphs_are_told_of(flex: bool) -> None:
+    """Attention, an operator of higher order, and an encoder layer of inference."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+            y = flex_attention(q, q, q) if flex else F.scaled_dot_product_attention(q, q, q)
+            return self.encoder(y.transpose(1, 2).flatten(2))
+
+    with torch.no_grad():
+        report = fxquant.explain(Fused(), "mxfp8", torch.randn(2, 8, 64))
+    names = {"flex_attention" if flex else "_scaled_dot_product_flash_attention_for_cpu": 4 * 2 * 4 * 8 * 8 * 16}
+    assert {d.form: d.flops for d in report.decisions} == {**names, "_transformer_encoder_layer_fwd": 0}
+    assert {d.skip_reason for d in report.decisions} == {SkipReason.NOT_CAPTURED}
+    assert {d.layer for d in report.decisions} == {"", "encoder"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_explain_tells_of_matmuls_that_no_graph_has(device: str) -> None:
+    report = fxquant.explain(PartlyCaptured(recurrent=False).to(device), "mxfp8", torch.randn(2, 8, 64, device=device))
+    rows = {(d.layer, str(d.role.module_type), d.shape, d.skip_reason) for d in report.decisions if d.gemm == "fprop"}
+    assert rows == {
+        ("first", "linear", (16, 64), None), ("first", "linear", (96, 64), None),
+        ("disabled", "linear", (16, 96), SkipReason.NOT_CAPTURED),
+        ("disabled", "linear", (64, 96), SkipReason.NOT_CAPTURED),
+        ("", "matmul", (2, 8, 64), SkipReason.NOT_CAPTURED),
+        ("", "matmul", (2, 8, 8), SkipReason.NOT_CAPTURED), ("", "matmul", (2, 64, 8), SkipReason.NOT_CAPTURED),
+        ("last", "linear", (16, 64), None), ("last", "linear", (32, 64), None),
+    }  # fmt: skip
+    linears = 2 * 16 * 64 * (2 * 96 + 3 * 96 + 3 * 32)  # the input gets no gradient
+    assert report.flops["total"] == linears + 2 * 3 * 2 * 2 * 8 * 8 * 64
+    assert len(report.breaks) == 1 and "disable" in report.breaks[0] and "\n" not in report.breaks[0]
+    assert len({d.site for d in report.decisions}) == 5
+
+
+def test_explain_of_a_model_that_cannot_be_captured_says_what_runs_instead() -> None:
+    model = PartlyCaptured(recurrent=True)
+    report = fxquant.explain(model, "mxfp8", torch.randn(2, 8, 64))
+    lost = {d.layer for d in report.decisions if d.skip_reason is SkipReason.NOT_CAPTURED}
+    assert lost == {"", "disabled", "recurrent", "last"}
+    recurrent = [d for d in report.decisions if d.layer == "recurrent" and d.gemm == "fprop"]
+    assert sum(d.flops for d in recurrent[::2]) == 2 * 16 * 2 * 4 * 64 * 64
+    with torch.no_grad():
+        forward = fxquant.explain(model, "mxfp8", torch.randn(2, 8, 64))
+    assert {str(d.gemm) for d in forward.decisions} == {"fprop"}
+
+
+def test_layers_of_blocks_that_are_compiled_keep_their_names() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = torch.compile(Model(), backend="aot_eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.block(x)
+            torch._dynamo.graph_break()
+            return x
+
+    report = fxquant.explain(Blocks(), "mxfp8", x())
+    assert {d.layer for d in report.decisions} == {"block.fc"}
+
+
+def test_coverage_is_none_where_nothing_is_quantized_and_no_flops_are_known() -> None:
+    report = fxquant.explain(Model(), "high_precision", torch.randn(0, 64))
+    assert report.flops["total"] == 0 and report.coverage == 0
 
 
 def test_explain_raises_as_compiling_would() -> None:

@@ -315,6 +315,42 @@ def test_writes_without_a_version_need_clear_cache() -> None:
     assert counted(x) == 1
 
 
+@pytest.mark.parametrize("write", ["parameter", "view", "data", "in a checkpoint"])
+def test_weights_that_a_graph_writes_into_are_not_cached(write: str) -> None:
+    """What was quantized before the call is not what the product reads."""
+
+    def halve(weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            {"view": weight[:], "data": weight.data}.get(write, weight).mul_(0.5)
+        return weight
+
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+        def body(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, halve(self.first.weight))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = checkpoint(self.body, x, use_reentrant=False) if write == "in a checkpoint" else self.body(x)
+            return self.last(x)
+
+    results = []
+    for cached in (False, True):
+        torch.compiler.reset()
+        model, backend = Halving(), eager_backend("mxfp8", cache_weights=cached)
+        run = torch.compile(model, backend=backend)
+        x = torch.ones(32, 64)
+        with torch.no_grad():
+            results.append([run(x), run(x), model.first.weight])
+    assert len(backend.weights._entries) == 1  # type: ignore[union-attr]
+    for plain, cached_result in zip(*results, strict=True):
+        assert torch.equal(plain, cached_result)
+
+
 def test_weights_seen_through_views_and_casts_are_cached() -> None:
     """Autocast over float32 weights, a transposed parameter, and one that two layers share."""
 

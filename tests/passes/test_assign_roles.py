@@ -25,6 +25,10 @@ from fxquant.passes.find_matmuls import find_matmuls
         ("L['self']._orig_mod.proj", "proj"),
         ("L['self'].block._checkpoint_wrapped_module.fc", "block.fc"),
         ("L['self'].my_orig_mod.fc", "my_orig_mod.fc"),
+        ("L['self'].__dict__['_modules']['base'].__dict__['_modules']['model'].layers.0.fc", "base.model.layers.0.fc"),
+        ("L['fn'].__closure__[0].cell_contents.layers._modules['0'].fc", "layers.0.fc"),
+        ("L['loss'].__closure__[0].cell_contents", ""),
+        ("L['fn'].__self__.layers.0.fc", "layers.0.fc"),
     ],
 )
 def test_paths_lose_dynamos_spelling(path: str, clean: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import eager_backend
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,7 +63,7 @@ class Rewrite:
     """A Dynamo backend that rewrites whatever can be rewritten, and remembers what it found."""
 
     open_attention: bool = False
-    autocast: torch.dtype | None = None
+    autocast: Mapping[str, torch.dtype] | None = None
     found: list[Match] = field(default_factory=list)
     graphs: list[fx.GraphModule] = field(default_factory=list)
 
@@ -475,7 +476,7 @@ def test_autocast_regions() -> None:
             fifth = checkpoint(F.linear, x, w, use_reentrant=False)
         return first, second, third, fourth, fifth, F.linear(x, w)
 
-    backend = check(Calls(function, (24, 24)), [randn(5, 24)], Rewrite(autocast=torch.float16), tolerance=2e-2)
+    backend = check(Calls(function, (24, 24)), [randn(5, 24)], Rewrite(autocast={"cpu": torch.float16}), tolerance=2e-2)
     half, brain = torch.float16, torch.bfloat16
     assert [match.autocast for match in backend.found] == [half, brain, brain, None, brain, brain, half]
 
@@ -566,6 +567,31 @@ def test_unknown_matmuls_are_opaque() -> None:
     assert backend.reasons() == [SkipReason.OPAQUE, SkipReason.OPAQUE]
     assert flops(backend.products[0]) == 2 * 24**3
     assert [product.rhs_is_weight for product in backend.products] == [True, False]
+
+
+def test_fused_kernels_of_torch_are_opaque_whatever_their_results() -> None:
+    """An encoder layer and an LSTM of inference, which no counter knows, and products of whole numbers and of FP8."""
+    layer, lstm = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), nn.LSTM(32, 16)
+    whole = torch.ones(32, 64, dtype=torch.int8)
+    fp8 = torch.ones(64, 32).to(torch.float8_e4m3fn).t()  # column by column
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        one = torch.ones(())
+        y = torch._int_mm(x[0].to(torch.int8), whole)
+        z = torch._scaled_mm(x[0].to(torch.float8_e4m3fn), fp8, one, one, out_dtype=torch.bfloat16)
+        return layer(x), lstm(x)[0], y, z
+
+    backend = eager_backend("mxfp8")
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(run, backend=backend)(torch.randn(2, 32, 32))
+    found = {d.form: d for d in backend.report().decisions}
+    assert [d.skip_reason for d in found.values()] == [SkipReason.OPAQUE] * 4
+    known = {form: d.flops for form, d in found.items()}
+    encoder = "_transformer_encoder_layer_fwd"
+    assert known == {encoder: 0, "lstm": 2 * 64 * 64 * 48, "_int_mm": known["_int_mm"], "_scaled_mm": 2 * 32 * 32 * 64}
+    assert "set_fastpath_enabled(False)" in found[encoder].detail
+    assert backend.report().coverage == 0
 
 
 def test_unknown_arguments_are_a_reason() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from helpers import captured, hybrid, per_role
@@ -14,7 +14,9 @@ from fxquant.passes.facts import value_of
 LINEAR = torch.ops.fxquant.linear.default
 
 
-def rewritten(recipe: Recipe | str, run: Callable, *args, autocast: torch.dtype | None = None) -> fx.GraphModule:
+def rewritten(
+    recipe: Recipe | str, run: Callable, *args, autocast: Mapping[str, torch.dtype] | None = None
+) -> fx.GraphModule:
     (gm,) = captured(run, *args)
     Rewriter(recipes.resolve(recipe))(gm, autocast=autocast)
     gm.graph.lint()
@@ -105,7 +107,7 @@ def test_the_autocast_dtype_in_force_reaches_the_spec() -> None:
     model, x = Model(), torch.randn(8, 32)
     nodes = inserted(rewritten("mxfp8", lambda x: inside(model, x), x))
     assert [LinearSpec.parse(n.args[3]).autocast for n in nodes] == ["bfloat16", ""]
-    nodes = inserted(rewritten("mxfp8", model, x, autocast=torch.bfloat16))
+    nodes = inserted(rewritten("mxfp8", model, x, autocast={"cpu": torch.bfloat16}))
     assert [LinearSpec.parse(n.args[3]).autocast for n in nodes] == ["bfloat16", "bfloat16"]
 
 
