@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -214,6 +215,23 @@ def compile_to_look() -> Iterator[None]:
 
     with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):
         yield
+
+
+@contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """A scope that ends with the reasons for which Dynamo broke graphs in it, or captured none, in its list."""
+    from torch._dynamo.utils import counters
+
+    kinds = ("graph_break", "unimplemented")
+    before = {kind: Counter(counters[kind]) for kind in kinds}
+    reasons: list[str] = []
+    yield reasons
+    for kind in kinds:
+        for text, count in counters[kind].items():
+            what, *more = map(str.strip, str(text).strip().splitlines())
+            why = [line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")]
+            if count > before[kind][text]:
+                reasons.append(": ".join([what, *why[:1]]))
 
 
 @contextmanager
@@ -480,6 +498,7 @@ __all__ = [
     "flex_attention_op",
     "force_stride_order",
     "get_hash_for_files",
+    "graph_breaks",
     "inductor_cache",
     "inductor_config",
     "inductor_decompositions",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend import Backend, compile_eager
-from fxquant.compat import card_name, compile_to_look, own_errors, tree_map_only
+from fxquant.compat import card_name, compile_to_look, graph_breaks, own_errors, tree_map_only
 from fxquant.passes import Partition
 from fxquant.passes.assign_roles import layer_name
 from fxquant.passes.fuse_epilogues import problems
@@ -74,9 +74,10 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
     """
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
-    with own_errors(), compile_to_look():
+    with own_errors(), compile_to_look(), graph_breaks() as breaks:
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
+    report.breaks = breaks if backend.captured else [*breaks, "torch.compile captured no graph at all"]
     report.epilogues, report.again = backend.epilogues, backend.again
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
     return report

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec
 
 from fxquant.backend import inductor_settings
@@ -111,10 +111,10 @@ def quantize_program(
     bodies.recompile()
     unused = recipe.unused(roles)
     if given is not None:
-        told = calibrate(
+        told, static = calibrate(
             state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature), given, prepare)
         )
-        decisions = _with_details(decisions, 0, told)
+        decisions = [_calibrated(d) if d.site in static else d for d in _with_details(decisions, 0, told)]
         unused += given.unused({decision.layer for decision in decisions})
         bodies.recompile()
     gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=unused)
@@ -204,6 +204,7 @@ def onnx_export(
 
 def report_of(program: ExportedProgram) -> Report:
     """The report of a program from `quantize_program`. Raises ProgramError for another, or one that was loaded."""
+    _check_program(program)
     report = program.graph_module.meta.get(REPORT)
     if not isinstance(report, Report):
         raise ProgramError("this program has no report: it is made by quantize_program and not saved with the program")
@@ -241,7 +242,9 @@ def _check(decisions: Sequence[Decision], gm: fx.GraphModule) -> None:
         if already:
             raise ProgramError("what can be quantized of this program is already: give the program it was made from")
         text = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}")
+        first = next((d for d in decisions if d.detail), decisions[0])
+        why = f"; the first is {first.layer or '<model>'!r}: {first.detail}" if first.detail else ""
+        raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}{why}")
 
 
 def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int, str]) -> list[Decision]:
@@ -256,6 +259,11 @@ def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int
             decision = replace(decision, detail=detail)
         changed.append(decision)
     return changed
+
+
+def _calibrated(decision: Decision) -> Decision:
+    matmul = decision.matmul
+    return decision if matmul is None else replace(decision, matmul=replace(matmul, calibrated=True))
 
 
 def _text(folded: Folded) -> str:
@@ -298,8 +306,7 @@ def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[
             try:
                 module(*args, **kwargs)
             except Exception as error:
-                first = str(error).strip().partition("\n")[0]
-                raise ProgramError(f"calibration input {count} does not fit the program: {first}") from error
+                raise ProgramError(f"calibration input {count} does not fit the program: {_sentence(error)}") from error
             if calibration.progress:
                 _show(count, total)
     if not count:
@@ -307,6 +314,13 @@ def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[
     if calibration.progress:
         sys.stderr.write("\n")
     return count
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error, or all of one whose first line only announces the others."""
+    text = str(error).strip()
+    first = text.partition("\n")[0].strip()
+    return " ".join(text.split()) if first.endswith(":") else first
 
 
 def _show(count: int, total: int | None) -> None:
@@ -327,10 +341,7 @@ def _program(
             renamed[spec.arg.name] = node.name
             spec = replace(spec, arg=replace(spec.arg, name=node.name))
         outputs.append(spec)
-    calls = copy.deepcopy(ep.module_call_graph)
-    for entry in calls:
-        for arg in [*entry.signature.inputs, *entry.signature.outputs] if entry.signature is not None else []:
-            arg.name = renamed.get(arg.name, arg.name)
+    calls = [_renamed(entry, renamed) for entry in ep.module_call_graph]
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -342,6 +353,17 @@ def _program(
         constants=dict(state.constants),
         verifiers=ep.verifiers,
     )
+
+
+def _renamed(entry: ModuleCallEntry, names: Mapping[str, str]) -> ModuleCallEntry:
+    """A copy of what is kept of a module's signature, with other names for its tensors."""
+    if entry.signature is None:
+        return copy.copy(entry)
+    inputs, outputs = (
+        [replace(arg, name=names.get(arg.name, arg.name)) for arg in args]
+        for args in (entry.signature.inputs, entry.signature.outputs)
+    )
+    return replace(entry, signature=replace(entry.signature, inputs=inputs, outputs=outputs))
 
 
 __all__ = ["aoti_compile_and_package", "lower_program", "onnx_export", "quantize_program", "report_of"]

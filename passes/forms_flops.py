@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +24,8 @@ def node_flops(node: fx.Node) -> int | None:
         if len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
         call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
-        with torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
+        fresh = nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
+        with fresh, torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
             call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
         return size_hint(counter.get_total_flops())
     except Exception:

@@ -13,6 +13,9 @@ from fxquant.passes.forms_contraction import Site
 from fxquant.passes.forms_flops import node_flops
 from fxquant.passes.forms_weights import VIEWS, op_name
 
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+"""Layers of torch that multiply, uncounted, in a kernel of their own."""
+
 _TELLING = frozenset("mm addmm bmm matmul gemm linear attention attn conv convolution encoder lstm gru".split())
 
 
@@ -51,8 +54,10 @@ def _worth_running(node: fx.Node) -> bool:
 
 
 def _tells(node: fx.Node) -> bool:
-    """Whether this is a custom op with a telling name: its kernel may multiply without being counted."""
+    """Whether this is a recurrent layer or a custom op with a telling name: its kernel may multiply uncounted."""
     if not isinstance(node.target, (OpOverload, OpOverloadPacket)):
         return False
     namespace, _, name = op_name(node).rpartition("::")
+    if name in _RECURRENT:
+        return True
     return namespace not in ("", "prim", "prims", "fxquant") and bool(_TELLING & set(name.lower().split("_")))
