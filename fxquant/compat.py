@@ -360,6 +360,18 @@ def _declared(kernel: Any) -> Callable[[Mapping[str, Any]], list[str]] | None:
     return _WRITTEN[kernel]
 
 
+@contextmanager
+def replacements(gm: fx.GraphModule) -> Iterator[dict[str, str]]:
+    """A scope that notes, by name, which node of a graph took the place of which."""
+    names: dict[str, str] = {}
+
+    def note(old: fx.Node, new: str, user: fx.Node) -> None:
+        names[old.name] = new
+
+    with gm._set_replace_hook(note):
+        yield names
+
+
 def written_by(launch: Mapping[str, Any]) -> list[str]:
     """The names of the arguments that a launch writes, from the arguments of its `triton_kernel_wrapper_mutation`."""
     table = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap").kernel_side_table
@@ -520,6 +532,7 @@ __all__ = [
     "operator_library",
     "own_errors",
     "recomputable",
+    "replacements",
     "size_hint",
     "static_fakes",
     "statically_known_true",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -93,6 +94,25 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
+@contextmanager
+def in_its_place(path: str | Path) -> Iterator[Path]:
+    """A scope that writes another file of the same name, which then takes the place of `path`.
+
+    Raises ProgramError where that cannot be, before anything is done.
+    """
+    place = Path(os.path.realpath(path))
+    check_place(place)
+    try:
+        folder = tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent)
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        yield Path(folder) / place.name
+        os.replace(Path(folder) / place.name, place)
+    finally:
+        shutil.rmtree(folder)
+
+
 class _File(io.BufferedWriter):
     """Keeps its first error and goes on: torch writes from C++, where an exception ends the process."""
 
@@ -146,4 +166,4 @@ def _explained(path: str | Path, what: str) -> Iterator[None]:
         log.handlers, log.propagate = before
 
 
-__all__ = ["check_place", "load_inputs", "load_program", "save_program", "write_whole"]
+__all__ = ["check_place", "in_its_place", "load_inputs", "load_program", "save_program", "write_whole"]

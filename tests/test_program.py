@@ -588,6 +588,18 @@ def test_projections_of_attention_have_the_names_of_the_compiled_model() -> None
             assert {d.layer for d in report_of(program).decisions} == wanted
 
 
+def test_signatures_of_modules_stay_those_of_their_tensors() -> None:
+    model, x = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval(), torch.randn(2, 8, 64)
+    source = export(model, (x,), preserve_module_call_signature=("self_attn", "linear1", "linear2"))
+    for program in (quantize_program(source, "mxfp8"), lower_program(quantize_program(source, "mxfp8"))):
+        program.validate()
+        parts = torch.export.unflatten(program)
+        assert torch.equal(parts(x), run(program, x))
+        linear = dict(parts.named_modules())["linear2"]
+        y = torch.randn(2, 8, 128)
+        assert 0 < (linear(y) - model.linear2(y)).norm() < 0.1 * model.linear2(y).norm()
+
+
 def test_a_recurrent_layer_is_in_the_report() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
