@@ -106,7 +106,7 @@ def quantize_program(
         told, static = calibrate(
             state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature, names), given, prepare)
         )
-        decisions = [_calibrated(d) if d.site in static else d for d in _with_details(decisions, 0, told)]
+        decisions = [_calibrated(d, d.site in static) for d in _with_details(decisions, 0, told)]
         unused += given.unused({decision.layer for decision in decisions})
         bodies.recompile()
     gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=unused)
@@ -274,9 +274,15 @@ def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int
     return changed
 
 
-def _calibrated(decision: Decision) -> Decision:
-    matmul = decision.matmul
-    return decision if matmul is None else replace(decision, matmul=replace(matmul, calibrated=True))
+def _calibrated(decision: Decision, static: bool) -> Decision:
+    """A decision of a calibrated program, its layer's input `static` or not."""
+    matmul, role = decision.matmul, decision.role
+    if static and matmul is not None:
+        return replace(decision, matmul=replace(matmul, calibrated=True))
+    if decision.quantizer is None or role.tensor_type == "weight" or role.module_type == "linear":
+        return decision
+    detail = "dynamic: calibration is for the inputs of linear layers"
+    return replace(decision, detail="; ".join(filter(None, (decision.detail, detail))))
 
 
 def _text(folded: Folded) -> str:
@@ -313,19 +319,25 @@ def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[
     prepare(module)
     total = len(calibration.inputs) if isinstance(calibration.inputs, Sized) else None
     count = 0
-    with torch.no_grad():
-        for count, inputs in enumerate(calibration.inputs, 1):
-            args, kwargs = arguments(inputs)
-            try:
-                module(*args, **kwargs)
-            except Exception as error:
-                raise ProgramError(f"calibration input {count} does not fit the program: {_sentence(error)}") from error
-            if calibration.progress:
-                _show(count, total)
+    shown = 0
+    try:
+        with torch.no_grad():
+            for count, inputs in enumerate(calibration.inputs, 1):
+                args, kwargs = arguments(inputs)
+                try:
+                    module(*args, **kwargs)
+                except Exception as error:
+                    raise ProgramError(
+                        f"calibration input {count} does not fit the program: {_sentence(error)}"
+                    ) from error
+                if calibration.progress:
+                    _show(count, total)
+                    shown = count
+    finally:
+        if shown:
+            sys.stderr.write("\n")
     if not count:
         raise ProgramError("calibration has no inputs")
-    if calibration.progress:
-        sys.stderr.write("\n")
     return count
 
 
