@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fxquant import Backend
+from fxquant.backend import OPTIONS, Backend
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,7 +51,7 @@ def test_options_are_all_explained() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("\n## Options\n")[2]
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)`", text, re.MULTILINE))
     options = inspect.signature(Backend).parameters.values()
-    defaults = {each.name: each.default for each in options if each.name not in ("recipe", "model", "states")}
+    defaults = {each.name: each.default for each in options if each.name in OPTIONS and each.name != "recipe"}
     assert rows.pop("inductor") == "{}" and defaults.pop("inductor") is None
     assert {name: ast.literal_eval(text) for name, text in rows.items()} == defaults
 
