@@ -22,6 +22,7 @@ from fxquant import (
     Amax,
     Calibration,
     CustomRecipe,
+    Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
     FxQuantError,
     IdentityQuantizer,
@@ -598,6 +599,35 @@ def test_signatures_of_modules_stay_those_of_their_tensors() -> None:
         linear = dict(parts.named_modules())["linear2"]
         y = torch.randn(2, 8, 128)
         assert 0 < (linear(y) - model.linear2(y)).norm() < 0.1 * model.linear2(y).norm()
+
+
+class Sinks(nn.Module):
+    """Attention by hand with sinks and a mask, the largest score subtracted first; its index is nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.sinks = nn.Linear(64, 192), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (each.view(batch, length, 4, 16).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        scores = torch.matmul(q, k.transpose(2, 3)) * 0.25 + mask
+        scores = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(batch, -1, length, -1)], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return torch.matmul(scores.softmax(-1)[..., :-1], v)
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_attention_by_hand_is_quantized_as_in_the_compiled_model(decomposed: bool) -> None:
+    torch.manual_seed(0)
+    model, x, recipe = Sinks(), torch.randn(2, 32, 64), Float8CurrentScaling(fp8_dpa=True)
+    mask = torch.full((32, 32), -torch.inf).triu(1).expand(2, 1, 32, 32)
+    program = quantize_program(exported(model, x, mask, decomposed=decomposed, dynamic=False), recipe)
+    quantized = [d for d in report_of(program).decisions if d.role.module_type == "dpa" and d.quantizer is not None]
+    assert len(quantized) == 4
+    with torch.no_grad():
+        assert torch.equal(run(program, x, mask), compiled(model, recipe)(x, mask))
+    assert torch.equal(run(lower_program(program), x, mask), run(program, x, mask))
 
 
 def test_a_recurrent_layer_is_in_the_report() -> None:
