@@ -209,6 +209,18 @@ def unlimited_recompiles() -> Iterator[None]:
 
 
 @contextmanager
+def unguarded_sizes() -> Iterator[None]:
+    """A scope in which dynamic sizes stay free where torch only asks how a tensor lies in memory.
+
+    Outside, it answers for the sizes of the example, and holds the program to what it has answered.
+    """
+    import torch.fx.experimental._config as symbolic_config
+
+    with symbolic_config.patch(backed_size_oblivious=True):
+        yield
+
+
+@contextmanager
 def compile_to_look() -> Iterator[None]:
     """The same, in which a backward is compiled at once."""
     import torch._functorch.config as functorch_config
@@ -545,6 +557,7 @@ __all__ = [
     "triton_kernel_wrapper_functional",
     "triton_kernel_wrapper_mutation",
     "triton_workspace",
+    "unguarded_sizes",
     "unlimited_recompiles",
     "upper_bound",
     "written_by",

@@ -27,7 +27,7 @@ from torch.export.graph_signature import ExportGraphSignature, OutputKind, Outpu
 
 from fxquant.backend import inductor_settings
 from fxquant.calibration import Calibration, arguments
-from fxquant.compat import compile_package, is_inductor_option, replacements
+from fxquant.compat import compile_package, is_inductor_option, replacements, unguarded_sizes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
 from fxquant.kernels.onnx_ops import MEANINGS, OPSET
@@ -89,7 +89,7 @@ def quantize_program(
     bodies = Bodies(gm)
     describe(bodies, signature.inputs_to_parameters, trained=not fold_weights)
     rewriter = Rewriter(asked, stored_weights=fold_weights)
-    with replacements(gm) as names:
+    with replacements(gm) as names, unguarded_sizes():
         decisions, roles, slots = rewriter(gm, autocast=None)
         _check(decisions, gm)
         _check_state(slots)
@@ -121,7 +121,7 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
     _check_program(program)
     gm = _copied(program.graph_module)
     bodies = Bodies(gm)
-    with replacements(gm) as names:
+    with replacements(gm) as names, unguarded_sizes():
         for module in bodies.modules:
             open_calls(module.graph, linears=True)
             forget(bodies)
@@ -162,7 +162,7 @@ def _joined(program: ExportedProgram) -> ExportedProgram:
     gm = _copied(program.graph_module)
     signature = copy.deepcopy(program.graph_signature)
     state = StateTensors(Bodies(gm), signature, program.state_dict, program.constants)
-    with replacements(gm) as names:
+    with replacements(gm) as names, unguarded_sizes():
         if not join(state):
             return program
     state.bodies.recompile()

@@ -27,6 +27,7 @@ from fxquant.compat import (
     tree_map_only,
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
+    unguarded_sizes,
     written_by,
 )
 from fxquant.errors import GraphVerificationError
@@ -381,8 +382,12 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
     GEMMs and casts stay out as well, unless it is told that `kernels` will be compiled into what runs: a graph that is
     saved could not name them.
     """
+    with unguarded_sizes() if portable else contextlib.nullcontext():
+        return _lower(graph, portable, not portable if kernels is None else kernels)
+
+
+def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
     count = 0
-    kernels = not portable if kernels is None else kernels
     if kernels:
         few_rows.prepare(graph, packaged=portable)
     traced: dict[Any, fx.GraphModule] = {}

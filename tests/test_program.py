@@ -26,6 +26,7 @@ from fxquant import (
     Float8CurrentScalingQuantizer,
     FxQuantError,
     IdentityQuantizer,
+    MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4BlockScaling,
     NVFP4Quantizer,
@@ -628,6 +629,36 @@ def test_attention_by_hand_is_quantized_as_in_the_compiled_model(decomposed: boo
     with torch.no_grad():
         assert torch.equal(run(program, x, mask), compiled(model, recipe)(x, mask))
     assert torch.equal(run(lower_program(program), x, mask), run(program, x, mask))
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (each.view(batch, length, 4, 16).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [MXFP8BlockScaling(fp8_dpa=True), pytest.param(Float8CurrentScaling(fp8_dpa=True), marks=pytest.mark.sweep)],
+    ids=str,
+)
+def test_attention_takes_lengths_that_are_no_multiple_of_its_blocks(recipe: Recipe) -> None:
+    """How a padded tensor of the example lies in memory holds the program to nothing."""
+    model, x = Causal(), torch.randn(2, 32, 64)
+    shapes = ({0: Dim("batch", max=64), 1: Dim("length", min=2, max=512)},)
+    source = export(model, (x,), dynamic_shapes=shapes)
+    program = quantize_program(source, recipe)
+    lowered = lower_program(program)
+    y = torch.randn(3, 33, 64)
+    with torch.no_grad():
+        assert torch.equal(run(program, y), compiled(model, recipe)(y))
+    for y in (y, torch.randn(1, 80, 64)):
+        assert torch.equal(run(lowered, y), run(program, y)) and run(source, y).shape == run(program, y).shape
 
 
 def test_a_recurrent_layer_is_in_the_report() -> None:
