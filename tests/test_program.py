@@ -657,8 +657,9 @@ def test_attention_takes_lengths_that_are_no_multiple_of_its_blocks(recipe: Reci
     y = torch.randn(3, 33, 64)
     with torch.no_grad():
         assert torch.equal(run(program, y), compiled(model, recipe)(y))
-    for y in (y, torch.randn(1, 80, 64)):
-        assert torch.equal(run(lowered, y), run(program, y)) and run(source, y).shape == run(program, y).shape
+    for each in (y, torch.randn(1, 80, 64)):
+        assert torch.equal(run(lowered, each), run(program, each))
+        assert run(source, each).shape == run(program, each).shape
 
 
 def test_a_recurrent_layer_is_in_the_report() -> None:
