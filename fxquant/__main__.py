@@ -6,8 +6,10 @@ Tables go to stdout, errors as one line to stderr. Exit code 0 is success, 1 a f
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
+import os
 import platform
 import re
 import sys
@@ -219,7 +221,9 @@ def _recipe(name: str) -> recipes.Recipe:
     kind, _, factory = name.rpartition(".")
     if kind == "factories":
         if factory not in factories.FACTORIES:
-            raise FxQuantError(f"unknown factory {factory!r}; known factories: {', '.join(factories.FACTORIES)}")
+            close = difflib.get_close_matches(factory, factories.FACTORIES, 1)
+            hint = f"did you mean 'factories.{close[0]}'? " if close else ""
+            raise FxQuantError(f"unknown factory {factory!r}; {hint}known factories: {', '.join(factories.FACTORIES)}")
         return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
     return recipes.get(name)
 
@@ -247,20 +251,20 @@ def _explain(options: argparse.Namespace) -> str:
 
 def _quantize(options: argparse.Namespace) -> str:
     from fxquant.program import quantize_program, report_of
-    from fxquant.program_files import check_place, load_inputs, load_program, save_program, write_whole
-    from fxquant.report_html import page, section
+    from fxquant.program_files import check_place, load_inputs, load_program, save_program
 
     recipe = _recipe(options.recipe)
     for path in filter(None, (options.output, options.report)):
         check_place(path)
+    if options.report and os.path.realpath(options.report) == os.path.realpath(options.output):
+        raise FxQuantError(f"{options.output}: the program and its report need a file each")
     source = load_program(options.program)
     inputs = load_inputs(options.calibrate) if options.calibrate else None
     program = quantize_program(source, recipe, calibration=inputs)
     report = report_of(program)
     save_program(program, options.output)
     if options.report:
-        html = page(f"fxquant: {report.recipe}", section(report)).encode()
-        write_whole(options.report, lambda file: file.write(html))
+        report.to_html(options.report)
     if options.json:
         return report.to_json()
     sizes = [sum(t.nbytes for t in each.state_dict.values()) for each in (source, program)]

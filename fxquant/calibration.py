@@ -65,7 +65,7 @@ class Calibration:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.inputs, (str, bytes, Mapping)) or not isinstance(self.inputs, Iterable):
+        if isinstance(self.inputs, (str, bytes, Mapping, Tensor)) or not isinstance(self.inputs, Iterable):
             raise OptionError(
                 f"calibration inputs are a list, or another iterable, of what one call takes, not a "
                 f"{type(self.inputs).__name__}: put a single input into a list"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -210,6 +209,18 @@ def unlimited_recompiles() -> Iterator[None]:
 
 
 @contextmanager
+def unguarded_sizes() -> Iterator[None]:
+    """A scope in which dynamic sizes stay free where torch only asks how a tensor lies in memory.
+
+    Outside, it answers for the sizes of the example, and holds the program to what it has answered.
+    """
+    import torch.fx.experimental._config as symbolic_config
+
+    with symbolic_config.patch(backed_size_oblivious=True):
+        yield
+
+
+@contextmanager
 def compile_to_look() -> Iterator[None]:
     """The same, in which a backward is compiled at once."""
     import torch._functorch.config as functorch_config
@@ -233,15 +244,21 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
-def graph_breaks() -> Counter[str]:
-    """The reasons for which Dynamo has broken graphs since its counters were cleared, each with how often."""
+@contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """A scope that ends with the reasons for which Dynamo broke graphs in it, or captured none, in its list."""
     from torch._dynamo.utils import counters
 
-    found: Counter[str] = Counter()
-    for text, count in counters["graph_break"].items():
-        lines = [line.strip() for line in text.partition("\n\n")[0].splitlines() if "Hint:" not in line]
-        found[re.sub(r" at 0x[0-9a-f]+", "", " ".join(lines))] += count
-    return found
+    kinds = ("graph_break", "unimplemented")
+    before = {kind: Counter(counters[kind]) for kind in kinds}
+    reasons: list[str] = []
+    yield reasons
+    for kind in kinds:
+        for text, count in counters[kind].items():
+            what, *more = map(str.strip, str(text).strip().splitlines())
+            why = [line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")]
+            if count > before[kind][text]:
+                reasons.append(": ".join([what, *why[:1]]))
 
 
 @contextmanager
@@ -381,6 +398,18 @@ def _declared(kernel: Any) -> Callable[[Mapping[str, Any]], list[str]] | None:
             return None
         kernel = kernel.fn
     return _WRITTEN[kernel]
+
+
+@contextmanager
+def replacements(gm: fx.GraphModule) -> Iterator[dict[str, str]]:
+    """A scope that notes, by name, which node of a graph took the place of which."""
+    names: dict[str, str] = {}
+
+    def note(old: fx.Node, new: str, user: fx.Node) -> None:
+        names[old.name] = new
+
+    with gm._set_replace_hook(note):
+        yield names
 
 
 def written_by(launch: Mapping[str, Any]) -> list[str]:
@@ -561,6 +590,7 @@ __all__ = [
     "operator_library",
     "own_errors",
     "recomputable",
+    "replacements",
     "save_without_version",
     "size_hint",
     "static_fakes",
@@ -574,6 +604,7 @@ __all__ = [
     "triton_kernel_wrapper_functional",
     "triton_kernel_wrapper_mutation",
     "triton_workspace",
+    "unguarded_sizes",
     "unlimited_recompiles",
     "upper_bound",
     "written_by",

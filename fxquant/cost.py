@@ -461,7 +461,8 @@ def _cast(
     if one_row and choice.casts_one_row(specs[0], matmul.capability):
         return "by the GEMM, rowwise", 0.0
     own_amax = [
-        spec.row.family == "nvfp4" or (spec.row.family == "per_tensor" and not spec.is_delayed and not amax_known)
+        not (matmul.calibrated and operand == "input")
+        and (spec.row.family == "nvfp4" or (spec.row.family == "per_tensor" and not spec.is_delayed and not amax_known))
         for spec in specs
     ]
     grouped = bool(matmul.groups)

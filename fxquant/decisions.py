@@ -77,8 +77,8 @@ class Matmul:
     Sizes named in `dynamic` are those of the example, and `most_m` the most that M may be. `batch` products have
     operands of their own, which can be `batch_weights`; of grouped ones, `groups` weights share the rows M. `dtype` is
     that of the high-precision GEMM. `input` and `weight` are equal for equal tensors of a model. `stored` says that the
-    weight is kept quantized, and not cast in each call. `device` is a card's name, ``cpu`` or another type of device,
-    with the `capability` of a CUDA one.
+    weight is kept quantized, and not cast in each call, `calibrated` that no call takes the input's amax. `device` is a
+    card's name, ``cpu`` or another type of device, with the `capability` of a CUDA one.
     """
 
     m: int
@@ -93,6 +93,7 @@ class Matmul:
     input: str = ""
     weight: str = ""
     stored: bool = False
+    calibrated: bool = False
     device: str = "cpu"
     capability: tuple[int, int] = (0, 0)
 

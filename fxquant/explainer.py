@@ -76,12 +76,12 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
     """
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
-    before, uncaptured = graph_breaks(), Uncaptured(backend._names())
-    with own_errors(), compile_to_look(), uncaptured:
+    uncaptured = Uncaptured(backend._names())
+    with own_errors(), compile_to_look(), graph_breaks() as breaks, uncaptured:
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
     report.decisions += uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
-    report.breaks = list(graph_breaks() - before)
+    report.breaks = breaks if backend.captured else [*breaks, "torch.compile captured no graph at all"]
     report.epilogues, report.again = backend.epilogues, backend.again
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
     return report

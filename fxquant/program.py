@@ -15,19 +15,19 @@ import copy
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec
 
 from fxquant.backend import inductor_settings
 from fxquant.calibration import Calibration, arguments
-from fxquant.compat import compile_package, is_inductor_option
+from fxquant.compat import compile_package, is_inductor_option, replacements, unguarded_sizes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
 from fxquant.kernels.onnx_ops import MEANINGS, OPSET
@@ -41,10 +41,12 @@ from fxquant.passes.join import join
 from fxquant.passes.lower import lower
 from fxquant.passes.open_calls import open_calls
 from fxquant.passes.state_tensors import StateTensors
+from fxquant.program_files import check_place, in_its_place
 from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuantizer, Quantizer
 from fxquant.recipes import Recipe, resolve
 from fxquant.report import Report
 from fxquant.roles import QuantizerRole
+from fxquant.state import Slots
 
 REPORT = "fxquant_report"
 """The key in the graph module's `meta` under which a quantized program keeps its report."""
@@ -87,38 +89,28 @@ def quantize_program(
     bodies = Bodies(gm)
     describe(bodies, signature.inputs_to_parameters, trained=not fold_weights)
     rewriter = Rewriter(asked, stored_weights=fold_weights)
-    decisions, roles, slots = rewriter(gm, autocast=None)
-    _check(decisions, gm)
-    if slots.request is not None:
-        raise RecipeError(
-            "delayed scaling takes its scales from training steps, of which an exported program has none: give "
-            "calibration inputs, or use the recipe current_scaling"
-        )
-    if slots.rounded:
-        layer, operand, _ = slots.rounded[0]
-        raise RecipeError(
-            f"layer {layer or '<model>'!r}, {operand}: stochastic rounding draws from a seed and step that "
-            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, or "
-            "disable_stochastic_rounding=True"
-        )
-    for module in bodies.modules:
-        open_calls(module.graph, linears=fold_weights)
-    forget(bodies)
-    state = StateTensors(bodies, signature, ep.state_dict, ep.constants)
-    state.lift_constants()
-    if fold_weights:
-        decisions = _with_details(decisions, 1, {site: _text(each) for site, each in fold(state).items()})
+    with replacements(gm) as names, unguarded_sizes():
+        decisions, roles, slots = rewriter(gm, autocast=None)
+        _check(decisions, gm)
+        _check_state(slots)
+        for module in bodies.modules:
+            open_calls(module.graph, linears=fold_weights)
+        forget(bodies)
+        state = StateTensors(bodies, signature, ep.state_dict, ep.constants)
+        state.lift_constants()
+        if fold_weights:
+            decisions = _with_details(decisions, 1, {site: _text(each) for site, each in fold(state).items()})
     bodies.recompile()
     unused = recipe.unused(roles)
     if given is not None:
-        told = calibrate(
-            state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature), given, prepare)
+        told, static = calibrate(
+            state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature, names), given, prepare)
         )
-        decisions = _with_details(decisions, 0, told)
+        decisions = [_calibrated(d, d.site in static) for d in _with_details(decisions, 0, told)]
         unused += given.unused({decision.layer for decision in decisions})
         bodies.recompile()
     gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=unused)
-    return _program(ep, gm, state, signature)
+    return _program(ep, gm, state, signature, names)
 
 
 def lower_program(program: ExportedProgram) -> ExportedProgram:
@@ -129,15 +121,16 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
     _check_program(program)
     gm = _copied(program.graph_module)
     bodies = Bodies(gm)
-    for module in bodies.modules:
-        open_calls(module.graph, linears=True)
-        forget(bodies)
-        lower(module.graph, portable=True)
+    with replacements(gm) as names, unguarded_sizes():
+        for module in bodies.modules:
+            open_calls(module.graph, linears=True)
+            forget(bodies)
+            lower(module.graph, portable=True)
     signature = copy.deepcopy(program.graph_signature)
     state = StateTensors(bodies, signature, program.state_dict, program.constants)
     state.lift_constants()
     bodies.recompile()
-    return _program(program, gm, state, signature)
+    return _program(program, gm, state, signature, names)
 
 
 def aoti_compile_and_package(
@@ -146,8 +139,8 @@ def aoti_compile_and_package(
     """`torch._inductor.aoti_compile_and_package` for a quantized program; the package runs without fxquant.
 
     Returns the path of the package, which has to end in ``.pt2``; load it with `torch._inductor.aoti_load_package`.
-    `inductor_configs` are settings of Inductor. Raises OptionError for a setting that Inductor does not have and
-    ProgramError for a program without example inputs.
+    It is written as a whole or not at all. `inductor_configs` are settings of Inductor. Raises OptionError for a
+    setting that Inductor does not have and ProgramError for a program without example inputs, or where no file can be.
     """
     _check_program(program)
     given = dict(inductor_configs or {})
@@ -158,9 +151,10 @@ def aoti_compile_and_package(
         raise ProgramError("the program has no example inputs, which compiling a package needs: export it again")
     if not str(package_path).endswith(".pt2"):
         raise OptionError(f"a package's path ends in .pt2, unlike {str(package_path)!r}")
-    return compile_package(
-        _joined(program), str(package_path), inductor_settings("program", given, recomputed=False, portable=True)
-    )
+    settings = inductor_settings("program", given, recomputed=False, portable=True)
+    with in_its_place(package_path) as path:
+        compile_package(_joined(program), str(path), settings)
+    return str(package_path)
 
 
 def _joined(program: ExportedProgram) -> ExportedProgram:
@@ -168,10 +162,11 @@ def _joined(program: ExportedProgram) -> ExportedProgram:
     gm = _copied(program.graph_module)
     signature = copy.deepcopy(program.graph_signature)
     state = StateTensors(Bodies(gm), signature, program.state_dict, program.constants)
-    if not join(state):
-        return program
+    with replacements(gm) as names, unguarded_sizes():
+        if not join(state):
+            return program
     state.bodies.recompile()
-    return _program(program, gm, state, signature)
+    return _program(program, gm, state, signature, names)
 
 
 def onnx_export(
@@ -196,6 +191,8 @@ def onnx_export(
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise ProgramError(f"torch.onnx.export needs what is not installed: pip install {' '.join(missing)}")
+    if path is not None:
+        check_place(path)
     options = {"dynamo": True, "verbose": False, **options}
     exported = torch.onnx.export(made, f=path, opset_version=opset_version, **options)
     assert exported is not None
@@ -204,6 +201,7 @@ def onnx_export(
 
 def report_of(program: ExportedProgram) -> Report:
     """The report of a program from `quantize_program`. Raises ProgramError for another, or one that was loaded."""
+    _check_program(program)
     report = program.graph_module.meta.get(REPORT)
     if not isinstance(report, Report):
         raise ProgramError("this program has no report: it is made by quantize_program and not saved with the program")
@@ -241,7 +239,25 @@ def _check(decisions: Sequence[Decision], gm: fx.GraphModule) -> None:
         if already:
             raise ProgramError("what can be quantized of this program is already: give the program it was made from")
         text = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}")
+        first = next((d for d in decisions if d.detail), decisions[0])
+        why = f"; the first is {first.layer or '<model>'!r}: {first.detail}" if first.detail else ""
+        raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}{why}")
+
+
+def _check_state(slots: Slots) -> None:
+    """Refuses what takes its numbers from training."""
+    if slots.request is not None:
+        raise RecipeError(
+            "delayed scaling takes its scales from training steps, of which an exported program has none: give "
+            "calibration inputs, or use the recipe current_scaling"
+        )
+    if slots.rounded:
+        layer, operand, _ = slots.rounded[0]
+        raise RecipeError(
+            f"layer {layer or '<model>'!r}, {operand}: stochastic rounding draws from a seed and step that "
+            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, or "
+            "disable_stochastic_rounding=True"
+        )
 
 
 def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int, str]) -> list[Decision]:
@@ -256,6 +272,17 @@ def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int
             decision = replace(decision, detail=detail)
         changed.append(decision)
     return changed
+
+
+def _calibrated(decision: Decision, static: bool) -> Decision:
+    """A decision of a calibrated program, its layer's input `static` or not."""
+    matmul, role = decision.matmul, decision.role
+    if static and matmul is not None:
+        return replace(decision, matmul=replace(matmul, calibrated=True))
+    if decision.quantizer is None or role.tensor_type == "weight" or role.module_type == "linear":
+        return decision
+    detail = "dynamic: calibration is for the inputs of linear layers"
+    return replace(decision, detail="; ".join(filter(None, (decision.detail, detail))))
 
 
 def _text(folded: Folded) -> str:
@@ -292,21 +319,33 @@ def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[
     prepare(module)
     total = len(calibration.inputs) if isinstance(calibration.inputs, Sized) else None
     count = 0
-    with torch.no_grad():
-        for count, inputs in enumerate(calibration.inputs, 1):
-            args, kwargs = arguments(inputs)
-            try:
-                module(*args, **kwargs)
-            except Exception as error:
-                first = str(error).strip().partition("\n")[0]
-                raise ProgramError(f"calibration input {count} does not fit the program: {first}") from error
-            if calibration.progress:
-                _show(count, total)
+    shown = 0
+    try:
+        with torch.no_grad():
+            for count, inputs in enumerate(calibration.inputs, 1):
+                args, kwargs = arguments(inputs)
+                try:
+                    module(*args, **kwargs)
+                except Exception as error:
+                    raise ProgramError(
+                        f"calibration input {count} does not fit the program: {_sentence(error)}"
+                    ) from error
+                if calibration.progress:
+                    _show(count, total)
+                    shown = count
+    finally:
+        if shown:
+            sys.stderr.write("\n")
     if not count:
         raise ProgramError("calibration has no inputs")
-    if calibration.progress:
-        sys.stderr.write("\n")
     return count
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error, or all of one whose first line only announces the others."""
+    text = str(error).strip()
+    first = text.partition("\n")[0].strip()
+    return " ".join(text.split()) if first.endswith(":") else first
 
 
 def _show(count: int, total: int | None) -> None:
@@ -316,21 +355,23 @@ def _show(count: int, total: int | None) -> None:
 
 
 def _program(
-    ep: ExportedProgram, gm: fx.GraphModule, state: StateTensors, signature: ExportGraphSignature
+    ep: ExportedProgram,
+    gm: fx.GraphModule,
+    state: StateTensors,
+    signature: ExportGraphSignature,
+    names: Mapping[str, str],
 ) -> ExportedProgram:
-    """A program of the rewritten graphs, which it takes over."""
+    """A program of the rewritten graphs, which it takes over. `names` says which node replaced which."""
     output = next(node for node in gm.graph.nodes if node.op == "output")
-    renamed: dict[str, str] = {}
+    renamed = dict(names)
     outputs: list[OutputSpec] = []
     for spec, node in zip(signature.output_specs, output.args[0], strict=True):
         if isinstance(node, fx.Node) and spec.arg.name != node.name:
             renamed[spec.arg.name] = node.name
             spec = replace(spec, arg=replace(spec.arg, name=node.name))
         outputs.append(spec)
-    calls = copy.deepcopy(ep.module_call_graph)
-    for entry in calls:
-        for arg in [*entry.signature.inputs, *entry.signature.outputs] if entry.signature is not None else []:
-            arg.name = renamed.get(arg.name, arg.name)
+    left = {node.name for node in gm.graph.nodes}
+    calls = [_renamed(entry, renamed, left) for entry in ep.module_call_graph]
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -342,6 +383,26 @@ def _program(
         constants=dict(state.constants),
         verifiers=ep.verifiers,
     )
+
+
+def _renamed(entry: ModuleCallEntry, names: Mapping[str, str], left: Collection[str]) -> ModuleCallEntry:
+    """A copy of what is kept of a module's signature, in names that are `left`; without it, where one has none."""
+    if entry.signature is None:
+        return copy.copy(entry)
+
+    def now(name: str) -> str:
+        met = set()
+        while name not in left and name in names and name not in met:
+            met.add(name)
+            name = names[name]
+        return name
+
+    inputs, outputs = (
+        [replace(arg, name=now(arg.name)) for arg in args] for args in (entry.signature.inputs, entry.signature.outputs)
+    )
+    if not {arg.name for arg in [*inputs, *outputs] if arg.name} <= set(left):
+        return replace(entry, signature=None)
+    return replace(entry, signature=replace(entry.signature, inputs=inputs, outputs=outputs))
 
 
 __all__ = ["aoti_compile_and_package", "lower_program", "onnx_export", "quantize_program", "report_of"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -20,8 +21,7 @@ from fxquant.errors import ProgramError
 
 def load_program(path: str | Path) -> ExportedProgram:
     """`torch.export.load`, with a ProgramError that names the file and the reason where it fails."""
-    if not Path(path).is_file():
-        raise ProgramError(f"{path}: no such file")
+    _check_file(path)
     if not zipfile.is_zipfile(path):
         raise ProgramError(f"{path} is not an exported program, or it is damaged")
     with zipfile.ZipFile(path) as archive:
@@ -29,20 +29,27 @@ def load_program(path: str | Path) -> ExportedProgram:
     if damaged is not None:
         raise ProgramError(f"{path} is damaged: the checksum of {damaged} inside it is wrong")
     if not any(name.endswith(".json") for name in names):
-        raise ProgramError(f"{path} is a zip archive without an exported program in it")
+        raise ProgramError(
+            f"{path} is a zip archive without an exported program in it, which torch.export.save writes: files of "
+            "torch.save and torch.jit.save are others"
+        )
     with _explained(path, "cannot be loaded as an exported program"):
         return torch.export.load(str(path))
 
 
 def load_inputs(path: str | Path) -> list[Any]:
     """Calibration inputs from a file of `torch.save([...])`. Raises ProgramError for what is not a list of them."""
-    if not Path(path).is_file():
-        raise ProgramError(f"{path}: no such file")
+    _check_file(path)
     with _explained(path, "cannot be loaded as calibration inputs"):
         inputs = torch.load(str(path), weights_only=True)
     if not isinstance(inputs, (list, tuple)):
         raise ProgramError(f"{path} holds a {type(inputs).__name__}, not a list of calibration inputs")
     return list(inputs)
+
+
+def _check_file(path: str | Path) -> None:
+    if not Path(path).is_file():
+        raise ProgramError(f"{path} is a folder" if Path(path).is_dir() else f"{path}: no such file")
 
 
 def save_program(program: ExportedProgram, path: str | Path) -> None:
@@ -56,11 +63,16 @@ def check_place(path: str | Path) -> None:
         raise ProgramError(f"{Path(path).parent}: no such folder")
     if Path(path).is_dir():
         raise ProgramError(f"{path} cannot be written: it is a folder")
+    if Path(path).exists() and not Path(path).is_file():
+        raise ProgramError(f"{path} cannot be written: it is no regular file, which a new one could take the place of")
 
 
 def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file beside `path` and then puts it in its place. Raises ProgramError where that cannot be."""
-    path = Path(path)
+    """Writes a file beside `path` and then puts it in its place. Raises ProgramError where that cannot be.
+
+    Of a link, what it points to is replaced.
+    """
+    path = Path(os.path.realpath(path))
     check_place(path)
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -80,6 +92,25 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
         if isinstance(error, OSError):
             raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
         raise
+
+
+@contextmanager
+def in_its_place(path: str | Path) -> Iterator[Path]:
+    """A scope that writes another file of the same name, which then takes the place of `path`.
+
+    Raises ProgramError where that cannot be, before anything is done.
+    """
+    place = Path(os.path.realpath(path))
+    check_place(place)
+    try:
+        folder = tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent)
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        yield Path(folder) / place.name
+        os.replace(Path(folder) / place.name, place)
+    finally:
+        shutil.rmtree(folder)
 
 
 class _File(io.BufferedWriter):
@@ -135,4 +166,4 @@ def _explained(path: str | Path, what: str) -> Iterator[None]:
         log.handlers, log.propagate = before
 
 
-__all__ = ["check_place", "load_inputs", "load_program", "save_program", "write_whole"]
+__all__ = ["check_place", "in_its_place", "load_inputs", "load_program", "save_program", "write_whole"]

@@ -710,7 +710,7 @@ def get(name: str) -> Recipe:
         return auto(wrapped[1])
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise RecipeError(f"unknown recipe {name!r}{hint} Known recipes: {', '.join(RECIPES)}")
     return RECIPES[name]
 

@@ -137,8 +137,9 @@ class Report:
         if not time["card"]:
             return []
         if time["quantized_us"] is None:
-            what = "these dtypes or kernels on " if time["card"] in RATES else ""
-            line = f"estimate: none, no measured rates for {what}{time['card']} (known: {', '.join(RATES)})"
+            known = f"these dtypes or kernels on {time['card']}" if time["card"] in RATES else ""
+            line = f"estimate: none, no measured rates for {known or time['card']}"
+            line += "" if known else f" (known: {', '.join(RATES)})"
             return [line, *self._warnings()]
         before, after = time["unquantized_us"], time["quantized_us"]
         line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
@@ -255,7 +256,7 @@ class Report:
         """One line: matmuls, operands quantized, share of FLOPs, and the skipped by reason."""
         s = self.summary()
         if not self.decisions:
-            return "0 matmuls"
+            return "no matmuls"
         line = f"{_count(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
         line += f"{100 * s['coverage']:.1f}% of matmul FLOPs"
         if s["skipped"]:
@@ -283,6 +284,10 @@ class Report:
             if pattern.search(decision.layer):
                 found[decision.layer].append(decision)
         return _fold(found) if collapse else [Layer(name or "<model>", 1, rows) for name, rows in found.items()]
+
+    def _none_called(self, layer: str) -> str:
+        names = [each.name for each in self.layers(collapse=True)]
+        return f"no layer's name has {layer!r} in it; the layers are {_some(names, 20)}"
 
     def to_json(self) -> str:
         """Everything in the report as a JSON object."""
@@ -320,11 +325,14 @@ class Report:
         return json.dumps(content, indent=1)
 
     def to_html(self, path: str | Path) -> None:
-        """Writes one file that needs no other, and follows the reader's light or dark setting."""
-        from fxquant import report_html
+        """Writes one file that needs no other, and follows the reader's light or dark setting.
+
+        It is written as a whole or not at all. Raises ProgramError where no file can be.
+        """
+        from fxquant import program_files, report_html
 
         text = report_html.page(f"fxquant: {self.recipe}", report_html.section(self))
-        Path(path).write_text(text, encoding="utf-8")
+        program_files.write_whole(path, lambda file: file.write(text.encode()))
 
     def _repr_html_(self) -> str:
         from fxquant import report_html
@@ -335,7 +343,8 @@ class Report:
         """Tables, estimate, totals, unused parts of the recipe, graph breaks; see `table` for the arguments."""
         lines = [f"recipe: {self.recipe}"]
         if self.decisions:
-            lines.append(self.table(layer, collapse=collapse))
+            found = self.layers(layer, collapse=collapse)
+            lines.append(self.table(layer, collapse=collapse) if found else self._none_called(layer))
         tables = (self.work_table(layer, collapse=collapse), self.epilogue_table(layer), self.loss_table(layer))
         lines += filter(None, tables)
         lines += self.verdict()

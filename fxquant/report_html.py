@@ -58,6 +58,7 @@ body.fxq { margin:0; background:var(--page); }
 .fxq .work i { display:block; height:6px; border-radius:3px; margin:2px 0; min-width:1px; }
 .fxq .work i.was { background:var(--soft); opacity:.45; } .fxq .work i.now { background:var(--accent); }
 .fxq .work .sum td { font-weight:600; } .fxq .work .worse i.now { background:var(--bad); }
+.fxq .untimed .num, .fxq .untimed .track { display:none; }
 .fxq .work .worse td.now { color:var(--bad); }
 .fxq .times { color:var(--soft); margin-left:8px; }
 .fxq .legend { display:flex; flex-wrap:wrap; gap:8px; margin:10px 0 0; font-size:12px; }
@@ -179,8 +180,9 @@ def _work(report: Report) -> str:
     notes = [f"<p class='soft'>{escape(verdict[0])}</p>"]
     notes += [f"<p class='warning'>{escape(line)}</p>" for line in verdict[1:]]
     return (
-        f"<h2>Kernels and times</h2>{''.join(notes)}<div class='scroll'><table class='work'><thead><tr>{head}<th></th>"
-        f"</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f"<h2>Kernels{' and times' if longest else ''}</h2>{''.join(notes)}<div class='scroll'>"
+        f"<table class='work{'' if longest else ' untimed'}'><thead><tr>{head}<th class='track'></th></tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
@@ -217,17 +219,19 @@ def _notes(title: str, notes: Sequence[str]) -> list[str]:
 
 def _matrix(layers: Sequence[Layer]) -> str:
     """Layers by the operands of the three GEMMs, coloured by format."""
-    top = "".join(f"<th colspan='2' class='edge'>{gemm}</th>" for gemm in GEMM_OPERANDS)
+    run = {d.gemm for layer in layers for d in layer.decisions}
+    gemms = {gemm: operands for gemm, operands in GEMM_OPERANDS.items() if gemm in run}
+    top = "".join(f"<th colspan='2' class='edge'>{gemm}</th>" for gemm in gemms)
     under = "".join(
         f"<th class='{'' if i else 'edge'}'>{operand}.{direction.removesuffix('wise').replace('umn', '')}</th>"
-        for operands in GEMM_OPERANDS.values()
+        for operands in gemms.values()
         for i, (operand, direction) in enumerate(operands)
     )
     body = []
     for name, repeats, decisions in layers:
         times = f"<span class='times'>×{repeats}</span>" if repeats > 1 else ""
         for site in dict.fromkeys(d.site for d in decisions):
-            cells = "".join(_cells(gemm, [d for d in decisions if d.site == site]) for gemm in GEMM_OPERANDS)
+            cells = "".join(_cells(gemm, [d for d in decisions if d.site == site]) for gemm in gemms)
             body.append(f"<tr><td class='mono'>{escape(name)}{times}</td>{cells}</tr>")
     kinds = {_family(d) for layer in layers for d in layer.decisions}
     legend = "".join(

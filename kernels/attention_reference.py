@@ -81,7 +81,7 @@ def dequantize_heads(
     data = key_order(data, back=True) if transposed else data
     per_head = spec.row.family == "per_head"
     values = data.float() if per_head else reference.dequantize([data, scale], spec)
-    values = values[..., : size[0 if transposed else 1]]
+    values = values.narrow(-1, 0, size[0 if transposed else 1])  # a slice may be shorter, for all that torch knows
     values = values.mT if transposed else values
     return values * _spread(scale, spec, groups, size[0]) if per_head else values
 
@@ -97,7 +97,7 @@ def _pad(x: Tensor, multiple: int) -> Tensor:
 def _spread(scale: Tensor, spec: QuantSpec, groups: int, length: int | torch.SymInt) -> Tensor:
     """Scales of heads or of their blocks, repeated to broadcast against [*batch, H, S, D]."""
     if spec.row.block[0]:
-        scale = _repeat(scale, spec.row.block[0], -1)[..., :length]
+        scale = _repeat(scale, spec.row.block[0], -1).narrow(-1, 0, length)
         return _repeat(scale, groups, -2).unsqueeze(-1)
     return (_repeat(scale, groups, -1) if groups > 1 else scale).unsqueeze(-1).unsqueeze(-1)
 
@@ -183,7 +183,7 @@ def kept(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
     keys = philox.round_keys((seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     place = torch.arange((columns + 3) // 4, device=seed.device)
     row = torch.arange(rows, device=seed.device).unsqueeze(-1)
-    words = torch.stack(philox.philox4x32((place, row, 0, 0), keys), -1).flatten(-2)[..., :columns]
+    words = torch.stack(philox.philox4x32((place, row, 0, 0), keys), -1).flatten(-2).narrow(-1, 0, columns)
     return (words >= round(dropout * 2**32)).reshape(shape)
 
 

@@ -144,7 +144,7 @@ def _delayed_advance(
 def _dequantize(parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     values = reference.dequantize(parts, QuantSpec.parse(spec))
     length = size[-2] if direction == "columnwise" else size[-1]
-    return _oriented(values[..., :length], direction).to(dtype).contiguous()
+    return _oriented(values.narrow(-1, 0, length), direction).to(dtype).contiguous()
 
 
 def _scaled_mm(

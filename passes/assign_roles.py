@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fxquant.passes.facts import Match
-from fxquant.passes.forms_mha import PART
+from fxquant.passes.forms_mha import PROJECTION
 
 LAYER = "fxquant_layer"
 """The key in `node.meta` for the layer of a node that was captured without its modules."""
@@ -46,5 +46,5 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
 def assign_roles(matches: Sequence[Match], names: Mapping[str, str]) -> None:
     """Writes `name` into every match that has none."""
     for match in matches:
-        path = (match.name or layer_name(match.node, names), match.node.meta.get(PART, ""))
+        path = (match.name or layer_name(match.node, names), match.node.meta.get(PROJECTION, ""))
         match.name = ".".join(filter(None, path))

@@ -28,14 +28,17 @@ _OBSERVER = "fxquant_observer"
 
 def calibrate(
     state: StateTensors, calibration: Calibration, run: Callable[[Callable[[fx.GraphModule], None]], int]
-) -> dict[int, str]:
-    """Rewrites the program's quantizations of activations; returns what became of each, by the sites that read it.
+) -> tuple[dict[int, str], set[int]]:
+    """Rewrites the program's quantizations of activations.
+
+    Returns what became of each, by the sites that read it, and those of them whose scales are static now.
 
     `run(prepare)` makes a module of the program as it is, gives it to `prepare`, runs it on all inputs and returns
     their number. Observers sit in front of the quantizations, so that each sees what it will quantize.
     """
     observers: dict[int, tuple[fx.Node, Observer]] = {}
     told: dict[int, str] = {}
+    static: set[int] = set()
     for gm in state.bodies.modules:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
             sites = [reader.meta[SITE] for reader in readers_of(node)]
@@ -61,9 +64,10 @@ def calibrate(
         if not bool(seen.isfinite()):
             raise ProgramError(f"calibration: the input of layer {layer or '<model>'!r} is infinite")
         told |= dict.fromkeys(sites, f"static amax {seen.item():.4g}: {observer.amax} of {count} inputs")
+        static.update(sites)
         placeholder = state.add(*_given(layer, QuantSpec.parse(str(node.args[1])), seen))
         node.args = (*node.args, state.bodies.reach(node.graph, placeholder))
-    return told
+    return told, static
 
 
 def _given(layer: str, spec: QuantSpec, amax: Tensor) -> tuple[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fxquant.compat import OpOverload, fake_mode_of, tree_map_only
 from fxquant.passes.assign_roles import LAYER
 from fxquant.passes.bodies import Bodies
+from fxquant.passes.forms_mha import PROJECTION
 from fxquant.passes.forms_weights import find_weight
 
 
@@ -56,11 +57,16 @@ def _outer(graph: fx.Graph, bodies: Bodies) -> dict[fx.Node, fx.Node]:
 
 
 def _name(node: fx.Node, outer: Mapping[fx.Node, fx.Node], parameters: Mapping[str, str]) -> None:
-    for each in reversed(node.all_input_nodes):
-        weight = find_weight(each, outer) if each.op != "get_attr" else None
-        if weight is not None and weight.parameter.name in parameters:
-            node.meta[LAYER] = parameters[weight.parameter.name].rpartition(".")[0]
-            return
+    found = [find_weight(each, outer) for each in reversed(node.all_input_nodes) if each.op != "get_attr"]
+    read = [parameters[each.parameter.name] for each in found if each and each.parameter.name in parameters]
+    if not read:
+        return
+    node.meta[LAYER] = read[0].rpartition(".")[0]
+    path, module = next(reversed((node.meta.get("nn_module_stack") or {}).values()), ("", None))
+    weight = next((name for name in read if name.endswith("weight")), "")
+    if weight and str(module).endswith("MultiheadAttention"):  # its forward reads the weights of its projections itself
+        node.meta[LAYER] = path
+        node.meta[PROJECTION] = weight.removeprefix(f"{path}.").replace(".", "_").removesuffix("_weight")
 
 
 def _gets_grad(node: fx.Node, own: bool, bodies: Bodies, grads: set[fx.Node]) -> bool:
@@ -98,6 +104,7 @@ def forget(bodies: Bodies) -> None:
     for gm in bodies.modules:
         for node in gm.graph.nodes:
             node.meta.pop(LAYER, None)
+            node.meta.pop(PROJECTION, None)
             if "example_value" not in node.meta:
                 continue
             value = node.meta.pop("example_value")

@@ -402,8 +402,8 @@ def _closed(chain: _Chain, last: fx.Node) -> frozenset[fx.Node]:
     """All nodes between the products. What they compute must be read by none but each other and the last product."""
     inside = _reached((*chain.read, chain.first), stop=last)
     for node in inside:
-        if op_name(node) == "_assert_tensor_metadata":
-            continue  # of a cast in an exported program: it goes with the chain
+        if op_name(node) == "_assert_tensor_metadata" or (op_name(node) == "getitem" and not node.users):
+            continue  # in an exported program, of a cast and of a result that nobody takes: it goes with the chain
         if node.op == "output" or not node.users:
             reader = "what the graph returns" if node.op == "output" else node.name
             raise Unknown(f"{reader} reads its scores or weights too")

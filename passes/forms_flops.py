@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,7 +36,8 @@ def node_flops(node: fx.Node) -> int | None:
         if len(floating) > 1 and all(dtype.itemsize > 1 for dtype in floating):
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
         call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
-        with torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
+        fresh = nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
+        with fresh, torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
             call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
         recurrent = RECURRENT & set(op_name(node).split("_"))
         return size_hint(counter.get_total_flops()) or (recurrent_flops(tensors) if recurrent else 0)

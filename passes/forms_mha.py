@@ -27,7 +27,7 @@ from fxquant.passes.forms_weights import find_weight, op_name
 
 log = logging.getLogger(__name__)
 
-PART = "fxquant_part"
+PROJECTION = "fxquant_projection"
 """The key in `node.meta` for the part of its module that a linear belongs to, such as ``in_proj``."""
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -99,5 +99,5 @@ def _inline(builder: Builder, graph: fx.Graph, inputs: Sequence[fx.Node]) -> Any
         if op_name(copy) == "linear":
             weight = find_weight(args[1], {})
             if weight is not None and weight.parameter in parts:
-                copy.meta[PART] = parts[weight.parameter]
+                copy.meta[PROJECTION] = parts[weight.parameter]
     raise AssertionError("a graph without an output")

@@ -7,6 +7,7 @@ that the device has no GEMM for are dequantized, exactly, to bfloat16.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from fxquant.compat import (
     tree_map_only,
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
+    unguarded_sizes,
     written_by,
 )
 from fxquant.errors import GraphVerificationError
@@ -368,8 +370,12 @@ def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = Non
     GEMMs and casts stay out as well, unless it is told that `kernels` will be compiled into what runs: a graph that is
     saved could not name them.
     """
+    with unguarded_sizes() if portable else contextlib.nullcontext():
+        return _lower(graph, portable, not portable if kernels is None else kernels)
+
+
+def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
     count = 0
-    kernels = not portable if kernels is None else kernels
     if kernels:
         few_rows.prepare(graph, packaged=portable)
     traced: dict[Any, fx.GraphModule] = {}
@@ -423,20 +429,20 @@ def _values_apart(node: fx.Node) -> Any:
 
 
 def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Equal for calls with equal traces; None where sizes are symbolic, since a trace holds their symbols."""
+    """Equal for calls with equal traces; None where a number is symbolic, since no input of a trace brings it.
+
+    Sizes that are symbolic are told apart by their expressions: a trace asks its inputs for them.
+    """
 
     def describe(t: Tensor) -> Any:
         # where entries of a vector, such as slots of a state, begin is not in a trace
-        return (t.dtype, t.device, tuple(t.shape), t.stride(), t.storage_offset() if t.numel() > 2 else 0)
+        offset = 0 if statically_known_true(t.numel() <= 2) else t.storage_offset()
+        return (t.dtype, t.device, tuple(t.shape), t.stride(), offset)
 
     flat, _ = tree_flatten((args, kwargs))
     first: dict[int, int] = {}  # a trace holds which arguments are one tensor
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(flat) if isinstance(x, Tensor))
-    symbolic = any(
-        isinstance(x, torch.SymInt) or (isinstance(x, Tensor) and any(isinstance(s, torch.SymInt) for s in x.shape))
-        for x in flat
-    )
-    if symbolic:
+    if any(isinstance(x, torch.SymInt) for x in flat):
         return None
     parts = (run.func, *run.args) if isinstance(run, functools.partial) else (run,)
     return (

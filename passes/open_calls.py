@@ -67,7 +67,7 @@ def _is_function(node: fx.Node) -> bool:
     target = node.target
     module = getattr(target, "__module__", None) or ""
     is_operator = isinstance(target, OpOverload) or module == "_operator" or hasattr(target, "_overload_names")
-    own = module in _FUNCTION_MODULES or type(target).__name__ == "builtin_function_or_method"
+    own = module in _FUNCTION_MODULES or type(target).__name__ in ("builtin_function_or_method", "method_descriptor")
     return not is_operator and own and isinstance(value_of(node), Tensor)
 
 

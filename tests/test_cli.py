@@ -97,7 +97,8 @@ def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytes
         (["{models}:wrong"], "must return (model, args)"),
         (["{models}:no_model"], "must return (model, args)"),
         (["{models}:with_args", "--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
-        (["{models}:with_args", "--recipe", "factories.mxpf8"], "known factories: "),
+        (["{models}:with_args", "--recipe", "nope"], "unknown recipe 'nope'. Known recipes: "),
+        (["{models}:with_args", "--recipe", "factories.mxpf8"], "did you mean 'factories.mxfp8'? known factories: "),
         (["{models}:with_args", "--html", "absent/report.html"], "absent: no such folder"),
     ],
 )

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -8,6 +10,8 @@ from types import ModuleType
 
 import pytest
 import torch
+
+from fxquant.backend import OPTIONS, Backend
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +45,15 @@ def test_generated_parts_are_current(name: str) -> None:
     torch._dynamo.reset()
     text = PAGES[name].read_text(encoding="utf-8")
     assert tables.render(text) == text, "run `make docs`"
+
+
+def test_options_are_all_explained() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("\n## Options\n")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)`", text, re.MULTILINE))
+    options = inspect.signature(Backend).parameters.values()
+    defaults = {each.name: each.default for each in options if each.name in OPTIONS and each.name != "recipe"}
+    assert rows.pop("inductor") == "{}" and defaults.pop("inductor") is None
+    assert {name: ast.literal_eval(text) for name, text in rows.items()} == defaults
 
 
 @pytest.mark.parametrize("name", PAGES)

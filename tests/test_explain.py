@@ -220,6 +220,19 @@ def test_explain_goes_over_graph_breaks_with_full_names() -> None:
     report = fxquant.explain(Broken(), "mxfp8", x())
     assert list(dict.fromkeys(d.layer for d in report.decisions)) == ["blocks.0", "blocks.1"]
     assert report.graphs["forward"].count("class GraphModule") == 2
+    assert len(report.breaks) == 1 and "graph_break" in report.breaks[0] and "graph break: " in str(report)
+    assert not fxquant.explain(Model(), "mxfp8", x()).breaks
+
+
+def test_explain_says_that_nothing_was_captured() -> None:
+    report = str(fxquant.explain(nn.Sequential(nn.LSTM(64, 64)), "mxfp8", x()))
+    assert "skipped: NOT_CAPTURED" in report and "graph break: torch.compile captured no graph at all" in report
+    assert "RNN, GRU, or LSTM" in report
+
+
+def test_a_filter_that_finds_no_layer_says_which_there_are() -> None:
+    text = fxquant.explain(Model(), "mxfp8", x()).text("^fd$")
+    assert "no layer's name has '^fd$' in it; the layers are fc" in text
 
 
 class PartlyCaptured(nn.Module):

@@ -133,6 +133,9 @@ def test_what_cannot_be_packaged_is_refused(tmp_path: Path) -> None:
         fxquant.aoti_compile_and_package(quantized, package_path=tmp_path / "a.so")
     with pytest.raises(ProgramError, match="expected, not a Gated"):
         fxquant.aoti_compile_and_package(Gated(), package_path=tmp_path / "a.pt2")  # type: ignore[arg-type]
+    with pytest.raises(ProgramError, match="absent: no such folder"):
+        fxquant.aoti_compile_and_package(quantized, package_path=tmp_path / "absent" / "a.pt2")
+    assert not list(tmp_path.iterdir())
     quantized.example_inputs = None
     with pytest.raises(ProgramError, match="no example inputs"):
         fxquant.aoti_compile_and_package(quantized, package_path=tmp_path / "a.pt2")

@@ -22,9 +22,11 @@ from fxquant import (
     Amax,
     Calibration,
     CustomRecipe,
+    Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
     FxQuantError,
     IdentityQuantizer,
+    MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4BlockScaling,
     NVFP4Quantizer,
@@ -548,6 +550,135 @@ def test_a_weight_whose_quantizer_is_no_function_of_it_is_not_stored_and_says_wh
     assert detail == "quantized in every call: rand_like draws random numbers"
 
 
+class Chosen(nn.Module):
+    """Rows that a mask chooses: their number is known only when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x[x[:, 0] > 0]).relu())
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_a_number_of_rows_that_depends_on_data(decomposed: bool) -> None:
+    model, x = Chosen(), torch.randn(16, 64)
+    program = quantize_program(exported(model, x, decomposed=decomposed, dynamic=False), "mxfp8")
+    program.validate()
+    lowered = lower_program(program)
+    for value in (x, -x, torch.full_like(x, -1)):
+        rows = value[value[:, 0] > 0]
+        want = (
+            run(quantize_program(exported(nn.Sequential(model.up, nn.ReLU(), model.down), rows), "mxfp8"), rows)
+            if len(rows) > 1
+            else torch.empty(0, 64)
+        )
+        assert torch.equal(run(program, value), want) and torch.equal(run(lowered, value), want)
+
+
+def test_projections_of_attention_have_the_names_of_the_compiled_model() -> None:
+    for model, widths in (
+        (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), (64,)),
+        (nn.MultiheadAttention(64, 4, kdim=32, vdim=48), (64, 32, 48)),
+    ):
+        inputs = [torch.randn(2, 8, width) for width in widths]
+        wanted = {d.layer for d in fxquant.explain(model.eval(), "mxfp8", *inputs).decisions}
+        assert any("out_proj" in name for name in wanted)
+        for decomposed in (False, True):
+            program = quantize_program(exported(model, *inputs, decomposed=decomposed, dynamic=False), "mxfp8")
+            assert {d.layer for d in report_of(program).decisions} == wanted
+
+
+def test_signatures_of_modules_stay_those_of_their_tensors() -> None:
+    model, x = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval(), torch.randn(2, 8, 64)
+    source = export(model, (x,), preserve_module_call_signature=("self_attn", "linear1", "linear2"))
+    for program in (quantize_program(source, "mxfp8"), lower_program(quantize_program(source, "mxfp8"))):
+        program.validate()
+        parts = torch.export.unflatten(program)
+        assert torch.equal(parts(x), run(program, x))
+        linear = dict(parts.named_modules())["linear2"]
+        y = torch.randn(2, 8, 128)
+        assert 0 < (linear(y) - model.linear2(y)).norm() < 0.1 * model.linear2(y).norm()
+
+
+class Sinks(nn.Module):
+    """Attention by hand with sinks and a mask, the largest score subtracted first; its index is nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.sinks = nn.Linear(64, 192), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (each.view(batch, length, 4, 16).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        scores = torch.matmul(q, k.transpose(2, 3)) * 0.25 + mask
+        scores = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(batch, -1, length, -1)], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return torch.matmul(scores.softmax(-1)[..., :-1], v)
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
+def test_attention_by_hand_is_quantized_as_in_the_compiled_model(decomposed: bool) -> None:
+    torch.manual_seed(0)
+    model, x, recipe = Sinks(), torch.randn(2, 32, 64), Float8CurrentScaling(fp8_dpa=True)
+    mask = torch.full((32, 32), -torch.inf).triu(1).expand(2, 1, 32, 32)
+    program = quantize_program(exported(model, x, mask, decomposed=decomposed, dynamic=False), recipe)
+    quantized = [d for d in report_of(program).decisions if d.role.module_type == "dpa" and d.quantizer is not None]
+    assert len(quantized) == 4
+    with torch.no_grad():
+        assert torch.equal(run(program, x, mask), compiled(model, recipe)(x, mask))
+    assert torch.equal(run(lower_program(program), x, mask), run(program, x, mask))
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (each.view(batch, length, 4, 16).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [MXFP8BlockScaling(fp8_dpa=True), pytest.param(Float8CurrentScaling(fp8_dpa=True), marks=pytest.mark.sweep)],
+    ids=str,
+)
+def test_attention_takes_lengths_that_are_no_multiple_of_its_blocks(recipe: Recipe) -> None:
+    """How a padded tensor of the example lies in memory holds the program to nothing."""
+    model, x = Causal(), torch.randn(2, 32, 64)
+    shapes = ({0: Dim("batch", max=64), 1: Dim("length", min=2, max=512)},)
+    source = export(model, (x,), dynamic_shapes=shapes)
+    program = quantize_program(source, recipe)
+    lowered = lower_program(program)
+    y = torch.randn(3, 33, 64)
+    with torch.no_grad():
+        assert torch.equal(run(program, y), compiled(model, recipe)(y))
+    for each in (y, torch.randn(1, 80, 64)):
+        assert torch.equal(run(lowered, each), run(program, each))
+        assert run(source, each).shape == run(program, each).shape
+
+
+def test_a_recurrent_layer_is_in_the_report() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0])
+
+    program = quantize_program(exported(Recurrent(), torch.randn(8, 64), dynamic=False), "mxfp8")
+    assert {(d.layer, str(d.skip_reason)) for d in report_of(program).decisions} == {
+        ("lstm", "OPAQUE"), ("head", "None"),
+    }  # fmt: skip
+    lstm = exported(nn.LSTM(64, 64), torch.randn(8, 64), dynamic=False)
+    refused(ProgramError, "lstm is not a form that can be rewritten", lambda: quantize_program(lstm, "mxfp8"))
+
+
 def test_recipes_that_mix() -> None:
     model, x = block()
     mixed = per_role(
@@ -647,6 +778,14 @@ def test_scales_of_one_input_are_those_that_it_would_get_by_itself() -> None:
             assert not any("amax" in op for op in ops(lowered)), "no pass over an activation for its scale"
         assert torch.equal(run(lowered, x), run(program, x))
         assert not torch.equal(run(program, 2 * x), run(dynamic, 2 * x))
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", "nvfp4", "mxfp8"])
+def test_the_report_of_a_calibrated_program_has_no_pass_for_an_amax(recipe: str) -> None:
+    model, x = block()
+    static, dynamic = calibrated(model, x, x, recipe=recipe), quantize_program(exported(model, x), recipe)
+    assert "after its amaxes" not in report_of(static).work_table()
+    assert ("after its amaxes" in report_of(dynamic).work_table()) == (recipe != "mxfp8")
 
 
 def test_methods_of_taking_an_amax() -> None:
@@ -764,7 +903,11 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     refused(OptionError, "momentum", lambda: Amax(momentum=1.0))
     refused(OptionError, "percentile", lambda: Amax(percentile=0))
     refused(OptionError, "must be a number, not '99'", lambda: Amax(percentile="99"))  # type: ignore[arg-type]
-    for inputs, kind in (({"x": x}, "dict"), ("data.pt", "str"), (3, "int")):
+    refused(
+        ProgramError, "program: Trying to flatten user inputs with exported input tree spec: TreeSpec",
+        lambda: calibrated(model, x, (x, x)),
+    )  # fmt: skip
+    for inputs, kind in (({"x": x}, "dict"), ("data.pt", "str"), (3, "int"), (x, "Tensor")):
         refused(
             OptionError, f"not a {kind}: put a single input into a list",
             lambda inputs=inputs: quantize_program(program, "current_scaling", calibration=inputs),
@@ -778,6 +921,7 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
         lambda: quantize_program(quantize_program(program, "mxfp8", fold_weights=False), "mxfp8"),
     )
     refused(ProgramError, "has no report", lambda: report_of(program))
+    refused(ProgramError, "expected, not a Block", lambda: report_of(model))
     refused(ProgramError, "expected, not a Block", lambda: lower_program(model))
 
 

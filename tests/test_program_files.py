@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import zipfile
@@ -119,6 +120,18 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
         write_whole(tmp_path / "absent" / "out.pt2", stop)
 
 
+def test_links_are_followed_and_other_than_files_stay(tmp_path: Path) -> None:
+    target, link, pipe = (tmp_path / name for name in ("target.pt2", "link.pt2", "pipe"))
+    link.symlink_to(target)
+    for _ in range(2):
+        write_whole(link, lambda file: file.write(b"new"))
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    os.mkfifo(pipe)
+    with pytest.raises(ProgramError, match="no regular file"):
+        write_whole(pipe, lambda file: file.write(b"new"))
+    assert pipe.is_fifo() and not list(tmp_path.glob(".*"))
+
+
 def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(saved: Path, tmp_path: Path) -> None:
     program = torch.export.load(saved)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -137,6 +150,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(saved: Path, tmp
     ("arguments", "message"),
     [
         (["--report", "absent/report.html"], "absent: no such folder"),
+        (["--report", "{out}"], "the program and its report need a file each"),
         (["--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
         (["--recipe", "delayed_scaling"], "give calibration inputs"),
         (["--calibrate", "absent.pt"], "absent.pt: no such file"),
@@ -146,7 +160,7 @@ def test_the_command_fails_in_one_line_and_writes_nothing(
     saved: Path, tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.pt2"
-    assert main(["quantize", str(saved), "-o", str(out), *arguments]) == 1
+    assert main(["quantize", str(saved), "-o", str(out), *(each.format(out=out) for each in arguments)]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("fxquant: error: ") and captured.err.count("\n") == 1
     assert message in captured.err and not out.exists()

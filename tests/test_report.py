@@ -105,7 +105,7 @@ def test_flops_count_a_gemm_once_and_only_when_both_operands_are_quantized() -> 
 def test_report_without_matmuls_is_covered_and_prints() -> None:
     report = Report(recipe="mxfp8")
     assert report.coverage == report.explained == 1.0
-    assert str(report) == "recipe: mxfp8\n0 matmuls"
+    assert str(report) == "recipe: mxfp8\nno matmuls"
     assert "<h2>Layers" not in report._repr_html_()
 
 
@@ -165,7 +165,11 @@ def test_html_colours_cells_by_format_family(quantizer: Quantizer, family: str, 
 
 def test_inference_leaves_backward_cells_empty(tmp_path) -> None:
     decisions = [d for d in matmul(0, "fc", MXFP8Quantizer()) if d.gemm == Gemm.FPROP]
-    assert Report(recipe="r", decisions=decisions)._repr_html_().count("<td class='edge'></td><td></td>") == 2
+    trained = matmul(1, "head", MXFP8Quantizer())
+    both = Report(recipe="r", decisions=decisions + trained)._repr_html_()
+    assert both.count("<td class='edge'></td><td></td>") == 2 and both.count(">dgrad<") > 2
+    alone = Report(recipe="r", decisions=decisions)._repr_html_()
+    assert "<td class='edge'></td>" not in alone and "dgrad" not in alone and ">fprop<" in alone
 
 
 def test_specs_are_shown_without_what_only_tells_layers_and_processes_apart() -> None:

@@ -20,7 +20,7 @@ from fxquant.decisions import SkipReason
 from fxquant.passes.facts import Builder, Match, Product, value_of
 from fxquant.passes.find_matmuls import find_matmuls
 from fxquant.passes.forms import apply_match
-from fxquant.passes.forms_mha import PART, expand_opaque
+from fxquant.passes.forms_mha import PROJECTION, expand_opaque
 
 Shape = tuple[int, ...]
 
@@ -656,7 +656,7 @@ def test_multi_head_attention_is_opened(name: str, dynamic: bool) -> None:
     closed = check(Attends(), inputs, Rewrite(), dynamic=dynamic)
     assert closed.reasons() == [SkipReason.OPAQUE]
     opened = check(Attends(), inputs, Rewrite(open_attention=True), dynamic=dynamic)
-    parts = {match.node.meta.get(PART) for match in opened.found} - {None}
+    parts = {match.node.meta.get(PROJECTION) for match in opened.found} - {None}
     assert parts == ({"q_proj", "k_proj", "v_proj", "out_proj"} if name == "widths" else {"in_proj", "out_proj"})
     assert set(opened.reasons()) == {None}
     assert {match.module_type for match in opened.found} >= {"linear"}

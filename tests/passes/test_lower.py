@@ -85,7 +85,8 @@ def test_nodes_keep_where_they_come_from() -> None:
     assert made and all("val" in n.meta and n.meta["custom"] == {"fxquant": "layers.0.fc"} for n in made)
 
 
-def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_equal_operators_are_traced_once_and_inlined_each(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("fxquant.passes.lower")  # the package's attribute is the function
     count = 0
     trace = module._trace
@@ -96,12 +97,18 @@ def test_equal_operators_are_traced_once_and_inlined_each(monkeypatch) -> None:
         return trace(*args)
 
     monkeypatch.setattr(module, "_trace", counted)
-    gm = traced(
-        lambda x, y: [*ops.quantize(x, "nvfp4", "rowwise"), *ops.quantize(y, "nvfp4", "rowwise")],
-        torch.randn(32, 32),
-        torch.randn(32, 32),
-    )
-    assert lower(gm.graph) == 2 and count == 1
+
+    def run(x: Tensor, y: Tensor) -> list[Tensor]:
+        parts = [ops.quantize(each, "nvfp4", "rowwise") for each in (x, y, y.T, x + y)]
+        return [part for each in parts for part in each]
+
+    gm = traced(run, torch.randn(32, 48), torch.randn(32, 48), mode=mode)
+    with enable_python_dispatcher():
+        assert lower(gm.graph) == 4 and count == 3  # of an input, of its transpose, of what is made of them
+    gm.recompile()
+    for shape in ((32, 48), (7, 33)) if mode == "symbolic" else ((32, 48),):
+        x, y = torch.randn(shape), torch.randn(shape)
+        assert_same(gm(x, y), run(x, y))
 
 
 def test_two_scales_stay_two_though_they_share_a_fake_value() -> None:
