@@ -200,15 +200,6 @@ def is_inductor_option(name: str) -> bool:
 
 
 @contextmanager
-def unlimited_recompiles() -> Iterator[None]:
-    """A scope in which compiling a function once more is never refused."""
-    import torch._dynamo.config as dynamo_config
-
-    with dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
-        yield
-
-
-@contextmanager
 def unguarded_sizes() -> Iterator[None]:
     """A scope in which dynamic sizes stay free where torch only asks how a tensor lies in memory.
 
@@ -216,7 +207,16 @@ def unguarded_sizes() -> Iterator[None]:
     """
     import torch.fx.experimental._config as symbolic_config
 
-    with symbolic_config.patch(backed_size_oblivious=True):
+    with symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def unlimited_recompiles() -> Iterator[None]:
+    """A scope in which compiling a function once more is never refused."""
+    import torch._dynamo.config as dynamo_config
+
+    with dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield
 
 
