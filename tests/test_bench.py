@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +143,26 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert len(compiled) == 2 * len(providers)
     names = [[node.name for node in graph.nodes if "quantize" in node.name] for graph in compiled]
     assert [len(each) for each in names] == [0, 1, 1, 1] * 2
+
+
+def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        def record(self) -> None: ...
+        def replay(self) -> None: ...
+        def elapsed_time(self, _: Cuda) -> float:
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Cuda())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Cuda)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    x = torch.ones(1)
+    kept = weakref.ref(x)
+    step, count = bench_decode.in_a_graph([functools.partial(torch.neg, x)], True)
+    del x
+    gc.collect()
+    step()
+    assert kept() is not None and count == 3
 
 
 def test_attention(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
