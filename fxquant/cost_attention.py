@@ -35,6 +35,7 @@ class AttentionRates:
     forward: KernelRate
     backward: KernelRate
     fp8_forward: KernelRate
+    gluon_forward: KernelRate
     fp8_backward: KernelRate
 
 
@@ -45,6 +46,7 @@ RATES: Mapping[tuple[str, int], AttentionRates] = {
         forward=KernelRate(640, 10, 480),
         backward=KernelRate(553, 55, 400),
         fp8_forward=KernelRate(830, 45, 200),
+        gluon_forward=KernelRate(840, 15, 150),
         fp8_backward=KernelRate(534, 200, 450),
     ),
 }
@@ -59,16 +61,19 @@ def attention_work(attention: Attended, training: bool, copy: float, launch: flo
     rates = _rates(attention)
     plain: Sequence[float | None] = (None, None)
     times: list[float | None] = [None, None]
+    gluon = None
     if rates is not None:
         plain = _times(attention, rates.forward, rates.backward)
         times = [*_times(attention, rates.fp8_forward, rates.fp8_backward)]
+        (gluon,) = _times(attention, rates.gluon_forward)
     names = ("attention, forward", "attention, backward")[: 1 + training]
     if attention.spec is None:
         return [(name, "torch's own", time, time) for name, time in zip(names, plain, strict=False)]
     kernels = chosen(attention, training)
     rows: list[Row] = []
     for name, each, before, fp8 in zip(names, kernels, plain, times, strict=False):
-        after = {AttentionKernel.TRITON: fp8, AttentionKernel.CUDNN: before}.get(each.kernel)
+        by_kernel = {AttentionKernel.TRITON: fp8, AttentionKernel.GLUON: gluon, AttentionKernel.CUDNN: before}
+        after = by_kernel.get(each.kernel)
         rows.append((name, str(each), before, after))
     for what, kernel, moved, launches in _moved(attention, kernels):
         time = launches * launch + moved / copy / 1e6
@@ -81,7 +86,8 @@ def chosen(attention: Attended, training: bool) -> list[Chosen]:
     spec = attention.spec
     assert spec is not None
     sides = Sides(attention.axes, attention.width, attention.features, attention.dtype, attention.learned)
-    found = [attention_choice.forward(spec, sides, attention.capability)]
+    flops = 4 * attention.batch * attention.heads * attention.queries * attention.keys * attention.width
+    found = [attention_choice.forward(spec, sides, attention.capability, flops)]
     return [*found, attention_choice.backward(spec, sides, attention.capability)] if training else found
 
 
@@ -102,8 +108,8 @@ def _rates(attention: Attended) -> AttentionRates | None:
 
 
 def _times(attention: Attended, *rates: KernelRate) -> list[float]:
-    """Microseconds of forward and backward at these rates: two products, and five."""
-    return [_us(attention, rate, flops) for rate, flops in zip(rates, (4, 10), strict=True)]
+    """Microseconds of a forward, and of a backward, at these rates: two products, and five."""
+    return [_us(attention, rate, flops) for rate, flops in zip(rates, (4, 10), strict=False)]
 
 
 def _us(attention: Attended, rate: KernelRate, flops: int) -> float:
@@ -121,7 +127,8 @@ def _moved(attention: Attended, kernels: Sequence[Chosen]) -> Iterator[tuple[str
     rows = {"q": attention.heads * attention.queries, "k": attention.kv_heads * attention.keys}
     elements = {name: attention.batch * size * attention.width for name, size in {**rows, "v": rows["k"]}.items()}
     read_first = 0 if spec.qkv.is_delayed or spec.qkv.row.block[0] or spec.qkv.row.family == "mxfp8" else 2
-    how = "Triton cast" if kernels[0].kernel is AttentionKernel.TRITON else "fused by Inductor"
+    by_triton = kernels[0].kernel in (AttentionKernel.TRITON, AttentionKernel.GLUON)
+    how = "Triton cast" if by_triton else "fused by Inductor"
     how += ", after their amaxes" if read_first else ""
     yield "cast q, k, v", how, (3 + read_first) * sum(elements.values()), 2 if read_first else 1
     if not spec.o.is_identity:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fxquant.formats import ELEMENTS, AttentionSpec, QuantSpec
+from fxquant.kernels import warp_attention
 from fxquant.kernels.triton_attention import HEAD_DIMS
 
 
@@ -19,6 +20,7 @@ class AttentionKernel(str, Enum):
     """What a forward or backward of quantized attention can be."""
 
     TRITON = "Triton, FP8"
+    GLUON = "Triton's Gluon, FP8"
     WIDE = "Triton on dequantized q, k and v"
     CUDNN = "cuDNN on dequantized q, k and v"
     REFERENCE = "the reference, float32 scores in memory"
@@ -47,10 +49,13 @@ class Sides(NamedTuple):
     learned: bool
 
 
-def forward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:
-    """The kernel of a forward on a CUDA device of this capability; (0, 0) is another device."""
+def forward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int], flops: int = 0) -> Chosen:
+    """The kernel of a forward of so much work on a CUDA device of this capability; (0, 0) is another device."""
     reason = _problem(spec, sides, capability) or _softmax(spec)
-    return _chosen(reason, AttentionKernel.TRITON if _multiplied(spec.qkv) else _dequantized(spec))
+    kernel = AttentionKernel.TRITON if _multiplied(spec.qkv) else _dequantized(spec)
+    if kernel is AttentionKernel.TRITON and not (_masked(spec) or spec.dropout) and warp_attention.pays(flops):
+        kernel = AttentionKernel.GLUON
+    return _chosen(reason, kernel)
 
 
 def backward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:

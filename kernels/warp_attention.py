@@ -27,8 +27,12 @@ _LEAST_WORK = 1 << 36
 
 def takes(q: Tensor, k: Tensor) -> bool:
     """Whether this kernel runs for q [B, H, Sq, D] and k that `triton_attention.supports`, without mask and dropout."""
-    work = 4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))
-    return work >= _LEAST_WORK and exists(q.device)
+    return pays(4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))) and exists(q.device)
+
+
+def pays(flops: int) -> bool:
+    """Whether the Triton that is installed has this kernel, and it is the faster one for so much work."""
+    return flops >= _LEAST_WORK and knows_gluon()
 
 
 def exists(device: torch.device) -> bool:

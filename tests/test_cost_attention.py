@@ -29,7 +29,7 @@ from fxquant import (
 from fxquant.cost_attention import attention_work
 from fxquant.decisions import Attended
 from fxquant.formats import AttentionSpec, QuantSpec, Step
-from fxquant.kernels import attention_choice, attention_cuda, attention_ops
+from fxquant.kernels import attention_choice, attention_cuda, attention_ops, warp_attention
 from fxquant.kernels.attention_choice import AttentionKernel, Sides
 from fxquant.quantizers import Float8Quantizer
 from fxquant.recipes import Recipe
@@ -102,6 +102,29 @@ def test_as_fast_as_within_a_step() -> None:
     assert found["attention, forward"] == pytest.approx((1.97, 1.64), rel=0.15)
     assert found["attention, backward"] == pytest.approx((5.8, 5.9), rel=0.15)
     assert sum(after for what, (_, after) in found.items() if what.startswith("cast")) == pytest.approx(0.2, rel=0.15)
+
+
+GLUON = {(16384, False): 1.02, (16384, True): 1.07, (4096, False): 1.13, (4096, True): 1.16}
+"""How much faster than the Triton kernel the forward in Gluon is (docs/performance.md)."""
+
+
+@pytest.mark.parametrize("case", GLUON, ids=str)
+def test_the_forward_in_gluon_is_as_fast_as_measured(case: tuple[int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = attended(*case, qkv="per_head_e4m3", s="per_head_e4m3")
+    _, triton = times(heads, training=False)["attention, forward"]
+    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: True)
+    (_, kernel, *_), *_ = attention_work(heads, False, copy=3.0, launch=1.8)
+    assert kernel == "Triton's Gluon, FP8"
+    _, gluon = times(heads, training=False)["attention, forward"]
+    assert triton / gluon == pytest.approx(GLUON[case], rel=0.05)
+    short = dataclasses.replace(heads, queries=512, keys=512)
+    assert attention_work(short, False, copy=3.0, launch=1.8)[0][1] == "Triton, FP8"
+
+
+@pytest.fixture(autouse=True)
+def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a Triton that does not have it."""
+    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: False)
 
 
 @pytest.fixture
