@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import cpp_runner
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,30 +22,6 @@ package = torch._inductor.aoti_load_package(sys.argv[1])
 for x, y in torch.load(sys.argv[2]):
     torch.testing.assert_close(package(x), y, rtol=1e-5, atol=1e-6)
 print("same")
-"""
-
-RUNNER = """
-#include <fstream>
-#include <iostream>
-#include <iterator>
-#include <torch/torch.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-
-torch::Tensor read(const char* path) {
-  std::ifstream file(path, std::ios::binary);
-  std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  return torch::pickle_load(bytes).toTensor();
-}
-
-int main(int, char** argv) {
-  c10::InferenceMode guard;
-  torch::inductor::AOTIModelPackageLoader loader(argv[1]);
-  auto y = loader.run({read(argv[2])})[0];
-  auto wanted = read(argv[3]);
-  bool same = y.sizes() == wanted.sizes() && torch::allclose(y, wanted, 1e-5, 1e-6);
-  std::cout << (same ? "same" : "different") << std::endl;
-  return same ? 0 : 1;
-}
 """
 
 
@@ -100,27 +76,10 @@ def test_packages_of_other_recipes(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_package_runs_from_cpp(package: tuple[Path, list[tuple[Tensor, Tensor]]], tmp_path: Path) -> None:
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
     path, answers = package
-    source = tmp_path / "runner.cpp"
-    source.write_text(RUNNER)
-    abi = int(torch.compiled_with_cxx11_abi())
-    flags = ["-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-I{each}" for each in include_paths())]
-    places = [item for each in library_paths() for item in (f"-L{each}", f"-Wl,-rpath,{each}")]
-    link = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-    build = [compiler, *flags, str(source), "-o", str(tmp_path / "runner"), *places, *link]
-    made = subprocess.run(build, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr[-2000:]
+    runner = cpp_runner.build(tmp_path, "cpu")
     for x, y in answers:
-        torch.save(x, tmp_path / "x.pt")
-        torch.save(y, tmp_path / "y.pt")
-        command = [str(tmp_path / "runner"), str(path), str(tmp_path / "x.pt"), str(tmp_path / "y.pt")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.stdout.strip() == "same", done.stderr
+        cpp_runner.check(runner, path, "cpu", x, y, 1e-5)
 
 
 def test_what_cannot_be_packaged_is_refused(tmp_path: Path) -> None:

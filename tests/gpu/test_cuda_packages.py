@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cpp_runner
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,17 @@ def test_a_prefill_runs_where_fxquant_is_not(recipe: str, tmp_path: Path) -> Non
     check(Gated(512).bfloat16().eval(), torch.randn(256, 512).bfloat16(), recipe, tmp_path, dynamic=False)
 
 
-def check(model: nn.Module, x: Tensor, recipe: str, tmp_path: Path, *, dynamic: bool) -> None:
+def test_a_package_runs_from_cpp(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Gated().bfloat16().eval(), torch.randn(32, 256).bfloat16()
+    path, ((_, y),) = check(model, x, "static", tmp_path, dynamic=False)
+    cpp_runner.check(cpp_runner.build(tmp_path, "cuda"), path, "cuda", x, y, 2**-7)
+
+
+def check(
+    model: nn.Module, x: Tensor, recipe: str, tmp_path: Path, *, dynamic: bool
+) -> tuple[str, list[tuple[Tensor, Tensor]]]:
+    """The path of the package, and inputs with what the program makes of them on the CPU."""
     batch = {0: Dim("batch", min=2, max=256)}
 
     def quantized(device: str) -> torch.export.ExportedProgram:
@@ -64,7 +75,8 @@ def check(model: nn.Module, x: Tensor, recipe: str, tmp_path: Path, *, dynamic: 
     on_cpu: nn.Module = quantized("cpu").module()
     inputs = [x, x[:16]] if dynamic else [x]
     with torch.no_grad():
-        torch.save([(each, on_cpu(each)) for each in inputs], tmp_path / "pairs.pt")
+        pairs = [(each, on_cpu(each)) for each in inputs]
+    torch.save(pairs, tmp_path / "pairs.pt")
     # what is cast between the layers has to be rounded as on the CPU: codes next to a boundary would differ by a step
     path = fxquant.aoti_compile_and_package(
         quantized("cuda"),
@@ -74,3 +86,4 @@ def check(model: nn.Module, x: Tensor, recipe: str, tmp_path: Path, *, dynamic: 
     command = [sys.executable, "-c", RUN, path, str(tmp_path / "pairs.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "same", done.stderr
+    return path, pairs
