@@ -244,6 +244,18 @@ def is_tracing() -> bool:
     return TracingContext.try_get() is not None
 
 
+def in_backward() -> bool:
+    """Whether the autograd engine is running a backward on this thread."""
+    return bool(torch._C._current_autograd_node())  # type: ignore[attr-defined]
+
+
+def changed_inputs() -> list[int]:
+    """Which inputs the forward graph that AOTAutograd has compiled just now gives back changed, before its outputs."""
+    context = TracingContext.try_get()
+    assert context is not None and context.fw_metadata is not None
+    return list(context.fw_metadata.mutated_inp_runtime_indices)
+
+
 @contextmanager
 def graph_breaks() -> Iterator[list[str]]:
     """A scope that ends with the reasons for which Dynamo broke graphs in it, or captured none, in its list."""
@@ -547,6 +559,7 @@ __all__ = [
     "artificial_source",
     "capability",
     "card_name",
+    "changed_inputs",
     "compile_package",
     "compile_to_look",
     "compile_with_inductor",
@@ -567,6 +580,7 @@ __all__ = [
     "force_stride_order",
     "get_hash_for_files",
     "graph_breaks",
+    "in_backward",
     "inductor_cache",
     "inductor_config",
     "inductor_decompositions",

@@ -1,4 +1,4 @@
-"""`fxquant.explain`: what a recipe does to a model, without running a kernel of the model."""
+"""`fxquant.explain`: what a recipe does to a model, without running its graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend import Backend, compile_eager
-from fxquant.compat import card_name, compile_to_look, graph_breaks, own_errors, tree_map_only
+from fxquant.compat import card_name, changed_inputs, compile_to_look, graph_breaks, own_errors, tree_map_only
 from fxquant.passes import Partition
 from fxquant.passes.assign_roles import layer_name
 from fxquant.passes.fuse_epilogues import problems
@@ -48,8 +48,12 @@ class _Explainer(Backend):
             output = next(n for n in graph_module.graph.nodes if n.op == "output")
             values = fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
 
-            def zeros(*_: Any) -> Any:
-                return tree_map_only(Tensor, _zeros, values)
+            changed = [] if backward else changed_inputs()
+
+            def zeros(*inputs: Any) -> list[Any]:
+                # what the graph would write into an input comes first, and is copied there: the input as it was
+                kept = [inputs[i].clone() for i in changed]
+                return [*kept, *tree_map_only(Tensor, _zeros, list(values)[len(changed) :])]
 
             return zeros
 
@@ -71,9 +75,10 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
 
     The model's graphs are captured, rewritten and differentiated, but not run: where Python needs a result between
-    two graphs it gets zeros. What torch.compile leaves out of its graphs does run, and its matmuls are NOT_CAPTURED.
-    The report holds the decisions, the reasons for graph breaks, the parts of the recipe that matched nothing, and the
-    text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
+    two graphs it gets zeros, and what the graphs would write into stays as it was. What torch.compile leaves out of its
+    graphs does run, and its matmuls are NOT_CAPTURED. The report holds the decisions, the reasons for graph breaks, the
+    parts of the recipe that matched nothing, and the text of the rewritten forward and backward graphs. Raises
+    RecipeError as compiling would.
     """
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
     uncaptured = Uncaptured(backend._names())

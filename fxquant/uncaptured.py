@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from fxquant.compat import RunsBesideDynamo, flex_attention_op, is_tracing, tree_leaves
+from fxquant.compat import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
 from fxquant.decisions import Decision, SkipReason
 from fxquant.passes.forms_flops import RECURRENT, recurrent_flops
 from fxquant.passes.forms_opaque import tells
@@ -32,6 +32,9 @@ _COUNTED_AS = dict.fromkeys(
     torch.ops.aten._scaled_dot_product_flash_attention,
 )
 """Operators that torch's counter may not know, and one of the same shapes that it does."""
+
+
+_IN_PLACE = {getattr(torch.ops.aten, f"{name}_"): getattr(torch.ops.aten, name) for name in ("addmm", "baddbmm")}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class _Product:
 
 
 class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
-    """Notes the matmuls that run while it is entered, and are neither traced nor in a compiled graph.
+    """Notes the matmuls of forwards that run while it is entered, and are neither traced nor our own operators.
 
     `names` maps ``str(id(module))`` to the path of a module in the user's model.
     """
@@ -79,10 +82,18 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", func)  # higher-order operators have none
+        own = getattr(func, "namespace", "") == "fxquant" or is_tracing() or in_backward()
+        whole = torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and packet not in flop_registry
+        if whole and not own:  # autograd, which takes `linear` and its like apart, is out of the way
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        result = func(*args, **(kwargs or {}))
+        packet = _IN_PLACE.get(packet, packet)
         op, counts = packet.__name__, flop_registry.get(_COUNTED_AS.get(packet, packet))
-        if (counts or tells(op)) and not op.endswith("_backward") and not is_tracing():
+        if (counts or tells(op)) and not op.endswith("_backward") and not own:
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.ndim > 1]
             if counts:
                 flops = counts(*args, **(kwargs or {}), out_val=result)

@@ -471,7 +471,7 @@ def _dealt_evenly(
     """
     ends = (min(kv_len, (block + 1) * rows) for block in reversed(range(blocks)))
     lengths = [(end + block_n - 1) // block_n + _OF_A_TILE for end in ends]
-    together = least
+    together = min(least, most, heads)
     while together < 2 * min(most, heads):
         width = min(together, most, heads)
         sums = [0.0] * programs

@@ -224,6 +224,56 @@ def test_explain_goes_over_graph_breaks_with_full_names() -> None:
     assert not fxquant.explain(Model(), "mxfp8", x()).breaks
 
 
+def test_explain_tells_of_uncaptured_forwards_alone_and_under_inference_mode() -> None:
+    class Disabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 32)
+
+        @torch._dynamo.disable
+        def run(self, x: Tensor) -> Tensor:
+            y = self.last(x) + x.new_zeros(len(x), 32).addmm_(x, x.new_ones(96, 32))
+            if y.requires_grad:
+                torch.autograd.grad(y.sum(), self.last.weight, retain_graph=True)
+            return y
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run(self.first(x))
+
+    with torch.inference_mode():
+        report = fxquant.explain(Disabled(), "mxfp8", x()[:16])
+    lost = [d for d in report.decisions if d.skip_reason is SkipReason.NOT_CAPTURED]
+    assert {(d.layer, d.shape) for d in lost} >= {("last", (16, 96)), ("last", (32, 96)), ("", (16, 96))}
+    assert report.flops["total"] == 2 * 16 * 96 * (64 + 32 + 32)
+    report = fxquant.explain(Disabled(), "mxfp8", x()[:16])
+    assert {d.layer for d in report.decisions if d.skip_reason is SkipReason.NOT_CAPTURED} == {"last", ""}
+    assert len({d.site for d in report.decisions}) == 3, "not what goes backward inside"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_explain_leaves_what_a_model_writes_into_as_it_was(grad: bool) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+            self.register_buffer("sums", torch.ones(64))
+
+        def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+            y = self.norm(self.fc(x))
+            self.sums.add_(y.detach().sum(0))
+            cache[:16].copy_(y.detach()[:16])
+            return y
+
+    model, cache = Counting(), torch.full((32, 64), 3.0)
+    model.norm.running_var.fill_(7.0)  # type: ignore[union-attr]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.set_grad_enabled(grad):
+        report = fxquant.explain(model, "mxfp8", x(), cache)
+    assert report.coverage == 1 and torch.equal(cache, torch.full((32, 64), 3.0))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_explain_says_that_nothing_was_captured() -> None:
     report = str(fxquant.explain(nn.Sequential(nn.LSTM(64, 64)), "mxfp8", x()))
     assert "skipped: NOT_CAPTURED" in report and "graph break: torch.compile captured no graph at all" in report

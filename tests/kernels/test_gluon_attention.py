@@ -87,6 +87,7 @@ def test_tiles_are_dealt_evenly_or_by_the_device(blocks: int, heads: int) -> Non
         known = {width: busiest(blocks, heads, width, 132) for width in choices if width <= min(most, heads)}
         even = [width for width, times in known.items() if times <= 1.04]
         assert got == (min(even) if even else None)
+    assert gluon_attention._dealt_evenly(64, 128, 8192, 128, 8, 16, 16, 132) == 8, "fewer heads than fit the cache"
 
 
 def test_a_negative_scale_is_refused() -> None:
