@@ -246,7 +246,7 @@ def is_tracing() -> bool:
 
 def in_backward() -> bool:
     """Whether the autograd engine is running a backward on this thread."""
-    return bool(torch._C._current_autograd_node())  # type: ignore[attr-defined]
+    return bool(torch._C._current_autograd_node())
 
 
 def changed_inputs() -> list[int]:
