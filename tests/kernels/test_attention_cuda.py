@@ -83,7 +83,8 @@ def test_no_scores_in_memory(
 
 
 def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warp_attention, "exists", lambda device: True)
+    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: True)
+    monkeypatch.setattr(warp_attention, "is_hopper", lambda device: True)
     for length, taken in ((1024, False), (2048, True)):
         x = torch.empty(1, 32, length, 128, device="meta")
         assert warp_attention.takes(x, x[:, :8]) == taken
