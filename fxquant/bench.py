@@ -394,6 +394,14 @@ def time_in_turn(contenders: Sequence[Contender], device: str, seconds: float, r
                 each.row["gemms"] = failure(error)
 
 
+def attempt(provider: str, make: Callable[[str], Contender]) -> Contender:
+    """A provider ready to be timed, or one that is left out of the turns and says why."""
+    try:
+        return make(provider)
+    except Exception as error:
+        return Contender(provider, lambda: None, {"gemms": failure(error)}, [])
+
+
 def failure(error: Exception) -> str:
     """An error as a table shows it."""
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -485,10 +493,7 @@ def measure_casts(providers: Sequence[str], size: Cast, device: str, seconds: fl
     contenders = []
     with unlimited_recompiles():
         for provider in providers:
-            try:
-                contenders.append(Contender(provider, cast_step(provider, size, x), {}, []))
-            except Exception as error:
-                contenders.append(Contender(provider, lambda: None, {"gemms": failure(error)}, []))
+            contenders.append(attempt(provider, lambda p: Contender(p, cast_step(p, size, x), {}, [])))
         time_in_turn(contenders, device, seconds, repeats)
     medians = {each.name: statistics.median(each.times) for each in contenders if each.times}
     rows = []
@@ -607,10 +612,7 @@ def measure(providers: Sequence[str], size: Size, device: str, seconds: float, r
     contenders: list[Contender] = []
     with unlimited_recompiles():
         for provider in providers:
-            try:
-                contenders.append(contender(provider, size, device))
-            except Exception as error:
-                contenders.append(Contender(provider, lambda: None, {"gemms": failure(error)}, []))
+            contenders.append(attempt(provider, lambda p: contender(p, size, device)))
         alone, floor = floors(size, contenders, device) if isinstance(size, Linear) else ([], lambda _: None)
         time_in_turn([*contenders, *alone], device, seconds, repeats)
     medians = {each.name: statistics.median(each.times) for each in contenders if each.times}
@@ -631,16 +633,17 @@ def measure_inference(
     torch.compiler.reset()
     contenders: list[Contender] = []
     calls_of: dict[str, int] = {}
+
+    def ready(provider: str) -> Contender:
+        calls, row = prepared(provider, size, device)
+        step, calls_of[provider] = bench_decode.in_a_graph(calls, device == "cuda")
+        return Contender(provider, step, row, [])
+
     with unlimited_recompiles():
         for provider in providers:
             if isinstance(size, Attention) and not size.takes(provider):
                 continue
-            try:
-                calls, row = prepared(provider, size, device)
-                step, calls_of[provider] = bench_decode.in_a_graph(calls, device == "cuda")
-                contenders.append(Contender(provider, step, row, []))
-            except Exception as error:
-                contenders.append(Contender(provider, lambda: None, {"gemms": failure(error)}, []))
+            contenders.append(attempt(provider, ready))
         time_in_turn(contenders, device, seconds, repeats)
     us = {c.name: 1e3 * statistics.median(c.times) / calls_of[c.name] for c in contenders if c.times}
     rows = []

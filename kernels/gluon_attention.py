@@ -413,11 +413,11 @@ def forward(
     kv_heads, kv_len = k.shape[1:3]
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
-    weights = torch.zeros_like(lse) if record else lse.new_empty(0)
+    weights = torch.empty_like(lse) if record else lse.new_empty(0)
     if not out.numel():
         return out, lse, weights
     if not kv_len:
-        return out.zero_(), lse.fill_(-math.inf), weights
+        return out.zero_(), lse.fill_(-math.inf), weights.zero_()
     config = config or CONFIGS[head_dim]
     rows = config.groups * _ROWS.value
     blocks = (q_len + rows - 1) // rows

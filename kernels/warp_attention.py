@@ -27,7 +27,7 @@ _LEAST_WORK = 1 << 36
 
 def takes(q: Tensor, k: Tensor) -> bool:
     """Whether this kernel runs for q [B, H, Sq, D] and k that `triton_attention.supports`, without mask and dropout."""
-    return pays(4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))) and exists(q.device)
+    return pays(4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))) and is_hopper(q.device)
 
 
 def pays(flops: int) -> bool:
