@@ -179,7 +179,7 @@ def _forward(
                 q8, k8, v8, q_scale, k_scale, v_scale, **options, out_dtype=dtype, record=s_amax is not None
             )
             if s_amax is not None:
-                s_amax.copy_(delayed.record(s_amax, [weights.amax().reshape(1)], [0]))
+                delayed.take(s_amax, weights.amax().reshape(1))
             return o, lse
         return triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more, s_amax=s_amax)
     wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)

@@ -65,7 +65,7 @@ def _quantize_qkv(
 
 def _quantize_qkv_into(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor, amaxes: Tensor) -> list[Tensor]:
     *parts, largest = _quantize_qkv(q, k, v, spec, scale, True)
-    amaxes.copy_(delayed.record(amaxes, [largest], [0]))
+    delayed.take(amaxes, largest)
     return parts
 
 
@@ -95,7 +95,7 @@ def _forward_into(
     s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype, amaxes: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     o, lse, largest = _forward(q, k, v, extras, seed, s_scale, spec, width, dtype)
-    amaxes.copy_(delayed.record(amaxes, [largest], [0]))
+    delayed.take(amaxes, largest)
     return [o, lse]
 
 

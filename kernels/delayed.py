@@ -77,6 +77,11 @@ def record(amaxes: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tenso
     return torch.where(values == _NONE, amaxes, torch.maximum(amaxes, values))
 
 
+def take(entry: Tensor, amax: Tensor) -> None:
+    """Takes an amax [1] into one entry [1] of the amaxes of a forward, in place: the larger counts."""
+    entry.copy_(record(entry, [amax], [0]))
+
+
 def record_since(amaxes: Tensor, step: Tensor, new: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
     """`record` for `amaxes` [n] of `DelayedState.backward_amax`: what was written before `step` [n] is forgotten.
 

@@ -76,34 +76,34 @@ def named(gm: fx.GraphModule) -> Counter[str]:
     return Counter(node.target._opname for node in gm.graph.nodes if is_fxquant(node))
 
 
-def test_a_forward_advances_its_state_and_records_in_it() -> None:
-    inputs = [*state_of(), torch.full((N,), 448.0), torch.randn(32, 16), torch.randn(16, 16)]
-    gm = traced(forward, [x.clone() for x in inputs])
+def rewritten(
+    run: Callable[..., list[Tensor]], inputs: list[Tensor], *, advances: int = 0, records: int = 2
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The graph after both passes, which gives and writes what it did before; and what it writes into, afterwards."""
+    gm = traced(run, [x.clone() for x in inputs])
     expected, got = [x.clone() for x in inputs], [x.clone() for x in inputs]
-    made = forward(*expected)
-    assert advance_state(gm.graph, device="cpu") == 1
-    assert record_in_place(gm.graph, device="cpu") == 2
+    made = run(*expected)
+    assert advance_state(gm.graph, device="cpu") == advances
+    assert record_in_place(gm.graph, device="cpu") == records
     gm.graph.lint()
     gm.recompile()
-    assert named(gm) == {"delayed_advance": 1, "produce_quantize_into": 2, "record": 1}
-    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)) == 1, "of what is left"
     for a, b in zip([*gm(*got), *got], [*made, *expected], strict=True):
         assert torch.equal(a, b)
+    return gm, expected
+
+
+def test_a_forward_advances_its_state_and_records_in_it() -> None:
+    inputs = [*state_of(), torch.full((N,), 448.0), torch.randn(32, 16), torch.randn(16, 16)]
+    gm, _ = rewritten(forward, inputs, advances=1)
+    assert named(gm) == {"delayed_advance": 1, "produce_quantize_into": 2, "record": 1}
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)) == 1, "of what is left"
 
 
 def test_a_backward_records_in_its_state() -> None:
     _, _, _, since, step = state_of()
-    inputs = [since, step, torch.ones(1), *(torch.randn(32, 16) for _ in range(3))]
-    gm = traced(backward, [x.clone() for x in inputs])
-    expected, got = [x.clone() for x in inputs], [x.clone() for x in inputs]
-    made = backward(*expected)
-    assert record_in_place(gm.graph, device="cpu") == 2
-    gm.graph.lint()
-    gm.recompile()
+    gm, written = rewritten(backward, [since, step, torch.ones(1), *(torch.randn(32, 16) for _ in range(3))])
     assert named(gm) == {"produce_quantize_into": 2}
-    assert not torch.equal(expected[0], since)
-    for a, b in zip([*gm(*got), *got], [*made, *expected], strict=True):
-        assert torch.equal(a, b)
+    assert not torch.equal(written[0], since)
 
 
 def attend(amaxes: Tensor, scale: Tensor, q: Tensor, k: Tensor, v: Tensor, other: Tensor) -> list[Tensor]:
@@ -118,15 +118,8 @@ def attend(amaxes: Tensor, scale: Tensor, q: Tensor, k: Tensor, v: Tensor, other
 
 def test_attention_records_in_its_state() -> None:
     inputs = [state_of()[2], torch.full((1,), 9.0), *(torch.randn(1, 2, 16, 16) for _ in range(3)), torch.rand(1)]
-    gm = traced(attend, [x.clone() for x in inputs])
-    expected, got = [x.clone() for x in inputs], [x.clone() for x in inputs]
-    made = attend(*expected)
-    assert record_in_place(gm.graph, device="cpu") == 2
-    gm.graph.lint()
-    gm.recompile()
+    gm, _ = rewritten(attend, inputs)
     assert named(gm) == {"quantize_qkv_into": 1, "attention_forward_into": 1, "record": 1}
-    for a, b in zip([*gm(*got), *got], [*made, *expected], strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("change", ["evaluation", "reader", "twice"])
