@@ -40,7 +40,7 @@ SPECS: dict[Any, QuantSpec] = {
     "block": QuantSpec(format="per_head_128_e4m3"),
 }  # fmt: skip
 CASTS = (
-    ("tensor", 1, 2, 2, 77, 40, 64), ("head", 2, 4, 2, 50, 70, 64), ("block", 1, 2, 1, 140, 150, 64),
+    ("tensor", 1, 2, 2, 77, 140, 256), ("head", 2, 4, 2, 50, 270, 64), ("block", 1, 2, 1, 140, 150, 64),
     ("block", 1, 1, 1, 40, 33, 256),
 )  # fmt: skip
 FORWARD = (
