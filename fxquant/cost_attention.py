@@ -43,10 +43,10 @@ RATES: Mapping[tuple[str, int], AttentionRates] = {
     ("NVIDIA H100 80GB HBM3", 128): AttentionRates(
         source="one batch of 32 heads, 4096 and 16384 keys, causal and not, cuDNN and the kernels of this project in "
         "CUDA graphs; torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
-        forward=KernelRate(640, 10, 480),
-        backward=KernelRate(553, 55, 400),
+        forward=KernelRate(625, 10, 480),
+        backward=KernelRate(545, 55, 400),
         fp8_forward=KernelRate(830, 45, 200),
-        gluon_forward=KernelRate(840, 15, 150),
+        gluon_forward=KernelRate(880, 15, 200),
         fp8_backward=KernelRate(534, 200, 450),
     ),
 }

@@ -104,6 +104,25 @@ def test_as_fast_as_within_a_step() -> None:
     assert sum(after for what, (_, after) in found.items() if what.startswith("cast")) == pytest.approx(0.2, rel=0.15)
 
 
+OVER_CUDNN = {
+    # casts of heads and delayed ones over cuDNN in bfloat16: forward, and with a backward by cuDNN
+    (16384, False): ((1.35, 1.42), (1.02, 1.07)),
+    (16384, True): ((1.32, 1.35), (1.06, 1.06)),
+    (4096, False): ((1.11, 1.19), (0.99, 1.01)),
+    (4096, True): ((1.05, 1.19), (0.97, 0.98)),
+}
+"""`python -m fxquant bench attention` (docs/performance.md)."""
+
+
+@pytest.mark.parametrize("case", OVER_CUDNN, ids=str)
+def test_pays_as_measured(case: tuple[int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: True)
+    for training, measured in zip((False, True), OVER_CUDNN[case], strict=True):
+        for spec, ratio in zip(("per_head_e4m3", "per_tensor_e4m3(slot=0)"), measured, strict=True):
+            before, after = total(times(attended(*case, qkv=spec, s=spec), training))
+            assert before / after == pytest.approx(ratio, rel=0.05), (spec, training)
+
+
 GLUON = {(16384, False): 1.02, (16384, True): 1.07, (4096, False): 1.13, (4096, True): 1.16}
 """How much faster than the Triton kernel the forward in Gluon is (docs/performance.md)."""
 
