@@ -22,7 +22,8 @@ import fxquant.kernels.linear  # noqa: F401  registers the operators
 from fxquant.compat import make_fx, triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels import triton_cast
-from fxquant.passes.lower import implementation, lower
+from fxquant.passes.implementations import implementation
+from fxquant.passes.lower import lower
 
 
 @pytest.mark.parametrize("name", ["cast", "producers", "delayed"])
