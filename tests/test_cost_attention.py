@@ -40,7 +40,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HEAD, FP8, MX, HIGH = Float8HeadQuantizer(), Float8CurrentScalingQuantizer(), MXFP8Quantizer(), IdentityQuantizer()
 
 FORWARD = {
-    # milliseconds at (keys, causal): cuDNN, the FP8 kernel, and with the casts of q, k and v (docs/performance.md)
+    # milliseconds at (keys, causal): cuDNN, the FP8 kernel in Triton, and with the casts of q, k and v, of one run
     (16384, False): (6.96, 5.34, 5.59),
     (16384, True): (3.67, 2.80, 3.11),
     (4096, False): (0.444, 0.376, 0.476),
