@@ -19,6 +19,7 @@ from torch import fx
 from fxquant.compat import statically_known_true
 from fxquant.formats import Step
 from fxquant.passes.facts import Attend, Attention, Builder, Dim, Match, value_of
+from fxquant.passes.forms_attention_undo import undone, undone_like
 from fxquant.passes.forms_contraction import Contraction, Label, arrange, permute, product_of, requires_grad, settle
 from fxquant.passes.forms_weights import op_name
 
@@ -47,18 +48,28 @@ class _Extra:
     def of(cls, user: fx.Node, node: fx.Node, lead: tuple[Dim, ...], change: Change | None = None) -> _Extra:
         return cls(user, user.all_input_nodes.index(node), lead, change)
 
-    def build(self, builder: Builder, lead: tuple[Dim, ...]) -> fx.Node:
-        """The tensor for scores whose batch sizes are `lead`."""
+    def repeated(self) -> tuple[Dim, ...]:
+        """The batch sizes along which the tensor must be repeated before its batch axes can be reshaped."""
+        outer = tuple(value_of(self.user.all_input_nodes[self.slot]).shape[:-2])
+        if all(isinstance(size, int) and size == 1 for size in outer):
+            return ()
+        outer = (1,) * (len(self.lead) - len(outer)) + outer
+        return tuple(size for size, own in zip(self.lead, outer, strict=True) if not _same((size,), (own,)))
+
+    def build(self, builder: Builder, lead: tuple[Dim, ...], like: fx.Node) -> fx.Node:
+        """The tensor for scores whose batch sizes are `lead`, those of `like` [*lead, _, _]."""
+        repeated = self.repeated()
         node = self.user.all_input_nodes[self.slot]
         node = node if self.change is None else self.change(builder, node)
-        value = value_of(node)
-        outer = tuple(value.shape[:-2])
+        outer = value_of(node).shape[:-2]
         if _same(self.lead, lead) or not outer:
             return node
-        ends = [builder.size(node, axis) for axis in (-2, -1)]
         if all(isinstance(size, int) and size == 1 for size in outer):
-            return builder.call(torch.reshape, node, ends)
-        return builder.call(torch.reshape, builder.call(torch.Tensor.expand, node, [*self.lead, *ends]), [*lead, *ends])
+            return builder.call(torch.reshape, node, [builder.size(node, axis) for axis in (-2, -1)])
+        if repeated:
+            sizes = [*_sizes(builder, self.lead, like), -1, -1]
+            node = builder.call(torch.Tensor.expand, node, sizes)
+        return _with_lead(builder, node, lead, like)
 
 
 @dataclass
@@ -83,16 +94,21 @@ class _Chain:
 
 def read_chain(first: Match, second: Match) -> Attention | str:
     """The attention of two products of activations with a softmax between them, or why they are none."""
-    try:
-        return _read(first, second)
-    except Unknown as unknown:
-        return str(unknown)
-
-
-def _read(first: Match, second: Match) -> Attention:
     if first.plan is None or second.plan is None:
-        raise Unknown("one of its products is not a plain matmul")
-    into, out_of = _Scores(first.plan), _Context(second.plan)
+        return "one of its products is not a plain matmul"
+    before, scale = undone(first.plan)
+    readings = [(before, undone_like(second.plan, before), scale), (first.plan, second.plan, 1.0)]
+    reason = ""
+    for reading in readings:
+        try:
+            return _read(first, second, *reading)
+        except Unknown as unknown:
+            reason = str(unknown)
+    return reason
+
+
+def _read(first: Match, second: Match, into_plan: Contraction, out_plan: Contraction, scale: float) -> Attention:
+    into, out_of = _Scores(into_plan), _Context(out_plan, second.plan)
     start = second.plan.left.node
     reached = _reached([first.node])
     path = reached & _backward(start)
@@ -103,6 +119,8 @@ def _read(first: Match, second: Match) -> Attention:
     while scores is not first.node:
         scores = _before(chain, scores)
     _of_product(chain, first.node)
+    if scale != 1:
+        chain.step("mul", scale)
     inside = _closed(chain, second.node)
     for _, _, extra in chain.steps:
         if extra is not None and extra.user.all_input_nodes[extra.slot] in inside:
@@ -118,19 +136,17 @@ def _read(first: Match, second: Match) -> Attention:
     if not statically_known_true(product_of(into.shared) == product_of(out_of.shared)):
         raise Unknown("keys and values differ in their heads")
     lead = into.canonical()
-    leads = [into.lead, out_of.lead, *(extra.lead for extra in extras)]
-    changes = not all(_same(each, lead) for each in leads)
-    if changes and not all(isinstance(size, int) for each in (*leads, lead) for size in each):
+    repeated = [extra.repeated() for extra in extras if not _same(extra.lead, lead)]
+    if len(_unknown(out_of.lead, lead)) > 1 or any(_unknown(each, lead) for each in repeated):
         raise Unknown("batch axes are reshaped and dynamic")
     slots = [_slots(first.node, first.plan), _slots(second.node, second.plan)]
 
     def emit(builder: Builder, attend: Attend) -> fx.Node:
         q, k = into.operands(builder, *(first.node.all_input_nodes[slot] for slot in slots[0]))
-        v = out_of.operand(builder, second.node.all_input_nodes[slots[1][1]])
-        q, k, v = _with_lead(builder, q, lead), _with_lead(builder, k, into.shared), _with_lead(builder, v, into.shared)
+        v = _with_lead(builder, out_of.operand(builder, second.node.all_input_nodes[slots[1][1]]), into.shared, k)
         k, v = without_repeats(k, v)
-        result = attend(q, k, v, [extra.build(builder, lead) for extra in extras])
-        return settle(builder, out_of.result(builder, _with_lead(builder, result, out_of.lead)))
+        result = attend(q, k, v, [extra.build(builder, lead, q) for extra in extras])
+        return settle(builder, out_of.result(builder, _with_lead(builder, result, out_of.lead, result)))
 
     return Attention(
         steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first.node}, axes=len(lead) + 2,
@@ -161,7 +177,8 @@ class _Scores:
     @property
     def shared(self) -> tuple[Dim, ...]:
         """The batch sizes of k and v: of one head, where queries alone have heads."""
-        return tuple(map(self.plan.left.size, self.shared_labels)) or ((1,) if self.outer else ())
+        sizes = tuple(map(self.plan.left.size, self.shared_labels))
+        return (*sizes, 1) if self.outer and len(sizes) < 2 else sizes
 
     def canonical(self) -> tuple[Dim, ...]:
         """The batch sizes of q: those of k, the last one times the heads that only queries have."""
@@ -171,16 +188,19 @@ class _Scores:
         return (*batch, heads * product_of(map(self.plan.left.size, self.outer)))
 
     def operands(self, builder: Builder, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
-        plan = self.plan
+        plan, batch = self.plan, len(self.shared) - 1
+        left, right = (operand.viewed(builder, node) for operand, node in ((plan.left, left), (plan.right, right)))
         q = arrange(builder, left, plan.left, [*((label,) for label in self.labels), (self.row,), plan.inner])
         k = arrange(builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.columns, plan.inner])
-        return q, k
+        if len(self.shared) > len(self.shared_labels):
+            k = builder.call(torch.unsqueeze, k, batch)
+        return q if len(self.labels) == len(self.shared) else builder.call(torch.flatten, q, batch, -3), k
 
 
 class _Context:
     """The second product: of weights [*lead, queries, keys]."""
 
-    def __init__(self, plan: Contraction) -> None:
+    def __init__(self, plan: Contraction, written: Contraction) -> None:
         labels = plan.left.labels
         *self.labels, self.row, inner = labels if len(labels) > 1 else (None, None)
         outer = [label for label in self.labels if label in plan.rows]
@@ -190,7 +210,7 @@ class _Context:
             or self.labels != [*shared, *outer]
         ):  # fmt: skip
             raise Unknown("its second product does not contract the keys")
-        self.plan, self.shared_labels = plan, shared
+        self.plan, self.written, self.shared_labels = plan, written, shared
         self.lead = tuple(map(plan.left.size, self.labels))
 
     @property
@@ -200,20 +220,38 @@ class _Context:
 
     def operand(self, builder: Builder, right: fx.Node) -> fx.Node:
         plan = self.plan
+        right = plan.right.viewed(builder, right)
         return arrange(
             builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.inner, plan.columns]
         )
 
     def result(self, builder: Builder, node: fx.Node) -> fx.Node:
         have: tuple[Label, ...] = (*self.labels, self.row, *self.plan.columns)
-        return permute(builder, node, have, self.plan.out)
+        result = permute(builder, node, have, self.plan.out)
+        merged = len(self.plan.out) - len(self.written.out)
+        return builder.call(torch.flatten, result, 0, merged) if merged else result
 
 
-def _with_lead(builder: Builder, node: fx.Node, lead: tuple[Dim, ...]) -> fx.Node:
-    """A tensor [*batch, S, D] with its batch axes in other sizes."""
+def _with_lead(builder: Builder, node: fx.Node, lead: tuple[Dim, ...], like: fx.Node) -> fx.Node:
+    """A tensor [*batch, S, D] with its batch axes in other sizes, of which at most one is not of `like`."""
     if _same(value_of(node).shape[:-2], lead):
         return node
-    return builder.call(torch.reshape, node, [*lead, builder.size(node, -2), builder.size(node, -1)])
+    sizes = _sizes(builder, lead, like)
+    return builder.call(torch.reshape, node, [*sizes, builder.size(node, -2), builder.size(node, -1)])
+
+
+def _sizes(builder: Builder, sizes: Sequence[Dim], like: fx.Node) -> list[int | fx.Node]:
+    """Numbers, or nodes of the same sizes of `like`, or -1."""
+    found: list[int | fx.Node] = []
+    for size in sizes:
+        axes = [axis for axis, x in enumerate(value_of(like).shape) if _same((size,), (x,))]
+        found.append(size if isinstance(size, int) else builder.size(like, axes[0]) if axes else -1)
+    return found
+
+
+def _unknown(sizes: Sequence[Dim], among: Sequence[Dim]) -> list[Dim]:
+    """The dynamic ones of the sizes that are not among others."""
+    return [size for size in sizes if not isinstance(size, int) and not any(_same((size,), (x,)) for x in among)]
 
 
 def without_repeats(key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
