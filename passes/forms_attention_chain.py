@@ -9,6 +9,7 @@ Every operation must be known and nothing outside may read what lies between the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from fxquant.passes.forms_weights import op_name
 
 _CASTS = frozenset("to _to_copy type type_as float half bfloat16 double contiguous clone alias".split())
 _RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten expand view_as reshape_as unsqueeze squeeze".split())
+_OF_MASKS = frozenset("invert __invert__ bitwise_not logical_not eq ne unsqueeze getitem".split())
 _DIVISIONS = frozenset(("div", "truediv", "true_divide"))
 
 
@@ -81,6 +83,8 @@ class _Chain:
     steps: list[tuple[str, float, _Extra | None]] = field(default_factory=list)
     sink: _Extra | None = None
     dropped_column: bool = False
+    zeroed: list[Any] = field(default_factory=list)
+    """Masks of weights that became zero."""
     dropout: float = 0.0
     read: list[fx.Node] = field(default_factory=list)
 
@@ -128,6 +132,11 @@ def _read(first: Match, second: Match, into_plan: Contraction, out_plan: Contrac
     if chain.dropped_column != (chain.sink is not None):
         raise Unknown("a column is added before the softmax or dropped after it, but not both")
 
+    hidden = [
+        e.user.all_input_nodes[e.slot] for kind, value, e in chain.steps if e and (kind, value) == ("fill", -math.inf)
+    ]
+    if not all(any(_alike(mask, each) for each in hidden) for mask in chain.zeroed):
+        raise Unknown("its weights are masked otherwise than its scores")
     steps: list[Step] = []
     extras: list[_Extra] = []
     for kind, value, extra in [*reversed(chain.steps), *([("sink", 0.0, chain.sink)] if chain.sink else [])]:
@@ -295,7 +304,7 @@ def _scores_of_weights(chain: _Chain, node: fx.Node) -> fx.Node:
     while True:
         chain.read.append(node)
         name, inner = op_name(node), chain.along(node)
-        if name in ("softmax", "_softmax", "_safe_softmax"):
+        if name in ("softmax", "_softmax", "_safe_softmax", "special_softmax"):
             axis = _argument(node, 1, "dim")
             if axis not in (-1, value_of(node).ndim - 1):
                 raise Unknown(f"its softmax is over axis {axis}")
@@ -314,6 +323,9 @@ def _scores_of_weights(chain: _Chain, node: fx.Node) -> fx.Node:
             node = inner[0]
         elif name == "where" and isinstance(node.args[2], fx.Node) and _constant(node.args[1]) == 0:
             node = node.args[2]  # the safe softmax: rows with nothing to attend to are zero
+        elif name.strip("_") == "masked_fill" and _constant(_argument(node, 2, "value")) == 0:
+            chain.zeroed.append(_argument(node, 1, "mask"))
+            node = inner[0]
         elif name in _DIVISIONS and (scores := _by_hand(node)) is not None:
             chain.read.append(inner[0])
             return scores
@@ -369,9 +381,10 @@ def _operation(chain: _Chain, node: fx.Node) -> fx.Node:
         chain.sink = _Extra.of(node, parts[1], lead)
         return parts[0]  # type: ignore[no-any-return]
     if name in ("mul", "multiply", "add", "sub", *_DIVISIONS):
-        if node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
-            raise Unknown(f"{node.name} is not read")
         left, right = node.args[:2]
+        alpha: Any = node.kwargs.get("alpha", 1)
+        if (alpha != 1 and left not in inner) or node.kwargs.get("rounding_mode"):
+            raise Unknown(f"{node.name} is not read")
         if left not in inner and name in ("mul", "multiply", "add"):
             left, right = right, left
         if not isinstance(left, fx.Node) or left not in inner:
@@ -381,9 +394,9 @@ def _operation(chain: _Chain, node: fx.Node) -> fx.Node:
         if name in ("mul", "multiply"):
             return other(left, right, "mul", None, _float(right))
         if name == "add":
-            return other(left, right, "add", None, _float(right))
+            return other(left, right, "add", None if alpha == 1 else _calls(torch.mul, alpha), alpha * _float(right))
         if name == "sub":
-            return other(left, right, "add", _calls(torch.neg), -_float(right))
+            return other(left, right, "add", _calls(torch.mul, -alpha), -alpha * _float(right))
         return other(left, right, "mul", _calls(torch.reciprocal), 1 / (_float(right) or 1.0))
     if name == "tanh":
         chain.step("tanh")
@@ -397,10 +410,18 @@ def _operation(chain: _Chain, node: fx.Node) -> fx.Node:
         swapped = kept not in inner
         if swapped:
             kept, filled = filled, kept
-        value = _number(node, _constant(filled))
-        change = None if swapped else _calls(torch.logical_not)
-        chain.step("fill", value, _Extra.of(node, condition, lead, change))  # type: ignore[arg-type]
+        value, change = _constant(filled), None if swapped else _calls(torch.logical_not)
+        if value is None and isinstance(filled, fx.Node) and not value_of(filled).ndim and not requires_grad(filled):
+            made = _filled_in(node, filled, swapped)
+            chain.step("add", extra=_Extra.of(node, condition, lead, made))  # type: ignore[arg-type]
+            value = 0.0
+        chain.step("fill", _number(node, value), _Extra.of(node, condition, lead, change))  # type: ignore[arg-type]
         return kept  # type: ignore[return-value]
+    if name in ("max", "maximum") and len(node.args) == 2 and all(isinstance(each, fx.Node) for each in node.args):
+        kept, other_one = node.args if node.args[0] in inner else reversed(node.args)
+        least = _constant(other_one)
+        if isinstance(least, (int, float)) and least <= torch.finfo(value_of(node).dtype).min:
+            return kept  # type: ignore[return-value]
     return _through_views(node, inner)
 
 
@@ -423,6 +444,8 @@ def _of_product(chain: _Chain, node: fx.Node) -> None:
 def _through_views(node: fx.Node, inner: Sequence[fx.Node]) -> fx.Node:
     """Goes through a cast, or a view that leaves queries and keys where they are."""
     name = op_name(node)
+    if name == "type_as" and node.args[0] in inner:
+        inner = [each for each in inner if each is node.args[0]]  # the other one may be scores too
     if len(inner) != 1:
         raise Unknown(f"{node.name} is not read")
     if name == "getitem" and op_name(inner[0]) == "native_dropout":
@@ -471,6 +494,14 @@ def _backward(node: fx.Node) -> frozenset[fx.Node]:
     return frozenset(seen)
 
 
+def _alike(a: Any, b: Any) -> bool:
+    """Whether nodes are one mask, perhaps written twice as in ``scores.masked_fill(~mask, -inf)``."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or a is b:
+        return bool(a == b)
+    known = a.target == b.target and op_name(a) in _OF_MASKS and len(a.args) == len(b.args) and a.kwargs == b.kwargs
+    return known and all(map(_alike, a.args, b.args))
+
+
 def _same(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     """Whether sizes are equal, as far as is known without deciding on dynamic ones."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
@@ -491,6 +522,8 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 def _constant(value: Any) -> Any:
     """The number that a value or a node is, if it is one."""
     if isinstance(value, fx.Node):
+        if op_name(value) in _CASTS and isinstance(value.args[0], fx.Node):
+            return _constant(value.args[0])
         place = {"full": 1, "full_like": 1, "tensor": 0, "scalar_tensor": 0}.get(op_name(value))
         return None if place is None else _constant(_argument(value, place, "fill_value"))
     return value
@@ -504,6 +537,17 @@ def _number(node: fx.Node, value: Any) -> float:
 
 def _float(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _filled_in(user: fx.Node, filled: fx.Node, at: bool) -> Change:
+    """Of the condition of a `where` what it fills in, and zero elsewhere; for a number that is known at run time."""
+    slot = user.all_input_nodes.index(filled)
+
+    def change(builder: Builder, condition: fx.Node) -> fx.Node:
+        elsewhere = builder.call(torch.logical_not, condition) if at else condition
+        return builder.call(torch.masked_fill, user.all_input_nodes[slot], elsewhere, 0.0)
+
+    return change
 
 
 def _calls(target: Callable[..., Any], *args: Any) -> Change:
