@@ -4,13 +4,14 @@
     # is read as
     q @ k.mT, of four axes, times 0.25
 
-So `run_decompositions()` writes `matmul` and attention, and so do users: what was [B, H, S, D] is so again.
+So `run_decompositions()` writes `matmul`, `einsum` and attention, and so do users: what had axes of batch and heads has
+them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,75 +19,105 @@ from torch import fx
 
 from fxquant.compat import statically_known_true
 from fxquant.passes.facts import Builder, Dim, value_of
-from fxquant.passes.forms_contraction import Contraction, Operand, plan, product_of
-from fxquant.passes.forms_weights import op_name, swaps_last
+from fxquant.passes.forms_contraction import Contraction, Label, Operand, plan
+from fxquant.passes.forms_views import COPIES, Parts
+from fxquant.passes.forms_weights import op_name
 
-_MERGES = frozenset(("view", "reshape", "_unsafe_view", "flatten"))
-_COPIES = frozenset(("clone", "contiguous"))
 _MULTIPLICATIONS = frozenset(("mul", "multiply"))
 _DIVISIONS = frozenset(("div", "divide", "truediv", "true_divide"))
 _WRITES = frozenset(("setitem", "iadd", "isub", "imul", "itruediv"))
 
 
+@dataclass(frozen=True)
+class _Undone:
+    """An operand, the sizes of the axes that its batch axis was merged of, and what it is to be multiplied by."""
+
+    operand: Operand
+    batch: tuple[Dim, ...] = ()
+    by: float = 1.0
+
+
 def undone(written: Contraction) -> tuple[Contraction, float]:
     """A product of queries and keys as that of what they were before, and the number its result is to be scaled by."""
-    (left, by_left), (right, by_right) = (_undone(each, written, True) for each in (written.left, written.right))
+    left, right = (_undone(each, written, scales=True) for each in (written.left, written.right))
     found = _planned(written, left, right)
-    return (written, 1.0) if found is None else (found, by_left * by_right)
+    return (written, 1.0) if found is None else (found, left.by * right.by)
 
 
-def undone_like(written: Contraction, scores: Contraction) -> Contraction:
+def undone_like(written: Contraction, lead: Sequence[Dim]) -> Contraction:
     """A product of weights and values with the batch axes that the product of queries and keys has."""
-    right, _ = _undone(written.right, written, False)
-    batch = tuple(map(scores.size, scores.out[:-2]))
-    if len(written.left.labels) != 3 or len(batch) != len(right.labels) - 2:
+    right = _undone(written.right, written, scales=False)
+    left, (batch, *rest), many = written.left, written.left.labels, len(lead)
+    if len(rest) != 2 or not right.batch or many != len(right.batch):
         return written
-    labels = (*right.labels[:-2], *written.left.labels[1:])
-    left = replace(written.left, labels=labels, sizes=(*batch, *written.left.sizes[1:]))
-    return _planned(written, left, right) or written
+    labels = (*((batch, part) for part in range(many)), *rest)
+    left = replace(left, labels=labels, sizes=(*lead, *left.sizes[1:]))
+    return _planned(written, _Undone(left, tuple(lead)), right) or written
 
 
-def _planned(written: Contraction, left: Operand, right: Operand) -> Contraction | None:
-    """The product with the batch axes of its operands, where these are the same, perhaps repeated."""
-    more = len(left.labels) - len(written.left.labels)
-    if more != len(right.labels) - len(written.right.labels):
+def _planned(written: Contraction, left: _Undone, right: _Undone) -> Contraction | None:
+    """The product with the batch axes of its operands, where these are the same."""
+    if len(left.batch) != len(right.batch) or not all(map(_same, left.batch, right.batch)):
         return None
-    if not more:
-        return replace(written, left=left, right=right)
-    out = (*left.labels[: more + 1], *written.out[1:])
-    found = plan(left, right, out)
-    pairs = zip(left.sizes[: more + 1], right.sizes[: more + 1], strict=True)
-    alike = all(_same(x, y) or _same(x, 1) or _same(y, 1) for x, y in pairs)
-    return found if alike and isinstance(found, Contraction) else None
+    if not left.batch:
+        return replace(written, left=left.operand, right=right.operand)
+    batch, *rest = written.out
+    parts = [(batch, part) for part in range(len(left.batch))]
+    found = plan(left.operand, right.operand, (*parts, *rest))
+    return found if isinstance(found, Contraction) else None
 
 
-def _undone(operand: Operand, written: Contraction, scales: bool) -> tuple[Operand, float]:
-    """What an operand is a view or a multiple of, as far as it is one, and the multiple."""
-    node, labels, by, depth = operand.node, operand.labels, 1.0, 0
-    merged = len(labels) != 3 or written.batch != labels[:1] or written.out[:1] != labels[:1]
-    found = operand, by
+def _undone(operand: Operand, written: Contraction, *, scales: bool) -> _Undone:
+    """What an operand is a view or a multiple of, as far as it is one."""
+    node, by = operand.node, 1.0
+    splits = len(operand.labels) == 3 and written.batch == operand.labels[:1] == written.out[:1]
+    found = _Undone(operand)
+    views: list[fx.Node] = []
     while operand.view is None and node.all_input_nodes:
-        source = node.all_input_nodes[0]
-        before, after, name = value_of(source), value_of(node), op_name(node)
+        source, number = node.all_input_nodes[0], _number(node) if scales else None
+        before, after = value_of(source), value_of(node)
         if not isinstance(before, torch.Tensor) or before.dtype != after.dtype:
             break
-        number = _number(node) if scales else None
-        copies = name in _COPIES
-        if (copies or number is not None) and any(map(_writes, source.users)):
+        if (op_name(node) in COPIES or number is not None) and any(map(_writes, source.users)):
             break
-        if number is not None:
-            by *= number
-        elif swaps_last(node, before.ndim):
-            labels = (*labels[:-2], labels[-1], labels[-2])
-        elif not merged and name in _MERGES and _merges(before.shape, after.shape):
-            labels, merged = (*((labels[0], axis) for axis in range(before.ndim - 2)), *labels[1:]), True
-        elif not copies and not (name == "expand" and len(labels) > len(operand.labels) and before.ndim == after.ndim):
+        by *= 1.0 if number is None else number
+        views.insert(0, node)
+        labelled = _labelled(operand, source, views)
+        if labelled is None or (labelled[1] and not splits):
             break
-        node, depth = source, depth + 1
-        if number is not None or len(labels) > len(operand.labels):
-            view = partial(_source, depth=depth)
-            found = replace(operand, labels=labels, sizes=tuple(before.shape), view=view), by
+        labels, batch = labelled
+        if found.batch and len(batch) != len(found.batch):
+            break
+        if number is not None or batch:
+            view = partial(_source, depth=len(views))
+            sizes = tuple(before.shape)
+            found = _Undone(replace(operand, labels=labels, sizes=sizes, view=view), batch, by)
+        node = source
     return found
+
+
+def _labelled(
+    operand: Operand, source: fx.Node, views: Sequence[fx.Node]
+) -> tuple[tuple[Label, ...], tuple[Dim, ...]] | None:
+    """The labels of a tensor's axes that an operand is a view of, and the sizes that its first axis was merged of."""
+    parts = Parts(source)
+    for node in views:
+        if _number(node) is None and not parts.view(node):
+            return None
+    first, *rest = parts.axes
+    known = {axis: label for axis, label in zip(parts.axes, operand.labels, strict=True) if axis}
+    ones = [label for axis, label in zip(parts.axes, operand.labels, strict=True) if not axis]
+    if len(first) > 1:
+        del known[first]
+        known |= {(part,): (operand.labels[0], place) for place, part in enumerate(first)}
+    labels: list[Label] = []
+    for axis in parts.source:
+        labels.append(known.pop(axis, None) if axis else ones.pop(0) if ones else None)
+        if axis and labels[-1] is None:
+            return None
+    if ones or any(axis in known for axis in rest):
+        return None  # repeated rows or columns
+    return tuple(labels), tuple(parts.sizes[part] for part in first) if len(first) > 1 else ()
 
 
 def _source(builder: Builder, node: fx.Node, depth: int) -> fx.Node:
@@ -94,12 +125,6 @@ def _source(builder: Builder, node: fx.Node, depth: int) -> fx.Node:
     for _ in range(depth):
         node = node.all_input_nodes[0]
     return node
-
-
-def _merges(before: Sequence[Dim], after: Sequence[Dim]) -> bool:
-    """Whether sizes [*batch, rows, columns] became [product of batch, rows, columns]."""
-    ends = len(before) > 3 == len(after) and all(map(_same, before[-2:], after[-2:]))
-    return ends and _same(product_of(before[:-2]), after[0])
 
 
 def _number(node: fx.Node) -> float | None:

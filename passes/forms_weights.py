@@ -107,7 +107,7 @@ def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | Non
             known = stack is not None and not stack.gathered and not stack.picked and value_of(source).ndim == 3
             return Gather(stack=source, index=index, transposed=transposed) if known else None
         before, after = value_of(source), value_of(node)
-        if swaps_last(node, before.ndim):
+        if op_name(node) in _SWAPS and _is_transpose(node, before.ndim):
             transposed = not transposed
         elif op_name(node) not in _COPIES and not (
             op_name(node) in _VIEWS_OF_A_BATCH and after.ndim > 2 and _same(before.shape[-2:], after.shape[-2:])
@@ -136,10 +136,8 @@ def _index_of(node: fx.Node) -> fx.Node | None:
     return index if whole and isinstance(index, fx.Node) else None
 
 
-def swaps_last(node: fx.Node, ndim: int) -> bool:
+def _is_transpose(node: fx.Node, ndim: int) -> bool:
     """Whether a node exchanges the last two of its axes, and no others."""
-    if op_name(node) not in _SWAPS:
-        return False
     rest = node.args[1:]
     axes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else list(rest)
     if op_name(node) == "permute":

@@ -173,6 +173,18 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], list[Any], str]] = {
     "part of a bias": (lambda q, k, v, b: torch.add(q @ k.mT, b, alpha=0.5).sub(b, alpha=2).softmax(-1) @ v,
                        [Q, K, V, (3, 5, 7)], "add0 add1"),
     "special": (lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v, [Q, K, V], ""),
+    "keys in front": (
+        lambda q, k, v: torch.einsum("bqkh,bkhd->bqhd", torch.einsum("bqhd,bkhd->bqkh", q, k).softmax(2), v),
+        [(2, 5, 3, 16), (2, 7, 3, 16), (2, 7, 3, 8)], "",
+    ),
+    "batch behind, biased": (
+        lambda q, k, v, b: torch.einsum("ijbn,jbnd->ibnd", (torch.einsum("ibnd,jbnd->ijbn", q, k) + b).softmax(1), v),
+        [(5, 2, 3, 16), (7, 2, 3, 16), (7, 2, 3, 8), (5, 7, 1, 3)], "add0",
+    ),
+    "columns of queries": (lambda q, k, v: v.mT @ (k @ q.mT + BOOL.mT).softmax(-2), [Q, K, V], "add0"),
+    "transposed weights": (lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1).transpose(2, 3), [Q, K, V], ""),
+    "channels first": (lambda q, k, v: torch.bmm(v, torch.bmm(q.permute(0, 2, 1), k).softmax(2).permute(0, 2, 1)),
+                       [(2, 16, 5), (2, 16, 7), (2, 8, 7)], ""),
     "scaled before": (lambda q, k, v: ((q * 0.5) @ (k / 2.0).mT).softmax(-1) @ v, [Q, K, V], "mul"),
     "merged": (merged, FEW, "mul add0"),
     "fused": (sdpa(scale=0.3), [Q, K, V], "mul"),
@@ -255,6 +267,36 @@ def test_exported_attention_is_found_before_and_after_decomposition() -> None:
             write(match)
         gm.recompile()
         torch.testing.assert_close(gm(*gm_inputs(form, inputs))[0], Model()(*inputs), rtol=1e-4, atol=1e-4)
+
+
+EXPORTED = {
+    "einsum": lambda q, k, v: torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1), v),
+    "keys in front": SPELLINGS["keys in front"][0],
+    "batch behind": lambda q, k, v: torch.einsum(
+        "ijbn,jbnd->ibnd", torch.einsum("ibnd,jbnd->ijbn", q, k).softmax(1), v
+    ),
+    "matmul": lambda q, k, v: ((q * 0.5) @ k.mT).softmax(-1) @ v,
+    "one key head": lambda q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
+    "channels first": lambda q, k, v: v.mT @ (k @ q.mT).softmax(-2),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_decomposed_attention_with_a_dynamic_batch_is_found(name: str) -> None:
+    """What was permuted, and merged for `bmm`, has batch and heads as two axes again."""
+    inputs, more = torch.randn(3, 3, 4, 5, 16).unbind(), torch.randn(3, 7, 4, 5, 16).unbind()
+    batch = 1 if name == "batch behind" else 0
+    inputs, more = ([x.transpose(0, batch).contiguous() for x in each] for each in (inputs, more))
+    shapes = (tuple({batch: torch.export.Dim("batch")} for _ in range(3)),)
+    model = Calls(EXPORTED[name])
+    gm = torch.export.export(model, tuple(inputs), dynamic_shapes=shapes).run_decompositions().graph_module
+    matches = find_matmuls(gm)
+    (attention,) = {id(m.attention): m for m in matches if m.attention is not None}.values()
+    assert attention.attention.axes == 4
+    write(attention)
+    gm.recompile()
+    for each in (inputs, more):
+        torch.testing.assert_close(gm(*each)[0], model(*each), rtol=1e-4, atol=1e-4)
 
 
 def gm_inputs(program: torch.export.ExportedProgram, inputs: Sequence[Tensor]) -> list[Any]:
