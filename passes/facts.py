@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
@@ -162,13 +162,15 @@ def put_in_place(result: fx.Node, node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def erase_unused(nodes: Iterable[fx.Node]) -> None:
+def erase_unused(nodes: Iterable[fx.Node], keep: Collection[fx.Node] = ()) -> None:
     """Erases those of the nodes that nothing reads any more, and what was computed for them alone."""
-    for node in nodes:
-        if node.op == "call_function" and not node.users and not node.is_impure():
-            inputs = node.all_input_nodes
+    queue, gone = list(nodes), set(keep)
+    while queue:
+        node = queue.pop()
+        if node.op == "call_function" and node not in gone and not node.users and not node.is_impure():
+            gone.add(node)
+            queue += node.all_input_nodes
             node.graph.erase_node(node)
-            erase_unused(inputs)
 
 
 def value_of(node: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ _BETWEEN = VIEWS | frozenset(
 )
 """What may stand between the products of an attention, besides the softmax: scale, mask, bias, cap, sink, dropout."""
 
-_SOFTMAX = frozenset(("softmax", "_softmax", "exp", "_safe_softmax"))
+_SOFTMAX = frozenset(("softmax", "_softmax", "exp", "_safe_softmax", "special_softmax"))
 
 
 def fused(
@@ -127,6 +129,9 @@ def mark_chains(matches: Sequence[Match]) -> None:
 
     What cannot be one attention stays two products, with a remark that says why.
     """
+    for match in matches:
+        if match.module_type == "matmul":
+            _name_writes(match.node)
     products = {match.node: match for match in matches if match.module_type == "matmul"}
     pairs = [(first, second) for first in products for second in _reached(first, products)]
     for first, second in pairs:
@@ -138,6 +143,18 @@ def mark_chains(matches: Sequence[Match]) -> None:
                 match.module_type, match.attention = "dpa", found
             else:
                 match.remark = f"attention of {first.name} and {second.name}: {found}"
+
+
+def _name_writes(node: fx.Node) -> None:
+    """Makes what is read after ``scores.mul_(2)`` that operation's result, which is the same tensor."""
+    while True:
+        writes = [user for user in node.users if op_name(user).endswith("_") and user.args[:1] == (node,)]
+        writes = [user for user in writes if user.op == "call_method" and not user.users]
+        if not writes:
+            return
+        first = min(writes)
+        node.replace_all_uses_with(first, partial(operator.lt, first))
+        node = first
 
 
 def _reached(first: fx.Node, products: dict[fx.Node, Match]) -> list[fx.Node]:

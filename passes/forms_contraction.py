@@ -53,6 +53,10 @@ class Operand:
     def size(self, label: Label) -> Dim:
         return self.sizes[self.labels.index(label)]
 
+    def viewed(self, builder: Builder, node: fx.Node) -> fx.Node:
+        """What stands in the place of `node` when the graph is rewritten, as the labels see it."""
+        return node if self.view is None else self.view(builder, node)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contraction:
@@ -65,6 +69,10 @@ class Contraction:
     rows: tuple[Label, ...]
     columns: tuple[Label, ...]
     inner: tuple[Label, ...]
+
+    def size(self, label: Label) -> Dim:
+        """The size of an axis of the result."""
+        return (self.left if label in self.left.labels else self.right).size(label)
 
     def product(self, rhs_is_weight: bool) -> Product:
         return Product(
@@ -233,7 +241,7 @@ def _by_expert(site: Site, planned: Contraction, finish: Finish | None) -> Match
         weight = gather.stack if rows_last else transposed(builder, gather.stack)
         if value_of(weight).dtype != value_of(rhs).dtype:
             weight = builder.call(aten.to.dtype, weight, value_of(rhs).dtype)
-        lhs = _viewed(builder, left, lhs)
+        lhs = left.viewed(builder, lhs)
         batch = [  # of what stays in the graph, as far as it goes
             builder.size(lhs, left.labels.index(label)) if label in shared
             else builder.size(*((gather.index, axis) if value_of(gather.index).ndim == len(chosen) else (rhs, axis)))
@@ -287,7 +295,7 @@ def multiply(
     """Adds the views of both operands, the GEMM, and the views of its result."""
     singles = [(label,) for label in planned.batch]
     rows = [(label,) for label in planned.rows] if planned.rows and not planned.batch else [planned.rows]
-    lhs, rhs = _viewed(builder, planned.left, lhs), _viewed(builder, planned.right, rhs)
+    lhs, rhs = planned.left.viewed(builder, lhs), planned.right.viewed(builder, rhs)
     result = gemm(
         index,
         arrange(builder, lhs, planned.left, [*singles, *rows, planned.inner]),
@@ -355,10 +363,6 @@ def _skip(site: Site, planned: Contraction, rhs_is_weight: bool) -> tuple[SkipRe
 
 def _shape(operand: Operand) -> str:
     return f"[{', '.join(map(str, operand.sizes))}]"
-
-
-def _viewed(builder: Builder, operand: Operand, node: fx.Node) -> fx.Node:
-    return node if operand.view is None else operand.view(builder, node)
 
 
 def arrange(builder: Builder, node: fx.Node, operand: Operand, groups: list[tuple[Label, ...]]) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import fx
 
 import fxquant.kernels.attention  # noqa: F401  registers fxquant::attention
 from fxquant.formats import IDENTITY
-from fxquant.passes.facts import Attention, Builder, Match, put_in_place
+from fxquant.passes.facts import Attention, Builder, Match, erase_unused, put_in_place
 
 SITE = "fxquant_site"
 """The key in `node.meta` for the site, as decisions count them, of an inserted operator."""
@@ -28,11 +28,13 @@ def insert_attention(matches: Sequence[Match]) -> int:
     chosen = [match for match in last.values() if match.attention is not None and match.attention.spec is not None]
     for match in chosen:
         assert match.attention is not None
-        _insert(match, match.attention)
+        inputs = _insert(match, match.attention)
+        erase_unused(inputs, keep=[each.node for each in matches])
     return len(chosen)
 
 
-def _insert(match: Match, attention: Attention) -> None:
+def _insert(match: Match, attention: Attention) -> list[fx.Node]:
+    """Returns what the attention's nodes read, of which nothing may be left to do, such as repeating the keys."""
     spec, node, builder = attention.spec, match.node, Builder(match.node)
     assert spec is not None
     # a spec that gives the same shape and dtype: the delayed scales of the real one are bound later
@@ -46,10 +48,12 @@ def _insert(match: Match, attention: Attention) -> None:
         return call
 
     result = attention.emit(builder, attend)
+    inputs = dict.fromkeys(x for each in (node, *attention.inside) for x in each.all_input_nodes)
     put_in_place(result, node)
-    for each in reversed(list(node.graph.nodes)):
+    for each in reversed(list(builder.graph.nodes)):
         if each in attention.inside and not each.users:
-            node.graph.erase_node(each)
+            builder.graph.erase_node(each)
+    return [each for each in inputs if each not in attention.inside]
 
 
 __all__ = ["SITE", "insert_attention"]

@@ -24,6 +24,7 @@ from fxquant import (
     CustomRecipe,
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
+    Float8RowwiseScaling,
     FxQuantError,
     IdentityQuantizer,
     MXFP8BlockScaling,
@@ -629,6 +630,52 @@ def test_attention_by_hand_is_quantized_as_in_the_compiled_model(decomposed: boo
     with torch.no_grad():
         assert torch.equal(run(program, x, mask), compiled(model, recipe)(x, mask))
     assert torch.equal(run(lower_program(program), x, mask), run(program, x, mask))
+
+
+class Grouped(nn.Module):
+    """Grouped-query attention, fused or by hand as models of old write it, for queries of any batch and length."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.qkv, self.kind = nn.Linear(64, 192), kind
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 8, 24).transpose(1, 2).split((4, 2, 2), 1)
+        if self.kind == "causal":
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if self.kind == "masked":
+            return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, scale=0.25)
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        if self.kind == "by hand":
+            return (q @ k.mT / 4 + mask).softmax(-1) @ v
+        q, k, v = (each.reshape(batch * 4, length, 24) for each in (q, k, v))
+        scores = torch.bmm(q * 0.25, k.transpose(1, 2)).view(batch, 4, length, length) + mask
+        return torch.bmm(scores.softmax(-1).view(batch * 4, length, length), v).view(batch, 4, length, 24)
+
+
+@pytest.mark.parametrize(
+    "recipe", [Float8CurrentScaling(fp8_dpa=True), Float8RowwiseScaling(fp8_dpa=True)], ids=["tensor", "heads"]
+)
+@pytest.mark.parametrize("kind", ["causal", "masked", "by hand", "bmm"])
+def test_decomposed_attention_takes_every_batch_and_length(kind: str, recipe: Recipe) -> None:
+    """Found with its heads, so that scales and kernels are those of the program that was not decomposed."""
+    torch.manual_seed(0)
+    model, x, mask = Grouped(kind), torch.randn(3, 32, 64), torch.randn(3, 1, 32, 32)
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=512)
+    source = export(model, (x, mask), dynamic_shapes=({0: batch, 1: length}, {0: batch, 2: length, 3: length}))
+    decomposed = quantize_program(source.run_decompositions(), recipe)
+    program = quantize_program(source, recipe)
+    for each in (program, decomposed):
+        quantized = [d for d in report_of(each).decisions if d.role.module_type == "dpa" and d.quantizer is not None]
+        assert len(quantized) == 4
+        (keys,) = (node.args[1][0] for node in each.graph.nodes if "attention_forward" in str(node.target))
+        assert keys.meta["val"].shape[1] == 2 and keys.meta["val"].ndim == 4
+        assert not any(node.op == "call_function" and not node.users for node in each.graph.nodes)
+    for rows, columns in ((2, 32), (5, 17)):
+        given = torch.randn(rows, columns, 64), torch.randn(rows, 1, columns, columns)
+        assert torch.equal(run(decomposed, *given), run(program, *given))
+        assert torch.equal(run(lower_program(decomposed), *given), run(program, *given))
 
 
 class Causal(nn.Module):

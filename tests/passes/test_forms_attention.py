@@ -114,6 +114,24 @@ def grouped_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bgrqk,bkgd->bqgrd", scores.softmax(-1), v)
 
 
+def methods_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores.mul_(0.25)
+    scores.masked_fill_(~LOWER, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def zeroed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT).masked_fill(~BOOL, -math.inf).softmax(-1)
+    return weights.masked_fill(~BOOL, 0.0) @ v
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.reshape(x.shape[0] * 6, *x.shape[2:]) for x in (q * 0.5, repeat_kv(k, 2), repeat_kv(v, 2)))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(-1, 6, 5, 7) + torch.zeros(5, 7).masked_fill(~LOWER, -math.inf)
+    return torch.bmm(scores.softmax(-1).flatten(0, 1), v).view(-1, 6, 5, 8)
+
+
 def sdpa(**settings: Any) -> Callable[..., Tensor]:
     return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **settings)
 
@@ -139,6 +157,36 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], list[Any], str]] = {
     "grouped einsum": (grouped_einsum, [(2, 5, 3, 2, 16), (2, 7, 3, 16), (2, 7, 3, 8)], "add0"),
     "one key head": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [Q, (2, 1, 7, 16), (2, 1, 7, 8)], ""),
     "unbatched": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [(5, 16), (7, 16), (7, 8)], ""),
+    "where of a number that is computed": (
+        lambda q, k, v, t: torch.where(LOWER, q @ k.mT, t.detach().sum() - 9).softmax(-1) @ v, [Q, K, V, (3,)],
+        "fill0 add1",
+    ),
+    "where of a constant's cast": (
+        lambda q, k, v: torch.where(LOWER, q @ k.mT, torch.tensor(-1e9, dtype=torch.float32).to("cpu")).softmax(-1) @ v,
+        [Q, K, V], "fill0",
+    ),
+    "methods in place": (methods_in_place, [Q, K, V], "mul fill0"),
+    "zeroed": (zeroed, [Q, K, V], "fill0"),
+    "dtype of the scores": (lambda q, k, v: (lambda s: s.float().softmax(-1).type_as(s) @ v)(q @ k.mT), [Q, K, V], ""),
+    "bounded": (lambda q, k, v: torch.max(q @ k.mT, torch.tensor(torch.finfo(q.dtype).min)).softmax(-1) @ v, [Q, K, V],
+                ""),
+    "part of a bias": (lambda q, k, v, b: torch.add(q @ k.mT, b, alpha=0.5).sub(b, alpha=2).softmax(-1) @ v,
+                       [Q, K, V, (3, 5, 7)], "add0 add1"),
+    "special": (lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v, [Q, K, V], ""),
+    "keys in front": (
+        lambda q, k, v: torch.einsum("bqkh,bkhd->bqhd", torch.einsum("bqhd,bkhd->bqkh", q, k).softmax(2), v),
+        [(2, 5, 3, 16), (2, 7, 3, 16), (2, 7, 3, 8)], "",
+    ),
+    "batch behind, biased": (
+        lambda q, k, v, b: torch.einsum("ijbn,jbnd->ibnd", (torch.einsum("ibnd,jbnd->ijbn", q, k) + b).softmax(1), v),
+        [(5, 2, 3, 16), (7, 2, 3, 16), (7, 2, 3, 8), (5, 7, 1, 3)], "add0",
+    ),
+    "columns of queries": (lambda q, k, v: v.mT @ (k @ q.mT + BOOL.mT).softmax(-2), [Q, K, V], "add0"),
+    "transposed weights": (lambda q, k, v: v.mT @ (q @ k.mT).softmax(-1).transpose(2, 3), [Q, K, V], ""),
+    "channels first": (lambda q, k, v: torch.bmm(v, torch.bmm(q.permute(0, 2, 1), k).softmax(2).permute(0, 2, 1)),
+                       [(2, 16, 5), (2, 16, 7), (2, 8, 7)], ""),
+    "scaled before": (lambda q, k, v: ((q * 0.5) @ (k / 2.0).mT).softmax(-1) @ v, [Q, K, V], "mul"),
+    "merged": (merged, FEW, "mul add0"),
     "fused": (sdpa(scale=0.3), [Q, K, V], "mul"),
     "fused, bool": (sdpa(), [Q, K, V, BOOL], "mul keep0"),
     "fused, bias": (sdpa(), [Q, K, V, (1, 1, 5, 7)], "mul add0"),
@@ -168,7 +216,7 @@ def test_spelling(name: str) -> None:
         assert attention.args[1].meta["example_value"].shape == FEW[1], "keys as they were before they were repeated"
 
 
-@pytest.mark.parametrize("name", ["llama", "fused, bias"])
+@pytest.mark.parametrize("name", ["llama", "merged", "fused, bias"])
 def test_spelling_with_dynamic_sizes(name: str) -> None:
     function, shapes, steps = SPELLINGS[name]
     inputs = made(shapes)
@@ -187,6 +235,8 @@ REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "heads of values": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v[:, :1], "keys and values differ in their heads"),
     "repeated": (lambda q, k, v: ((q[0] @ k[0].mT) + BOOL).softmax(-1) @ v, "add repeats the scores"),
     "clamped": (lambda q, k, v: (q @ k.mT).clamp(-9, 9).softmax(-1) @ v, "clamp is not read"),
+    "masked otherwise": (lambda q, k, v: (q @ k.mT).masked_fill(~LOWER, -9.0).softmax(-1).masked_fill(~LOWER, 0.0) @ v,
+                         "masked otherwise than its scores"),
     "rounded weights": (lambda q, k, v: (q @ k.mT).softmax(-1).nan_to_num() @ v, "nan_to_num is not read"),
 }  # fmt: skip
 
@@ -217,6 +267,36 @@ def test_exported_attention_is_found_before_and_after_decomposition() -> None:
             write(match)
         gm.recompile()
         torch.testing.assert_close(gm(*gm_inputs(form, inputs))[0], Model()(*inputs), rtol=1e-4, atol=1e-4)
+
+
+EXPORTED = {
+    "einsum": lambda q, k, v: torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1), v),
+    "keys in front": SPELLINGS["keys in front"][0],
+    "batch behind": lambda q, k, v: torch.einsum(
+        "ijbn,jbnd->ibnd", torch.einsum("ibnd,jbnd->ijbn", q, k).softmax(1), v
+    ),
+    "matmul": lambda q, k, v: ((q * 0.5) @ k.mT).softmax(-1) @ v,
+    "one key head": lambda q, k, v: (q @ k[:, :1].mT).softmax(-1) @ v[:, :1],
+    "channels first": lambda q, k, v: v.mT @ (k @ q.mT).softmax(-2),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_decomposed_attention_with_a_dynamic_batch_is_found(name: str) -> None:
+    """What was permuted, and merged for `bmm`, has batch and heads as two axes again."""
+    inputs, more = torch.randn(3, 3, 4, 5, 16).unbind(), torch.randn(3, 7, 4, 5, 16).unbind()
+    batch = 1 if name == "batch behind" else 0
+    inputs, more = ([x.transpose(0, batch).contiguous() for x in each] for each in (inputs, more))
+    shapes = (tuple({batch: torch.export.Dim("batch")} for _ in range(3)),)
+    model = Calls(EXPORTED[name])
+    gm = torch.export.export(model, tuple(inputs), dynamic_shapes=shapes).run_decompositions().graph_module
+    matches = find_matmuls(gm)
+    (attention,) = {id(m.attention): m for m in matches if m.attention is not None}.values()
+    assert attention.attention.axes == 4
+    write(attention)
+    gm.recompile()
+    for each in (inputs, more):
+        torch.testing.assert_close(gm(*each)[0], model(*each), rtol=1e-4, atol=1e-4)
 
 
 def gm_inputs(program: torch.export.ExportedProgram, inputs: Sequence[Tensor]) -> list[Any]:
