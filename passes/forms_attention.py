@@ -24,7 +24,7 @@ _BETWEEN = VIEWS | frozenset(
 )
 """What may stand between the products of an attention, besides the softmax: scale, mask, bias, cap, sink, dropout."""
 
-_SOFTMAX = frozenset(("softmax", "_softmax", "exp", "_safe_softmax", "special_softmax"))
+_SOFTMAX = frozenset(("softmax", "_softmax", "log_softmax", "_log_softmax", "exp", "_safe_softmax", "special_softmax"))
 
 
 def fused(

@@ -238,6 +238,7 @@ REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "masked otherwise": (lambda q, k, v: (q @ k.mT).masked_fill(~LOWER, -9.0).softmax(-1).masked_fill(~LOWER, 0.0) @ v,
                          "masked otherwise than its scores"),
     "rounded weights": (lambda q, k, v: (q @ k.mT).softmax(-1).nan_to_num() @ v, "nan_to_num is not read"),
+    "logarithms": (lambda q, k, v: (q @ k.mT).log_softmax(-1).exp() @ v, "exp is not read"),
 }  # fmt: skip
 
 
