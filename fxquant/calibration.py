@@ -76,7 +76,7 @@ class Calibration:
         for layers in self.overrides:
             try:
                 re.compile(layers)
-            except re.error as error:
+            except (re.error, TypeError) as error:
                 raise OptionError(f"calibration: {layers!r} is no regular expression of layers: {error}") from error
 
     def unused(self, layers: Collection[str]) -> list[str]:
@@ -101,6 +101,14 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
+def expect(value: Any, name: str, dtype: torch.dtype) -> None:
+    """Raises TypeError for a calibration input that is no tensor of the dtype that the program was exported with."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
+    if value.dtype != dtype:
+        raise TypeError(f"{name} is {value.dtype}, not {dtype}")
+
+
 class Observer(torch.nn.Module):
     """Sees an activation of every calibration input.
 
@@ -110,10 +118,12 @@ class Observer(torch.nn.Module):
     def __init__(self, amax: Amax) -> None:
         super().__init__()
         self.amax = amax
+        self.called = False
         self.largest: Tensor | None = None
         self.counts: Tensor | None = None
 
     def forward(self, x: Tensor) -> None:
+        self.called = True
         magnitude = x.detach().float().abs()
         if not magnitude.numel() or bool(magnitude.isnan().all()):
             return
@@ -143,4 +153,4 @@ class Observer(torch.nn.Module):
         return torch.tensor([(place << 16) | 0xFFFF], dtype=torch.int32, device=counts.device).view(torch.float32)
 
 
-__all__ = ["METHODS", "Amax", "Calibration", "Observer", "arguments"]
+__all__ = ["METHODS", "Amax", "Calibration", "Observer", "arguments", "expect"]

@@ -7,11 +7,12 @@ Nothing else in the project re-derives these facts from a dtype. What crosses an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from fxquant.errors import RecipeError
 
@@ -78,6 +79,15 @@ class Format:
     has_global_amax: bool = False
     hopper: str
     cpu: str = "emulated: dequantized, then float32 matmul"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of payload, scale and global amax as graphs hold them: bytes where torch computes with nothing finer."""
+        if self.element is None or self.scale_dtype is None:
+            return ()
+        payload = torch.uint8 if self.element.packed > 1 else self.element.dtype
+        scale = torch.uint8 if self.scale_dtype == torch.float8_e8m0fnu else self.scale_dtype
+        return (payload, scale, torch.float32) if self.has_global_amax else (payload, scale)
 
     @property
     def bytes_per_element(self) -> float:
@@ -404,6 +414,26 @@ class AttentionSpec:
         steps = tuple(map(Step.parse, filter(None, items["steps"].split(";"))))
         specs: dict[str, Any] = {operand: QuantSpec.parse(items[operand]) for operand in ATTENTION_OPERANDS}
         return cls(**specs, steps=steps, dropout=float(items["dropout"]), autocast=items.get("autocast", ""), name=name)
+
+
+def check_parts(parts: Sequence[Tensor], spec: QuantSpec) -> None:
+    """Raises RecipeError for a quantized operand that was converted since, as `.half()` does to a module's buffers."""
+    for what, part, dtype in zip(("payload", "scale", "global amax"), parts, spec.row.dtypes, strict=False):
+        _check_dtype(what, part, dtype, spec)
+
+
+def check_state(state: Tensor | None, spec: QuantSpec) -> None:
+    """The same of what a quantization takes from its graph's state."""
+    if state is not None:
+        _check_dtype("state", state, torch.int64 if spec.stochastic else torch.float32, spec)
+
+
+def _check_dtype(what: str, tensor: Tensor, dtype: torch.dtype, spec: QuantSpec) -> None:
+    if tensor.dtype != dtype:
+        raise RecipeError(
+            f"{spec.format}: the {what} is {tensor.dtype} and has to be {dtype}: convert a model by .half() or "
+            ".to(dtype) before it is quantized, not after"
+        )
 
 
 def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:

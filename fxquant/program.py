@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec
 
 from fxquant.backend import inductor_settings
 from fxquant.calibration import Calibration, arguments
-from fxquant.compat import compile_package, is_inductor_option, replacements, unguarded_sizes
+from fxquant.compat import compile_package, is_inductor_option, replacements, tree_map_only, unguarded_sizes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
 from fxquant.kernels.onnx_ops import MEANINGS, OPSET
 from fxquant.passes import Rewriter
+from fxquant.passes.assert_dtypes import assert_dtypes
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.bodies import Bodies
 from fxquant.passes.calibrate import calibrate
@@ -100,6 +101,8 @@ def quantize_program(
         state.lift_constants()
         if fold_weights:
             decisions = _with_details(decisions, 1, {site: _text(each) for site, each in fold(state).items()})
+            if any(decision.quantizer is not None for decision in decisions):
+                state.freeze()  # a gradient would stop at the first quantized layer, and nothing would say so
     bodies.recompile()
     unused = recipe.unused(roles)
     if given is not None:
@@ -122,13 +125,16 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
     gm = _copied(program.graph_module)
     bodies = Bodies(gm)
     with replacements(gm) as names, unguarded_sizes():
+        lowered = 0
         for module in bodies.modules:
             open_calls(module.graph, linears=True)
             forget(bodies)
-            lower(module.graph, portable=True)
+            lowered += lower(module.graph, portable=True)
     signature = copy.deepcopy(program.graph_signature)
     state = StateTensors(bodies, signature, program.state_dict, program.constants)
     state.lift_constants()
+    if lowered:
+        assert_dtypes(state.placeholders.values())
     bodies.recompile()
     return _program(program, gm, state, signature, names)
 
@@ -291,6 +297,8 @@ def _text(folded: Folded) -> str:
     text = f"stored in {folded.after} bytes instead of {folded.before}"
     if folded.kept_for:
         text += f", and the original {' and '.join(folded.sources)} for {' and '.join(folded.kept_for)}"
+    if folded.broken:
+        text += f"; NaN or infinite elements in {' and '.join(folded.broken)}"
     return text
 
 
@@ -323,7 +331,8 @@ def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[
     try:
         with torch.no_grad():
             for count, inputs in enumerate(calibration.inputs, 1):
-                args, kwargs = arguments(inputs)
+                # copies, since a program may write into what it is given
+                args, kwargs = tree_map_only(Tensor, Tensor.clone, arguments(inputs))
                 try:
                     module(*args, **kwargs)
                 except Exception as error:

@@ -48,8 +48,13 @@ def load_inputs(path: str | Path) -> list[Any]:
 
 
 def _check_file(path: str | Path) -> None:
-    if not Path(path).is_file():
-        raise ProgramError(f"{path} is a folder" if Path(path).is_dir() else f"{path}: no such file")
+    if not os.path.isfile(path):
+        raise ProgramError(f"{path} is a folder" if os.path.isdir(path) else f"{path}: no such file")
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def save_program(program: ExportedProgram, path: str | Path) -> None:
@@ -59,11 +64,17 @@ def save_program(program: ExportedProgram, path: str | Path) -> None:
 
 def check_place(path: str | Path) -> None:
     """Raises ProgramError where no file of this name can be, before there is anything to write."""
-    if not Path(path).parent.is_dir():
+    if not os.path.isdir(Path(path).parent):
         raise ProgramError(f"{Path(path).parent}: no such folder")
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         raise ProgramError(f"{path} cannot be written: it is a folder")
-    if Path(path).exists() and not Path(path).is_file():
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+    if not os.path.isfile(path):
         raise ProgramError(f"{path} cannot be written: it is no regular file, which a new one could take the place of")
 
 

@@ -141,9 +141,8 @@ def _quantize_heads_fake(
         shape = [*heads, (x.shape[-2] + row.block[0] - 1) // row.block[0]] if row.block[0] else heads
     else:
         shape = [*batch, rows, padded // row.block[1]]
-    dtype = torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype
-    payload = x.new_empty([*batch, rows, padded], dtype=row.element.dtype)
-    return [payload, x.new_empty(shape, dtype=dtype)]
+    sizes = [*batch, rows, padded], shape
+    return [x.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, row.dtypes, strict=True)]
 
 
 @fake_kernel(_library, "quantize_qkv")

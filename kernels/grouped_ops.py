@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat import fake_kernel, operator_library
-from fxquant.formats import OperandSpec, QuantSpec
+from fxquant.formats import OperandSpec, QuantSpec, check_parts
 from fxquant.kernels import grouped_reference, reference
 from fxquant.kernels.ops import random_state, shared_spec
 
@@ -126,8 +126,8 @@ def _fake_operand(x: Tensor, offs: Tensor | None, spec: QuantSpec, direction: st
         scale_shape = [*batch, scale_rows, padded // row.block[1]]
     packed = row.element.packed
     parts = [
-        x.new_empty([*batch, rows, padded // packed], dtype=torch.uint8 if packed > 1 else row.element.dtype),
-        x.new_empty(scale_shape, dtype=torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype),
+        x.new_empty([*batch, rows, padded // packed], dtype=row.dtypes[0]),
+        x.new_empty(scale_shape, dtype=row.dtypes[1]),
     ]
     by_column = direction == "columnwise" and offs is not None
     amax_shape = ([groups, rows] if by_column else [*batch, rows, 1]) if spec.row_scaled else [groups]
@@ -171,6 +171,7 @@ def _split_amax_fake(x: Tensor, offs: Tensor | None) -> Tensor:
 def _split_dequantize_fake(
     parts: Sequence[Tensor], offs: Tensor | None, spec: str, length: int, dtype: torch.dtype
 ) -> Tensor:
+    check_parts(parts, QuantSpec.parse(spec))
     return parts[0].new_empty([*parts[0].shape[:-1], length], dtype=dtype)
 
 
@@ -184,6 +185,8 @@ def _grouped_scaled_mm_fake(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
+    check_parts(a, QuantSpec.parse(a_spec))
+    check_parts(b, QuantSpec.parse(b_spec))
     groups = [offs.shape[0]] if offs is not None and b[0].ndim == 2 else []
     return a[0].new_empty([*groups, *a[0].shape[:-1], b[0].shape[-2]], dtype=out_dtype)
 

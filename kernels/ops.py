@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fxquant.compat import fake_kernel, operator_library
 from fxquant.errors import RecipeError
-from fxquant.formats import OperandSpec, QuantSpec
+from fxquant.formats import OperandSpec, QuantSpec, check_parts, check_state
 from fxquant.kernels import custom, delayed, reference
 from fxquant.kernels.epilogues import ACTIVATIONS
 from fxquant.kernels.producers import CastSpec
@@ -215,8 +215,8 @@ def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
         scale_shape = [*batch, scale_rows, padded // block_columns]
     packed = row.element.packed
     parts = [
-        x.new_empty([*batch, rows, padded // packed], dtype=torch.uint8 if packed > 1 else row.element.dtype),
-        x.new_empty(scale_shape, dtype=torch.uint8 if row.scale_dtype == torch.float8_e8m0fnu else row.scale_dtype),
+        x.new_empty([*batch, rows, padded // packed], dtype=row.dtypes[0]),
+        x.new_empty(scale_shape, dtype=row.dtypes[1]),
     ]
     amax_shape = [*batch, rows, 1] if spec.row_scaled else [1]
     return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
@@ -224,6 +224,7 @@ def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
 
 @fake_kernel(_library, "quantize")
 def _quantize_fake(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
+    check_state(state, QuantSpec.parse(spec))
     return _fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
 
 
@@ -303,6 +304,7 @@ def _record_since_fake(amaxes: Tensor, step: Tensor, new: Sequence[Tensor], slot
 def _dequantize_fake(
     parts: Sequence[Tensor], spec: str, direction: str, size: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
+    check_parts(parts, QuantSpec.parse(spec))
     batch = parts[0].shape[:-2]
     return parts[0].new_empty([*batch, *size[-2:]], dtype=dtype)
 
@@ -317,6 +319,8 @@ def _scaled_mm_fake(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
+    check_parts(a, QuantSpec.parse(a_spec))
+    check_parts(b, QuantSpec.parse(b_spec))
     return a[0].new_empty([*a[0].shape[:-1], b[0].shape[-2]], dtype=out_dtype)
 
 

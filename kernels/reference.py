@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxquant.compat import statically_known_true
 from fxquant.errors import RecipeError
-from fxquant.formats import Element, QuantSpec
+from fxquant.formats import Element, QuantSpec, check_parts, check_state
 from fxquant.kernels import philox
 
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -57,6 +57,7 @@ def quantize(
     other NVFP4 a global amax from calibration, float32 [1]. For a part of x to have its own, a multiplier (per_tensor,
     per_row) broadcasts against x, and `global_amax` (NVFP4) against the amaxes of its blocks.
     """
+    check_state(state, spec)
     row = spec.row
     if x.dtype == torch.float64:
         x = x.float()
@@ -81,6 +82,7 @@ def amax(x: Tensor, axis: int | None = None) -> Tensor:
 
 def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
     """The float32 values [*batch, R, Cp] that the parts returned by `quantize` stand for."""
+    check_parts(parts, spec)
     row = spec.row
     data, scale = parts[0], parts[1]
     if row.family in ("per_tensor", "per_row"):

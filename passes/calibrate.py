@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from fxquant.calibration import Calibration, Observer
+from fxquant.calibration import Calibration, Observer, expect
 from fxquant.errors import ProgramError
 from fxquant.formats import QuantSpec
 from fxquant.kernels import reference
@@ -59,7 +59,8 @@ def calibrate(
         sites = [reader.meta[SITE] for reader in readers_of(node)]
         layer, seen = layer_of(node), observer.result()
         if seen is None:
-            told |= dict.fromkeys(sites, "dynamic: no calibration input came here")
+            what = "brought a number" if observer.called else "came"
+            told |= dict.fromkeys(sites, f"dynamic: no calibration input {what} here")
             continue
         if not bool(seen.isfinite()):
             raise ProgramError(f"calibration: the input of layer {layer or '<model>'!r} is infinite")
@@ -78,7 +79,15 @@ def _given(layer: str, spec: QuantSpec, amax: Tensor) -> tuple[str, Tensor]:
 
 
 def _observe(module: fx.GraphModule, observers: dict[int, Observer]) -> None:
-    """Puts the observers in front of the quantizations of a module and of the graphs inside it."""
+    """Puts the observers in front of the quantizations of a module and of the graphs inside it.
+
+    In front of all are checks of its inputs, which torch does not make.
+    """
+    inputs = module.graph.find_nodes(op="placeholder")
+    for node in reversed(inputs):
+        if isinstance(value := node.meta.get("val"), Tensor):
+            with module.graph.inserting_after(inputs[-1]):
+                module.graph.call_function(expect, (node, str(node.target), value.dtype))
     for gm in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
         for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default)):
             if _OBSERVER in node.meta:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.compat import OpOverload
+from fxquant.passes.assert_dtypes import assert_dtypes
 from fxquant.passes.base import is_fxquant
 from fxquant.passes.forms_weights import op_name
 from fxquant.passes.insert import SITE
@@ -37,14 +38,15 @@ _Found = tuple[int, set[fx.Node], int, int]
 class Folded:
     """One quantized weight: what it was made from, and the bytes of that and of what it became.
 
-    `kept_for` names the operators that still read a source, which therefore stays. `obstacle` says why nothing is
-    stored.
+    `kept_for` names the operators that still read a source, which therefore stays. `broken` names sources with NaN or
+    infinities in them, which not every format keeps. `obstacle` says why nothing is stored.
     """
 
     sources: tuple[str, ...] = ()
     before: int = 0
     after: int = 0
     kept_for: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
     obstacle: str = ""
 
 
@@ -71,6 +73,7 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     found += parts
     replaced = {root for _, roots, _, _ in found for root in roots} | state.lifted
     names = {root: state.name(root) for root in replaced}
+    broken = {root for root in replaced if not _finite(state.tensor(root))}
     inputs = [node for gm in state.bodies.modules for node in gm.graph.find_nodes(op="placeholder")]
     erase_unused_users(node for node in inputs if state.roots(node) & replaced)
     state.bodies.drop_unused()
@@ -81,7 +84,8 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     for site, originals, before, after in found:
         sources = tuple(sorted(names[root] for root in originals))
         kept_for = tuple(sorted({user for root in originals for user in kept[root]}))
-        folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for)
+        wrong = tuple(sorted(names[root] for root in originals & broken))
+        folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for, broken=wrong)
     return folded
 
 
@@ -116,6 +120,7 @@ def _fold_parts(state: StateTensors, made: dict[Any, list[fx.Node]]) -> tuple[li
             of.update(roots)
             to.update(made[key])
         node.replace_all_uses_with(state.bodies.reach(node.graph, made[key][0]))
+        assert_dtypes(made[key])
     found: list[_Found] = []
     for site, (of, to) in stored.items():
         before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (of, to))
@@ -195,6 +200,12 @@ def erase_unused_users(nodes: Iterable[fx.Node]) -> None:
 
 def _text(node: fx.Node) -> str:
     return "the result" if node.op == "output" else op_name(node).rpartition("::")[2]
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all elements are numbers, as far as there are any."""
+    known = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
+    return not known or bool(tensor.isfinite().all())
 
 
 def _bytes(tensor: Tensor) -> int:

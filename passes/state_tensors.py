@@ -193,6 +193,14 @@ class StateTensors:
         assert mode is not None
         return mode
 
+    def freeze(self) -> None:
+        """Has no parameter ask for a gradient. Values stay shared with the program that they come from."""
+        frozen: dict[int, torch.nn.Parameter] = {}
+        for name, tensor in self.state.items():
+            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+                made = frozen.setdefault(id(tensor), torch.nn.Parameter(tensor.detach(), requires_grad=False))
+                self.state[name] = made
+
     def drop_unused(self, replaced: set[fx.Node]) -> list[str]:
         """Removes those of the `replaced` tensors that nothing reads any more, under all their names."""
         storages = {_storage(tensor) for node in replaced if (tensor := self._tensor(node)) is not None}

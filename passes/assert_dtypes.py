@@ -1,0 +1,37 @@
+"""AssertDtypes: has a program refuse tensors of other dtypes than it was made for.
+
+    check = torch.ops.aten._assert_tensor_metadata.default(b_weight_data, None, None, torch.float8_e4m3fn)
+
+Operators of fxquant know what their format says. ATen operators in their place do not: on tensors that `.half()` has
+converted they read bits as those of another dtype, and give wrong numbers. Compiled code has no check left in it: it is
+made where shapes are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, fx
+
+_ASSERT = torch.ops.aten._assert_tensor_metadata.default
+
+
+def assert_dtypes(placeholders: Iterable[fx.Node]) -> int:
+    """Puts checks of those that are floating point in front of what first reads them; returns how many."""
+    count = 0
+    for node in placeholders:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        first = min(node.users, default=None)
+        if first is None or first.op == "output" or first.target is _ASSERT:
+            continue
+        with node.graph.inserting_before(first):
+            check = node.graph.call_function(_ASSERT, (node, None, None, value.dtype))
+        check.meta = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
+        count += 1
+    return count
+
+
+__all__ = ["assert_dtypes"]
