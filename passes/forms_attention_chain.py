@@ -23,7 +23,7 @@ from fxquant.formats import Step
 from fxquant.passes.facts import Attend, Attention, Builder, Dim, Match, value_of
 from fxquant.passes.forms_attention_undo import undone, undone_like
 from fxquant.passes.forms_contraction import Contraction, Label, arrange, permute, product_of, requires_grad, settle
-from fxquant.passes.forms_views import order_before
+from fxquant.passes.forms_views import order_before, same
 from fxquant.passes.forms_weights import op_name
 
 _CASTS = frozenset("to _to_copy type type_as float half bfloat16 double contiguous clone alias".split())
@@ -589,7 +589,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _same(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     """Whether sizes are equal, as far as is known without deciding on dynamic ones."""
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def _drops_last(node: fx.Node) -> bool:

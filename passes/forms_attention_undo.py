@@ -17,10 +17,9 @@ from functools import partial
 import torch
 from torch import fx
 
-from fxquant.compat import statically_known_true
 from fxquant.passes.facts import Builder, Dim, value_of
 from fxquant.passes.forms_contraction import Contraction, Label, Operand, plan
-from fxquant.passes.forms_views import COPIES, Parts
+from fxquant.passes.forms_views import COPIES, Parts, same
 from fxquant.passes.forms_weights import op_name
 
 _MULTIPLICATIONS = frozenset(("mul", "multiply"))
@@ -57,7 +56,7 @@ def undone_like(written: Contraction, lead: Sequence[Dim]) -> Contraction:
 
 def _planned(written: Contraction, left: _Undone, right: _Undone) -> Contraction | None:
     """The product with the batch axes of its operands, where these are the same."""
-    if len(left.batch) != len(right.batch) or not all(map(_same, left.batch, right.batch)):
+    if len(left.batch) != len(right.batch) or not all(map(same, left.batch, right.batch)):
         return None
     if not left.batch:
         return replace(written, left=left.operand, right=right.operand)
@@ -140,10 +139,6 @@ def _number(node: fx.Node) -> float | None:
 def _writes(node: fx.Node) -> bool:
     """Whether a node changes what it reads."""
     return op_name(node).endswith("_") or op_name(node) in _WRITES
-
-
-def _same(a: Dim, b: Dim) -> bool:
-    return statically_known_true(a == b)
 
 
 __all__ = ["undone", "undone_like"]

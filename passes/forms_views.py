@@ -44,7 +44,7 @@ class Parts:
             return self._reshape(after.shape)
         elif name == "expand" and before.ndim == after.ndim:
             pairs = zip(self.axes, before.shape, after.shape, strict=True)
-            self.axes = [axis if _same(x, y) else self._new(y) for axis, x, y in pairs]
+            self.axes = [axis if same(x, y) else self._new(y) for axis, x, y in pairs]
         elif name not in COPIES:
             return False
         return True
@@ -83,7 +83,7 @@ def _count(size: Dim, sizes: Sequence[Dim]) -> int:
     product: Dim = 1
     for count, each in enumerate(sizes, 1):
         product = product * each
-        if _same(product, size):
+        if same(product, size):
             return count
     return 0
 
@@ -128,8 +128,9 @@ def order_before(node: fx.Node, order: Sequence[int]) -> tuple[int, ...] | None:
     return (*left, *ends)
 
 
-def _same(a: Dim, b: Dim) -> bool:
+def same(a: Dim, b: Dim) -> bool:
+    """Whether sizes are equal, as far as is known without deciding on dynamic ones."""
     return statically_known_true(a == b)
 
 
-__all__ = ["COPIES", "Parts", "order_before"]
+__all__ = ["COPIES", "Parts", "order_before", "same"]

@@ -130,13 +130,17 @@ def _by_triton(name: str, node: fx.Node) -> bool:
     )  # fmt: skip
 
 
+def _sides(spec: str, direction: str) -> tuple[QuantSpec | None, QuantSpec | None]:
+    """What is written rowwise and columnwise where one direction is wanted."""
+    parsed = QuantSpec.parse(spec)
+    return (None, parsed) if direction == "columnwise" else (parsed, None)
+
+
 def triton_quantize(
     amax: Callable[[Tensor], Tensor], x: Tensor, spec: str, direction: str, scale: Tensor | None = None
 ) -> list[Tensor]:
     """`fxquant::quantize` of a matrix by a Triton kernel."""
-    parsed = QuantSpec.parse(spec)
-    row, column = (None, parsed) if direction == "columnwise" else (parsed, None)
-    return triton_cast.quantize(x, row, column, scale, scale, amax)
+    return triton_cast.quantize(x, *_sides(spec, direction), scale, scale, amax)
 
 
 def triton_hybrid_quantize(
@@ -157,11 +161,9 @@ def _groups_by_triton(name: str, node: fx.Node, lies: bool) -> bool:
 
     How many rows there are may be known on the device alone.
     """
-    x, offs, *args = (val(arg) for arg in node.args)
-    texts, columnwise = (args[:1], args[1] == "columnwise") if name == "split_quantize" else (args[:2], True)
-    specs = [QuantSpec.parse(str(text)) for text in texts]
-    row, column = specs if len(specs) == 2 else (None, specs[0]) if columnwise else (specs[0], None)
-    alone = columnwise or (offs is None and lies)
+    x, offs, first, second, *_ = (val(arg) for arg in node.args)
+    row, column = _sides(first, second) if name == "split_quantize" else map(QuantSpec.parse, (first, second))
+    alone = column is not None or (offs is None and lies)
     known = grouped_cast.supported(x, offs, row, column)
     return alone and known and _some_groups(x, offs) and converts_to_fp8(x.device)
 
@@ -184,9 +186,7 @@ def triton_split_quantize(
     amax: GroupAmax, x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
 ) -> list[Tensor]:
     """`fxquant::split_quantize` by a Triton kernel."""
-    parsed = QuantSpec.parse(spec)
-    row, column = (None, parsed) if direction == "columnwise" else (parsed, None)
-    return grouped_cast.quantize(x, offs, row, column, state, state, amax)
+    return grouped_cast.quantize(x, offs, *_sides(spec, direction), state, state, amax)
 
 
 def triton_hybrid_split_quantize(
