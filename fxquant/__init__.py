@@ -47,30 +47,30 @@ from fxquant.recipes import (
 from fxquant.roles import Direction, Gemm, QuantizerRole
 
 if TYPE_CHECKING:
-    from fxquant.backend import Backend
+    from fxquant.backend.backend import Backend
+    from fxquant.backend.switch import autocast, compile
     from fxquant.calibration import Amax, Calibration
-    from fxquant.compiled import autocast, compile
-    from fxquant.explainer import explain
-    from fxquant.measurer import measure
-    from fxquant.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
-    from fxquant.report import Report
+    from fxquant.export.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
+    from fxquant.report.report import Report
+    from fxquant.tools.explain import explain
+    from fxquant.tools.measure import measure
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "Amax": "fxquant.calibration",
     "Calibration": "fxquant.calibration",
-    "Backend": "fxquant.backend",
-    "autocast": "fxquant.compiled",
-    "compile": "fxquant.compiled",
-    "explain": "fxquant.explainer",
-    "measure": "fxquant.measurer",
-    "Report": "fxquant.report",
-    "aoti_compile_and_package": "fxquant.program",
-    "lower_program": "fxquant.program",
-    "onnx_export": "fxquant.program",
-    "quantize_program": "fxquant.program",
-    "report_of": "fxquant.program",
+    "Backend": "fxquant.backend.backend",
+    "autocast": "fxquant.backend.switch",
+    "compile": "fxquant.backend.switch",
+    "explain": "fxquant.tools.explain",
+    "measure": "fxquant.tools.measure",
+    "Report": "fxquant.report.report",
+    "aoti_compile_and_package": "fxquant.export.program",
+    "lower_program": "fxquant.export.program",
+    "onnx_export": "fxquant.export.program",
+    "quantize_program": "fxquant.export.program",
+    "report_of": "fxquant.export.program",
 }
 
 

@@ -23,7 +23,7 @@ from fxquant import factories, recipes
 from fxquant.errors import FxQuantError
 from fxquant.formats import FORMATS
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer
-from fxquant.report import aligned, plain_spec
+from fxquant.report.report import aligned, plain_spec
 from fxquant.roles import Direction, QuantizerRole
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["bench"]:
-        from fxquant import bench
+        from fxquant.bench import run as bench
 
         return bench.main(given[1:])
     options = _parser().parse_args(given)
@@ -229,8 +229,8 @@ def _recipe(name: str) -> recipes.Recipe:
 
 
 def _explain(options: argparse.Namespace) -> str:
-    from fxquant.explainer import explain
-    from fxquant.program_files import check_place
+    from fxquant.export.files import check_place
+    from fxquant.tools.explain import explain
 
     recipe = _recipe(options.recipe)
     if options.html:
@@ -250,8 +250,8 @@ def _explain(options: argparse.Namespace) -> str:
 
 
 def _quantize(options: argparse.Namespace) -> str:
-    from fxquant.program import quantize_program, report_of
-    from fxquant.program_files import check_place, load_inputs, load_program, save_program
+    from fxquant.export.files import check_place, load_inputs, load_program, save_program
+    from fxquant.export.program import quantize_program, report_of
 
     recipe = _recipe(options.recipe)
     for path in filter(None, (options.output, options.report)):

@@ -94,7 +94,7 @@ class QuantizedTensor:
 
         Raises RecipeError when that direction was not quantized.
         """
-        from fxquant.kernels import ops
+        from fxquant.kernels.cast import ops
 
         try:
             parts, spec = self._parts[Direction(direction)]
@@ -158,7 +158,7 @@ class Quantizer:
         self, x: Tensor, rowwise: bool, columnwise: bool, generator: torch.Generator | None = None
     ) -> QuantizedTensor:
         """`quantize`, with the generator that stochastic rounding takes its seed from."""
-        from fxquant.kernels import ops
+        from fxquant.kernels.cast import ops
 
         if not x.is_floating_point() or x.ndim == 0:
             raise RecipeError(

@@ -5,7 +5,8 @@ the amaxes of the step before (`update`), and each quantization then records its
 the backward writes are different tensors, since AOTAutograd lets a graph input change in only one of them; a step
 number tells which of the backward's amaxes are new.
 
-Stochastic rounding keeps a seed and the number of the step, from which `fxquant.kernels.philox` makes all random bits.
+Stochastic rounding keeps a seed and the number of the step, from which `fxquant.kernels.cast.philox` makes all random
+bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fxquant.compat import largest_over_ranks
 from fxquant.errors import RecipeError
-from fxquant.kernels import delayed
+from fxquant.kernels.state import reference as delayed
 from fxquant.quantizers import DelayedScalingRequest
 
 SlotKey = tuple[str, str, int]
@@ -171,7 +172,7 @@ def update(
     request: DelayedScalingRequest,
     group: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """The scales and history after the last step, as a function of the state; see `fxquant.kernels.delayed`.
+    """The scales and history after the last step, as a function of the state; see `fxquant.kernels.state.reference`.
 
     `group` names the process group whose largest amaxes count.
     """

@@ -1,4 +1,16 @@
-"""The operators of a quantized graph: schemas, meaning, and what runs on a device. Knows nothing of recipes."""
+"""The operators of a quantized graph: schemas, meaning, and what runs on a device. They know nothing of recipes.
 
-from fxquant.kernels import grouped as grouped  # they register the operators
-from fxquant.kernels import linear as linear
+A folder is a family of kernels. In each, `ops` has the operators, `reference` their meaning in plain torch, `autograd`
+their derivatives, and the other files what runs on devices.
+
+cast       quantizes tensors, alone or with what produces them
+state      updates the scales of delayed scaling
+linear     GEMMs of linear layers
+grouped    casts and GEMMs in groups, as experts have them
+attention  attention in low precision
+custom     users' own quantizers
+onnx       the operators in ONNX
+"""
+
+from fxquant.kernels.grouped import autograd as _grouped  # noqa: F401  these imports register the operators
+from fxquant.kernels.linear import autograd as _linear  # noqa: F401

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxquant.errors import RecipeError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import reference
+from fxquant.kernels.cast import reference
 
 
 class CustomQuantizer(Protocol):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fxquant.formats import ELEMENTS
-from fxquant.kernels import attention_reference, reference
+from fxquant.kernels.attention import reference as attention_reference
+from fxquant.kernels.cast import reference
 
 KEYS = 16
 

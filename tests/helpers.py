@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fxquant import Backend, CustomRecipe, HybridQuantizer, Quantizer, QuantizerRole, Recipe
-from fxquant.backend import compile_eager
+from fxquant.backend.backend import compile_eager
 from fxquant.formats import QuantSpec
 
 Tensors = dict[str, Tensor]

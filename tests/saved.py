@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant import Backend, compat
-from fxquant.backend import inductor_settings
-from fxquant.passes import Partition
+from fxquant.backend.backend import inductor_settings
+from fxquant.passes.pipeline import Partition
 
 
 class _Partitioned(Exception):

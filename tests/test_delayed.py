@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 import fxquant
 from fxquant import CustomRecipe, DelayedScaling, DelayedScalingRequest, IdentityQuantizer, MXFP8Quantizer, RecipeError
 from fxquant.formats import QuantSpec
-from fxquant.kernels import delayed
-from fxquant.kernels.reference import quantize
+from fxquant.kernels.cast.reference import quantize
+from fxquant.kernels.state import reference as delayed
 
 GOLDEN = golden.load("delayed")
 golden.taken("delayed", ".*")

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fxquant.backend import OPTIONS, Backend
+from fxquant.backend.backend import OPTIONS, Backend
 
 ROOT = Path(__file__).parents[1]
 

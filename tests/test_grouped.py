@@ -34,8 +34,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
-import fxquant.kernels.grouped
-import fxquant.kernels.linear
+import fxquant.kernels.grouped.autograd
+import fxquant.kernels.linear.autograd
 from fxquant import (
     CustomRecipe,
     DelayedScalingRequest,
@@ -54,9 +54,11 @@ from fxquant import (
     recipes,
 )
 from fxquant.formats import FORMATS, QuantSpec
-from fxquant.kernels import grouped_gemm, grouped_reference, reference
-from fxquant.kernels.grouped_mm import aten_grouped_mm, grouped_mm, portable_grouped_mm
-from fxquant.passes.lower import lower
+from fxquant.kernels.cast import reference
+from fxquant.kernels.grouped import fp8 as grouped_gemm
+from fxquant.kernels.grouped import reference as grouped_reference
+from fxquant.kernels.grouped.high_precision import aten_grouped_mm, grouped_mm, portable_grouped_mm
+from fxquant.passes.lower.lower import lower
 from fxquant.quantizers import QuantizedOperand
 
 ops = torch.ops.fxquant

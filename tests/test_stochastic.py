@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fxquant
 from fxquant import HybridQuantizer, NVFP4Quantizer, RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
-from fxquant.kernels import ops, reference
+from fxquant.kernels.cast import ops, reference
 
 SR, RN = NVFP4Quantizer(stochastic_rounding=True), NVFP4Quantizer()
 RECIPE = per_role(input=RN, weight=RN, grad_output=SR)

@@ -36,9 +36,9 @@ from fxquant import (
     QuantizerRole,
     Report,
     factories,
-    report_html,
 )
-from fxquant.report import aligned
+from fxquant.report import html as report_html
+from fxquant.report.report import aligned
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from helpers import NAMES, assert_same_bits, eager_backend
 
 from fxquant import Backend, NVFP4BlockScaling, Recipe, Report, recipes
 from fxquant.formats import LinearSpec, OperandSpec
-from fxquant.passes.find_matmuls import find_matmuls
+from fxquant.passes.find.walk import find_matmuls
 from fxquant.roles import Gemm
 
 pytestmark = pytest.mark.slow

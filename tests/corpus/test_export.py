@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from fxquant import quantize_program, report_of
-from fxquant.kernels import reference
+from fxquant.kernels.cast import reference
 
 models = pytest.importorskip("models", reason="needs the corpus extra: transformers and peft")
 

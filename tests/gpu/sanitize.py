@@ -23,22 +23,17 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 import torch
 from torch import Tensor
 
-import fxquant.kernels.grouped
-import fxquant.kernels.linear  # noqa: F401  registers the operators
 from fxquant.formats import QuantSpec
-from fxquant.kernels import (
-    grouped_gemm,
-    reference,
-    triton_amax,
-    triton_attention,
-    triton_cast,
-    triton_decode,
-    triton_delayed,
-    triton_gemm,
-    triton_grouped_cast,
-    triton_head_cast,
-)
-from fxquant.kernels.producers import PRODUCERS
+from fxquant.kernels.attention import triton as triton_attention
+from fxquant.kernels.attention import triton_cast as triton_head_cast
+from fxquant.kernels.cast import amax as triton_amax
+from fxquant.kernels.cast import reference, triton_cast
+from fxquant.kernels.cast.producers import PRODUCERS
+from fxquant.kernels.grouped import fp8 as grouped_gemm
+from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
+from fxquant.kernels.linear import triton_few_rows as triton_decode
+from fxquant.kernels.linear import triton_gemm
+from fxquant.kernels.state import triton as triton_delayed
 
 DEVICE = "cuda"
 SHAPES = ((1, 8), (33, 50), (200, 392))

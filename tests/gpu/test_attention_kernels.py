@@ -12,9 +12,12 @@ from torch import Tensor, nn
 import fxquant
 from fxquant.compat import cudnn_attention, cudnn_attention_backward
 from fxquant.formats import QuantSpec
-from fxquant.kernels import attention_cuda, attention_ops, triton_head_cast, warp_attention
-from fxquant.kernels import attention_reference as reference
-from fxquant.kernels import triton_attention as attention
+from fxquant.kernels.attention import cuda as attention_cuda
+from fxquant.kernels.attention import gluon_op as warp_attention
+from fxquant.kernels.attention import ops as attention_ops
+from fxquant.kernels.attention import reference
+from fxquant.kernels.attention import triton as attention
+from fxquant.kernels.attention import triton_cast as triton_head_cast
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import fxquant.kernels.linear  # noqa: F401  registers the operators
 from fxquant import Backend
 from fxquant.formats import QuantSpec
-from fxquant.kernels import reference
+from fxquant.kernels.cast import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ import fxquant
 from fxquant import Backend
 from fxquant.compat import is_hopper
 from fxquant.formats import QuantSpec
-from fxquant.kernels import reference, triton_decode
+from fxquant.kernels.cast import reference
+from fxquant.kernels.linear import triton_few_rows as triton_decode
 
 DEVICE = "cuda"
 pytestmark = [

@@ -11,9 +11,11 @@ from torch.nn.functional import cosine_similarity, gelu
 
 import fxquant
 from fxquant.formats import QuantSpec
-from fxquant.kernels import gemm_timing, reference, triton_gemm
-from fxquant.kernels.epilogues import ACTIVATIONS
-from fxquant.kernels.gemm_timing import Problem
+from fxquant.kernels.cast import reference
+from fxquant.kernels.linear import timing as gemm_timing
+from fxquant.kernels.linear import triton_gemm
+from fxquant.kernels.linear.epilogues import ACTIVATIONS
+from fxquant.kernels.linear.timing import Problem
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,8 @@ from gpu.recipes import RECIPES, resolved
 from gpu.test_bytes import DEVICE, DIRECTIONS, SPECS, compiled, differences, noise, specials
 from torch import Tensor, nn
 
-import fxquant.kernels.grouped  # noqa: F401  registers the operators
 from fxquant import Backend, CustomRecipe, HybridQuantizer, IdentityQuantizer, MXFP8Quantizer, Quantizer, QuantizerRole
-from fxquant.kernels.grouped_mm import grouped_mm
+from fxquant.kernels.grouped.high_precision import grouped_mm
 from fxquant.recipes import Recipe
 
 pytestmark = pytest.mark.gpu

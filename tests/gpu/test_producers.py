@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 import fxquant
-from fxquant import passes
 from fxquant.formats import QuantSpec
-from fxquant.kernels import reference, triton_cast
-from fxquant.kernels.producers import PRODUCERS
+from fxquant.kernels.cast import reference, triton_cast
+from fxquant.kernels.cast.producers import PRODUCERS
+from fxquant.passes import pipeline as passes
 
 pytestmark = pytest.mark.gpu
 

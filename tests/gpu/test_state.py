@@ -8,7 +8,8 @@ from gpu.test_producers import Block
 from torch import Tensor
 from torch._inductor import config
 
-from fxquant import Backend, passes
+from fxquant import Backend
+from fxquant.passes import pipeline as passes
 
 pytestmark = pytest.mark.gpu
 

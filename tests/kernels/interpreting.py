@@ -17,7 +17,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from fxquant.formats import ELEMENTS
-from fxquant.kernels import reference
+from fxquant.kernels.cast import reference
 
 FP8 = {tl.float8e4nv: "e4m3", tl.float8e5: "e5m2"}
 

@@ -1,0 +1,202 @@
+"""The typed front door, and the recipe of a compiled model while it is used.
+
+`fxquant.compile` gives what `torch.compile` gives, with a few methods more: `set_recipe`, `recipe`, `report`,
+`clear_cache`, `quantization_state_dict` and `load_quantization_state_dict`. Every recipe has a backend of its own, so
+going back to one finds its compiled graphs again.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.backend.backend import Backend, check_options
+from fxquant.compat import isolated, own_errors
+from fxquant.errors import OptionError
+from fxquant.recipes import HighPrecision, Recipe, resolve
+from fxquant.report.report import Report
+from fxquant.state import StateStore
+
+log = logging.getLogger(__name__)
+
+_scope: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar("fxquant_recipe", default=None)
+
+
+@contextmanager
+def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
+    """A scope in which models from `fxquant.compile` run under `recipe`, whatever theirs is.
+
+    `enabled=False` runs them unquantized; no recipe leaves each model its own. Scopes nest, the inner one counts.
+    """
+    chosen = resolve(recipe) if recipe is not None else None
+    token = _scope.set(chosen if enabled else HighPrecision())
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+class _Switch:
+    """One model or function, compiled under each recipe that it was asked to run with."""
+
+    def __init__(self, model: Any, recipe: Recipe | str, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+        self.model, self.options, self.kwargs = model, dict(options), dict(kwargs)
+        self.recipe = resolve(recipe)
+        self.states = StateStore()
+        self.compiled: dict[Recipe, tuple[Backend, Callable[..., Any]]] = {}
+        self.running: Recipe | None = None
+        self.warned = False
+        self.unchecked = False
+
+    def get(self, recipe: Recipe) -> tuple[Backend, Callable[..., Any]]:
+        if recipe not in self.compiled:
+            model = self.model if isinstance(self.model, nn.Module) else None
+            kwargs = {**isolated(), **{key: value for key, value in self.kwargs.items() if key != "mode"}}
+            backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, states=self.states)
+            self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
+        return self.compiled[recipe]
+
+    def current(self) -> Callable[..., Any]:
+        """What to call now."""
+        recipe = _scope.get() or self.recipe
+        backend, run = self.get(recipe)
+        if recipe != self.running:
+            self.note_change(recipe)
+            backend.activate()
+            self.running = recipe
+            self.unchecked = True
+        return run
+
+    def note_change(self, recipe: Recipe) -> None:
+        before, after = type(self.running), type(recipe)
+        if self.running is None:
+            return
+        if before is not after and HighPrecision not in (before, after) and not self.warned:
+            self.warned = True
+            log.warning(
+                "Recipe type changed from %s to %s. This may affect model behavior.", before.__name__, after.__name__
+            )
+        else:
+            log.info("recipe changed from %s to %s", self.running, recipe)
+
+    def check_captured(self) -> None:
+        """Warns when the model has run under a recipe for which nothing was compiled."""
+        if not self.unchecked or self.kwargs.get("disable") or torch.compiler.is_compiling():
+            return
+        self.unchecked = False
+        assert self.running is not None
+        if not self.compiled[self.running][0].captured:
+            log.warning(
+                "torch.compile captured no graph of %s, which ran unquantized: TORCH_LOGS=graph_breaks,recompiles says "
+                "why. It gives up after torch._dynamo.config.recompile_limit compilations of one function.",
+                type(self.model).__name__,
+            )
+
+    def set_recipe(self, recipe: Recipe | str) -> None:
+        """Runs the model under another recipe from the next call on. Raises RecipeError for an unknown one."""
+        self.recipe = resolve(recipe)
+        self.get(self.recipe)
+
+    def report(self) -> Report:
+        """What was decided under the recipe that ran last."""
+        return self.get(self.running or self.recipe)[0].report()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of delayed scaling and stochastic rounding as plain tensors."""
+        return self.states.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `quantization_state_dict` gave."""
+        self.states.load_state_dict(state)
+
+    def clear_cache(self) -> None:
+        """Has every weight quantized again, where they are cached, under whatever recipe."""
+        for backend, _ in self.compiled.values():
+            backend.clear_cache()
+
+
+def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    """`torch.compile` with fxquant as its backend.
+
+    `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
+    torch.compile (`dynamic`, `fullgraph`, `mode`). The result has besides: `set_recipe(recipe)`, `report()`,
+    `clear_cache()` for cached weights, and `quantization_state_dict()` / `load_quantization_state_dict(state)` for the
+    state of delayed scaling and stochastic rounding, which is never among the model's keys. Unknown recipes and options
+    are refused here.
+    """
+    _check_arguments(model, recipe, options, kwargs)
+    switch = _Switch(model, recipe, options or {}, kwargs)
+    _, run = switch.get(switch.recipe)
+    if isinstance(run, nn.Module):
+        compiled: Any = run
+        own_forward = run.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current: Any = switch.current()
+            with own_errors():
+                result = (own_forward if current is run else current.forward)(*args, **kwargs)
+            switch.check_captured()
+            return result
+
+        object.__setattr__(compiled, "forward", forward)
+    else:
+
+        @functools.wraps(model)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            with own_errors():
+                result = switch.current()(*args, **kwargs)
+            switch.check_captured()
+            return result
+
+    methods = {
+        "set_recipe": switch.set_recipe,
+        "report": switch.report,
+        "clear_cache": switch.clear_cache,
+        "quantization_state_dict": switch.state_dict,
+        "load_quantization_state_dict": switch.load_state_dict,
+    }
+    for name, method in methods.items():
+        object.__setattr__(compiled, name, method)
+    if isinstance(compiled, nn.Module):  # torch's own copies would not have the methods, nor the recipe set by one
+
+        def settings() -> tuple[Any, ...]:
+            return switch.recipe, switch.options, switch.kwargs, switch.state_dict()
+
+        object.__setattr__(
+            compiled, "__deepcopy__", lambda memo: _compiled_again(copy.deepcopy(model, memo), *settings())
+        )
+        object.__setattr__(compiled, "__reduce_ex__", lambda _protocol: (_compiled_again, (model, *settings())))
+    return compiled
+
+
+def _check_arguments(model: Any, recipe: Recipe | str, options: Any, kwargs: Mapping[str, Any]) -> None:
+    if "backend" in kwargs:
+        raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
+    if not callable(model):
+        raise OptionError(f"a module or a function is compiled, not a {type(model).__name__}")
+    if isinstance(options, Mapping):
+        if "recipe" in options:
+            raise OptionError("the recipe is an argument of its own: drop it from the options")
+        check_options({**options, "recipe": recipe})
+    elif options is not None:
+        check_options(options)
+
+
+def _compiled_again(
+    model: nn.Module, recipe: Recipe, options: Mapping[str, Any], kwargs: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> Any:
+    """What `compile` gave, of a copy of its model."""
+    made = compile(model, recipe, options=options, **kwargs)
+    made.load_quantization_state_dict(state)
+    return made
+
+
+__all__ = ["autocast", "compile"]

@@ -1,0 +1,1 @@
+"""Exported programs: quantizes, lowers, packages and saves them."""

@@ -1,0 +1,92 @@
+"""`fxquant.explain`: what a recipe does to a model, without running its graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.backend.backend import Backend, compile_eager
+from fxquant.compat import card_name, changed_inputs, compile_to_look, graph_breaks, own_errors, tree_map_only
+from fxquant.passes.joint.partition import products_to_repeat
+from fxquant.passes.lower.epilogues import problems
+from fxquant.passes.pipeline import Partition
+from fxquant.passes.plan.layers import layer_name
+from fxquant.recipes import Recipe
+from fxquant.report.report import EpilogueGemm, Report
+from fxquant.tools.uncaptured import Uncaptured
+
+
+def graph_text(gm: fx.GraphModule) -> str:
+    """A graph as Python text, without the comments and blank lines that change with the source's place."""
+    lines = gm.print_readable(print_output=False).splitlines()
+    text = [re.sub(r";\s+[\w\s=]*= None$", "", line.rstrip()) for line in lines if line.strip()]
+    return "\n".join(line for line in text if not line.lstrip().startswith("#"))
+
+
+class _Explainer(Backend):
+    """Rewrites and partitions like the backend it stands for, records the graphs, and answers calls with zeros."""
+
+    def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
+        super().__init__(recipe, inner="aot_eager", model=model)
+        self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}
+        self.epilogues: list[EpilogueGemm] = []
+        self.again: list[str] = []
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def record(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph_module.graph.nodes)
+            name = "backward" if backward else "forward"
+            self.graphs[name].append(graph_text(graph_module))
+            self.epilogues += [
+                EpilogueGemm(layer_name(node, self._names()), name, problem, card_name(node.meta["val"].device))
+                for node, problem in problems(graph_module.graph)
+            ]
+            output = next(n for n in graph_module.graph.nodes if n.op == "output")
+            values = fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
+
+            changed = [] if backward else changed_inputs()
+
+            def zeros(*inputs: Any) -> list[Any]:
+                # what the graph would write into an input comes first, and is copied there: the input as it was
+                kept = [inputs[i].clone() for i in changed]
+                return [*kept, *tree_map_only(Tensor, _zeros, list(values)[len(changed) :])]
+
+            return zeros
+
+        class Noting(Partition):
+            def repeated(_, graph: fx.Graph) -> list[fx.Node]:
+                self.again += [layer_name(node, self._names()) for node in products_to_repeat(graph)]
+                return []
+
+        return compile_eager(gm, example_inputs, record, Noting())
+
+
+def _zeros(fake: Tensor) -> Tensor:
+    """Real zeros in the place of a fake tensor."""
+    size, stride = [int(s) for s in fake.shape], [int(s) for s in fake.stride()]
+    return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device).zero_()
+
+
+def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
+    """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
+
+    The model's graphs are captured, rewritten and differentiated, but not run: where Python needs a result between
+    two graphs it gets zeros, and what the graphs would write into stays as it was. What torch.compile leaves out of its
+    graphs does run, and its matmuls are NOT_CAPTURED. The report holds the decisions, the reasons for graph breaks, the
+    parts of the recipe that matched nothing, and the text of the rewritten forward and backward graphs. Raises
+    RecipeError as compiling would.
+    """
+    backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
+    uncaptured = Uncaptured(backend._names())
+    with own_errors(), compile_to_look(), graph_breaks() as breaks, uncaptured:
+        torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+    report = backend.report()
+    report.decisions += uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
+    report.breaks = breaks if backend.captured else [*breaks, "torch.compile captured no graph at all"]
+    report.epilogues, report.again = backend.epilogues, backend.again
+    report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
+    return report

@@ -1,0 +1,139 @@
+"""`fxquant.measure`: how far quantized products are from unquantized ones of the same tensors, layer by layer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.backend.backend import Backend, compile_eager
+from fxquant.compat import own_errors
+from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
+from fxquant.kernels.attention import reference as attention_reference
+from fxquant.kernels.cast import reference
+from fxquant.kernels.grouped import reference as grouped_reference
+from fxquant.kernels.grouped.high_precision import grouped_mm
+from fxquant.passes.graph.base import is_fxquant
+from fxquant.recipes import Recipe
+from fxquant.report.report import Loss, Report
+
+
+class _Measurer(Backend):
+    """Runs the rewritten graphs operator by operator, and each product once more without quantization."""
+
+    def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
+        super().__init__(recipe, inner="aot_eager", model=model)
+        self.losses: list[Loss] = []
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def inner(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            return lambda *inputs: _Run(graph_module, self.losses).run(*inputs)
+
+        return compile_eager(gm, example_inputs, inner)
+
+
+class _Run(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, losses: list[Loss]) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.losses = losses
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if is_fxquant(n, "scaled_mm"):
+            self._linear(n, result)
+        elif is_fxquant(n, "grouped_scaled_mm"):
+            self._experts(n, result)
+        elif is_fxquant(n, "attention_forward"):
+            self._attention(n, result)
+        return result
+
+    def _linear(self, node: fx.Node, result: Tensor) -> None:
+        args, _ = self.fetch_args_kwargs_from_env(node)
+        seen = [reference.dequantize(*side) for side in zip(args[:2], map(QuantSpec.parse, args[2:4]), strict=True)]
+        left, right = self._unquantized(node, seen)
+        exact = left @ right.mT
+        exact = exact if args[4] is None else exact + args[4]
+        self._add(node, "linear", result, exact, {"input": (left, seen[0]), "weight": (right, seen[1])})
+
+    def _experts(self, node: fx.Node, result: Tensor) -> None:
+        args, _ = self.fetch_args_kwargs_from_env(node)
+        offs: Tensor | None = args[2]
+        sides = zip(args[:2], (offs, None), map(QuantSpec.parse, args[3:5]), strict=True)
+        seen = [grouped_reference.dequantize(*side, "rowwise") for side in sides]
+        left, right = self._unquantized(node, seen)
+        exact = grouped_mm(left, right, offs)
+        rows = slice(None if offs is None else int(offs[-1]))  # those behind belong to no group
+        pairs = {"input": (left[rows], seen[0][rows]), "weight": (right, seen[1])}
+        self._add(node, "experts", result[rows], exact[rows], pairs)
+
+    def _unquantized(self, node: fx.Node, seen: Sequence[Tensor]) -> list[Tensor]:
+        """The operands of a product, float32 [*, M, K] and [*, N, K]; what was `seen` of them has K padded."""
+        sources = [self._source(parts) for parts in node.args[:2]]
+        known = [x if source is None else source.float() for x, source in zip(seen, sources, strict=True)]
+        inner = min(x.shape[-1] for x in known)
+        return [x[..., :inner] for x in known]
+
+    def _attention(self, node: fx.Node, result: Sequence[Tensor]) -> None:
+        args, _ = self.fetch_args_kwargs_from_env(node)
+        spec, width = AttentionSpec.parse(args[6]), args[7]
+        groups = attention_reference.heads_of(args[0][0]) // attention_reference.heads_of(args[1][0])
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, parts, nodes in zip("qkv", args[:3], node.args[:3], strict=True):
+            source = self._source(nodes)
+            size = (args[1][0].shape[-2], args[2][0].shape[-2]) if source is None else source.shape[-2:]
+            shared = groups if name == "q" else 1
+            seen = attention_reference.dequantize_heads(parts, spec.qkv, shared, name == "v", size)
+            pairs[name] = (seen if source is None else source, seen)
+        q, k, v = ([source.float()] for source, _ in pairs.values())
+        plain = spec.each(lambda _: IDENTITY)
+        exact, *_ = attention_reference.forward(q, k, v, args[3], args[4], None, plain, width, torch.float32)
+        self._add(node, "attention", result[0], exact, pairs)
+
+    def _source(self, parts: Any) -> Tensor | None:
+        """What an operand is a quantization of, as it is multiplied; None where that is not in this graph."""
+        made = parts[0]
+        if made.target is not operator.getitem or not isinstance(made.args[0], fx.Node):
+            return None
+        cast = made.args[0]
+        if is_fxquant(cast, "quantize_qkv"):
+            three: Tensor = self.env[cast.all_input_nodes[int(made.args[1]) // 2]]
+            return three
+        names = ("quantize", "hybrid_quantize", "quantize_heads", "split_quantize")
+        if not any(is_fxquant(cast, name) for name in names):
+            return None
+        source: Tensor = self.env[cast.all_input_nodes[0]]
+        column = made.args[1] > 1 if is_fxquant(cast, "hybrid_quantize") else "columnwise" in cast.args
+        return source.mT if column else source
+
+    def _add(
+        self, node: fx.Node, what: str, result: Tensor, exact: Tensor, pairs: dict[str, tuple[Tensor, Tensor]]
+    ) -> None:
+        error = (result.float() - exact).norm() / exact.norm().clamp_min(1e-30)
+        lost = {name: _lost(*pair) for name, pair in pairs.items()}
+        layer = node.meta.get("custom", {}).get("fxquant", "")
+        self.losses.append(Loss(layer=layer, what=what, error=error.item(), lost=lost))
+
+
+def _lost(source: Tensor, seen: Tensor) -> float:
+    """The share of elements that are not zero and become it."""
+    seen = seen[..., : source.shape[-1]]
+    return ((source != 0) & (seen == 0)).float().mean().item()
+
+
+def measure(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
+    """Runs `model(*args, **kwargs)` under `recipe` without gradients, and reports what each product loses.
+
+    `Report.losses` has, for every quantized linear, of experts too, and attention, the error of its result against the
+    float32 one of the same tensors, relative in the norm, and the share of the elements of each operand that became
+    zero. The sizes and values of the example count; operators run one by one, so that it takes far longer than the
+    compiled model.
+    """
+    backend = _Measurer(recipe, model if isinstance(model, nn.Module) else None)
+    with own_errors(), torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+    report = backend.report()
+    report.losses = backend.losses
+    return report

@@ -1,0 +1,134 @@
+"""Matmuls that run outside of every captured graph: behind a graph break, a disabled function, or an unsupported layer.
+
+torch.compile runs such code as it is, and no pass sees it. A mode that does see it while `fxquant.explain` runs the
+model gives each of these matmuls its decisions, so that the report has all of a model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from fxquant.compat import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
+from fxquant.decisions import Decision, SkipReason
+from fxquant.passes.find.flops import RECURRENT, recurrent_flops
+from fxquant.passes.find.opaque import tells
+from fxquant.passes.plan.resolve import gemms
+from fxquant.roles import GEMM_OPERANDS, QuantizerRole
+
+_PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
+"""The operators [*, M, K] x [*, K, N], with what is added first in the arguments."""
+
+_COUNTED_AS = dict.fromkeys(
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, flex_attention_op),
+    torch.ops.aten._scaled_dot_product_flash_attention,
+)
+"""Operators that torch's counter may not know, and one of the same shapes that it does."""
+
+
+_IN_PLACE = {getattr(torch.ops.aten, f"{name}_"): getattr(torch.ops.aten, name) for name in ("addmm", "baddbmm")}
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One matmul [*batch, M, K] x [*batch, N, K], transposed, as it ran."""
+
+    layer: str
+    op: str
+    batch: tuple[int, ...]
+    m: int
+    k: int
+    n: int
+    has_weight: bool
+    needs_grad: tuple[bool, bool]
+    flops: int
+
+    def shape(self, operand: str) -> tuple[int, ...]:
+        rows = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}
+        return (*self.batch, *rows[operand])
+
+    def decisions(self, site: int, times: int) -> Iterator[Decision]:
+        detail = f"{self.op} ran outside of the captured graphs" + (f", {times} times" if times > 1 else "")
+        detail += "" if self.flops else " (its FLOPs are unknown)"
+        for gemm in gemms(self.needs_grad):
+            for operand, direction in GEMM_OPERANDS[gemm]:
+                kind = "input" if operand == "weight" and not self.has_weight else operand
+                yield Decision(
+                    role=QuantizerRole("linear" if self.has_weight else "matmul", kind, self.layer), gemm=gemm,
+                    direction=direction, shape=self.shape(operand), skip_reason=SkipReason.NOT_CAPTURED,
+                    detail=detail, form=self.op, site=site, flops=times * self.flops,
+                )  # fmt: skip
+
+
+class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
+    """Notes the matmuls of forwards that run while it is entered, and are neither traced nor our own operators.
+
+    `names` maps ``str(id(module))`` to the path of a module in the user's model.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.found: Counter[_Product] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        packet = getattr(func, "overloadpacket", func)  # higher-order operators have none
+        own = getattr(func, "namespace", "") == "fxquant" or is_tracing() or in_backward()
+        whole = torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and packet not in flop_registry
+        if whole and not own:  # autograd, which takes `linear` and its like apart, is out of the way
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        result = func(*args, **(kwargs or {}))
+        packet = _IN_PLACE.get(packet, packet)
+        op, counts = packet.__name__, flop_registry.get(_COUNTED_AS.get(packet, packet))
+        if (counts or tells(op)) and not op.endswith("_backward") and not own:
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.ndim > 1]
+            if counts:
+                flops = counts(*args, **(kwargs or {}), out_val=result)
+            else:
+                flops = recurrent_flops(tensors) if RECURRENT & set(op.split("_")) else 0
+            if len(tensors) > 1:
+                self.found[self._product(op, tensors, flops)] += 1
+        return result
+
+    def _product(self, op: str, tensors: Sequence[Tensor], flops: int) -> _Product:
+        left, right = tensors[-2:] if op in _PRODUCTS else tensors[:2]
+        known = op in _PRODUCTS
+        *batch, m, k = left.shape if known else (flops // 2, 1)
+        weight = right if right._base is None else right._base
+        needs_grad = (left.requires_grad, right.requires_grad) if torch.is_grad_enabled() else (False, False)
+        return _Product(
+            layer=_layer(sys._getframe(2), self.names), op=op, batch=tuple(batch), m=m, k=k,
+            n=right.shape[-1] if known else 1, has_weight=isinstance(weight, nn.Parameter), needs_grad=needs_grad,
+            flops=flops,
+        )  # fmt: skip
+
+    def decisions(self, first_site: int) -> list[Decision]:
+        """What to tell of them; equal ones, as those of a recurrent layer's steps, are told of together."""
+        found = enumerate(self.found.items(), first_site)
+        return [decision for site, (product, times) in found for decision in product.decisions(site, times)]
+
+
+def _layer(frame: FrameType | None, names: Mapping[str, str]) -> str:
+    """The path of the innermost module whose method is running."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and str(id(module)) in names:
+            return names[str(id(module))]
+        frame = frame.f_back
+    return ""
+
+
+__all__ = ["Uncaptured"]

@@ -1,0 +1,157 @@
+"""Which kernel runs a quantized attention on CUDA: by formats, steps and sizes alone, so that a report can say it.
+
+`fxquant.kernels.attention.cuda` decides the same of the tensors it gets; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from fxquant.formats import ELEMENTS, AttentionSpec, QuantSpec
+from fxquant.kernels.attention import gluon_op as warp_attention
+from fxquant.kernels.attention.triton import HEAD_DIMS
+
+
+class AttentionKernel(str, Enum):
+    """What a forward or backward of quantized attention can be."""
+
+    TRITON = "Triton, FP8"
+    GLUON = "Triton's Gluon, FP8"
+    WIDE = "Triton on dequantized q, k and v"
+    CUDNN = "cuDNN on dequantized q, k and v"
+    REFERENCE = "the reference, float32 scores in memory"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Chosen(NamedTuple):
+    """A kernel, and why it is the reference where it is."""
+
+    kernel: AttentionKernel
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({self.reason})" if self.reason else str(self.kernel)
+
+
+class Sides(NamedTuple):
+    """Of q, k and v: their number of axes, D, Dv, dtype; and whether a mask, bias or scale of the scores is learned."""
+
+    axes: int
+    width: int
+    features: int
+    dtype: torch.dtype
+    learned: bool
+
+
+def forward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int], flops: int = 0) -> Chosen:
+    """The kernel of a forward of so much work on a CUDA device of this capability; (0, 0) is another device."""
+    reason = _problem(spec, sides, capability) or _softmax(spec)
+    kernel = AttentionKernel.TRITON if _multiplied(spec.qkv) else _dequantized(spec)
+    if kernel is AttentionKernel.TRITON and not (_masked(spec) or spec.dropout) and warp_attention.pays(flops):
+        kernel = AttentionKernel.GLUON
+    return _chosen(reason, kernel)
+
+
+def backward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> Chosen:
+    """The kernel of the backward of such a forward."""
+    reason = _problem(spec, sides, capability) or _softmax(spec)
+    reason = reason or ("its mask, bias or scale is learned" if sides.learned else "")
+    if not spec.has_fp8_backward:
+        return _chosen(reason, _dequantized(spec))
+    for slot in ("do", "dp"):
+        given = getattr(spec, slot)
+        beside_mxfp8 = _is_mxfp8(given) or (slot == "dp" and given.is_identity)
+        if not (_is_gradient(given) if _multiplied(spec.qkv) else beside_mxfp8):
+            reason = reason or f"{given} in {slot}"
+    return _chosen(reason, AttentionKernel.TRITON if _multiplied(spec.qkv) else AttentionKernel.WIDE)
+
+
+def _chosen(reason: str, kernel: AttentionKernel) -> Chosen:
+    return Chosen(AttentionKernel.REFERENCE, reason) if reason else Chosen(kernel)
+
+
+def _dequantized(spec: AttentionSpec) -> AttentionKernel:
+    """What multiplies operands that are dequantized: cuDNN has neither masks nor the reference's dropout."""
+    return AttentionKernel.WIDE if _masked(spec) or spec.dropout else AttentionKernel.CUDNN
+
+
+def _multiplied(spec: QuantSpec) -> bool:
+    """Whether kernels multiply a format as it is: e4m3 with a scale for the tensor, heads or 128 positions."""
+    return _plain(spec) in ("per_tensor_e4m3", "per_head_e4m3", "per_head_128_e4m3")
+
+
+def _is_gradient(spec: QuantSpec) -> bool:
+    """Whether kernels take do or dp in a format."""
+    return _multiplied(spec) or _plain(spec) in ("per_tensor_e5m2", "per_head_e5m2")
+
+
+def _plain(spec: QuantSpec) -> str:
+    return spec.format if spec.is_delayed else str(spec)
+
+
+def _is_mxfp8(spec: QuantSpec) -> bool:
+    return spec.row.family == "mxfp8"
+
+
+def _problem(spec: AttentionSpec, sides: Sides, capability: tuple[int, int]) -> str:
+    """What neither direction has a kernel for; empty for nothing."""
+    if capability[0] != 9:
+        return "not on Hopper"
+    if spec.dropout >= 1:
+        return "everything is dropped"
+    reason = _more_than_scale_and_mask(spec)
+    if reason:
+        return reason
+    if sides.axes != 4:
+        return f"{sides.axes} axes instead of [B, H, S, D]"
+    if sides.features != sides.width:
+        return "values of another head dimension"
+    if sides.width not in HEAD_DIMS:
+        return f"head dimension {sides.width}"
+    if sides.dtype not in (torch.bfloat16, torch.float16):
+        return str(sides.dtype).removeprefix("torch.")
+    return "" if _multiplied(spec.qkv) or _is_mxfp8(spec.qkv) else f"{spec.qkv} in qkv"
+
+
+_OTHERS = {"tanh": "a soft cap", "sink": "sinks", "fill": "masked scores that are finite"}
+
+
+def _more_than_scale_and_mask(spec: AttentionSpec) -> str:
+    """What of the steps is none of a scale, then at most one mask or bias, and causality."""
+    masked = False
+    for step in spec.steps:
+        if step.kind == "mul":
+            if masked or step.extra >= 0:
+                return "a scale behind a mask" if masked else "a scale that is a tensor"
+        elif step.kind in _MASKS and (step.extra < 0 or step.value not in (0, -math.inf)):
+            return _OTHERS.get(step.kind, "a number added to the scores")
+        elif step.kind in _MASKS:
+            if masked:
+                return "more than one mask or bias"
+            masked = True
+        elif step.kind != "causal":
+            return _OTHERS[step.kind]
+    return "" if math.prod(step.value for step in spec.steps if step.kind == "mul") > 0 else "a scale below zero"
+
+
+_MASKS = ("add", "keep", "fill")
+
+
+def _masked(spec: AttentionSpec) -> bool:
+    return any(step.kind in _MASKS for step in spec.steps)
+
+
+def _softmax(spec: AttentionSpec) -> str:
+    """Why the format of the softmax has no kernel beside that of the operands; empty where it has one."""
+    row = spec.s.row
+    if _is_mxfp8(spec.qkv):
+        known = row.family in ("identity", "mxfp8")
+    else:  # whose scale is a constant
+        known = row.family in ("per_tensor", "per_head") and row.element == ELEMENTS["e4m3"]
+    return "" if known else f"{spec.s} in s"

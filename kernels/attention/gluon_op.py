@@ -1,0 +1,85 @@
+"""The operator that launches `fxquant.kernels.attention.gluon`.
+
+Inductor emits the source of Triton kernels that a graph launches anew, which it cannot do with Gluon's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fxquant.compat import fake_kernel, is_hopper, knows_gluon, operator_library, size_hint
+from fxquant.kernels.attention.triton_cast import Scaling
+
+_library = operator_library("fxquant_kernels", more=True)
+_library.define(
+    "attention_fprop(Tensor q, Tensor k, Tensor v, Tensor q_scale_inv, Tensor k_scale_inv, Tensor v_scale_inv,"
+    " bool causal, float scale, str scaling, ScalarType dtype, bool record) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+_LEAST_WORK = 1 << 36
+"""FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
+
+
+def takes(q: Tensor, k: Tensor) -> bool:
+    """Whether this kernel runs for q [B, H, Sq, D] and k that `triton_attention.supports`, without mask and dropout."""
+    return pays(4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))) and is_hopper(q.device)
+
+
+def pays(flops: int) -> bool:
+    """Whether the Triton that is installed has this kernel, and it is the faster one for so much work."""
+    return flops >= _LEAST_WORK and knows_gluon()
+
+
+def exists(device: torch.device) -> bool:
+    """Whether a device, with the Triton that is installed, has such a kernel."""
+    return knows_gluon() and is_hopper(device)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
+    scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `takes` says so.
+
+    To `record`, the largest weight of each row of the softmax comes third, [B, H, Sq] in float32. Raises ValueError for
+    a scale that is not positive.
+    """
+    if not scale > 0:
+        raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
+    parts = (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)
+    return torch.ops.fxquant_kernels.attention_fprop(  # type: ignore[no-any-return]
+        *parts, causal, scale, scaling, out_dtype, record
+    )
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, causal: bool,
+    scale: float, scaling: Scaling, dtype: torch.dtype, record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from fxquant.kernels.attention import gluon as gluon_attention  # which not every Triton can import
+
+    parts = [x.contiguous() for x in (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)]
+    with torch.cuda.device(q.device):
+        return gluon_attention.forward(
+            *parts, causal=causal, scale=scale, scaling=scaling, out_dtype=dtype, record=record
+        )
+
+
+_library.impl("attention_fprop", _launch, "CUDA")
+
+
+@fake_kernel(_library, "attention_fprop")
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, causal: bool,
+    scale: float, scaling: str, dtype: torch.dtype, record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(q.shape, dtype=dtype), lse, torch.empty_like(lse) if record else lse.new_empty(0)
+
+
+__all__ = ["exists", "forward", "takes"]

@@ -1,0 +1,565 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Triton casts of attention's operands: to FP8 with a scale per tensor, head or 128 positions of a head, and back.
+
+Names: B batches, H heads, of which each `groups` share a scale, S positions, D head size. Scales are what
+dequantization multiplies by: float32 [1], [B, H / groups] or [B, H / groups, ceil(S / 128)].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from fxquant.compat import declare_written
+from fxquant.kernels.cast.codes import four, in_words, magnitude, raise_amax, word
+
+Scaling = Literal["tensor", "head", "block"]
+"""What shares a scale: a tensor, heads, or 128 positions of them."""
+TENSOR, HEAD, BLOCK = (tl.constexpr(i) for i in range(3))
+KINDS: dict[str, int] = {"tensor": 0, "head": 1, "block": 2}
+"""Scalings as the kernels know them."""
+BLOCK_LEN = tl.constexpr(128)
+_KEYS = 16
+"""Keys of a transposed v are padded to a multiple of this, and of every 16 their order is 0 1 8 9, 2 3 10 11,
+4 5 12 13, 6 7 14 15: Hopper's FP8 multiplication wants four neighbouring columns of P in a thread, where the product
+that computes P leaves two pairs 8 columns apart. (FlashAttention-3, section 3.3.)"""
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_LEAST_AMAX = 1e-12
+"""An amax that is not above this has the scale 1, but for a scale of the whole tensor."""
+_MOST_MULTIPLIER = torch.finfo(torch.float32).max
+_STEPS = 4
+
+
+@triton.jit
+def _head_tile(x, first, length, row_step, ROWS: tl.constexpr, D: tl.constexpr):
+    """ROWS rows of a head from `first` on in float32, zeros past the end."""
+    row = first + tl.arange(0, ROWS)
+    at = row[:, None].to(tl.int64) * row_step + tl.arange(0, D)[None, :]
+    return tl.load(x + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tile_amax(tile):
+    """The amax of a tile, NaN ignored."""
+    return tl.max(tl.max(magnitude(tile), axis=1), axis=0)
+
+
+@triton.jit
+def _head_amax(
+    x, first, length, row_step, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The bits of the amax, NaN ignored, of STEPS times ROWS rows of a head: magnitudes are ordered as they are.
+
+    Without masks more loads are on their way at a time.
+    """
+    largest = tl.zeros((ROWS, D), tl.float32)
+    if first + STEPS * ROWS <= length:
+        row = first + tl.arange(0, ROWS)
+        source = x + (row[:, None].to(tl.int64) * row_step + tl.arange(0, D)[None, :])
+        for _ in tl.static_range(STEPS):
+            largest = tl.maximum(largest, magnitude(tl.load(source).to(tl.float32)))
+            source += tl.cast(row_step, tl.int64) * ROWS
+    else:
+        for step in range(STEPS):
+            largest = tl.maximum(largest, magnitude(_head_tile(x, first + step * ROWS, length, row_step, ROWS, D)))
+    return tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _head_store(
+    tile, out, first, scale, length, padded, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Casts and stores ROWS rows of a head. Bytes are put together as words of four."""
+    words = in_words(tile * scale, E5M2, ROWS, D)
+    out = out.to(tl.pointer_type(tl.uint32), bitcast=True)
+    if TRANSPOSED:
+        out += first // 4
+        words = tl.reshape(tl.trans(words), (D // 4, ROWS // 16, 2, 4, 2))  # see _KEYS
+        words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (D // 4, ROWS))
+        a, b, c, d = four(words, D // 4, ROWS // 4)
+        quads = tl.arange(0, ROWS // 4)
+        mask = (first + 4 * quads)[None, :] < padded
+        for i in tl.static_range(4):
+            channel = 4 * tl.arange(0, D // 4) + i
+            tl.store(out + (channel[:, None] * (padded // 4) + quads[None, :]), word(a, b, c, d, 8 * i), mask=mask)
+    else:
+        out += first.to(tl.int64) * (D // 4)
+        rows = tl.arange(0, ROWS)
+        at = rows[:, None] * (D // 4) + tl.arange(0, D // 4)[None, :]
+        tl.store(out + at, words, mask=(first + rows)[:, None] < length)
+
+
+@triton.jit
+def _head_scale(amax, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """What is multiplied by for an amax."""
+    scale = tl.minimum(tl.div_rn(FMAX, amax), MOST)
+    return tl.where((amax > LEAST) & (amax < float("inf")), scale, 1.0)
+
+
+@triton.jit
+def _scale_for(given, at, GIVEN: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """What is multiplied by: the one that is GIVEN, or made of one of the amaxes given as bits."""
+    if GIVEN:
+        scale = tl.load(given)
+    else:
+        scale = _head_scale(tl.load(given + at).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+    return scale
+
+
+@triton.jit
+def head_amax_kernel(
+    x, amax, heads, groups, length, batch_step, head_step, row_step,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The bits of the amaxes of each `groups` heads of x [B, H, S, D], into zeroed int32 [B, H / groups]."""
+    blocks = tl.cdiv(length, ROWS * STEPS)
+    head = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * (ROWS * STEPS)
+    source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+    tl.atomic_max(amax + head // groups, _head_amax(source, first, length, row_step, STEPS, ROWS, D), sem="relaxed")
+
+
+@triton.jit
+def head_cast_kernel(
+    x, data, scale_inv, given, recorded, heads, groups, length, padded, batch_step, head_step, row_step,
+    GIVEN: tl.constexpr, RECORD: tl.constexpr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, FMAX: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """x [B, H, S, D] times FMAX / amax, given as bits, as FP8 [B, H, S, D] or [B, H, D, padded].
+
+    From the end, which the L2 cache still holds from when the amaxes were taken. With GIVEN the scale of all heads is
+    given instead, float32 [1], and with RECORD the amax is taken into float32 [1].
+    """
+    blocks = tl.cdiv(padded, ROWS)
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = index // blocks
+    first = (index % blocks) * ROWS
+    scale = _scale_for(given, head // groups, GIVEN, FMAX, LEAST, MOST)
+    if (first == 0) & (head % groups == 0):
+        tl.store(scale_inv + head // groups, tl.div_rn(1.0, scale))
+    source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
+    tile = _head_tile(source, first, length, row_step, ROWS, D)
+    if RECORD:
+        raise_amax(recorded, _tile_amax(tile))
+    _head_store(tile, data + head.to(tl.int64) * padded * D, first, scale, length, padded, E5M2, TRANSPOSED, ROWS, D)
+
+
+@triton.jit
+def _block_cast(
+    x, data, scale_inv, kv_head, block, kv_heads, length, padded, batch_step, head_step, row_step,
+    GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Casts 128 positions of the GROUPS heads that share a scale, and stores it. More than one are read twice."""
+    ROWS: tl.constexpr = BLOCK_LEN
+    first = block * ROWS
+    batch, within = kv_head // kv_heads, kv_head % kv_heads
+    source = x + batch.to(tl.int64) * batch_step + (within * GROUPS).to(tl.int64) * head_step
+    out = data + (kv_head * GROUPS).to(tl.int64) * padded * D
+    tile = _head_tile(source, first, length, row_step, ROWS, D)
+    amax = _tile_amax(tile)
+    other = source
+    for _ in range(1, GROUPS):
+        other += head_step
+        amax = tl.maximum(amax, _tile_amax(_head_tile(other, first, length, row_step, ROWS, D)))
+    scale = _head_scale(amax, FMAX, LEAST, MOST)
+    tl.store(scale_inv + kv_head * tl.cdiv(length, ROWS) + block, tl.div_rn(1.0, scale))
+    _head_store(tile, out, first, scale, length, padded, False, TRANSPOSED, ROWS, D)
+    for _ in range(1, GROUPS):
+        source += head_step
+        out += tl.cast(padded, tl.int64) * D
+        tile = _head_tile(source, first, length, row_step, ROWS, D)
+        _head_store(tile, out, first, scale, length, padded, False, TRANSPOSED, ROWS, D)
+
+
+@triton.jit
+def block_cast_kernel(
+    x, data, scale_inv, kv_heads, length, padded, batch_step, head_step, row_step,
+    GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """x [B, H, S, D] as e4m3 with a scale for 128 positions of GROUPS heads, of which there are kv_heads: one read."""
+    blocks = tl.cdiv(length, BLOCK_LEN)
+    _block_cast(
+        x, data, scale_inv, tl.program_id(0) // blocks, tl.program_id(0) % blocks, kv_heads, length, padded,
+        batch_step, head_step, row_step, GROUPS, TRANSPOSED, FMAX, LEAST, MOST, D,
+    )  # fmt: skip
+
+
+@triton.jit
+def qkv_amax_kernel(
+    q, k, v, amax, heads, kv_heads, batches, q_len, kv_len, q_batch, q_head, q_row, k_batch, k_head, k_row,
+    v_batch, v_head, v_row,
+    SCALING: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The bits of the amaxes of q, k and v, into zeroed int32 [3, B, kv_heads] or [3]."""
+    q_blocks, kv_blocks = tl.cdiv(q_len, ROWS * STEPS), tl.cdiv(kv_len, ROWS * STEPS)
+    all_kv = batches * kv_heads
+    index = tl.program_id(0) - q_blocks * (batches * heads)
+    is_q, is_v = index < 0, index >= kv_blocks * all_kv
+    index = tl.where(is_q, tl.program_id(0), tl.where(is_v, index - kv_blocks * all_kv, index))
+    x = tl.where(is_q, q, tl.where(is_v, v, k))
+    batch_step = tl.where(is_q, q_batch, tl.where(is_v, v_batch, k_batch)).to(tl.int64)
+    head_step = tl.where(is_q, q_head, tl.where(is_v, v_head, k_head)).to(tl.int64)
+    row_step = tl.where(is_q, q_row, tl.where(is_v, v_row, k_row))
+    blocks, length = tl.where(is_q, q_blocks, kv_blocks), tl.where(is_q, q_len, kv_len)
+    own = tl.where(is_q, heads, kv_heads)
+    head, first = index // blocks, (index % blocks) * (ROWS * STEPS)
+    at = tl.where(is_q, 0, tl.where(is_v, 2, 1))
+    if SCALING == HEAD:
+        at = at * all_kv + head // (own // kv_heads)
+    source = x + (head // own).to(tl.int64) * batch_step + (head % own).to(tl.int64) * head_step
+    tl.atomic_max(amax + at, _head_amax(source, first, length, row_step, STEPS, ROWS, D), sem="relaxed")
+
+
+@triton.jit
+def _cast_values(
+    v, v8, v_scale, given, recorded, index, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
+    SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The part of `qkv_cast_kernel` that transposes v."""
+    blocks = tl.cdiv(v_len, ROWS)
+    head, first = index // blocks, (index % blocks) * ROWS
+    at, place = 2, 0
+    if SCALING == HEAD:
+        at, place = 2 * batches * kv_heads + head, head
+    scale = _scale_for(given, at, GIVEN, FMAX, LEAST, MOST)
+    tl.store(v_scale + place, tl.div_rn(1.0, scale), mask=first == 0)
+    source = v + (head // kv_heads).to(tl.int64) * v_batch + (head % kv_heads).to(tl.int64) * v_head
+    tile = _head_tile(source, first, kv_len, v_row, ROWS, D)
+    if RECORD:
+        raise_amax(recorded, _tile_amax(tile))
+    _head_store(tile, v8 + head.to(tl.int64) * v_len * D, first, scale, kv_len, v_len, False, True, ROWS, D)
+
+
+@triton.jit
+def qkv_cast_kernel(
+    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, given, recorded, heads, kv_heads, batches, q_len, kv_len, v_len,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """q, k and v as e4m3, v transposed, in one launch; from the end, GIVEN and RECORD as in `head_cast_kernel`."""
+    q_blocks, kv_blocks = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, ROWS)
+    all_q, all_kv = batches * heads, batches * kv_heads
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    plain = q_blocks * all_q + kv_blocks * all_kv
+    if index < plain:
+        is_q = index < q_blocks * all_q
+        index = tl.where(is_q, index, index - q_blocks * all_q)
+        blocks, length = tl.where(is_q, q_blocks, kv_blocks), tl.where(is_q, q_len, kv_len)
+        own = tl.where(is_q, heads, kv_heads)
+        head, first = index // blocks, (index % blocks) * ROWS
+        kv_head = head // (own // kv_heads)
+        at = tl.where(is_q, 0, 1)
+        place = 0
+        if SCALING == HEAD:
+            at = at * all_kv + kv_head
+            place = kv_head
+        scale = _scale_for(given, at, GIVEN, FMAX, LEAST, MOST)
+        tl.store(tl.where(is_q, q_scale, k_scale) + place, tl.div_rn(1.0, scale), mask=first == 0)
+        source = tl.where(is_q, q, k) + (head // own).to(tl.int64) * tl.where(is_q, q_batch, k_batch).to(tl.int64)
+        source += (head % own).to(tl.int64) * tl.where(is_q, q_head, k_head).to(tl.int64)
+        tile = _head_tile(source, first, length, tl.where(is_q, q_row, k_row), ROWS, D)
+        if RECORD:
+            raise_amax(recorded, _tile_amax(tile))
+        out = tl.where(is_q, q8, k8) + head.to(tl.int64) * length * D
+        _head_store(tile, out, first, scale, length, length, False, False, ROWS, D)
+    else:
+        _cast_values(
+            v, v8, v_scale, given, recorded, index - plain, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
+            SCALING, GIVEN, RECORD, FMAX, LEAST, MOST, V_ROWS, D,
+        )  # fmt: skip
+
+
+@triton.jit
+def qkv_block_cast_kernel(
+    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, kv_heads, batches, q_len, kv_len, v_len,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    GROUPS: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """q, k and v as e4m3 with a scale for 128 positions, v transposed: one read, one launch."""
+    q_blocks, kv_blocks = tl.cdiv(q_len, BLOCK_LEN), tl.cdiv(kv_len, BLOCK_LEN)
+    index, all_kv = tl.program_id(0), batches * kv_heads
+    if index < q_blocks * all_kv:
+        _block_cast(
+            q, q8, q_scale, index // q_blocks, index % q_blocks, kv_heads, q_len, q_len, q_batch, q_head, q_row,
+            GROUPS, False, FMAX, LEAST, MOST, D,
+        )  # fmt: skip
+    elif index < q_blocks * all_kv + kv_blocks * all_kv:
+        index -= q_blocks * all_kv
+        _block_cast(
+            k, k8, k_scale, index // kv_blocks, index % kv_blocks, kv_heads, kv_len, kv_len, k_batch, k_head, k_row,
+            1, False, FMAX, LEAST, MOST, D,
+        )  # fmt: skip
+    else:
+        index -= q_blocks * all_kv + kv_blocks * all_kv
+        _block_cast(
+            v, v8, v_scale, index // kv_blocks, index % kv_blocks, kv_heads, kv_len, v_len, v_batch, v_head, v_row,
+            1, True, FMAX, LEAST, MOST, D,
+        )  # fmt: skip
+
+
+@triton.jit
+def scale_place(head, first, length, SCALING: tl.constexpr):
+    """Where the scale of a position of a head that has one stands."""
+    at = head * 0
+    if SCALING == HEAD:
+        at = head
+    elif SCALING == BLOCK:
+        at = head * tl.cdiv(length, BLOCK_LEN) + first // BLOCK_LEN
+    return at
+
+
+@triton.jit
+def _values_back(
+    v8, v_scale, v, index, kv_len, v_len, SCALING: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """The part of `qkv_dequantize_kernel` that transposes v back."""
+    blocks = tl.cdiv(kv_len, ROWS)
+    head, first = index // blocks, (index % blocks) * ROWS
+    channel, key = tl.arange(0, D), first + tl.arange(0, ROWS)
+    if CODES:
+        _codes_back(v8, v, head, first, kv_len, v_len, ROWS, D)
+    else:
+        scale = tl.load(v_scale + scale_place(head, first, kv_len, SCALING))
+        at = head.to(tl.int64) * v_len * D + channel[:, None] * v_len + key[None, :]
+        values = tl.load(v8 + at, mask=key[None, :] < v_len, other=0.0).to(tl.float32) * scale
+        values = tl.reshape(values.to(v.dtype.element_ty), (D, ROWS // 16, 4, 2, 2))  # back from the order of _KEYS
+        values = tl.trans(tl.reshape(tl.permute(values, (0, 1, 3, 2, 4)), (D, ROWS)))
+        target = v + head.to(tl.int64) * kv_len * D
+        tl.store(target + (key[:, None] * D + channel[None, :]), values, mask=key[:, None] < kv_len)
+
+
+@triton.jit
+def _codes_back(v8, v, head, first, kv_len, v_len, ROWS: tl.constexpr, D: tl.constexpr):
+    """Transposes codes back, as words of four: of four channels four keys each become of four keys four channels."""
+    source = v8.to(tl.pointer_type(tl.uint32), bitcast=True) + head.to(tl.int64) * (v_len // 4) * D + first // 4
+    quads, fours = tl.arange(0, ROWS // 4), tl.arange(0, D // 4)
+    at = 4 * fours[:, None] * (v_len // 4) + quads[None, :]
+    inside = (first + 4 * quads)[None, :] < v_len
+    a = tl.load(source + at, mask=inside, other=0)
+    b = tl.load(source + at + v_len // 4, mask=inside, other=0)
+    c = tl.load(source + at + 2 * (v_len // 4), mask=inside, other=0)
+    d = tl.load(source + at + 3 * (v_len // 4), mask=inside, other=0)
+    low = tl.join(word(a, b, c, d, 0), word(a, b, c, d, 16))
+    high = tl.join(word(a, b, c, d, 8), word(a, b, c, d, 24))
+    words = tl.reshape(tl.join(low, high), (D // 4, ROWS // 16, 4, 2, 2))
+    words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4)), (D // 4, ROWS))  # back from the order of _KEYS
+    key = tl.arange(0, ROWS)
+    target = v.to(tl.pointer_type(tl.uint32), bitcast=True) + (head.to(tl.int64) * kv_len + first) * (D // 4)
+    inside = (first + key)[:, None] < kv_len
+    tl.store(target + (key[:, None] * (D // 4) + fours[None, :]), tl.trans(words), mask=inside)
+
+
+@triton.jit
+def qkv_dequantize_kernel(
+    q8, k8, v8, q_scale, k_scale, v_scale, q, k, v, heads, kv_heads, batches, q_len, kv_len, v_len,
+    SCALING: tl.constexpr, CODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """The values of contiguous e4m3 q8, k8 and transposed v8 as q, k and v [B, H, S, D], in one launch.
+
+    A step of ROWS rows has as many elements for a thread as fill one store of 16 bytes, so that what is loaded lies in
+    the threads that store it. CODES: v's codes instead of its values.
+    """
+    q_blocks, kv_blocks = tl.cdiv(q_len, ROWS * STEPS), tl.cdiv(kv_len, ROWS * STEPS)
+    all_q, all_kv = batches * heads, batches * kv_heads
+    plain = q_blocks * all_q + kv_blocks * all_kv
+    index = tl.program_id(0)
+    if index < plain:
+        is_q = index < q_blocks * all_q
+        index = tl.where(is_q, index, index - q_blocks * all_q)
+        blocks, length = tl.where(is_q, q_blocks, kv_blocks), tl.where(is_q, q_len, kv_len)
+        head, first = index // blocks, (index % blocks) * (ROWS * STEPS)
+        at = scale_place(head // tl.where(is_q, heads // kv_heads, 1), first, length, SCALING)
+        scale = tl.load(tl.where(is_q, q_scale, k_scale) + at)
+        start = head.to(tl.int64) * length * D + first * D
+        source, target = tl.where(is_q, q8, k8) + start, tl.where(is_q, q, k) + start
+        for step in tl.static_range(STEPS):
+            row = step * ROWS + tl.arange(0, ROWS)
+            cell = row[:, None] * D + tl.arange(0, D)[None, :]
+            inside = (first + row)[:, None] < length
+            values = tl.load(source + cell, mask=inside, other=0.0).to(tl.float32) * scale
+            tl.store(target + cell, values.to(q.dtype.element_ty), mask=inside)
+    else:
+        _values_back(v8, v_scale, v, index - plain, kv_len, v_len, SCALING, CODES, V_ROWS, D)
+
+
+def _least(scaling: Scaling) -> float:
+    return 0.0 if scaling == "tensor" else _LEAST_AMAX
+
+
+def _padded(length: Any) -> Any:
+    return triton.cdiv(length, _KEYS) * _KEYS
+
+
+def _scales(batches: Any, heads: Any, length: Any, scaling: Scaling, device: torch.device) -> Tensor:
+    shapes: dict[str, tuple[Any, ...]] = {
+        "tensor": (1,), "head": (batches, heads), "block": (batches, heads, triton.cdiv(length, BLOCK_LEN.value))
+    }  # fmt: skip
+    return torch.empty(shapes[scaling], dtype=torch.float32, device=device)
+
+
+def quantize_heads(
+    x: Tensor, groups: int, transposed: bool, scaling: Literal["head", "block"] = "head", *,
+    dtype: torch.dtype = torch.float8_e4m3fn, multiplier: Tensor | None = None, recorded: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Quantizes x [B, H, S, D] with one scale for each `groups` heads, or their 128 positions: FP8 and the scales.
+
+    The payload is [B, H, S, D]; with `transposed` [B, H, D, Sp], Sp being S padded with zeros to a multiple of 16, and
+    its keys in an order of their own (`_KEYS`). What is multiplied by is the largest of `dtype` over the amax, NaN
+    ignored; 1 where the amax is not above 1e-12 or infinite. The last dimension of x is dense.
+
+    A `multiplier`, float32 [1], is taken for all heads instead, and then x is read once; the amax of x is taken into
+    `recorded`, float32 [1], if that is given, too. Scales of 128 positions are e4m3, and their own.
+    """
+    batches, heads, length = x.shape[:3]
+    head_dim = int(x.shape[3])  # a constant of the kernels
+    padded = _padded(length) if transposed else length
+    shape = (batches, heads, head_dim, padded) if transposed else (batches, heads, length, head_dim)
+    data = torch.empty(shape, dtype=dtype, device=x.device)
+    scale_inv = _scales(batches, heads // groups, length, scaling, x.device)
+    constants = (_LARGEST[dtype], _LEAST_AMAX, _MOST_MULTIPLIER)
+    if scaling == "block":
+        grid = (triton.cdiv(length, BLOCK_LEN.value) * (batches * (heads // groups)),)
+        wrap_triton(block_cast_kernel)[grid](
+            x, data, scale_inv, heads // groups, length, padded, *x.stride()[:3], groups, transposed, *constants,
+            head_dim, num_warps=head_dim // 16,
+        )  # fmt: skip
+        return data, scale_inv
+    given = multiplier
+    if given is None:
+        given = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
+        rows = 4096 // head_dim
+        grid = (triton.cdiv(length, rows * _STEPS) * (batches * heads),)
+        wrap_triton(head_amax_kernel)[grid](
+            x, given, heads, groups, length, *x.stride()[:3], _STEPS, rows, head_dim, num_warps=4
+        )
+    rows = 64 if transposed else 8192 // head_dim
+    grid = (triton.cdiv(padded, rows) * (batches * heads),)
+    wrap_triton(head_cast_kernel)[grid](
+        x, data, scale_inv, given, _place(recorded, x.device), heads, groups, length, padded, *x.stride()[:3],
+        multiplier is not None, recorded is not None, dtype == torch.float8_e5m2, transposed, *constants, rows,
+        head_dim, num_warps=8,
+    )  # fmt: skip
+    return data, scale_inv
+
+
+def _place(recorded: Tensor | None, device: torch.device) -> Tensor:
+    return torch.empty(1, device=device) if recorded is None else recorded
+
+
+def quantize_qkv(
+    q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, multiplier: Tensor | None = None,
+    recorded: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """[q8, q_scale, k8, k_scale, v8, v_scale] of q [B, H, Sq, D], k and v [B, Hkv, Sk, D]; v8 is transposed.
+
+    As `quantize_heads` of each, whose query heads share the scale of their key head, with the amaxes of all in one
+    launch and their casts in another; scales of blocks need one launch. The last dimensions are dense.
+
+    Of scaling ``tensor`` a `multiplier` for all three, float32 [1], may be given, for which one launch casts, with one
+    read; the largest of the amaxes is taken into `recorded`, float32 [1], if that is given as well.
+    """
+    batches, heads, q_len = q.shape[:3]
+    head_dim = int(q.shape[3])  # a constant of the kernels
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    v_len = _padded(kv_len)
+    shapes = ((batches, heads, q_len, head_dim), (batches, kv_heads, kv_len, head_dim))
+    data = [
+        torch.empty(shape, dtype=torch.float8_e4m3fn, device=q.device)
+        for shape in (*shapes, (batches, kv_heads, head_dim, v_len))
+    ]
+    scales = [_scales(batches, kv_heads, length, scaling, q.device) for length in (q_len, kv_len, kv_len)]
+    steps = [step for x in (q, k, v) for step in x.stride()[:3]]
+    constants = (_LARGEST[torch.float8_e4m3fn], _least(scaling), _MOST_MULTIPLIER)
+    if scaling == "block":
+        grid = ((triton.cdiv(q_len, BLOCK_LEN.value) + 2 * triton.cdiv(kv_len, BLOCK_LEN.value)) * batches * kv_heads,)
+        wrap_triton(qkv_block_cast_kernel)[grid](
+            q, k, v, *data, *scales, kv_heads, batches, q_len, kv_len, v_len, *steps, int(heads // kv_heads),
+            *constants, head_dim, num_warps=head_dim // 16,
+        )  # fmt: skip
+    else:
+        given = multiplier
+        if given is None:
+            number = 3 if scaling == "tensor" else 3 * batches * kv_heads
+            given = torch.zeros(number, dtype=torch.int32, device=q.device)
+            rows = 4096 // head_dim
+            grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, kv_len), (rows * _STEPS,) * 3),)
+            wrap_triton(qkv_amax_kernel)[grid](
+                q, k, v, given, heads, kv_heads, batches, q_len, kv_len, *steps, KINDS[scaling], _STEPS, rows,
+                head_dim, num_warps=4,
+            )  # fmt: skip
+        rows, v_rows = 8192 // head_dim, min(64, 8192 // head_dim)
+        grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, v_len), (rows, rows, v_rows)),)
+        wrap_triton(qkv_cast_kernel)[grid](
+            q, k, v, *data, *scales, given, _place(recorded, q.device), heads, kv_heads, batches, q_len, kv_len, v_len,
+            *steps, KINDS[scaling], multiplier is not None, recorded is not None, *constants, rows, v_rows, head_dim,
+            num_warps=8,
+        )  # fmt: skip
+    return [part for pair in zip(data, scales, strict=True) for part in pair]
+
+
+def dequantize_qkv(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], scaling: Scaling, dtype: torch.dtype,
+    v_codes: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """q [B, H, Sq, D], k and v [B, Hkv, Sk, D] in a 16-bit dtype from the payloads and scales of `quantize_qkv`.
+
+    With `v_codes` v's e4m3 codes are given instead of its values.
+    """
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
+    batches, heads, q_len = q8.shape[:3]
+    head_dim = int(q8.shape[3])  # a constant of the kernels
+    kv_heads, kv_len = k8.shape[1], k8.shape[2]
+    shape = (batches, kv_heads, kv_len, head_dim)
+    dtypes = (dtype, dtype, v8.dtype if v_codes else dtype)
+    out = [
+        torch.empty(size, dtype=own, device=q8.device)
+        for size, own in zip((tuple(q8.shape), shape, shape), dtypes, strict=True)
+    ]
+    steps, rows, v_rows = 8, 1024 // head_dim, 64
+    grid = (_programs(batches, heads, kv_heads, (q_len, kv_len, kv_len), (rows * steps, rows * steps, v_rows)),)
+    wrap_triton(qkv_dequantize_kernel)[grid](
+        q8, k8, v8, q_scale, k_scale, v_scale, *out, heads, kv_heads, batches, q_len, kv_len, v8.shape[3],
+        KINDS[scaling], v_codes, steps, rows, v_rows, head_dim, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _programs(batches: Any, heads: Any, kv_heads: Any, lengths: tuple[Any, ...], rows: tuple[int, ...]) -> Any:
+    """How many programs q, k and v take together."""
+    each = [triton.cdiv(length, own) for length, own in zip(lengths, rows, strict=True)]
+    return batches * (heads * each[0] + kv_heads * (each[1] + each[2]))
+
+
+_WRITTEN = {
+    head_amax_kernel: ["amax"],
+    head_cast_kernel: ["data", "scale_inv", "recorded"],
+    block_cast_kernel: ["data", "scale_inv"],
+    qkv_amax_kernel: ["amax"],
+    qkv_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "recorded"],
+    qkv_block_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale"],
+    qkv_dequantize_kernel: ["q", "k", "v"],
+}
+
+
+def _declare(kernel: Any, names: list[str]) -> None:
+    def written(arguments: Mapping[str, Any]) -> list[str]:
+        return [name for name in names if name != "recorded" or arguments["RECORD"]]
+
+    declare_written(kernel, written)
+
+
+for _kernel, _names in _WRITTEN.items():
+    _declare(_kernel, _names)

@@ -1,0 +1,1 @@
+"""Casts: `ops` has the operators, `reference` their numerics, the Triton files what runs on a GPU."""

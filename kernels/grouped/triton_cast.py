@@ -1,0 +1,472 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Triton kernels that quantize groups of rows in one or both directions from one read.
+
+The bytes are those of `fxquant.kernels.grouped.reference.quantize`, the tiles those of
+`fxquant.kernels.cast.triton_cast`, each of one group: columnwise payloads and blocks are laid out in the padded rows,
+rowwise ones where the rows are. Since offsets are known on the device alone, the rows that a program has are looked up
+in a table that a kernel of its own writes, of strips of 128 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import wrap_triton
+
+from fxquant.compat import declare_written
+from fxquant.formats import QuantSpec
+from fxquant.kernels.cast import reference, triton_cast
+from fxquant.kernels.cast.triton_cast import cast_rows, cast_tile, take_amaxes
+from fxquant.kernels.grouped import reference as grouped_reference
+
+_STRIP = 128
+"""Rows of a strip."""
+_ENTRIES = 16
+"""Strips that a program of `strips_kernel` looks up."""
+_COLUMNS_ALONE = 8, 4, 2, 2, 16
+"""`triton_cast.tile_layout` of columns of ragged groups: 64 bytes of one together, for they start at any 16."""
+_HEIGHT = 32
+"""Rows of a program of `whole_rows_kernel`."""
+_MOST_WARPS = 32
+_ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
+"""Of these, those that threads hold at a time, and with the most warps that a program may have."""
+
+
+@triton.jit
+def strips_kernel(
+    offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, EVERY: tl.constexpr,
+    IN_STEP: tl.constexpr, STRIP: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Where each strip's rows are, for `strip_of`. Groups are padded to the ALIGNMENT.
+
+    EVERY group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
+    IN_STEP they begin at multiples of STRIP in the padded rows, a group's first as far before it. GROUPS is a power of
+    two above G.
+    """
+    g = tl.arange(0, GROUPS)
+    ends = tl.load(offs + tl.minimum(g, G - 1))
+    starts = tl.load(offs + tl.minimum(g, G) - 1, mask=g > 0, other=0)
+    padded = tl.where(g < G, (ends - starts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0)
+    padded = tl.where(g == G, padded_rows - tl.sum(padded, 0), padded)
+    padded_ends = tl.cumsum(padded, 0)
+    before = (padded_ends - padded) % STRIP if IN_STEP else tl.zeros_like(padded)
+    count = tl.where(g <= G, tl.maximum((before + padded + STRIP - 1) // STRIP, 1 if EVERY else 0), 0)
+    through = tl.cumsum(count, 0)
+    strip = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    group = tl.sum((through[None, :] <= strip[:, None]).to(tl.int32), 1)
+    own = g[None, :] == group[:, None]
+    local = (strip - tl.sum(tl.where(own, (through - count)[None, :], 0), 1)) * STRIP
+    local -= tl.sum(tl.where(own, before[None, :], 0), 1)
+    place = strips + 8 * strip
+    tl.store(place, group)
+    tl.store(place + 1, local)
+    tl.store(place + 2, tl.sum(tl.where(own, starts[None, :], 0), 1))
+    tl.store(place + 3, tl.sum(tl.where(own, ends[None, :], 0), 1))
+    tl.store(place + 4, tl.sum(tl.where(own, (padded_ends - padded)[None, :], 0), 1))
+    tl.store(place + 5, tl.sum(tl.where(own, padded_ends[None, :], 0), 1))
+
+
+@triton.jit
+def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.constexpr):
+    """Of a strip: its group, its first row in the group, the group's first row and end, and first and end padded."""
+    if BATCH:
+        per_group = tl.cdiv(padded_rows, STRIP)
+        group = strip // per_group
+        local = (strip % per_group) * STRIP
+        start = group * rows
+        end = start + rows
+        padded_start = 0
+        padded_end = padded_rows
+    else:
+        entry = strips + 8 * strip
+        group = tl.load(entry)
+        local = tl.load(entry + 1)
+        start = tl.load(entry + 2)
+        end = tl.load(entry + 3)
+        padded_start = tl.load(entry + 4)
+        padded_end = tl.load(entry + 5)
+    return group, local, start, end, padded_start, padded_end
+
+
+@triton.jit
+def grouped_amax_kernel(
+    x, row_amax, column_amax, strips, G, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    GROUP: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The amaxes of the rows [M], and of the columns of each group [G, K] or of groups, into zeroed float32 buffers."""
+    tiles = tl.cdiv(K, 256)
+    group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
+    first, last = tl.maximum(start + local, start), tl.minimum(start + local + STRIP, end)
+    if first < last:
+        take_amaxes(
+            x, row_amax, column_amax, group, first, last, (tl.program_id(0) % tiles) * 256, K, x_step, ROW,
+            COLUMN, GROUP, STRIP, W, R,
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped_cast_kernel(
+    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, strips, G, rows, column_units, K,
+    row_units, x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
+    column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step,
+    ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
+    ROW_MANTISSA: tl.constexpr, ROW_MODE: tl.constexpr, ROW_LARGEST: tl.constexpr, ROW_EPS: tl.constexpr,
+    ROW_POW2: tl.constexpr, ROW_TORCHAO_BELOW: tl.constexpr, ROW_TORCHAO_MOST: tl.constexpr,
+    COLUMN_KIND: tl.constexpr, COLUMN_P: tl.constexpr, COLUMN_Q: tl.constexpr, COLUMN_FMAX: tl.constexpr,
+    COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
+    COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
+    COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
+    BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr,
+    LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
+
+    BACKWARDS after a kernel of amaxes: what that has read last is still in the cache.
+    """
+    LAYOUT: tl.constexpr = (LK, LM, WK, WM, R)
+    HEIGHT: tl.constexpr = R * LM * WM
+    WIDTH: tl.constexpr = 4 * LK * WK
+    ROW: tl.constexpr = (
+        ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
+        ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
+    )  # fmt: skip
+    COLUMN: tl.constexpr = (
+        COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
+        COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
+    )  # fmt: skip
+    tiles = tl.cdiv(row_units * 16, WIDTH)
+    program = tl.program_id(0)
+    if BACKWARDS:
+        program = tl.num_programs(0) - 1 - program
+    row_tile = program // tiles
+    group, local, start, end, padded_start, padded_end = strip_of(
+        row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
+    )  # fmt: skip
+    local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
+    if (group > G) | ((local >= padded_end - padded_start) & (local > 0)) | (local + HEIGHT <= 0):
+        return
+    cast_tile(
+        x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
+        row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
+        column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
+        padded_end, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, IN_STEP, LAYOUT,
+    )  # fmt: skip
+
+
+@triton.jit
+def whole_rows_kernel(
+    x, row_data, row_scale, column_amax, strips, rows, padded_rows, K, row_units, x_step,
+    KIND: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FMAX: tl.constexpr, LOG: tl.constexpr,
+    MANTISSA: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
+    BELOW: tl.constexpr, MOST: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr,
+    HEIGHT: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """HEIGHT rows of x [M, K] quantized by their amaxes, and with COLUMN the amaxes of columns, from one read.
+
+    The latter, of each group, [G, K], go into a zeroed float32 buffer.
+    """
+    SIDE: tl.constexpr = (KIND, P, Q, FMAX, LOG, MANTISSA, MODE, LARGEST, EPS, POW2, BELOW, MOST)
+    parts: tl.constexpr = STRIP // HEIGHT
+    group, local, start, end, _, _ = strip_of(tl.program_id(0) // parts, strips, rows, padded_rows, STRIP, BATCH)
+    first = start + local + (tl.program_id(0) % parts) * HEIGHT
+    last = tl.minimum(end, first + HEIGHT)
+    first = tl.maximum(first, start)
+    if first < last:
+        cast_rows(
+            x, row_data, row_scale, column_amax, group, first, last, K, row_units, x_step, SIDE, COLUMN, HEIGHT // R, R,
+            W,
+        )  # fmt: skip
+
+
+@triton.jit
+def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros where a grouped GEMM wrote nothing: rows of `size` behind the last group, or [size] of an empty group.
+
+    A program has ROWS rows of COLUMNS elements, or as many of a group's.
+    """
+    if WEIGHTS:
+        parts = tl.cdiv(size, ROWS * COLUMNS)
+        group = tl.program_id(0) // parts
+        if tl.load(offs + group) > tl.load(offs + group - 1, mask=group > 0, other=0):
+            return
+        first = (tl.program_id(0) % parts) * (ROWS * COLUMNS)
+        base = cleared + group.to(tl.int64) * size
+        for step in range(ROWS):
+            at = first + step * COLUMNS + tl.arange(0, COLUMNS)
+            tl.store(base + at, tl.zeros((COLUMNS,), cleared.dtype.element_ty), mask=at < size)
+    else:
+        tiles = tl.cdiv(size, COLUMNS)
+        last = tl.load(offs + G - 1)
+        first = (tl.program_id(0) // tiles) * ROWS
+        if first + ROWS <= last:
+            return
+        row = first + tl.arange(0, ROWS)
+        at = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+        place = cleared + (row[:, None].to(tl.int64) * size + at[None, :])
+        inside = (row[:, None] >= last) & (row[:, None] < rows) & (at[None, :] < size)
+        tl.store(place, tl.zeros((ROWS, COLUMNS), cleared.dtype.element_ty), mask=inside)
+
+
+def supports(spec: QuantSpec, *, ragged: bool) -> bool:
+    """Whether the kernels know a format with its options, for rows in groups or for a batch of matrices."""
+    if not triton_cast.supports(spec) or (ragged and spec.row.block[0] > 1):
+        return False
+    return spec.row.family != "mxfp8" or spec.row.block[0] == 1
+
+
+def supported(x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None) -> bool:
+    """Whether the kernels make this quantization."""
+    known = all(supports(spec, ragged=offs is not None) for spec in (row, column) if spec is not None)
+    return known and x.dtype != torch.float64 and x.ndim == (2 if offs is not None else 3)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where groups lie: how many there are, their rows, those when padded, and strips; and the table of them."""
+
+    sizes: tuple[Any, Any, Any, Any]
+    strips: Tensor
+
+
+def _place(
+    x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, *, in_step: bool = False, every: bool = True
+) -> _Place:
+    """`every` and `in_step` are those of `strips_kernel`."""
+    if offs is None:
+        groups, rows = x.shape[:2]
+        size = _up(rows, alignment)
+        return _Place((groups, rows, size, groups * _cdiv(size, _STRIP)), unread)
+    groups, rows = offs.shape[0], x.shape[0]
+    size = grouped_reference.padded_rows(rows, groups, alignment)
+    count = size // _STRIP + (groups + 2 if every or alignment % _STRIP else 0)
+    programs = _cdiv(count, _ENTRIES)
+    strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
+    wrap_triton(strips_kernel)[(programs,)](
+        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, every, in_step,
+        _STRIP, _ENTRIES, num_warps=4,
+    )  # fmt: skip
+    return _Place((groups, rows, size, count), strips)
+
+
+def _take(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, place: _Place, by_row: bool, by_column: bool, by_group: bool,
+    batch: bool,
+) -> None:  # fmt: skip
+    groups, rows, size, count = place.sizes
+    warps, height = 2, 8
+    wrap_triton(grouped_amax_kernel)[(count * _cdiv(x.shape[-1], 256),)](
+        x, row_amax, column_amax, place.strips, groups, rows, size, x.shape[-1], x.stride(-2), by_row, by_column,
+        by_group, batch, _STRIP, warps, height, num_warps=warps,
+    )  # fmt: skip
+
+
+def group_amax(x: Tensor, offs: Tensor | None) -> Tensor:
+    """`grouped_reference.group_amax`: float32 [G], from one read."""
+    x = x.contiguous()
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)
+    place = _place(x, offs, 16, unread)
+    amax = torch.zeros(place.sizes[0], dtype=torch.float32, device=x.device)
+    _take(x, unread, amax, place, False, False, True, offs is None)
+    return amax
+
+
+def quantize(
+    x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None, row_state: Tensor | None = None,
+    column_state: Tensor | None = None, group_amax: Any = grouped_reference.group_amax,
+) -> list[Tensor]:  # fmt: skip
+    """The parts of `grouped_reference.quantize` rowwise and then columnwise; None leaves a direction out.
+
+    `row_state` and `column_state` [G] are multipliers to use in the place of the groups' own (per-tensor formats), or
+    of a batch that is scaled by column [G, K] what `quantize_and_amax` gave.
+    x is float32, bfloat16 or float16. Block scales of 1x128 lie transposed in memory (of a batch each matrix's).
+    """
+    if offs is None and x.stride(-1) != 1 and x.stride(-2) == 1:  # the same with the directions exchanged
+        swapped = quantize(x.mT, None, column, row, column_state, row_state, group_amax)
+        count = 0 if column is None else 2
+        return [*swapped[count:], *swapped[:count]]
+    x = x.contiguous()
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
+    alignment = 16 if column is None else column.row.alignment
+    by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
+    inner = x.shape[-1]
+    families = {spec.row.family for spec in (row, column) if spec is not None}
+    of_lines = {"per_tensor", "per_row"}
+    in_step = column is not None and families <= of_lines and (not by_row or _in_one_read(inner))
+    place = _place(x, offs, alignment, unread, in_step=in_step, every=bool(families & of_lines))
+    batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
+    row_amax = column_amax = unread
+    taken = by_column and column_state is None
+    if by_column:
+        column_amax = column_state if column_state is not None else _zeros(x, groups, inner)
+    made: list[Tensor] = []
+    if by_row and _in_one_read(inner):
+        assert row is not None
+        made = _whole_rows(x, row, place, column_amax if taken else None, batch, unread)
+        if column is None:
+            return made
+        row = None
+    elif by_row or taken:
+        if by_row:
+            row_amax = _zeros(x, groups * rows if batch else rows)
+        _take(x, row_amax, column_amax, place, by_row, taken, False, batch)
+    own: Tensor | None = None
+
+    def given(spec: QuantSpec, state: Tensor | None) -> Tensor:
+        nonlocal own
+        if state is not None:
+            return state
+        own = group_amax(x, offs) if own is None else own
+        return reference.multiplier_from_amax(own, spec)
+
+    left = _side_of(x, offs, row, row_amax, given, row_state, size, unread, columnwise=False)
+    right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
+    layout = _COLUMNS_ALONE if row is None and in_step and not batch else triton_cast.tile_layout(row, column)
+    lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout
+    row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
+    grid = (count * (_STRIP // (thread_rows * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
+    wrap_triton(grouped_cast_kernel)[grid](
+        x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
+        row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
+        batch, in_step and not batch, by_row or taken, _STRIP, *layout, num_warps=warps_k * warps_m,
+    )  # fmt: skip
+    return [*made, *left.parts, *right.parts]
+
+
+def quantize_and_amax(x: Tensor, spec: QuantSpec) -> list[Tensor]:
+    """A batch x [G, R, C] quantized by row, and the amaxes of its columns [G, C], which `quantize` takes as state."""
+    inner = x.shape[-1]
+    unread = torch.empty(1, dtype=torch.float32, device=x.device)
+    if x.stride(-1) == 1 and _in_one_read(inner):
+        x = x.contiguous()
+        amax = _zeros(x, x.shape[0], inner)
+        return [*_whole_rows(x, spec, _place(x, None, 16, unread), amax, True, unread), amax]
+    if x.stride(-1) != 1 and x.stride(-2) == 1:
+        stored = x.mT.contiguous()
+        groups, rows, length = stored.shape
+        amax, own = _zeros(x, groups, rows), _zeros(x, groups, length)
+        _take(stored, amax, own, _place(stored, None, 16, unread), True, True, False, True)
+        return [*quantize(stored, None, None, spec, None, own), amax]
+    x = x.contiguous()
+    amax = _zeros(x, x.shape[0], inner)
+    _take(x, unread, amax, _place(x, None, 16, unread), False, True, False, True)
+    return [*quantize(x, None, spec, None), amax]
+
+
+def _zeros(x: Tensor, *shape: Any) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=x.device)
+
+
+def _in_one_read(inner: Any) -> bool:
+    """Whether the threads of a program hold whole rows, of a length that is known."""
+    return isinstance(inner, int) and inner <= 256 * _MOST_WARPS
+
+
+def _whole_rows(
+    x: Tensor, spec: QuantSpec, place: _Place, column_amax: Tensor | None, batch: bool, unread: Tensor
+) -> list[Tensor]:
+    """x quantized by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
+    assert spec.row.element is not None
+    *lines, inner = x.shape
+    units = _cdiv(inner, 16)
+    data = torch.empty([*lines, 16 * units], dtype=spec.row.element.dtype, device=x.device)
+    scale = torch.empty([*lines, 1], dtype=torch.float32, device=x.device)
+    _, rows, size, count = place.sizes
+    warps = triton.next_power_of_2(_cdiv(inner, 256))
+    wrap_triton(whole_rows_kernel)[(count * (_STRIP // _HEIGHT),)](
+        x, data, scale, unread if column_amax is None else column_amax, place.strips, rows, size, inner, units,
+        x.stride(-2), *triton_cast.side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
+        _ROWS_AT_ONCE if warps < _MOST_WARPS else _ROWS_AT_ONCE_OF_MOST, warps, num_warps=warps,
+    )  # fmt: skip
+    return [data, scale]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One direction: its outputs, and what the kernel is told."""
+
+    data: Tensor
+    scale: Tensor
+    arg: Tensor
+    steps: tuple[Any, ...]
+    """From one group's scales to the next, how many along rows and columns, and their strides."""
+    constants: tuple[Any, ...]
+    parts: list[Tensor]
+
+
+def _side_of(
+    x: Tensor, offs: Tensor | None, spec: QuantSpec | None, amax: Tensor, given: Any, state: Tensor | None,
+    padded_rows: Any, unread: Tensor, *, columnwise: bool,
+) -> _Side:  # fmt: skip
+    if spec is None:
+        constants = triton_cast.side_constants(None, x.dtype)
+        return _Side(unread, unread, unread, (0, 0, 0, 0, 0), constants, [])
+    row, inner = spec.row, x.shape[-1]
+    assert row.element is not None
+    batch = [x.shape[0]] if offs is None else []
+    groups = x.shape[0] if offs is None else offs.shape[0]
+    lines, length = (inner, padded_rows) if columnwise else (x.shape[-2], _up(inner, row.alignment))
+    data = torch.empty([*batch, lines, length], dtype=row.element.dtype, device=x.device)
+    constants = triton_cast.side_constants(spec, x.dtype, columnwise=columnwise, given=row.family == "per_tensor")
+    if row.family == "per_tensor":
+        scale = torch.empty((groups,), dtype=torch.float32, device=x.device)
+        return _Side(data, scale, given(spec, state), (1, 0, 0, 0, 0), constants, [data, scale])
+    if row.family == "per_row":
+        ragged = [groups, lines] if columnwise else [lines, 1]
+        scale = torch.empty([*batch, lines, 1] if batch else ragged, dtype=torch.float32, device=x.device)
+        return _Side(data, scale, amax, (lines if columnwise else 0, 0, 0, 0, 0), constants, [data, scale])
+    scale_rows, scale_columns = _cdiv(lines, row.block[0]), length // row.block[1]
+    dtype = torch.uint8 if row.family == "mxfp8" else torch.float32
+    transposed = row.family == "block" and row.block[0] == 1
+    apart = scale_rows * scale_columns
+    if transposed and not batch:
+        scale = torch.empty((scale_columns, scale_rows), dtype=dtype, device=x.device).t()
+        steps = (1, scale_rows)
+    else:
+        scale = torch.empty([*batch, scale_rows, scale_columns], dtype=dtype, device=x.device)
+        steps = (scale_columns, 1)
+    if columnwise:
+        counts = (apart if batch else 0, scale_columns, scale_rows, *steps[::-1])
+    else:  # rows of their own are counted from the first of all
+        counts = (apart if batch and row.block[0] > 1 else 0, scale_rows, scale_columns, *steps)
+    return _Side(data, scale, unread, counts, constants, [data, scale])
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the arguments that a launch of a kernel of this file writes."""
+    if "cleared" in arguments:
+        return ["cleared"]
+    if "offs" in arguments:
+        return ["strips"]
+    if "HEIGHT" in arguments:
+        return ["row_data", "row_scale", *(["column_amax"] if arguments["COLUMN"] else [])]
+    if arguments.get("GROUP"):
+        return ["column_amax"]
+    return triton_cast.written(arguments)
+
+
+def clear(out: Tensor, offs: Tensor) -> Tensor:
+    """`out`, fresh from a grouped GEMM, with zeros in rows of no group ([M, N]) or for empty groups ([G, N, K])."""
+    weights = out.ndim == 3
+    rows, size = (out.shape[0], out.shape[1] * out.shape[2]) if weights else out.shape
+    count, block = (32, 1024) if weights else (64, 256)
+    programs = rows * _cdiv(size, count * block) if weights else _cdiv(rows, count) * _cdiv(size, block)
+    wrap_triton(clear_kernel)[(programs,)](out, offs, offs.shape[0], rows, size, weights, count, block, num_warps=4)
+    return out
+
+
+def _cdiv(size: Any, by: int) -> Any:
+    return (size + by - 1) // by
+
+
+def _up(size: Any, to: int) -> Any:
+    return _cdiv(size, to) * to
+
+
+for _kernel in (strips_kernel, grouped_amax_kernel, grouped_cast_kernel, whole_rows_kernel, clear_kernel):
+    declare_written(_kernel, written)

@@ -1,0 +1,1 @@
+"""GEMMs of linear layers: `autograd` differentiates, `choice` picks, cuBLAS and Triton multiply."""

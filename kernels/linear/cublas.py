@@ -1,0 +1,170 @@
+"""GEMMs of quantized operands on CUDA: `_scaled_mm` where it takes the scaling, else bfloat16 on exact values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.compat import ScalingType, capability, statically_known_true
+from fxquant.formats import QuantSpec
+from fxquant.kernels.cast import reference
+from fxquant.kernels.linear import choice, triton_gemm
+from fxquant.kernels.linear.choice import GemmKernel
+
+
+def scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """a [*, M, K] x b [*, N, K]^T + bias in `out_dtype`; the meaning is `reference.scaled_mm`."""
+    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    rows, matrices = (a[0].shape[-2], b[0].shape[-2]), a[0].ndim == 2
+    kernel, _ = choice.gemm(left, right, rows, matrices=matrices, capability=capability(a[0].device))
+    if kernel in (GemmKernel.PER_TENSOR, GemmKernel.PER_ROW):
+        return _fp8_mm(a, b, bias, out_dtype, fast_accum)
+    if kernel in (GemmKernel.BLOCKS, GemmKernel.TILES):
+        return _block_mm(a, b, right, bias, out_dtype)
+    if kernel is GemmKernel.EMULATED:
+        return _bfloat16_mm(a, left, b, right, bias, out_dtype)
+    return reference.scaled_mm(a, left, b, right, bias, out_dtype)
+
+
+def fused_scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    activation: str,
+    residual: Tensor | None,
+    record: bool,
+) -> list[Tensor]:
+    """`fxquant::fused_scaled_mm` by a Triton kernel that takes these operands."""
+    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    return triton_gemm.scaled_mm(
+        a, left, b, right, bias, out_dtype, fast_accum, activation=activation, residual=residual, record=record
+    )
+
+
+def _fp8_mm(
+    a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    features = b_data.shape[0]
+    spare = -features % 16
+    if spare:  # _scaled_mm wants both sizes of its right operand in multiples of 16
+        b_data = torch.nn.functional.pad(b_data.view(torch.uint8), (0, 0, 0, spare)).view(b_data.dtype)
+        if b_scale.numel() > 1 or b_scale.ndim > 1:
+            b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, spare), value=1.0)
+    per_row = a_scale.ndim > 1 or b_scale.ndim > 1
+    fused_bias = bias if bias is not None and out_dtype == bias.dtype == torch.bfloat16 and not spare else None
+    if per_row and out_dtype == torch.bfloat16:
+        # one scale for the tensor is the same scale for each of its rows
+        left = a_scale if a_scale.ndim > 1 else a_scale.expand(a_data.shape[0], 1).contiguous()
+        right = b_scale if b_scale.ndim > 1 else b_scale.expand(b_data.shape[0], 1).contiguous()
+        out = torch._scaled_mm(
+            a_data, b_data.t(), scale_a=left, scale_b=right.t(), bias=fused_bias, out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )  # fmt: skip
+    elif per_row:
+        one = torch.ones([], dtype=torch.float32, device=a_data.device)
+        out = torch._scaled_mm(
+            a_data, b_data.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accum
+        )
+        out = out * a_scale * b_scale.reshape(-1)
+    else:
+        out = torch._scaled_mm(
+            a_data, b_data.t(), scale_a=a_scale.reshape([]), scale_b=b_scale.reshape([]), bias=fused_bias,
+            out_dtype=out_dtype, use_fast_accum=fast_accum,
+        )  # fmt: skip
+    out = out[:, :features] if spare else out
+    return out.to(out_dtype) if bias is None or fused_bias is not None else (out + bias).to(out_dtype)
+
+
+def _block_mm(
+    a: Sequence[Tensor], b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 and bias is None else torch.float32
+    if statically_known_true(a_data.shape[1] == 0):  # a sum of nothing, which cuBLAS refuses here
+        empty = torch.zeros(a_data.shape[0], b_data.shape[0], dtype=out_dtype, device=a_data.device)
+        return empty if bias is None else empty + bias.to(out_dtype)
+    if b_spec.row.block[0] == 1:
+        b_scale, b_kind = _by_columns(b_scale), ScalingType.BlockWise1x128
+    else:  # cuBLAS reads the scales of a row of tiles in fours
+        b_scale = torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4)).t()
+        b_kind = ScalingType.BlockWise128x128
+    out = torch.ops.aten._scaled_mm_v2(
+        a_data, b_data.t(), [_by_columns(a_scale)], [ScalingType.BlockWise1x128.value], [0], [b_scale],
+        [b_kind.value], [0], None, dtype,
+    )  # fmt: skip
+    return (out if bias is None else out + bias.float()).to(out_dtype)  # type: ignore[no-any-return]
+
+
+def portable_block_mm(
+    a: Tensor, b: Tensor, a_scale: Sequence[Tensor], a_kind: Sequence[int], a_swizzle: Sequence[int],
+    b_scale: Sequence[Tensor], b_kind: Sequence[int], b_swizzle: Sequence[int], bias: None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`_scaled_mm_v2` as `_block_mm` calls it, by an operator that packages can call.
+
+    torch has no C function of `_scaled_mm_v2`, and what calls it instead mistakes one dtype for another. The older
+    operator knows blocks by the shapes of their scales, and takes tiles whose rows come in fours: others get columns
+    of zeros.
+    """
+    left, right = a_scale[0], b_scale[0]
+    spare = -a.shape[1] % 512 if b_kind[0] == ScalingType.BlockWise128x128.value else 0
+    if spare:
+        a = torch.nn.functional.pad(a.view(torch.uint8), (0, spare)).view(a.dtype)
+        b = torch.nn.functional.pad(b.t().view(torch.uint8), (0, spare)).view(b.dtype).t()
+        left = torch.nn.functional.pad(left.t(), (0, 0, 0, spare // 128)).t()
+    return torch._scaled_mm(a, b, scale_a=left, scale_b=right, out_dtype=out_dtype)
+
+
+def _by_columns(scale: Tensor) -> Tensor:
+    """The same scales, stored by columns."""
+    return scale.t().contiguous().t()
+
+
+def _bfloat16_mm(
+    a: Sequence[Tensor],
+    a_spec: QuantSpec,
+    b: Sequence[Tensor],
+    b_spec: QuantSpec,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """One GEMM of the elements times their block scales, accumulated in float32; NVFP4's global factors come after."""
+    factors: list[Tensor] = []
+    sides: list[Tensor] = []
+    for parts, spec in ((a, a_spec), (b, b_spec)):
+        if spec.row.has_global_amax:
+            own = parts[2] / spec.unit_amax
+            factors.append(own.mT if sides and own.ndim > 1 else own)  # of the right operand: one a column
+            parts = [*parts[:2], torch.full_like(parts[2], spec.unit_amax)]
+        sides.append(reference.dequantize(parts, spec).to(torch.bfloat16))
+    if len(factors) == 2 and all(factor.ndim == 1 for factor in factors):
+        factors = [factors[0] * factors[1]]
+    left, right = sides[0], sides[1].mT
+    if not factors and bias is None and out_dtype == torch.bfloat16:
+        return torch.matmul(left, right)
+    multiply = torch.mm if left.ndim == 2 else torch.bmm
+    batch = left.shape[:-2]
+    if left.ndim > 3:
+        left, right = left.flatten(0, -3), right.flatten(0, -3)
+    out = multiply(left, right, out_dtype=torch.float32)
+    if len(batch) > 1:
+        out = out.reshape(*batch, *out.shape[-2:])
+    for factor in factors:
+        out = out * factor
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)

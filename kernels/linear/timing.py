@@ -1,0 +1,228 @@
+"""How long an FP8 GEMM takes by each kernel that there is for it: measured once for a card and a size, and remembered.
+
+Besides cuBLAS's kernel for its scales there is Triton's, which can take the epilogue along, and for scales of whole
+tensors cuBLAS's for those of rows, which are then all the same. The times are in a file beside Inductor's caches, one
+entry for each card, versions and `Problem`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from fxquant.compat import card_name, inductor_cache, no_modes
+from fxquant.formats import QuantSpec
+from fxquant.kernels.linear import cublas as gemm
+from fxquant.kernels.linear import triton_gemm
+from fxquant.kernels.linear.choice import Chosen, GemmKernel
+
+log = logging.getLogger(__name__)
+
+_CALLS, _ROUNDS = 4, 5
+"""Of each kernel in a CUDA graph, and of the graphs in turn."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A GEMM a [M, K] x b [N, K]^T of specs a and b, and its epilogue."""
+
+    m: int
+    k: int
+    n: int
+    a: str
+    b: str
+    dtype: torch.dtype
+    fast_accum: bool
+    bias: bool = False
+    activation: str = ""
+    residual: bool = False
+    record: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(map(str, astuple(self)))
+
+    @property
+    def size(self) -> str:
+        """The sizes as text."""
+        return f"{self.m} x {self.k} x {self.n}"
+
+    @property
+    def epilogue(self) -> str:
+        """What comes behind the product, as text."""
+        parts = ("+ bias" * self.bias, self.activation, "+ residual" * self.residual, "amax" * self.record)
+        return ", ".join(filter(None, parts))
+
+    @property
+    def fuses(self) -> bool:
+        """Whether anything comes behind it that cuBLAS leaves to another kernel."""
+        return bool(self.activation) or self.residual or self.record
+
+    @property
+    def kernels(self) -> tuple[GemmKernel, ...]:
+        """Those that there are, the one that needs no reason first."""
+        by_row = any(QuantSpec.parse(spec).row.family == "per_row" for spec in (self.a, self.b))
+        if by_row:
+            return GemmKernel.PER_ROW, GemmKernel.TRITON
+        rows = (GemmKernel.PER_ROW,) if self.dtype == torch.bfloat16 else ()
+        return GemmKernel.PER_TENSOR, *rows, GemmKernel.TRITON
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds: of each of a problem's kernels, Triton's with the epilogue, and of a copy of the result."""
+
+    kernels: tuple[float, ...]
+    copy: float
+
+    def saved(self, problem: Problem) -> float:
+        """What an epilogue saves of the kernels that follow.
+
+        A sum that Inductor would fuse with what reads it saves one read and one write of the result, an amax one read.
+        An activation is computed by what reads it, at no cost.
+        """
+        return self.copy * (problem.residual + problem.record / 2)
+
+    def chosen(self, problem: Problem, how: str, margin: float = 1.0) -> Chosen:
+        """The fastest kernel, and how it compares, by times got somehow; a later one has to win by the margin."""
+        saved = self.saved(problem)
+        totals = [
+            us + saved * (k is not GemmKernel.TRITON) for k, us in zip(problem.kernels, self.kernels, strict=True)
+        ]
+        kernel, fastest = problem.kernels[0], totals[0]
+        for other, total in zip(problem.kernels[1:], totals[1:], strict=True):
+            if total * margin < fastest:
+                kernel, fastest = other, total
+        others = zip(problem.kernels[1:], totals[1:], strict=True)
+        names = ((str(other).removeprefix("cuBLAS _scaled_mm, "), us) for other, us in others)
+        return Chosen(kernel, f"{how}: " + ", ".join(f"{name} {totals[0] / us:.2f}x as fast" for name, us in names))
+
+
+def remembered(problem: Problem, device: torch.device) -> Times | None:
+    """What was measured before on such a card, if it was."""
+    entry = _read(_path()).get(_key(problem, device))
+    return None if entry is None else Times(tuple(entry[:-1]), entry[-1])
+
+
+def all_remembered() -> str:
+    """What was measured before, all of it: a part of the key of what it decides."""
+    return repr(_read(_path()))
+
+
+def measured(problem: Problem, device: torch.device) -> Times | None:
+    """What was measured before, or else now, with random operands; None where memory is short.
+
+    Takes some ten milliseconds, and the compilation of a kernel.
+    """
+    if (times := remembered(problem, device)) is not None:
+        return times
+    try:
+        with no_modes(), torch.no_grad():
+            times = measure(problem, device)
+    except torch.OutOfMemoryError:
+        log.warning("no memory to time a GEMM of %s; cuBLAS runs it", problem)
+        return None
+    log.info("GEMM %s: %s", problem, times)
+    _remember(_key(problem, device), times)
+    return times
+
+
+def measure(problem: Problem, device: torch.device) -> Times:
+    """Times the kernels in turn, in CUDA graphs."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def operand(rows: int, text: str) -> tuple[list[Tensor], QuantSpec]:
+        spec = QuantSpec.parse(text)
+        assert spec.row.element is not None
+        values = torch.randn(rows, problem.k, generator=generator, device=device, dtype=torch.bfloat16) * 64
+        shape = (rows, 1) if spec.row.family == "per_row" else (1,)
+        return [values.to(spec.row.element.dtype), torch.full(shape, 2.0**-6, device=device)], spec
+
+    a, a_spec = operand(problem.m, problem.a)
+    b, b_spec = operand(problem.n, problem.b)
+    bias = torch.randn(problem.n, generator=generator, device=device).to(problem.dtype) if problem.bias else None
+    y = torch.randn(problem.m, problem.n, generator=generator, device=device, dtype=torch.float32).to(problem.dtype)
+    other = torch.empty_like(y)
+
+    def by_cublas() -> Tensor:
+        return gemm.scaled_mm(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum)
+
+    def by_rows() -> Tensor:
+        assert a_spec.row.element is not None
+        rows = [a[0], a[1].expand(problem.m, 1).contiguous()]
+        spec = f"per_row_{a_spec.row.element.name}"
+        return gemm.scaled_mm(rows, b, spec, problem.b, bias, problem.dtype, problem.fast_accum)
+
+    def by_triton() -> list[Tensor]:
+        return triton_gemm.scaled_mm(
+            a, a_spec, b, b_spec, bias, problem.dtype, problem.fast_accum, activation=problem.activation,
+            residual=y if problem.residual else None, record=problem.record,
+        )  # fmt: skip
+
+    runs = (by_cublas, by_triton) if len(problem.kernels) == 2 else (by_cublas, by_rows, by_triton)
+    with torch.cuda.device(device):
+        *times, copy = in_turn(*runs, lambda: other.copy_(y))
+    return Times(tuple(times), copy)
+
+
+def in_turn(*runs: Callable[[], object]) -> list[float]:
+    """Median microseconds of each of several functions, in CUDA graphs that take turns."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    graphs = []
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    for run in runs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_CALLS):
+                run()
+        graphs.append(graph)
+    events = []
+    for _ in range(_ROUNDS + 1):
+        for graph in graphs:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            end.record()
+            events.append((start, end))
+    torch.cuda.synchronize()
+    took = [start.elapsed_time(end) / _CALLS * 1e3 for start, end in events]
+    return [statistics.median(took[i + len(runs) :: len(runs)]) for i in range(len(runs))]
+
+
+def _key(problem: Problem, device: torch.device) -> str:
+    return f"{card_name(device)}, torch {torch.__version__}, triton {triton.__version__}: {problem}"
+
+
+def _path() -> Path:
+    return Path(inductor_cache()) / "fxquant_gemm.json"
+
+
+def _read(path: Path) -> dict[str, list[float]]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):  # none yet, or not readable: then it is measured again
+        return {}
+
+
+def _remember(key: str, times: Times) -> None:
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {**_read(path), key: [round(us, 2) for us in (*times.kernels, times.copy)]}
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        json.dump(entries, file, indent=1)
+    os.replace(name, path)

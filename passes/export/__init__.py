@@ -1,0 +1,1 @@
+"""Exported programs: stores weights quantized, lifts state, calibrates scales, and prepares packages."""

@@ -1,0 +1,119 @@
+"""Describe: gives an exported program's graphs the example values that the analysis of a captured graph reads.
+
+An exported graph keeps fake tensors under ``val``, and whether a tensor is a parameter or gets a gradient only in the
+program's signature. Here every node gets an ``example_value`` besides, which says both; `forget` takes them away again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import OpOverload, fake_mode_of, tree_map_only
+from fxquant.passes.find.mha import PROJECTION
+from fxquant.passes.find.weights import find_weight
+from fxquant.passes.graph.bodies import Bodies
+from fxquant.passes.plan.layers import LAYER
+
+
+def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) -> None:
+    """Describes every graph.
+
+    `parameters` are the names of parameters by those of their placeholders. With `trained`, gradients flow from those
+    that want one. A node keeps the layer of the parameter that it reads, for where it was captured without its modules,
+    as inside a conditional.
+    """
+    grads: set[fx.Node] = set()
+    for gm in bodies.modules:
+        for node in gm.graph.nodes:
+            if "val" not in node.meta:
+                continue
+            own = gm is bodies.top and node.op == "placeholder"
+            if trained and _gets_grad(node, own, bodies, grads):
+                grads.add(node)
+            is_parameter = own and node.name in parameters
+            node.meta["example_value"] = tree_map_only(
+                Tensor, partial(_described, is_parameter=is_parameter, grad=node in grads), node.meta["val"]
+            )
+    for gm in bodies.modules:
+        outer = _outer(gm.graph, bodies)
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                _name(node, outer, parameters)
+
+
+def _outer(graph: fx.Graph, bodies: Bodies) -> dict[fx.Node, fx.Node]:
+    """What callers pass for the placeholders of a graph, and for those of the callers."""
+    outer: dict[fx.Node, fx.Node] = {}
+    inside = graph.find_nodes(op="placeholder")
+    while inside:
+        inside = [each for each in inside if each.op == "placeholder" and each not in outer]
+        outer |= {each: found[0] for each in inside if (found := bodies.passed(each))}
+        inside = [outer[each] for each in inside if each in outer]
+    return outer
+
+
+def _name(node: fx.Node, outer: Mapping[fx.Node, fx.Node], parameters: Mapping[str, str]) -> None:
+    found = [find_weight(each, outer) for each in reversed(node.all_input_nodes) if each.op != "get_attr"]
+    read = [parameters[each.parameter.name] for each in found if each and each.parameter.name in parameters]
+    if not read:
+        return
+    node.meta[LAYER] = read[0].rpartition(".")[0]
+    path, module = next(reversed((node.meta.get("nn_module_stack") or {}).values()), ("", None))
+    weight = next((name for name in read if name.endswith("weight")), "")
+    if weight and str(module).endswith("MultiheadAttention"):  # its forward reads the weights of its projections itself
+        node.meta[LAYER] = path
+        node.meta[PROJECTION] = weight.removeprefix(f"{path}.").replace(".", "_").removesuffix("_weight")
+
+
+def _gets_grad(node: fx.Node, own: bool, bodies: Bodies, grads: set[fx.Node]) -> bool:
+    value = node.meta["val"]
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        return False
+    if own:
+        return isinstance(value, Tensor) and value.requires_grad
+    if node.op == "placeholder":
+        calls = bodies.callers.get(node.graph, [])
+        return not any(_stops_grad(call.node) for call in calls) and any(each in grads for each in bodies.passed(node))
+    if _stops_grad(node):
+        return False
+    if isinstance(node.target, OpOverload) and node.target._schema.name == "aten::detach":
+        return False
+    return any(each in grads for each in node.all_input_nodes)
+
+
+def _stops_grad(node: fx.Node) -> bool:
+    return getattr(node.target, "_name", "") == "wrap_with_set_grad_enabled" and node.args[0] is False
+
+
+def _described(value: Tensor, is_parameter: bool, grad: bool) -> Tensor:
+    mode = fake_mode_of(value)
+    if mode is None:
+        return value
+    with mode:
+        copy = value.detach()
+        wants = grad and (copy.is_floating_point() or copy.is_complex())
+        return torch.nn.Parameter(copy, requires_grad=wants) if is_parameter else copy.requires_grad_(wants)
+
+
+def forget(bodies: Bodies) -> None:
+    """Keeps what later passes and `torch.export` read of an example value, as ``val``, and removes the rest."""
+    for gm in bodies.modules:
+        for node in gm.graph.nodes:
+            node.meta.pop(LAYER, None)
+            node.meta.pop(PROJECTION, None)
+            if "example_value" not in node.meta:
+                continue
+            value = node.meta.pop("example_value")
+            if "val" not in node.meta:
+                node.meta["val"] = tree_map_only(Tensor, _plain, value)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.detach()
+
+
+__all__ = ["describe", "forget"]

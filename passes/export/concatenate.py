@@ -1,0 +1,167 @@
+"""Join: linear layers that read the same tensor, such as q, k and v or gate and up, become one with all their rows.
+
+    q = fxquant.scaled_mm(parts, [b_q_weight_data, b_q_weight_scale], ...)
+    k = fxquant.scaled_mm(parts, [b_k_weight_data, b_k_weight_scale], ...)
+    # becomes, with a weight of the rows of both in the state
+    both = fxquant.scaled_mm(parts, [b_q_weight_data_joined, b_q_weight_scale_joined], ...)
+    q, k = aten.slice(both, 1, 0, 4096), aten.slice(both, 1, 4096, 5120)
+
+One GEMM of few rows reads its weight faster than several, each of which begins and ends by itself. For programs that
+are compiled and not looked into: layers lose their names.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import detect_fake_mode
+from fxquant.formats import QuantSpec
+from fxquant.passes.export.program_state import StateTensors
+from fxquant.passes.export.store_weights import erase_unused_users
+from fxquant.passes.find.weights import VIEWS, op_name
+from fxquant.passes.graph.base import is_fxquant, val
+
+_aten = torch.ops.aten
+_TILE = 128
+
+
+def join(state: StateTensors) -> int:
+    """Joins layers of the outermost graph whose weights are folded; returns how many became part of another."""
+    count = 0
+    graph = state.bodies.top.graph
+    for node in list(graph.nodes):
+        if is_fxquant(node, "quantize"):
+            for group in _groups(node, state):
+                if _in_order(group, graph):
+                    _join(group, state)
+                    count += len(group) - 1
+    if count:
+        graph.lint()
+    return count
+
+
+def _groups(quantize: fx.Node, state: StateTensors) -> Iterator[list[fx.Node]]:
+    """The GEMMs of a quantized tensor that differ in their weights alone, in the order of the graph."""
+    readers = {user for item in quantize.users for user in item.users if item.target is operator.getitem}
+    alike: dict[Any, list[fx.Node]] = {}
+    for node in quantize.graph.nodes:
+        if node in readers and is_fxquant(node, "scaled_mm") and _can(node, state):
+            a, _, a_spec, b_spec, bias, *rest = node.args
+            alike.setdefault((tuple(a), a_spec, b_spec, bias is None, *rest), []).append(node)
+    yield from (group for group in alike.values() if len(group) > 1)
+
+
+def _can(node: fx.Node, state: StateTensors) -> bool:
+    """Whether a GEMM's weight, a matrix, is its own, and its scales can stand below those of another."""
+    _, parts, a_spec, b_spec, bias, *_ = node.args
+    mine = [*parts, *([bias] if bias is not None else [])]  # type: ignore[misc]
+    if not all(isinstance(p, fx.Node) and [*p.users] == [node] and state.value(p) is not None for p in mine):
+        return False
+    row = QuantSpec.parse(str(b_spec)).row
+    weight = val(parts[0])  # type: ignore[index]
+    if weight.ndim != 2 or val(node).ndim != 2 or len(parts) != 2:  # type: ignore[arg-type]
+        return False
+    if row.family == "per_tensor":  # the same scale for each row; then those of the input may be anything cuBLAS takes
+        return row.element is not None and QuantSpec.parse(str(a_spec)).row.family in ("per_tensor", "per_row")
+    return row.family == "per_row" or (row.family == "block" and weight.shape[0] % _TILE == 0)
+
+
+def _in_order(group: Sequence[fx.Node], graph: fx.Graph) -> bool:
+    """Whether nothing that a later GEMM of a group reads is made after the first: weights and scales are inputs."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return all(order[source] < order[group[0]] for node in group for source in node.all_input_nodes)
+
+
+def _join(group: Sequence[fx.Node], state: StateTensors) -> None:
+    first = group[0]
+    graph = first.graph
+    args: list[tuple[Any, ...]] = [node.args for node in group]
+    data, scales, biases = [each[1][0] for each in args], [each[1][1] for each in args], [each[4] for each in args]
+    a, _, a_spec, b_spec, _, *rest = args[0]
+    sizes = [int(val(node).shape[0]) for node in data]
+    row = QuantSpec.parse(str(b_spec)).row
+    values = [_tensor(state, node) for node in scales]
+    if row.family == "per_tensor":
+        assert row.element is not None
+        values = [s.reshape(1, 1).expand(size, 1) for s, size in zip(values, sizes, strict=True)]
+        b_spec = f"per_row_{row.element.name}"
+    weight = [_added(state, data, [_tensor(state, node) for node in data]), _added(state, scales, values)]
+    bias = None if biases[0] is None else _added(state, biases, [_tensor(state, node) for node in biases])
+    mode = detect_fake_mode([val(first)])
+    assert mode is not None
+    with graph.inserting_before(first), mode:
+        whole = graph.call_function(first.target, (a, weight, a_spec, b_spec, bias, *rest))  # type: ignore[arg-type]
+        whole.meta = {**first.meta, "val": val(first).new_empty((val(first).shape[0], sum(sizes)))}
+        start = 0
+        for node, size in zip(group, sizes, strict=True):
+            made = graph.call_function(_aten.slice.Tensor, (whole, 1, start, start + size))
+            made.meta = {**node.meta, "val": val(whole)[:, start : start + size]}
+            if _is_output(node):
+                made = graph.call_function(_aten.clone.default, (made,), {"memory_format": torch.contiguous_format})
+                made.meta = {**node.meta}
+            else:
+                _reshape_views(node)
+            node.replace_all_uses_with(made)
+            start += size
+    replaced = {root for each in (*data, *scales, *biases) if each is not None for root in _roots(state, each)}
+    for node in group:
+        graph.erase_node(node)
+    erase_unused_users(replaced)
+    state.drop_unused(replaced)
+
+
+def _added(state: StateTensors, nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> fx.Node:
+    """What holds the rows of several tensors, under the name of the first."""
+    roots = sorted(map(state.name, _roots(state, nodes[0])))
+    return state.add(f"{roots[0] if roots else nodes[0].name}_joined", _cat(values))
+
+
+def _roots(state: StateTensors, node: fx.Node) -> set[fx.Node]:
+    """The placeholders that a constant is made from."""
+    found = state.value(node)
+    assert found is not None
+    return {*found[1], *([node] if node.op == "placeholder" else [])}
+
+
+def _tensor(state: StateTensors, node: fx.Node) -> Tensor:
+    found = state.value(node)
+    assert found is not None
+    return found[0]
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows below each other, of FP8 too."""
+    if tensors[0].element_size() > 1:
+        return torch.cat(list(tensors))
+    return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
+
+
+def _is_output(node: fx.Node) -> bool:
+    """Whether a program returns a tensor, or a view of it, that is dense and is to stay so."""
+    for user in node.users:
+        if user.op == "output" and val(node).is_contiguous():
+            return True
+        if _is_view(user) and _is_output(user):
+            return True
+    return False
+
+
+def _reshape_views(node: fx.Node) -> None:
+    """Lets the views of a tensor copy where columns of a wider one cannot be seen as they want."""
+    for user in node.users:
+        if _is_view(user):
+            if user.target in (_aten.view.default, _aten._unsafe_view.default):
+                user.target = _aten.reshape.default
+            _reshape_views(user)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and (op_name(node) in VIEWS or node.target is _aten.reshape.default)
+
+
+__all__ = ["join"]

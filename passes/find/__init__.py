@@ -1,0 +1,1 @@
+"""Finding: reads a captured graph and gives every matmul as a `Match`. `walk` begins; `forms` lists the spellings."""

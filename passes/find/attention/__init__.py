@@ -1,0 +1,1 @@
+"""Attention: fused calls, attentions written out as products and a softmax, and flex attention."""

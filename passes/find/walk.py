@@ -1,0 +1,157 @@
+"""FindMatmuls: every matmul of a captured graph and of the bodies its higher-order ops call, as a `Match`.
+
+The graph is only read. What has a form (forms.py) gets its products' sizes, operands and a way to be rewritten; what
+costs matmul FLOPs without having one gets a reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import (
+    HigherOrderOperator,
+    enter_autocast,
+    exit_autocast,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
+from fxquant.decisions import SkipReason
+from fxquant.passes.find.attention.fused import mark_chains
+from fxquant.passes.find.contraction import by_flops, requires_grad
+from fxquant.passes.find.facts import Match, value_of
+from fxquant.passes.find.forms import Form, Site, form_of
+from fxquant.passes.find.opaque import opaque
+
+Regions = Mapping[str, torch.dtype | None]
+"""The autocast dtype in force, by device type; None where autocast is off."""
+
+
+_LOOPS = ("scan", "while_loop", "associative_scan")
+"""The higher-order ops whose steps torch differentiates one by one; it cannot stack what they save in FP8."""
+
+
+class _Walk:
+    """One walk over a graph and its bodies, each body once."""
+
+    def __init__(self) -> None:
+        self.outer: dict[fx.Node, fx.Node] = {}
+        self.seen: set[int] = set()
+        self.free: set[Any] = set()
+
+    def graph(self, gm: fx.GraphModule, regions: Regions) -> Iterator[Match]:
+        if id(gm) in self.seen:
+            return
+        self.seen.add(id(gm))
+        before: dict[Any, Regions] = {}
+        transforms = 0
+        for node in gm.graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if node.target is enter_autocast:
+                before[node] = regions
+                regions = {**regions, **_region(*node.args)}
+            elif node.target is exit_autocast:
+                regions = before.get(node.args[0], regions)
+            elif name.endswith("_increment_nesting"):
+                transforms += 1
+            elif name.endswith("_decrement_nesting"):
+                transforms -= 1
+            elif node.op in ("call_function", "call_method"):
+                matches = self.node(node, regions)
+                yield from _closed(matches, "inside a torch.func transform") if transforms else matches
+
+    def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
+        form = form_of(node)
+        if form is None and isinstance(node.target, HigherOrderOperator):
+            yield from self.bodies(node, str(node.target._name), regions)
+            return
+        match = None
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(_maybe_value(node))):
+            site = Site(node=node, outer=self.outer)
+            match = opaque(site, self.free) if form is None else _described(site, form)
+        if match is not None:
+            match.autocast = regions.get(_device(node)) if match.takes_autocast else None
+            yield match
+
+    def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:
+        """Walks the graphs that a higher-order op calls."""
+        if op == "wrap_with_autocast":
+            regions = {**regions, **_region(*node.args[:3])}
+        trained_loop = op in _LOOPS and requires_grad(node)
+        graphs = [each for each in node.all_input_nodes if isinstance(_maybe_value(each), fx.GraphModule)]
+        operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
+        for index, graph in enumerate(graphs):
+            body: fx.GraphModule = value_of(graph)
+            if op == "autograd_function_apply" and index == 1:
+                yield from _closed(self.graph(body, regions), "in the backward of a custom autograd.Function")
+                continue
+            inputs = body.graph.find_nodes(op="placeholder")
+            if len(inputs) <= len(operands):  # what comes before them is a predicate
+                self.outer |= dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
+            matches = self.graph(body, regions)
+            yield from _closed(matches, f"in a {op} that gets gradients") if trained_loop else matches
+
+
+def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list[Match]:
+    """All matches in graph order, a body's where its op stands. `autocast` has the regions entered outside."""
+    matches = list(_Walk().graph(gm, autocast or {}))
+    mark_chains(matches)
+    return matches
+
+
+def _described(site: Site, form: Form) -> Match | None:
+    """What a form says of a node, or that its arguments are not ones it knows."""
+    tensors = [each for each in site.node.all_input_nodes if isinstance(_maybe_value(each), Tensor)]
+    wrapped = ""
+    for each in tensors:
+        value = value_of(each)
+        if not wrapped and is_traceable_wrapper_subclass(value):
+            wrapped = f"{each.name} is a {type(value).__name__}"
+        if value.layout != torch.strided:
+            kind = "linear" if any(map(site.is_weight, tensors)) else "matmul"
+            product = by_flops(site, tensors[0], tensors[-1], kind == "linear")
+            skip = SkipReason.LAYOUT, wrapped or f"{each.name} is a {value.layout}"
+            return site.match(kind, product, skip=skip)
+    match = _bound(site, form, tensors)
+    if match is not None and wrapped:
+        match.emit, match.plan = None, None
+        match.skip = SkipReason.LAYOUT, wrapped
+    return match
+
+
+def _bound(site: Site, form: Form, tensors: Sequence[fx.Node]) -> Match | None:
+    """What a form says of a node whose operands are plain tensors."""
+    try:
+        bound = inspect.signature(form).bind(site, *site.node.args, **site.node.kwargs)
+    except TypeError as error:
+        product = by_flops(site, tensors[0], tensors[-1], site.is_weight(tensors[-1]))
+        return site.match("matmul", product, skip=(SkipReason.UNSUPPORTED_FORM, str(error)))
+    return form(*bound.args, **bound.kwargs)
+
+
+def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:
+    """The same matches, none of which is rewritten."""
+    for match in matches:
+        match.emit = match.attention = None
+        match.skip = match.skip or (SkipReason.UNSUPPORTED_FORM, why)
+        yield match
+
+
+def _region(device: Any, dtype: Any = None, enabled: Any = True, *_: Any) -> Regions:
+    return {device: (dtype or torch.get_autocast_dtype(device)) if enabled else None}
+
+
+def _device(node: fx.Node) -> str:
+    tensors = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
+    return tensors[0].device.type if tensors else ""
+
+
+def _maybe_value(node: fx.Node) -> Any:
+    try:
+        return value_of(node)
+    except KeyError:
+        return None

@@ -1,0 +1,154 @@
+"""Which operands are weights: parameters seen through views, casts and the boundaries of nested graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxquant.compat import OpOverload, OpOverloadPacket, statically_known_true
+from fxquant.passes.find.facts import value_of
+
+VIEWS = frozenset(
+    """T H mT mH t transpose swapaxes swapdims permute movedim moveaxis adjoint numpy_T matrix_H
+    view view_as reshape reshape_as flatten unflatten squeeze unsqueeze expand expand_as broadcast_to
+    getitem select narrow slice chunk split split_with_sizes tensor_split unbind unsafe_split unsafe_chunk
+    to _to_copy type type_as float half bfloat16 double contiguous clone detach alias""".split()
+)
+"""Ops whose result holds the values of their first argument, in another shape, order or dtype."""
+
+GATHERS = frozenset(("index_select", "index", "take_along_dim", "gather"))
+"""Ops that pick some of the entries of their first argument by a tensor of indices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter's node in the outermost graph, and what happens on the way from it.
+
+    `picked`: one of its entries is selected. `gathered`: entries are, by a tensor of indices.
+    """
+
+    parameter: fx.Node
+    gathered: bool
+    picked: bool
+
+    @property
+    def stacked(self) -> bool:
+        """Whether this is one of several matrices that one parameter holds."""
+        return self.picked and value_of(self.parameter).ndim > 2
+
+
+_PICKS = frozenset(("getitem", "select", "unbind"))
+
+
+def op_name(node: fx.Node) -> str:
+    """A short name that method, function and ATen spellings of one op share; attributes are named as such."""
+    target = node.target
+    if target is getattr:
+        return str(node.args[1])
+    if isinstance(target, str):
+        return target
+    if isinstance(target, OpOverload):
+        return target._schema.name.removeprefix("aten::")
+    if isinstance(target, OpOverloadPacket):
+        return target._qualified_op_name.removeprefix("aten::")
+    return str(getattr(target, "__name__", target))
+
+
+def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | None:
+    """The parameter a node shows, if it shows one."""
+    gathered = picked = False
+    while True:
+        if node.op in ("placeholder", "get_attr"):
+            value = value_of(node)
+            if isinstance(value, torch.nn.Parameter):
+                # rows of an embedding are activations; only whole matrices picked from a stack are weights
+                return None if gathered and value.ndim < 3 else Weight(parameter=node, gathered=gathered, picked=picked)
+            if node not in outer:
+                return None
+            node = outer[node]
+            continue
+        name = op_name(node)
+        picked = picked or name in GATHERS or name in _PICKS
+        if name in GATHERS or (name == "getitem" and _indexes_by_tensor(node)):
+            gathered = True
+        elif name not in VIEWS:
+            return None
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return None
+        node = source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Matrices that an index picks from a stack: ``stack[index]``, or that with its matrices transposed."""
+
+    stack: fx.Node
+    index: fx.Node
+    transposed: bool
+
+
+def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | None:
+    """How a batch of matrices was gathered from the stack [E, rows, columns] that a parameter is, if it was.
+
+    Casts, copies, transposes of the matrices and views of the batch may follow.
+    """
+    transposed = False
+    while True:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return None
+        index = _index_of(node)
+        if index is not None:
+            stack = find_weight(source, outer)
+            known = stack is not None and not stack.gathered and not stack.picked and value_of(source).ndim == 3
+            return Gather(stack=source, index=index, transposed=transposed) if known else None
+        before, after = value_of(source), value_of(node)
+        if op_name(node) in _SWAPS and _is_transpose(node, before.ndim):
+            transposed = not transposed
+        elif op_name(node) not in _COPIES and not (
+            op_name(node) in _VIEWS_OF_A_BATCH and after.ndim > 2 and _same(before.shape[-2:], after.shape[-2:])
+        ):
+            return None
+        node = source
+
+
+_SWAPS = frozenset(("mT", "transpose", "swapaxes", "swapdims", "permute"))
+_COPIES = frozenset("to _to_copy type float half bfloat16 double contiguous clone detach alias".split())
+_VIEWS_OF_A_BATCH = frozenset(("view", "reshape", "flatten", "unsqueeze", "squeeze"))
+
+
+def _index_of(node: fx.Node) -> fx.Node | None:
+    """The tensor of whole numbers by which a node picks entries of its first argument's first axis."""
+    name, rest = op_name(node), node.args[1:]
+    index: object = None
+    if name == "getitem" and len(rest) == 1:
+        index = rest[0]
+    elif name == "index" and len(rest) == 1 and isinstance(rest[0], (list, tuple)) and len(rest[0]) == 1:
+        index = rest[0][0]
+    elif name == "index_select" and len(rest) == 2 and rest[0] == 0:
+        index = rest[1]
+    value = value_of(index) if isinstance(index, fx.Node) else None
+    whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
+    return index if whole and isinstance(index, fx.Node) else None
+
+
+def _is_transpose(node: fx.Node, ndim: int) -> bool:
+    """Whether a node exchanges the last two of its axes, and no others."""
+    rest = node.args[1:]
+    axes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else list(rest)
+    if op_name(node) == "permute":
+        return axes == [*range(ndim - 2), ndim - 1, ndim - 2]
+    numbers = {axis % ndim for axis in axes if isinstance(axis, int)}
+    return op_name(node) == "mT" or numbers == {ndim - 2, ndim - 1}
+
+
+def _same(a: torch.Size, b: torch.Size) -> bool:
+    return all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def _indexes_by_tensor(node: fx.Node) -> bool:
+    return any(isinstance(value_of(index), torch.Tensor) for index in node.all_input_nodes[1:])

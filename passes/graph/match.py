@@ -1,0 +1,60 @@
+"""Pieces of a graph that compute what a pattern, a traced graph itself, does; seen through views in both directions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.compat import faking, statically_known_true
+from fxquant.passes.graph.base import behind_views, val
+
+_aten = torch.ops.aten
+RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+"""Views that leave the elements in order."""
+_COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
+
+
+def readers(root: fx.Node, views: tuple[Any, ...] = RESHAPES) -> Iterator[fx.Node]:
+    """What reads a tensor, through views."""
+    for user in root.users:
+        if user.target in views:
+            yield from readers(user, views)
+        else:
+            yield user
+
+
+def shaped(node: fx.Node, shape: list[Any]) -> fx.Node:
+    """`node` as a tensor of a shape, in a place where nodes are inserted."""
+    value = val(node)
+    if len(value.shape) == len(shape) and all(map(statically_known_true, map(operator.eq, value.shape, shape))):
+        return node
+    made = node.graph.call_function(_aten.reshape.default, (node, shape))
+    with faking(value):
+        made.meta = {**node.meta, "val": value.reshape(shape)}
+    return made
+
+
+def matches(pattern: Any, node: Any, found: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a node computes what a node of a pattern does, with the pattern's inputs as `found`."""
+    if not isinstance(pattern, fx.Node):
+        return type(pattern) is type(node) and bool(pattern == node)
+    if not isinstance(node, fx.Node):
+        return False
+    node = behind_views(node, RESHAPES)
+    if pattern.op == "placeholder":
+        return found.setdefault(pattern, node) is node
+    if pattern.op != node.op or pattern.target is not node.target or len(pattern.args) != len(node.args):
+        return False
+    if pattern.kwargs != node.kwargs:
+        return False
+    before = dict(found)
+    for args in (node.args, node.args[::-1])[: 2 if node.target in _COMMUTATIVE else 1]:
+        if all(matches(a, b, found) for a, b in zip(pattern.args, args, strict=True)):
+            return True
+        found.clear()
+        found.update(before)
+    return False

@@ -1,0 +1,58 @@
+"""InsertAttention: puts `fxquant::attention` in the place of every attention that is quantized.
+
+    scores = torch.matmul(q, k.mT) / 8; out = torch.softmax(scores + mask, -1) @ v
+    # becomes
+    attention = torch.ops.fxquant.attention.default(q, k, v, [mask], "qkv=per_head_e4m3 s=... steps=mul:0.125:-1;...")
+
+Attention that stays in high precision keeps its nodes, and with them the kernels that torch chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxquant.formats import IDENTITY
+from fxquant.passes.find.facts import Attention, Builder, Match, erase_unused, put_in_place
+
+SITE = "fxquant_site"
+"""The key in `node.meta` for the site, as decisions count them, of an inserted operator."""
+
+
+def insert_attention(matches: Sequence[Match]) -> int:
+    """Rewrites the graphs of the matches in place; returns how many attentions were replaced."""
+    last = {id(match.attention): match for match in matches if match.attention is not None}
+    chosen = [match for match in last.values() if match.attention is not None and match.attention.spec is not None]
+    for match in chosen:
+        assert match.attention is not None
+        inputs = _insert(match, match.attention)
+        erase_unused(inputs, keep=[each.node for each in matches])
+    return len(chosen)
+
+
+def _insert(match: Match, attention: Attention) -> list[fx.Node]:
+    """Returns what the attention's nodes read, of which nothing may be left to do, such as repeating the keys."""
+    spec, node, builder = attention.spec, match.node, Builder(match.node)
+    assert spec is not None
+    # a spec that gives the same shape and dtype: the delayed scales of the real one are bound later
+    plain = str(spec.each(lambda _: IDENTITY))
+
+    def attend(q: fx.Node, k: fx.Node, v: fx.Node, extras: Sequence[fx.Node]) -> fx.Node:
+        call = builder.call(torch.ops.fxquant.attention.default, q, k, v, list(extras), plain)
+        call.args = (q, k, v, list(extras), str(spec))
+        call.meta["custom"] = {**call.meta.get("custom", {}), "fxquant": match.name}
+        call.meta[SITE] = match.resolved[-1].decisions[0].site
+        return call
+
+    result = attention.emit(builder, attend)
+    inputs = dict.fromkeys(x for each in (node, *attention.inside) for x in each.all_input_nodes)
+    put_in_place(result, node)
+    for each in reversed(list(builder.graph.nodes)):
+        if each in attention.inside and not each.users:
+            builder.graph.erase_node(each)
+    return [each for each in inputs if each not in attention.inside]
+
+
+__all__ = ["SITE", "insert_attention"]

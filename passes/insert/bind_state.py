@@ -1,0 +1,181 @@
+"""BindState: gives a graph with delayed scaling or stochastic rounding the tensors of its state.
+
+    linear = fxquant.linear(x, w, b, "input=per_tensor_e4m3(slot=0) ...")
+    # becomes, in a copy of the graph with more inputs
+    new_scale, new_history = ...        # first of all: the operations of `fxquant.state.update`
+    scale.copy_(new_scale); history.copy_(new_history); ...
+    linear = fxquant.linear_stateful(x, w, b, new_scale, forward_amax, backward_amax, latest_step, random, "input=...")
+
+Bodies of activation checkpoints get the same tensors as operands. Without gradients scales and random numbers are
+read and nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import artificial_source, copy_sources, fake_mode_of, mark_static, tag_activation_checkpoint
+from fxquant.formats import AttentionSpec, LinearSpec
+from fxquant.passes.graph.base import is_fxquant
+from fxquant.quantizers import DelayedScalingRequest
+from fxquant.state import Slots, State, update
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The nodes that stand for the state in one graph."""
+
+    scale: fx.Node | None = None
+    forward_amax: fx.Node | None = None
+    backward_amax: fx.Node | None = None
+    step: fx.Node | None = None
+    random: fx.Node | None = None
+
+    def nodes(self) -> dict[str, fx.Node]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: node for name, node in named.items() if node is not None}
+
+
+def stateful_graphs(gm: fx.GraphModule) -> set[fx.Graph]:
+    """The graphs that state can reach: the top one and, through checkpoints, their bodies."""
+    found = {gm.graph}
+    for body, _ in _checkpoints(gm):
+        found |= stateful_graphs(body)
+    return found
+
+
+def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+    calls = [n for n in gm.graph.nodes if n.target is tag_activation_checkpoint]
+    return [(getattr(gm, str(n.args[0].target)), n) for n in calls]
+
+
+def _uses_state(node: fx.Node) -> bool:
+    if is_fxquant(node, "attention"):
+        return AttentionSpec.parse(str(node.args[-1])).uses_state
+    if not (is_fxquant(node, "linear") or is_fxquant(node, "grouped_linear")):
+        return False
+    spec = LinearSpec.parse(str(node.args[3]))
+    return any(
+        op.rowwise.is_delayed or op.columnwise.is_delayed or op.is_stochastic
+        for op in (spec.input, spec.weight, spec.grad_output)
+    )
+
+
+def bind_state(
+    gm: fx.GraphModule, slots: Slots, states: Sequence[State], *, training: bool, group: str | None
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A copy of `gm` that takes the tensors of its states behind its own inputs, and these tensors."""
+    tensors = {name: tensor for state in states for name, tensor in state.tensors().items()}
+    if slots.request is not None:
+        tensors["fp8_max"] = slots.fp8_max(tensors["scale"].device)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: dict[str, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op != "placeholder" and not inputs:
+            inputs = {name: _input(graph, name) for name in tensors}
+            bound = _Bound()
+            if slots.request is not None:
+                bound = _update(graph, inputs, slots.request, training, group)
+            if slots.rounded:
+                bound = replace(bound, random=_next_step(graph, inputs["random"], training))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    bound_gm = fx.GraphModule(gm, graph)
+    bound_gm.meta = dict(gm.meta)
+    copy_sources(gm, bound_gm)
+    _bind(bound_gm, bound)
+    added = [node for node in graph.nodes if node not in set(copies.values())]
+    _add_values(added, dict(zip(inputs.values(), tensors.values(), strict=True)), gm)
+    bound_gm.recompile()
+    return bound_gm, list(tensors.values())
+
+
+def _add_values(added: Sequence[fx.Node], tensors: Mapping[fx.Node, Tensor], gm: fx.GraphModule) -> None:
+    """Gives the nodes added to what was captured example values: torch caches no graph that calls methods without."""
+    mode = fake_mode_of([node.meta.get("example_value") for node in gm.graph.nodes])
+    with mode or contextlib.nullcontext():
+        for node in added:
+            if node.op == "placeholder":
+                like = tensors[node]
+                value: Any = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+                call: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+                value = call(*args, **kwargs)
+            node.meta["example_value"] = value
+
+
+def _input(graph: fx.Graph, name: str) -> fx.Node:
+    node = graph.placeholder(f"fxquant_{name}")
+    node._dynamo_source = artificial_source(f"fxquant_{name}")
+    mark_static(node)
+    return node
+
+
+def _update(
+    graph: fx.Graph, inputs: dict[str, fx.Node], request: DelayedScalingRequest, training: bool, group: str | None
+) -> _Bound:
+    names = ("scale", "history", "forward_amax", "backward_amax", "step", "fp8_max")
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    on_proxies: Any = update
+    new_scale, new_history = on_proxies(*(fx.Proxy(inputs[name], tracer) for name in names), request, group)
+    scale = new_scale.node
+    if not training:
+        return _Bound(scale)
+    step = graph.call_function(torch.add, (inputs["step"], 1))
+    for name, value in (
+        ("scale", scale),
+        ("history", new_history.node),
+        ("forward_amax", graph.call_function(torch.zeros_like, (inputs["forward_amax"],))),
+        ("step", step),
+    ):
+        graph.call_function(torch.ops.aten.copy_.default, (inputs[name], value))
+    return _Bound(scale, inputs["forward_amax"], inputs["backward_amax"], inputs["latest_step"])
+
+
+def _next_step(graph: fx.Graph, random: fx.Node, training: bool) -> fx.Node:
+    """Seed and step of this run of the graph."""
+    if not training:
+        return random
+    seed, step = (graph.call_function(torch.narrow, (random, 0, i, 1)) for i in range(2))
+    following = graph.call_function(torch.cat, ((seed, graph.call_function(torch.add, (step, 1))),))
+    graph.call_function(torch.ops.aten.copy_.default, (random, following))
+    return following
+
+
+def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
+    """Binds every linear of a graph and of its checkpoints' bodies; whether there was one."""
+    used = False
+    for node in list(gm.graph.nodes):
+        if _uses_state(node):
+            *operands, spec = node.args
+            name = next(name for name in ("linear", "grouped_linear", "attention") if is_fxquant(node, name))
+            node.target = getattr(torch.ops.fxquant, f"{name}_stateful").default
+            node.args = (*operands, *(getattr(bound, field.name) for field in fields(bound)), spec)
+            used = True
+    for body, call in _checkpoints(gm):
+        if _bind_body(body, bound):
+            call.args = (*call.args, *bound.nodes().values())
+            used = True
+    return used
+
+
+def _bind_body(body: fx.GraphModule, outer: _Bound) -> bool:
+    if not any(_uses_state(n) for graph in stateful_graphs(body) for n in graph.nodes):
+        return False
+    last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
+    made: dict[str, fx.Node] = {}
+    for name in reversed(outer.nodes()):
+        with body.graph.inserting_after(last):
+            made[name] = body.graph.placeholder(f"fxquant_{name}")
+    _bind(body, _Bound(**made))
+    body.recompile()
+    return True

@@ -1,0 +1,228 @@
+"""CacheWeights: lets a graph take its weights quantized, as more inputs, next to the parameters themselves.
+
+    linear = fxquant.linear(x, w, b, "input=mxfp8_e4m3 weight=mxfp8_e4m3 ...")
+    # becomes, in a copy of the graph with more inputs
+    linear = fxquant.linear_stateful(x, w, b, None, None, None, None, None, "input=...", [w_data, w_scale], [...])
+
+Bodies of activation checkpoints get them as operands. A weight is left alone where delayed scaling or stochastic
+rounding quantize it otherwise in every step, where more than views lie between the parameter and the product, and where
+the graph itself writes into the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fxquant.compat import artificial_source, copy_sources, is_traceable_wrapper_subclass, tag_activation_checkpoint
+from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
+from fxquant.kernels.cast.ops import quantize_operand
+from fxquant.kernels.grouped.ops import quantize_groups
+from fxquant.passes.find.facts import value_of
+from fxquant.passes.find.weights import VIEWS, op_name
+from fxquant.passes.graph.base import is_fxquant
+
+Step = tuple[str, Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""A view on the way from a parameter to a product: the node's op and target, and its other arguments."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as products of one recipe read it."""
+
+    steps: tuple[Step, ...]
+    dtype: torch.dtype
+    spec: str
+    """That of the weight alone."""
+    grouped: bool
+
+    def quantize(self, parameter: Tensor, directions: tuple[str, ...]) -> list[list[Tensor]]:
+        """The parts of each direction, as `fxquant.kernels.cast.ops.quantize_operand` gives them."""
+        value: Any = parameter
+        for op, target, args, kwargs in self.steps:
+            call = getattr(value, target) if op == "call_method" else target
+            value = call(*args, **dict(kwargs)) if op == "call_method" else call(value, *args, **dict(kwargs))
+        value = value.to(self.dtype)
+        spec = OperandSpec.parse(self.spec)
+        if not self.grouped:
+            return [quantize_operand(value, spec, direction)[0] for direction in directions]
+        value = value.flatten(0, -3) if value.ndim > 3 else value
+        return [quantize_groups(value, None, spec, direction)[0] for direction in directions]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One direction of a weight that a graph takes; `place` is that of the parameter among its inputs."""
+
+    place: int
+    weight: Weight
+    direction: str
+
+
+def cache_weights(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Taken], list[Tensor]]:
+    """A copy of `gm` that takes quantized weights behind its own inputs, what they are, and their examples."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for old, new in copies.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    copy_sources(gm, made)
+    inputs = _Inputs(graph)
+    inputs.written = _written(gm)
+    inputs.bind(made, {})
+    made.recompile()
+    return made, inputs.taken, [value_of(node) for nodes in inputs.nodes.values() for node in nodes]
+
+
+class _Inputs:
+    """The inputs that a graph gets, in the order in which they are asked for."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.own = graph.find_nodes(op="placeholder")
+        self.last = self.own[-1] if self.own else None
+        self.written: set[StorageWeakRef] = set()
+        self.taken: list[Taken] = []
+        self.nodes: dict[tuple[int, Weight, str], list[fx.Node]] = {}
+
+    def bind(self, gm: fx.GraphModule, outer: Mapping[fx.Node, fx.Node]) -> None:
+        """Gives every product of a graph its quantized weight. `outer` tells what a body's inputs are outside."""
+        for node in list(gm.graph.nodes):
+            if node.target is tag_activation_checkpoint:
+                self._bind_body(gm, node, outer)
+                continue
+            if not any(is_fxquant(node, name) for name in _STATEFUL):
+                continue
+            found = self._weight_of(node, outer)
+            if found is None:
+                continue
+            place, weight, directions = found
+            parts = {direction: self._take(place, weight, direction) for direction in directions}
+            stateful = "stateful" in str(node.target)
+            *operands, spec = node.args
+            name = next(name for name in _STATEFUL if is_fxquant(node, name))
+            node.target = getattr(torch.ops.fxquant, _STATEFUL[name]).default
+            state = [] if stateful else [None] * 5
+            given = [parts.get("rowwise"), parts.get("columnwise")]
+            node.args = (*operands, *state, spec, *given)
+
+    def _bind_body(self, gm: fx.GraphModule, call: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> None:
+        body = getattr(gm, str(call.args[0].target))  # type: ignore[union-attr]
+        placeholders = body.graph.find_nodes(op="placeholder")
+        passed = dict(zip(placeholders, call.args[1:], strict=True))
+        self.bind(body, {inner: outer.get(node, node) for inner, node in passed.items()})
+        # what the body uses of the whole graph's inputs becomes its own
+        foreign = dict.fromkeys(
+            n for node in body.graph.nodes for n in node.all_input_nodes if n.graph is not body.graph
+        )
+        last = placeholders[-1]
+        for node in foreign:
+            with body.graph.inserting_after(last):
+                last = body.graph.placeholder(node.name)
+            last.meta = dict(node.meta)
+            node.replace_all_uses_with(last, delete_user_cb=lambda user: user.graph is body.graph)
+        call.args = (*call.args, *foreign)
+        body.recompile()
+
+    def _weight_of(self, node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> tuple[int, Weight, list[str]] | None:
+        """The place of the parameter, how it is read, and the directions that do not change from step to step."""
+        text = next(arg for arg in reversed(node.args) if isinstance(arg, str))
+        spec = LinearSpec.parse(text)
+        input, source = node.args[:2]
+        assert isinstance(input, fx.Node) and isinstance(source, fx.Node)
+        dtype = getattr(torch, spec.autocast) if spec.autocast else None
+        dtype = dtype or torch.promote_types(value_of(input).dtype, value_of(source).dtype)
+        steps: list[Step] = []
+        while source.op != "placeholder" or source in outer:
+            if source.op == "placeholder":
+                source = outer[source]
+                continue
+            viewed, *others = source.args or (None,)
+            plain = not any(isinstance(n, fx.Node) for n in (*others, *source.kwargs.values()))
+            if op_name(source) not in VIEWS or not isinstance(viewed, fx.Node) or source.all_input_nodes != [viewed]:
+                return None
+            if not plain:
+                return None
+            steps.insert(0, (source.op, source.target, _frozen(others), tuple(source.kwargs.items())))
+            source = viewed
+        value = value_of(source) if "example_value" in source.meta else None
+        if source not in self.own or not isinstance(value, torch.nn.Parameter) or is_traceable_wrapper_subclass(value):
+            return None
+        if _memory(value) in self.written:
+            return None
+        sides = {"rowwise": spec.weight.rowwise, "columnwise": spec.weight.columnwise}
+        needed = ["rowwise"] + ["columnwise"] * (torch.is_grad_enabled() and value_of(input).requires_grad)
+        chosen = [side for side in needed if _lasts(sides[side])]
+        if spec.weight.from_rowwise and not _lasts(sides["rowwise"]):
+            chosen = []
+        if not chosen:
+            return None
+        grouped = is_fxquant(node, "grouped_linear") or is_fxquant(node, "grouped_linear_stateful")
+        weight = Weight(tuple(steps), dtype, str(spec.weight), grouped)
+        return (self.own.index(source), weight, chosen) if _is_hashable(weight) else None
+
+    def _take(self, place: int, weight: Weight, direction: str) -> list[fx.Node]:
+        key = (place, weight, direction)
+        if key not in self.nodes:
+            with torch.no_grad():
+                (fakes,) = weight.quantize(value_of(self.own[place]), (direction,))
+            nodes = []
+            for i, fake in enumerate(fakes):
+                with self.graph.inserting_after(self.last):
+                    name = f"fxquant_weight_{len(self.taken)}_{i}"
+                    self.last = self.graph.placeholder(name)
+                self.last._dynamo_source = artificial_source(name)
+                self.last.meta["example_value"] = fake
+                nodes.append(self.last)
+            self.nodes[key] = nodes
+            self.taken.append(Taken(place, weight, direction))
+        return self.nodes[key]
+
+
+def _written(gm: fx.GraphModule) -> set[StorageWeakRef]:
+    """The memory that a captured graph or a body in it writes into: capturing has counted the writes."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    values = [node.meta.get("example_value") for graph in graphs for node in graph.nodes]
+    changed = [x for x in values if isinstance(x, Tensor) and not x.is_inference() and x._version > 0]
+    return {_memory(x) for x in changed if x.layout == torch.strided}
+
+
+def _memory(x: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+_STATEFUL = {
+    "linear": "linear_stateful",
+    "linear_stateful": "linear_stateful",
+    "grouped_linear": "grouped_linear_stateful",
+    "grouped_linear_stateful": "grouped_linear_stateful",
+}
+"""The operators of a captured graph, and those of them that take quantized weights."""
+
+
+def _lasts(spec: QuantSpec) -> bool:
+    """Whether a weight keeps its quantized form as long as it keeps its values."""
+    return not (spec.is_identity or spec.is_delayed or spec.stochastic)
+
+
+def _is_hashable(value: Any) -> bool:
+    """Whether a value can be a key: a slice cannot before Python 3.12."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+__all__ = ["Taken", "Weight", "cache_weights"]

@@ -1,0 +1,84 @@
+"""Insert: puts `fxquant::linear`, or `fxquant::grouped_linear`, in the place of every product that is quantized.
+
+    linear = torch._C._nn.linear(x, w, b)
+    # becomes
+    linear = torch.ops.fxquant.linear.default(x, w, b, "input=mxfp8_e4m3 weight=... name=layers.0.mlp")
+
+A match of which no product is quantized stays untouched, so that high precision keeps the bits it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxquant.formats import IDENTITY, LinearSpec, OperandSpec
+from fxquant.passes.find.facts import Builder, Match, value_of
+from fxquant.passes.find.forms import apply_match
+from fxquant.passes.insert.attention import SITE, insert_attention
+from fxquant.quantizers import Quantizer
+
+_NONE = OperandSpec(IDENTITY, IDENTITY)
+
+
+def _spec(match: Match, quantizers: dict[str, Quantizer], numbers: dict[str, int]) -> str:
+    input, weight, grad_output = (
+        quantizers[op].operand_spec().numbered(numbers.get(op, 0)) if op in quantizers else _NONE
+        for op in ("input", "weight", "grad_output")
+    )
+    return str(LinearSpec(input, weight, grad_output, _autocast(match), match.name))
+
+
+def _autocast(match: Match) -> str:
+    return str(match.autocast).removeprefix("torch.") if match.autocast else ""
+
+
+def _without_state(match: Match) -> str:
+    """A spec that gives the same shape and dtype: the delayed scales of the real one are bound later."""
+    return str(LinearSpec(_NONE, _NONE, _NONE, _autocast(match), match.name))
+
+
+def _plain(builder: Builder, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """A product of a rewritten node that itself stays in high precision."""
+    if value_of(rhs).ndim == 2:
+        return builder.call(F.linear, lhs, rhs, bias)
+    product = builder.call(torch.matmul, lhs, builder.call(torch.transpose, rhs, -2, -1))
+    return product if bias is None else builder.call(torch.add, product, bias)
+
+
+def insert(matches: Sequence[Match]) -> int:
+    """Rewrites the graphs of the matches in place; returns how many nodes were replaced."""
+    count = insert_attention(matches)
+    for match in matches:
+        if (
+            match.module_type == "dpa"
+            or match.emit is None
+            or all(resolved.quantizers is None for resolved in match.resolved)
+        ):
+            continue
+
+        def gemm(
+            builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None,
+            offs: fx.Node | None = None, *, match: Match = match,
+        ) -> fx.Node:  # fmt: skip
+            quantizers = match.resolved[index].quantizers
+            if quantizers is None:
+                return _plain(builder, lhs, rhs, bias)
+            grouped = match.products[index].weights is not None
+            target = torch.ops.fxquant.grouped_linear if grouped else torch.ops.fxquant.linear
+            third = offs if grouped else bias
+            node = builder.call(target.default, lhs, rhs, third, _without_state(match))
+            node.args = (lhs, rhs, third, _spec(match, quantizers, match.resolved[index].numbers))
+            node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
+            node.meta[SITE] = match.resolved[index].decisions[0].site
+            return node
+
+        apply_match(match, gemm)
+        count += 1
+    return count
+
+
+__all__ = ["SITE", "insert"]

@@ -1,0 +1,1 @@
+"""The joint graph: says what the forward saves for the backward, then torch's partitioner cuts."""

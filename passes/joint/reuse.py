@@ -1,0 +1,98 @@
+"""ShareQuantized: one quantized tensor where an attention's result, quantized, goes into a linear that wants it so.
+
+    o = fxquant.dequantize_heads([data, scale], "per_tensor_e4m3", 1, False, [S, D], bf16)      # [B, H, S, D]
+    row = fxquant.quantize(view(transpose(o, 1, 2), [B * S, H * D]), "per_tensor_e4m3", "rowwise")
+    # becomes
+    row = [view(transpose(data, 1, 2), [B * S, H * D]), scale]
+
+and for `columnwise` the same bytes transposed. So for the output of an attention and the linear behind it, and in the
+backward for the gradients of its operands and the linears in front of it.
+
+A second quantization would give the same payload: each value is a few bits times one scale, and the rounding of what
+is between (2^-9 in bfloat16) is far less than half a step of FP8. Its scale would be that of the rounded amax; the one
+that is kept is exact. Of scales that are powers of two the second may be half the first, with elements twice as large.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.compat import enable_python_dispatcher, faking, must_recompute, statically_known_true
+from fxquant.formats import QuantSpec
+from fxquant.passes.graph.base import is_fxquant, val
+
+_aten = torch.ops.aten
+_MOVES = (
+    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default,
+    _aten.transpose.int, _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.clone.default,
+    _aten.contiguous.default,
+)  # fmt: skip
+"""Operators that keep all elements, each once."""
+
+
+def share_quantized(graph: fx.Graph) -> int:
+    """Rewrites a graph in place, joint or of one direction; returns how many quantizations went away."""
+    count = 0
+    for node in list(graph.nodes):
+        if is_fxquant(node, "quantize") and len(node.args) == 3:
+            moves, source = _behind(node.args[0])
+            if source is not None and source.args[1] == node.args[1] and val(source).dtype == val(moves[-1]).dtype:
+                _share(node, source, moves)
+                count += 1
+    graph.lint()
+    return count
+
+
+def _behind(node: Any) -> tuple[list[fx.Node], fx.Node | None]:
+    """The moves on the way from a dequantization of heads to a node, and that dequantization if there is one."""
+    moves: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node.target in _MOVES:
+        moves.insert(0, node)
+        node = node.args[0]
+    if not moves or not isinstance(node, fx.Node) or not is_fxquant(node, "dequantize_heads") or node.args[3]:
+        return moves, None
+    row, last = QuantSpec.parse(str(node.args[1])).row, val(moves[-1]).shape[-1]
+    return moves, node if row.family == "per_tensor" and statically_known_true(last % row.alignment == 0) else None
+
+
+def _share(node: fx.Node, source: fx.Node, moves: list[fx.Node]) -> None:
+    """Puts the parts of a dequantized tensor, moved as it was, in the place of a quantization."""
+    graph = node.graph
+    data, scale = source.all_input_nodes[:2]
+    spec, dtype = QuantSpec.parse(str(node.args[1])), val(data).dtype
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with graph.inserting_before(node):
+            made = graph.call_function(target, args, kwargs)
+        fakes = fx.node.map_arg((args, kwargs), val)
+        with faking(val(source)), enable_python_dispatcher():
+            value = target(*fakes[0], **fakes[1])
+        kept = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")}
+        made.meta = kept | {"val": value}
+        must_recompute(made)  # of what the attention saves: nothing else is saved for the linear
+        return made
+
+    # as bytes: no kernel has to know the format, and none of Triton's own FP8 stores is transposed
+    payload = add(_aten.view.dtype, data, torch.uint8)
+    width = val(source).shape[-1]
+    if val(payload).shape[-1] != width:
+        payload = add(_aten.slice.Tensor, payload, -1, 0, width)
+    for move in moves:
+        payload = add(move.target, payload, *move.args[1:], **move.kwargs)
+    if node.args[2] == "columnwise":
+        payload = add(torch.ops.fxquant.transpose_codes.default, payload, spec.row.alignment)
+    elif not val(payload).is_contiguous():
+        payload = add(_aten.clone.default, payload, memory_format=torch.contiguous_format)
+    parts = (add(_aten.view.dtype, payload, dtype), scale)
+    for item in list(node.users):
+        assert item.target is operator.getitem, item.format_node()
+        item.replace_all_uses_with(parts[int(item.args[1])])  # type: ignore[arg-type]
+        graph.erase_node(item)
+    graph.erase_node(node)
+    for left in (*reversed(moves), source):
+        if not left.users:
+            graph.erase_node(left)

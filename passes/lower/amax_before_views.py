@@ -1,0 +1,51 @@
+"""MeasureUnviewed: the amax of a tensor is taken of it as it is made, and not of a view.
+
+    y = grad + norm_backward(...)                         # [B, S, K]
+    parts = fxquant.quantize(view(y, [B * S, K]), "per_tensor_e4m3", "rowwise")
+    # becomes
+    scale = fxquant.scale_from_amax(fxquant.amax(y), "per_tensor_e4m3")
+    parts = fxquant.quantize(view(y, [B * S, K]), "per_tensor_e4m3", "rowwise", scale)
+
+Inductor compares what two kernels read and write by sizes and strides: the loops over [B, S, K] and over [B S, K] share
+nothing for it, and the amax would read the tensor once more.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxquant.passes.graph.base import behind_views, in_memory, is_fxquant, sides_of, val
+from fxquant.passes.graph.match import RESHAPES
+from fxquant.passes.joint.partition import scale_of
+
+
+def measure_unviewed(graph: fx.Graph, device: str = "cuda") -> int:
+    """Rewrites `graph` in place, for tensors on `device`; returns how many amaxes or quantizations it concerns."""
+    count = 0
+    for node in list(graph.nodes):
+        sides = sides_of(node)
+        base = behind_views(node.args[0], RESHAPES) if sides or is_fxquant(node, "amax") else None
+        if base is None or base is node.args[0] or in_memory(base) or val(base).device.type != device:
+            continue
+        if sides:
+            count += _give_scales(node, base)
+        else:
+            node.args = (base,)
+            count += 1
+    if count:
+        graph.lint()
+    return count
+
+
+def _give_scales(node: fx.Node, base: fx.Node) -> bool:
+    """Gives a quantization the scales that are made of its own amax; returns whether there are any."""
+    sides = sides_of(node)
+    made: dict[str, fx.Node] = {}
+    for side in sides:
+        if side.state is None and side.per_tensor and side.spec not in made:
+            made[side.spec] = scale_of(node, "amax", 1, side.spec)
+            made[side.spec].args[0].args = (base,)  # type: ignore[union-attr]
+    if made:
+        states = [made.get(side.spec) if side.state is None else side.state for side in sides]
+        node.args = (*node.args[:3], *states)
+    return bool(made)

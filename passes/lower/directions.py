@@ -1,0 +1,110 @@
+"""Merge: quantizes each tensor once, and in both directions at once where both are wanted in one graph.
+
+    row = fxquant.quantize(x, "mxfp8_e4m3", "rowwise")
+    column = fxquant.quantize(x, "mxfp8_e4m3", "columnwise")
+    # becomes
+    both = fxquant.hybrid_quantize(x, "mxfp8_e4m3", "mxfp8_e4m3")     # one read, two writes
+
+and so `split_quantize`, of groups of rows, into `hybrid_split_quantize`.
+
+Runs after partitioning, so that the partitioner could still place each direction by itself. Equal quantize nodes,
+such as those of q, k and v, become one first, and before them equal views.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fxquant.passes.graph.base import VIEWS, is_fxquant
+
+
+def merge(graph: fx.Graph) -> int:
+    """Rewrites `graph` in place; returns how many nodes went away."""
+    before = len(graph.nodes)
+    _merge_views(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if not any(is_fxquant(node, name) for name in _HYBRID):
+            continue
+        earlier = first.setdefault((node.target, *node.args), node)
+        if earlier is not node:
+            _replace_outputs(node, earlier, 0)
+            graph.erase_node(node)
+    one_way = {node: _Quantization.of(node) for node in first.values()}
+    columns = {node: each for node, each in one_way.items() if each.direction == "columnwise"}
+    for node, row in one_way.items():
+        if row.direction != "rowwise":
+            continue
+        pairs = [n for n, column in columns.items() if column.source == row.source]
+        if not pairs:
+            continue
+        pair = next((n for n in pairs if columns[n].spec == row.spec), pairs[0])
+        anchor = min(node, pair, key=order.__getitem__)
+        column = columns[pair]
+        scales = [row.scale, column.scale]
+        if any(order[n] > order[anchor] for n in scales if isinstance(n, fx.Node)):
+            continue  # a scale that is not there yet
+        while scales and scales[-1] is None:
+            scales.pop()
+        target, *operands = row.source
+        with graph.inserting_before(anchor):
+            both = graph.call_function(target, (*operands, row.spec, column.spec, *scales))
+        both.meta = {**anchor.meta, "val": [*node.meta["val"], *pair.meta["val"]]}
+        _replace_outputs(node, both, 0)
+        _replace_outputs(pair, both, len(node.meta["val"]))
+        del columns[pair]
+        for old in (node, pair):
+            graph.erase_node(old)
+    graph.lint()
+    return before - len(graph.nodes)
+
+
+_HYBRID = {"quantize": "hybrid_quantize", "split_quantize": "hybrid_split_quantize"}
+"""The operators that quantize in one direction, and those that do so in both."""
+
+
+def _merge_views(graph: fx.Graph) -> None:
+    """Makes equal views one, as the partitioner does in training: q, k and v read one tensor by three reshapes."""
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in VIEWS and not node.kwargs:
+            earlier = first.setdefault((node.target, node.args), node)
+            if earlier is not node:
+                node.replace_all_uses_with(earlier)
+                graph.erase_node(node)
+
+
+class _Quantization(NamedTuple):
+    """A quantization in one direction. `source` is the operator for both directions and what it quantizes."""
+
+    source: tuple[Any, ...]
+    spec: str
+    direction: str
+    scale: fx.Node | None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Quantization:
+        name = next(name for name in _HYBRID if is_fxquant(node, name))
+        operands = 2 if name == "split_quantize" else 1
+        spec, direction, *scale = node.args[operands:]
+        source = (getattr(torch.ops.fxquant, _HYBRID[name]).default, *node.args[:operands])
+        return cls(source, str(spec), str(direction), scale[0] if scale else None)  # type: ignore[arg-type]
+
+
+def _replace_outputs(old: fx.Node, new: fx.Node, offset: int) -> None:
+    """Points the users of a list-valued node at another one's outputs, right behind it."""
+    made: dict[int, fx.Node] = {n.args[1]: n for n in new.users if n.target is operator.getitem}  # type: ignore[misc]
+    for item in list(old.users):
+        assert item.target is operator.getitem, item.format_node()
+        index = offset + int(item.args[1])  # type: ignore[arg-type]
+        if index not in made:
+            with old.graph.inserting_after(new):
+                made[index] = old.graph.call_function(operator.getitem, (new, index))
+            made[index].meta = dict(item.meta)
+        item.replace_all_uses_with(made[index])
+        old.graph.erase_node(item)

@@ -1,0 +1,291 @@
+"""Fuse epilogues: a GEMM's result that is only activated, added to something, or measured, is finished by the GEMM.
+
+    y = fxquant.scaled_mm(x_parts, w_parts, ...)
+    z = gelu(y) + residual
+    parts = fxquant.quantize(z, "per_tensor_e4m3", "rowwise")
+    # becomes
+    z, amax = fxquant.fused_scaled_mm(x_parts, w_parts, ..., "gelu", residual, record=True)
+    parts = fxquant.quantize(z, "per_tensor_e4m3", "rowwise", fxquant.scale_from_amax(amax, "per_tensor_e4m3"))
+
+Sums of GEMMs are such: the gradients of an input that several layers read. What else reads the result in between, as
+the backward of an activation does, keeps it apart. Nothing is fused where recomputed activations have to come out with
+the bits of Inductor's own kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import (
+    card_name,
+    faking,
+    inductor_config,
+    inductor_decompositions,
+    is_hopper,
+    make_fx,
+    size_hint,
+    statically_known_true,
+)
+from fxquant.cost.estimate import choose_gemm
+from fxquant.formats import QuantSpec
+from fxquant.kernels.linear import timing as gemm_timing
+from fxquant.kernels.linear import triton_gemm
+from fxquant.kernels.linear.choice import Chosen, GemmKernel
+from fxquant.kernels.linear.epilogues import ACTIVATIONS
+from fxquant.kernels.linear.timing import Problem
+from fxquant.kernels.linear.triton_few_rows import MOST_TOKENS
+from fxquant.passes.graph.base import behind_views, is_fxquant, sides_of, val
+from fxquant.passes.graph.match import RESHAPES, matches, readers, shaped
+from fxquant.passes.lower.few_rows import decodes
+
+log = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_MOST_NODES = 32
+"""Of an activation, as Inductor decomposes it."""
+
+
+@dataclass(kw_only=True)
+class Epilogue:
+    """What a GEMM can compute besides its product, and `root`, the node that it then is."""
+
+    root: fx.Node
+    bias: fx.Node | None
+    activation: str = ""
+    residual: fx.Node | None = None
+    amaxes: tuple[fx.Node, ...] = ()
+    """What takes the amax of the whole tensor: `amax`, or a quantization that is not told its scale."""
+
+
+def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") -> int:
+    """Rewrites `graph` in place, for GEMMs on `device`; returns how many were rewritten.
+
+    `gemm` is one of `choice.GEMM`.
+    """
+    # the C++ wrapper of torch 2.11 has workspace for the descriptors of one program alone
+    fuses = not (inductor_config.emulate_precision_casts or inductor_config.cpp_wrapper)
+    if gemm == "cublas" or (gemm == "triton" and not fuses):
+        return 0
+    count = 0
+    scales: dict[tuple[fx.Node, int], fx.Node] = {}
+    for node in _gemms(graph):
+        where = val(node).device
+        if where.type != device or (device == "cuda" and not is_hopper(where)) or decodes(node):
+            continue
+        # of the graph as it is by now: a sum has one GEMM that takes it
+        epilogue = _epilogue(node) if fuses else Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
+        problem = _problem(node, epilogue)
+        chosen = _choose(problem, gemm, where)
+        log.info("%s: %s", problem, chosen)
+        if chosen.kernel is GemmKernel.TRITON and fuses:
+            _insert(graph, node, epilogue)
+            count += 1
+        elif chosen.kernel is GemmKernel.PER_ROW and _is_per_tensor(node) and isinstance(val(node).shape[0], int):
+            _scale_rows(graph, node, scales)
+            count += 1
+    if count:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return count
+
+
+def problems(graph: fx.Graph) -> Iterator[tuple[fx.Node, Problem]]:
+    """The GEMMs that a Hopper GPU would have a choice for, wherever they are, each with all that can be fused."""
+    taken: set[fx.Node] = set()
+    for node in _gemms(graph):
+        epilogue = _epilogue(node)
+        if epilogue.residual is not None and epilogue.root in taken:
+            epilogue = replace(epilogue, residual=None, amaxes=())
+        taken.add(epilogue.root)
+        problem = _problem(node, epilogue)
+        if not problem.fast_accum or problem.m > MOST_TOKENS:
+            yield node, problem
+
+
+def _gemms(graph: fx.Graph) -> list[fx.Node]:
+    """Those that the Triton kernel can do."""
+
+    def supports(node: fx.Node) -> bool:
+        given: Any = fx.node.map_arg(node.args, val)
+        a, b, a_spec, b_spec, _, dtype, _ = given
+        return triton_gemm.supports(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype)
+
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default)
+    return [node for node in nodes if supports(node)]
+
+
+def _epilogue(node: fx.Node) -> Epilogue:
+    """All that can be fused with a GEMM, in the order in which the kernel does it."""
+    found = Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
+    if found.bias is None and (added := _added(found.root, _is_bias)):
+        found.root, found.bias = added
+    if activated := _activated(found.root):
+        found.root, found.activation = activated
+    if added := _added(found.root, _is_residual):
+        found.root, found.residual = added
+    found.amaxes = tuple(user for user in readers(found.root) if _takes_amax(user))
+    return found
+
+
+def _takes_amax(node: fx.Node) -> bool:
+    if is_fxquant(node, "amax"):
+        return True
+    sides = sides_of(node)
+    return bool(sides) and all(side.per_tensor and side.state is None for side in sides)
+
+
+def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
+    """What there is to time; dynamic sizes are those of the example."""
+    given: Any = fx.node.map_arg(node.args, val)
+    a, b, a_spec, b_spec, _, dtype, fast_accum = given
+    m, k, n = (size_hint(size) for size in (*a[0].shape, b[0].shape[0]))
+    return Problem(
+        m, k, n, a_spec, b_spec, dtype, fast_accum, epilogue.bias is not None, epilogue.activation,
+        epilogue.residual is not None, bool(epilogue.amaxes),
+    )  # fmt: skip
+
+
+def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen:
+    """cuBLAS or Triton, and why."""
+    if gemm == "triton":
+        return Chosen(GemmKernel.TRITON, "as asked for")
+    look = gemm_timing.measured if gemm == "autotune" and device.type == "cuda" else gemm_timing.remembered
+    times = look(problem, device)
+    if times is not None:
+        return times.chosen(problem, "measured")
+    return choose_gemm(problem, card_name(device))
+
+
+def _added(root: fx.Node, fits: Callable[[Tensor, Tensor], bool]) -> tuple[fx.Node, fx.Node] | None:
+    """The sum that is the only reader of a tensor, and what is added to it."""
+    users = list(readers(root))
+    if len(users) != 1 or users[0].target is not _aten.add.Tensor or users[0].kwargs:
+        return None
+    sides = users[0].args
+    own = [behind_views(side, RESHAPES) is root for side in sides]
+    if own == [True, True] or not all(isinstance(side, fx.Node) for side in sides):
+        return None
+    side, other = sides if own[0] else sides[::-1]
+    assert isinstance(other, fx.Node)
+    total, value = val(users[0]), val(other)
+    same = total.shape == val(side).shape and total.dtype == value.dtype == val(root).dtype
+    return (users[0], other) if same and value.device == total.device and fits(value, total) else None
+
+
+def _is_bias(value: Tensor, total: Tensor) -> bool:
+    width = total.shape[-1]
+    return statically_known_true(value.shape[-1] == width) and statically_known_true(value.numel() == width)
+
+
+def _is_residual(value: Tensor, total: Tensor) -> bool:
+    aligned = statically_known_true(value.storage_offset() * value.dtype.itemsize % 16 == 0)  # it comes by TMA
+    return value.shape == total.shape and value.is_contiguous() and aligned
+
+
+def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
+    """The activation of a tensor that nothing else reads, and its name."""
+    following = list(_following(root, None))
+    for end in following:
+        if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or end.target in RESHAPES:
+            continue
+        for name, decomposed in itertools.product(ACTIVATIONS, (True, False)):
+            output, source = _pattern(name, val(root).dtype, decomposed)
+            found: dict[fx.Node, fx.Node] = {}
+            if matches(output, end, found) and found[source] is root:
+                inside = set(_following(root, end))
+                if all(user in inside or user is end for each in (root, *inside) for user in each.users):
+                    return end, name
+    return None
+
+
+def _following(root: fx.Node, end: fx.Node | None) -> Iterator[fx.Node]:
+    """What is computed of a node without passing `end`, the nearest first, and not much of it."""
+    seen, queue = {root}, [root]
+    for node in queue:
+        for user in node.users:
+            if user is not end and user not in seen and user.op == "call_function" and len(seen) <= _MOST_NODES:
+                seen.add(user)
+                queue.append(user)
+                yield user
+
+
+@functools.cache
+def _pattern(name: str, dtype: torch.dtype, decomposed: bool) -> tuple[fx.Node, fx.Node]:
+    """An activation as it looks in Inductor's graphs, or before: its output, and its input."""
+    table = dict(inductor_decompositions()) if decomposed else {}
+    traced = make_fx(lambda x: ACTIVATIONS[name](x), decomposition_table=table)(torch.zeros(4, 8, dtype=dtype))
+    (source,) = traced.graph.find_nodes(op="placeholder")
+    (output,) = traced.graph.find_nodes(op="output")
+    return output.args[0], source
+
+
+def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
+    """Puts the operator in the place of what it computes last."""
+    a, b, a_spec, b_spec, _, dtype, fast_accum = node.args
+    y, root = val(node), epilogue.root
+    with graph.inserting_before(root):
+        bias, residual = epilogue.bias, epilogue.residual
+        bias = None if bias is None else shaped(bias, [y.shape[1]])
+        residual = None if residual is None else shaped(residual, [*y.shape])
+        record = bool(epilogue.amaxes)
+        fused = graph.call_function(
+            torch.ops.fxquant.fused_scaled_mm.default,
+            (a, b, a_spec, b_spec, bias, dtype, fast_accum, epilogue.activation, residual, record),
+        )
+        results = [graph.call_function(operator.getitem, (fused, i)) for i in range(1 + record)]
+        fused.meta = {**node.meta, "val": [y, *([_amax_value(y)] if record else [])]}
+        for result, value in zip(results, fused.meta["val"], strict=True):
+            result.meta = {**node.meta, "val": value}
+        made = results[0] if root is node else shaped(results[0], [*val(root).shape])
+    root.replace_all_uses_with(made)
+    graph.erase_node(root)
+    for amax in epilogue.amaxes:
+        if is_fxquant(amax, "amax"):
+            amax.replace_all_uses_with(results[1])
+            graph.erase_node(amax)
+        else:
+            target = torch.ops.fxquant.scale_from_amax.default
+            with graph.inserting_before(amax):
+                scales = [graph.call_function(target, (results[1], side.spec)) for side in sides_of(amax)]
+            for scale in scales:
+                scale.meta = dict(results[1].meta)
+            amax.args = (*amax.args, *scales)
+
+
+def _is_per_tensor(node: fx.Node) -> bool:
+    return all(QuantSpec.parse(str(spec)).row.family == "per_tensor" for spec in node.args[2:4])
+
+
+def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int], fx.Node]) -> None:
+    """Gives a GEMM the left scale once for each row, whereby it becomes the kernel for those.
+
+    `scales` has those of GEMMs before it, by the scale and the number of rows.
+    """
+    given: Any = node.args
+    (data, scale), b, _, b_spec, *rest = given
+    element = QuantSpec.parse(str(node.args[2])).row.element
+    assert element is not None
+    key = (scale, val(node).shape[0])
+    if key not in scales:
+        shape = [key[1], 1]
+        with graph.inserting_before(node), faking(val(scale)):
+            wide = graph.call_function(_aten.expand.default, (scale, shape))
+            rows = graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
+            wide.meta = {**scale.meta, "val": val(scale).expand(shape)}
+            rows.meta = {**scale.meta, "val": val(wide).contiguous()}
+        scales[key] = rows
+    node.args = ([data, scales[key]], b, f"per_row_{element.name}", b_spec, *rest)
+
+
+def _amax_value(y: Tensor) -> Tensor:
+    with faking(y):
+        return y.new_empty(1, dtype=torch.float32)

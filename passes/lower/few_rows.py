@@ -1,0 +1,225 @@
+"""Few rows, as in decoding: GEMMs that read their weight once, quantize as they read, and do what follows them.
+
+    parts = fxquant.quantize(x, spec, "rowwise")
+    y = fxquant.scaled_mm(parts, weight, ...)
+    z = y + residual
+    # of one row becomes
+    z = fxquant.scaled_mm([x], weight, ..., epilogue="add", other=residual)
+
+Only on Hopper, and only where the GEMMs are the sole readers of a quantization, and what follows is the sole reader of
+theirs. See `fxquant.kernels.linear.triton_few_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import capability, converts_to_fp8, launches_early, upper_bound
+from fxquant.formats import QuantSpec
+from fxquant.kernels.linear import choice
+from fxquant.kernels.linear import triton_few_rows as triton_decode
+from fxquant.passes.graph.base import behind_views, in_memory, is_fxquant, val
+from fxquant.passes.graph.match import RESHAPES, shaped
+from fxquant.passes.lower.producers import inputs_of, last_operator
+
+_aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def decodes(node: fx.Node) -> bool:
+    """Whether a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
+    given: Any = fx.node.map_arg(node.args, val)
+    a, b, a_spec, b_spec, _, _, fast_accum = given
+    x, w = a[0], b[0]
+    if not fast_accum or x.ndim != 2:
+        return False
+    kernel, _ = choice.gemm(
+        QuantSpec.parse(a_spec), QuantSpec.parse(b_spec), (x.shape[0], w.shape[0]), matrices=w.ndim == 2,
+        capability=capability(w.device), fast=choice.Fast(upper_bound(x.shape[0]), w.shape[1]),
+    )  # fmt: skip
+    return kernel is choice.GemmKernel.FEW_ROWS
+
+
+def scaled_mm(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    a_spec: str,
+    b_spec: str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    epilogue: str | None = None,
+    other: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:
+    """`fxquant::scaled_mm` of few rows by a Triton kernel, as `prepare` leaves it."""
+    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    return triton_decode.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
+
+
+def prepare(graph: fx.Graph, packaged: bool) -> None:
+    """Says what the kernels for few rows take over: quantizing their input, what follows, and reading ahead.
+
+    Those that are `packaged` cannot be launched early.
+    """
+    _leave_unquantized(graph, packaged)
+    _fuse_epilogues(graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
+        if not packaged and launches_early(val(node).device) and decodes(node):
+            node.kwargs = {**node.kwargs, "early": True}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
+        if not quantizes_few_rows(node):
+            continue
+        if not packaged and launches_early(val(node.args[0]).device):
+            node.kwargs = {"early": True}
+        else:
+            gemms = _gemms(node)
+            weights = [user.args[1][0] for user in graph.nodes if user in gemms]
+            if behind_views(weights[0]).op in ("placeholder", "get_attr") and val(weights[0]).is_contiguous():
+                node.kwargs = {"ahead": weights[0]}
+
+
+def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:
+    """Gives GEMMs the tensor itself, with its multiplier where it has one, to quantize as they read it.
+
+    Only where no one else reads the quantized one.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
+        x, spec, direction, *multiplier = node.args
+        gemms = _gemms(node)
+        if direction != "rowwise" or not gemms:
+            continue
+        parsed = QuantSpec.parse(str(spec))
+        early = not packaged and launches_early(val(x).device)
+        if triton_decode.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms), early=early):
+            for user in gemms:
+                user.args = ([x, *multiplier], *user.args[1:])
+            for item in [*node.users, node]:
+                graph.erase_node(item)
+
+
+def _fuse_epilogues(graph: fx.Graph) -> None:
+    """Gives GEMMs the sum with a residual, or the activation, that is the sole reader of their result."""
+    if not any(map(decodes, graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default))):
+        return
+    for name in triton_decode.EPILOGUES:
+        for root in graph.find_nodes(op="call_function", target=_root(name)):
+            for gemm, other in _ends_of(name, root):
+                if _takes_epilogue(gemm) and _is_all_between(gemm, root):
+                    with graph.inserting_before(root):
+                        shape = list(val(gemm).shape)
+                        more = {"epilogue": name, **({} if other is None else {"other": shaped(other, shape)})}
+                        fused = graph.call_function(gemm.target, gemm.args, more)  # type: ignore[arg-type]
+                        fused.meta = dict(gemm.meta)
+                        made = shaped(fused, list(val(root).shape))
+                    root.replace_all_uses_with(made)
+                    _erase_dead(root)
+                    break
+
+
+def _root(name: str) -> Any:
+    """The last operator of an epilogue, as Inductor has decomposed it."""
+    return _aten.add.Tensor if name == "add" else last_operator(name)
+
+
+def _ends_of(name: str, root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """The GEMMs that `root` may be an epilogue of, each with the other tensor that it reads."""
+    value = val(root)
+    found: list[tuple[Any, Any]] = []
+    if name == "add":
+        a, b = root.args
+        if not root.kwargs and isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b:
+            same = all(val(x).shape == value.shape and val(x).dtype == value.dtype for x in (a, b))
+            found = [(a, b), (b, a)] if same and value.dtype in (torch.bfloat16, torch.float16) else []
+    elif (inputs := inputs_of(name, root)) is not None:
+        found = [(inputs[-1], inputs[0] if len(inputs) > 1 else None)]
+    for end, other in found:
+        gemm = behind_views(end, RESHAPES)
+        if is_fxquant(gemm, "scaled_mm") and behind_views(other, RESHAPES) is not gemm:
+            yield gemm, other
+
+
+def _takes_epilogue(gemm: fx.Node) -> bool:
+    """Whether a GEMM is one kernel, of few rows, that has no epilogue yet."""
+    if gemm.kwargs or not decodes(gemm):
+        return False
+    a, b = ([val(part) for part in parts] for parts in gemm.args[:2])  # type: ignore[union-attr]
+    return triton_decode.in_one_kernel(a, b)
+
+
+def _is_all_between(gemm: fx.Node, root: fx.Node) -> bool:
+    """Whether nothing but what `root` is computed from reads a GEMM's result, or what is computed from that."""
+    between, todo = {root}, [gemm]
+    while todo:
+        for user in todo.pop().users:
+            if user not in between:
+                if user.op == "output" or len(between) > 16:
+                    return False
+                between.add(user)
+                todo.append(user)
+    needed, todo = {root}, [root]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source in between and source not in needed:
+                needed.add(source)
+                todo.append(source)
+    return between == needed
+
+
+def _erase_dead(node: fx.Node) -> None:
+    if not node.users and node.op == "call_function":
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        for source in sources:
+            _erase_dead(source)
+
+
+def _gemms(node: fx.Node) -> set[fx.Node]:
+    """The GEMMs that read a quantization, where nothing else does and `decodes` them all."""
+    users = {user for item in node.users for user in item.users}
+    alone = all(
+        user.target is torch.ops.fxquant.scaled_mm.default and user.args[0] == [*node.users] and decodes(user)
+        for user in users
+    )
+    return users if alone else set()
+
+
+def quantizes_few_rows(node: fx.Node) -> bool:
+    """Whether a quantization is left to a Triton kernel.
+
+    Fused by Inductor with what makes its tensor it costs no launch; but an amax of the whole tensor does.
+    """
+    x, text, direction, *multiplier = node.args
+    if node.kwargs:
+        return True
+    spec = QuantSpec.parse(str(text))
+    if direction != "rowwise" or not triton_decode.quantizes(val(x)):
+        return False
+    own_pass = spec.row.family == "per_tensor" and not multiplier
+    return bool(_gemms(node)) and (own_pass or not _is_fused(x))
+
+
+def _is_fused(x: Any) -> bool:
+    """Whether Inductor makes a tensor in a kernel of its own, into which it can fuse more."""
+    x = behind_views(x)
+    tags = getattr(x.target, "tags", ())
+    return x.op == "call_function" and (torch.Tag.pointwise in tags or x.target is _CONVERT)
+
+
+def quantizes_rows_in_memory(node: fx.Node) -> bool:
+    """Whether a quantization is of rows that lie in memory, each with a scale: a program reads a row once."""
+    x, text, direction, *_ = node.args
+    known = direction == "rowwise" and triton_decode.quantizes_rows(val(x), QuantSpec.parse(str(text)))
+    return known and in_memory(x) and converts_to_fp8(val(x).device)
+
+
+def quantize(
+    x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None, ahead: Tensor | None = None,
+    early: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """`fxquant::quantize` of few rows by Triton kernels, rowwise."""
+    return triton_decode.quantize(x, QuantSpec.parse(spec), multiplier, ahead, early)

@@ -1,0 +1,216 @@
+"""Lower: replaces every fxquant operator by what runs on its device. After it the graph speaks of kernels only.
+
+Which that is, `fxquant.passes.lower.implementations` says; here it is traced, and the trace put in the operator's
+place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import (
+    enable_python_dispatcher,
+    faking,
+    inductor_decompositions,
+    make_fx,
+    statically_known_true,
+    tree_flatten,
+    tree_map_only,
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+    unguarded_sizes,
+    written_by,
+)
+from fxquant.errors import GraphVerificationError
+from fxquant.kernels.grouped.high_precision import portable_grouped_mm
+from fxquant.kernels.linear import cublas as gemm
+from fxquant.passes.graph.base import is_fxquant, val
+from fxquant.passes.lower import few_rows
+from fxquant.passes.lower.implementations import implementation
+
+_ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
+"""What a lowered node keeps of the operator it comes from."""
+
+_GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
+_PORTABLE: dict[Any, Callable[..., Any]] = {
+    _GROUPED_MM: portable_grouped_mm,
+    torch.ops.aten._scaled_mm_v2.default: gemm.portable_block_mm,
+}
+"""What runs where fxquant is not."""
+
+
+def _trace(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], portable: bool, in_place: bool
+) -> fx.GraphModule:
+    """`run` as an ATen graph whose inputs are the tensors among the arguments, in order.
+
+    Only what writes `in_place` writes into them.
+    """
+    flat, tree = tree_flatten((args, kwargs))
+    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
+
+    def call(*inputs: Tensor) -> Any:
+        filled = list(flat)
+        for i, value in zip(tensors, inputs, strict=True):
+            filled[i] = value
+        args, kwargs = tree.unflatten(filled)
+        return run(*args, **kwargs)
+
+    inputs = [flat[i] for i in tensors]
+    # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
+    with faking(*inputs), enable_python_dispatcher():
+        table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
+        body = make_fx(call, decomposition_table=table)(*inputs)
+    _make_functional(body.graph, in_place)
+    body.graph.eliminate_dead_code()
+    return body
+
+
+def _make_functional(graph: fx.Graph, in_place: bool) -> None:
+    """Turns launches that write into their arguments into ones that return what was written.
+
+    What the graph is given stays what a launch writes to, where that is meant `in_place`.
+    """
+    for node in list(graph.nodes):
+        if node.target is not triton_kernel_wrapper_mutation:
+            continue
+        given = node.kwargs["kwargs"]
+        written = [name for name in written_by(node.kwargs) if not in_place or given[name].op != "placeholder"]
+        with graph.inserting_before(node):
+            call = graph.call_function(
+                triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}
+            )
+            results = {name: graph.call_function(operator.getitem, (call, name)) for name in written}
+        for name, result in results.items():
+            buffer = given[name]
+            # what stands before the launch reads a buffer as it was, or its sizes and strides alone
+            buffer.replace_all_uses_with(result, delete_user_cb=lambda user, launch=node: user > launch)
+        graph.erase_node(node)
+
+
+def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
+    """Copies a traced graph in front of `node`; returns its outputs."""
+    flat, _ = tree_flatten((node.args, node.kwargs))
+    inputs = [item for item in flat if isinstance(item, fx.Node) and isinstance(val(item), Tensor)]
+    mode = faking(*map(val, inputs))
+    env = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    with node.graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                continue
+            if inner.op == "output":
+                outputs = inner.args[0]
+                return [env[n] for n in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
+            if inner.op == "get_attr":
+                name = f"_fxquant_{node.name}_{inner.target}"
+                owner = node.graph.owning_module
+                assert owner is not None
+                owner.register_buffer(name, getattr(body, str(inner.target)), persistent=False)
+                env[inner] = node.graph.get_attr(name)
+                env[inner].meta = dict(inner.meta)
+                continue
+            copy = env[inner] = node.graph.node_copy(inner, env.__getitem__)
+            # a trace serves several nodes, but Inductor takes equal fake storages for aliases: each gets its own
+            args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), val)
+            with mode:
+                value = inner.target(*args, **kwargs)
+            copy.meta = {**{key: node.meta[key] for key in _ORIGIN if key in node.meta}, **inner.meta, "val": value}
+    raise AssertionError("a traced graph has an output")
+
+
+def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = None) -> int:
+    """Rewrites `graph` in place; returns how many operators were lowered.
+
+    A `portable` graph has no operators of fxquant's own, so that it runs where fxquant is not. Its Triton kernels for
+    GEMMs and casts stay out as well, unless it is told that `kernels` will be compiled into what runs: a graph that is
+    saved could not name them.
+    """
+    with unguarded_sizes() if portable else contextlib.nullcontext():
+        return _lower(graph, portable, not portable if kernels is None else kernels)
+
+
+def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
+    count = 0
+    if kernels:
+        few_rows.prepare(graph, packaged=portable)
+    traced: dict[Any, fx.GraphModule] = {}
+    # chosen before any of them goes, since a choice looks at what a node reads
+    chosen = [(node, implementation(node, portable, kernels)) for node in graph.nodes if is_fxquant(node)]
+    if portable:
+        chosen += [(node, portable_grouped_mm) for node in graph.nodes if node.target is _GROUPED_MM]
+    for node, run in chosen:
+        args, kwargs = _values_apart(node)
+        key = _key(run, args, kwargs)
+        if key is None or key not in traced:
+            traced[key] = _trace(run, args, kwargs, portable, _writes(node))
+        outputs = _inline(node, traced[key])
+        if isinstance(val(node), (list, tuple)):
+            for item in list(node.users):
+                item.replace_all_uses_with(outputs[item.args[1]])
+                graph.erase_node(item)
+        else:
+            node.replace_all_uses_with(outputs[0])
+        graph.erase_node(node)
+        count += 1
+    left = [node.format_node() for node in graph.nodes if is_fxquant(node)]
+    if left:
+        raise GraphVerificationError(f"operators left after lowering: {left}")
+    graph.lint()
+    return count
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether an operator writes into its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _values_apart(node: fx.Node) -> Any:
+    """The values of a node's arguments: one object where they are one node, and several where they are several.
+
+    A trace tells its inputs apart by that, while a pass may have given two nodes one fake value.
+    """
+    values: dict[fx.Node, Any] = {}
+    taken: set[int] = set()
+
+    def value(source: fx.Node) -> Any:
+        if source not in values:
+            found = val(source)
+            if isinstance(found, Tensor) and id(found) in taken:
+                found = found.detach()
+            values[source] = found
+            taken.add(id(found))
+        return values[source]
+
+    return fx.node.map_arg((node.args, node.kwargs), value)
+
+
+def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Equal for calls with equal traces; None where a number is symbolic, since no input of a trace brings it.
+
+    Sizes that are symbolic are told apart by their expressions: a trace asks its inputs for them.
+    """
+
+    def describe(t: Tensor) -> Any:
+        # where entries of a vector, such as slots of a state, begin is not in a trace
+        offset = 0 if statically_known_true(t.numel() <= 2) else t.storage_offset()
+        return (t.dtype, t.device, tuple(t.shape), t.stride(), offset)
+
+    flat, _ = tree_flatten((args, kwargs))
+    first: dict[int, int] = {}  # a trace holds which arguments are one tensor
+    same = tuple(first.setdefault(id(x), i) for i, x in enumerate(flat) if isinstance(x, Tensor))
+    if any(isinstance(x, torch.SymInt) for x in flat):
+        return None
+    parts = (run.func, *run.args) if isinstance(run, functools.partial) else (run,)
+    return (
+        *(f"{part.__module__}.{part.__name__}" for part in parts),
+        tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])),
+        same,
+    )

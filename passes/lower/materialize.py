@@ -1,0 +1,54 @@
+"""Write once: a tensor that a launch reads, and something else too, is written by one kernel and read from memory.
+
+    y = x + residual               # Inductor would compute it again, and write it, for each launch that reads it
+    amax(y), cast(y), y + z
+    # becomes
+    y = force_stride_order(x + residual, [K, 1])
+
+Inductor holds the arguments of a Triton kernel to their strides, and does that to a tensor which is not in memory yet
+by a copy for every launch. Other readers would compute it from what it is made of: of a residual stream, from all that
+was added since one of its sums was last in memory.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from fxquant.compat import OpOverload, detect_fake_mode, force_stride_order, triton_kernel_wrapper_functional
+from fxquant.passes.graph.base import EXTERNAL, VIEWS, behind_views, val
+from fxquant.passes.graph.match import readers
+
+
+def write_once(graph: fx.Graph) -> int:
+    """Rewrites `graph` in place, after lowering; returns how many tensors it concerns."""
+    bases = dict.fromkeys(
+        behind_views(source)
+        for launch in graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+        for source in launch.all_input_nodes
+    )
+    count = 0
+    for base in bases:
+        shared = len(set(readers(base, VIEWS))) > 1
+        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or not shared or not _plain(base):
+            continue
+        users = list(base.users)
+        with graph.inserting_after(base):
+            written = graph.call_function(force_stride_order, (base, [int(step) for step in val(base).stride()]))
+        mode = detect_fake_mode([val(base)])
+        assert mode is not None
+        with mode:
+            written.meta = {**base.meta, "val": val(base).clone()}
+        for user in users:
+            user.replace_input_with(base, written)
+        count += 1
+    return count
+
+
+def _plain(node: fx.Node) -> bool:
+    value = val(node)
+    return (
+        isinstance(value, Tensor)
+        and value.is_contiguous()
+        and value.numel() > 1
+        and all(isinstance(step, int) for step in value.stride())
+    )

@@ -1,0 +1,343 @@
+"""Fuse producers: a tensor that is made only to be quantized on CUDA is not written.
+
+    h = silu(gate) * up
+    both = fxquant.hybrid_quantize(h, "block_1x128_e4m3", "block_1x128_e4m3")
+    # becomes
+    both = fxquant.produce_quantize([gate, up], "silu_mul rowwise=block_1x128_e4m3 columnwise=block_1x128_e4m3", ...)
+
+for the producers of `fxquant.kernels.cast.producers`, as Inductor has decomposed them. Two results of the same inputs,
+the gradients of both factors, come out of one operator. The amax that delayed scaling records comes out too, also where
+the tensor itself is read: then the producer is the ``identity``. The amax that a scale is made of stays in the graph,
+for Inductor to take without writing the tensor.
+
+Fused is what moves fewer bytes (`_pays`). A tensor that something else reads is left alone, and so is one that
+Inductor would fuse by itself (a cast that is wanted rowwise alone), or where recomputed activations have to come out
+with the bits of Inductor's own kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat import (
+    converts_to_fp8,
+    inductor_config,
+    inductor_decompositions,
+    make_fx,
+    statically_known_true,
+    upper_bound,
+)
+from fxquant.formats import QuantSpec
+from fxquant.kernels.cast import triton_cast
+from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
+from fxquant.kernels.linear.triton_few_rows import MOST_TOKENS
+from fxquant.passes.graph.base import Side, behind_views, in_memory, is_fxquant, sides_of, val
+from fxquant.passes.graph.match import RESHAPES, matches, readers, shaped
+from fxquant.passes.joint.partition import scale_of
+
+_aten = torch.ops.aten
+_EXCHANGES = ((_aten.permute.default, [0, 2, 1, 3]), (_aten.transpose.int, 1, 2))
+"""What exchanges heads and positions."""
+_NARROW = (torch.bfloat16, torch.float16)
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
+    """Rewrites `graph` in place, for tensors on `device`; returns how many quantizations were fused."""
+    sites = list(_sites(graph, device))
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    count = 0
+    for producer in PRODUCERS.values():
+        if inductor_config.emulate_precision_casts and not producer.exact:
+            continue
+        for group in _groups(producer, sites):
+            fused = _pays(producer, group[0]) and _insert(graph, producer, group, order)
+            if fused or producer.parts:  # one kernel makes all results, Inductor's if not ours
+                sites = [site for site in sites if site not in group]
+            count += len(group) if fused else 0
+    if count:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return count
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A quantization of a tensor, with the producers that could make it."""
+
+    quantize: fx.Node
+    amax: fx.Node | None
+    """That of the tensor, where it is recorded."""
+    made: dict[str, tuple[fx.Node, ...]]
+    """The inputs of each producer that the tensor is a result of."""
+
+    def __hash__(self) -> int:
+        return hash(self.quantize)
+
+    @property
+    def sides(self) -> list[Side]:
+        return sides_of(self.quantize)
+
+    @property
+    def kind(self) -> Any:
+        """Equal for sites that one kernel can serve."""
+        sides = ((s.direction, replace(QuantSpec.parse(s.spec), slot=-1), s.state is None) for s in self.sides)
+        return (*sides, self.amax is None)
+
+    @property
+    def families(self) -> set[str]:
+        return {QuantSpec.parse(side.spec).row.family for side in self.sides}
+
+    @property
+    def scales_by_own_amax(self) -> bool:
+        """Whether a scale of the whole tensor is made of its own amax."""
+        return any(side.per_tensor and _by_own_amax(side.state) for side in self.sides)
+
+
+def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
+    """What can be fused, in the order of the graph."""
+    seen: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if not sides_of(node):
+            continue
+        root = behind_views(node.args[0], RESHAPES)
+        if root in seen:
+            continue
+        seen.add(root)
+        users = list(readers(root))
+        quantizations = [user for user in users if sides_of(user)]
+        own = {_own_amax(side.state) for user in quantizations for side in sides_of(user)}
+        amaxes = [user for user in users if is_fxquant(user, "amax")]
+        recorded = [amax for amax in amaxes if amax not in own]
+        if len(recorded) > 1:
+            continue
+        fusible = [user for user in quantizations if _casts(user, device)]
+        alone = len(fusible) + len(amaxes) == len(users) and not any(map(_inductor_fuses, fusible))
+        for quantization in fusible:
+            rows, length = val(quantization.args[0]).shape
+            made = {
+                name: inputs
+                for name, producer in PRODUCERS.items()
+                if not producer.parts
+                and (alone or producer is IDENTITY)
+                and (inputs := _match(producer, root, rows, length)) is not None
+            }
+            if made:
+                yield _Site(quantization, next(iter(recorded), None), made)
+                recorded = []
+
+
+def _inductor_fuses(node: fx.Node) -> bool:
+    """Whether Inductor does a cast where it computes the tensor: one that is wanted rowwise, not after its amax."""
+    side, *others = sides_of(node)
+    if side.direction != "rowwise" or others:
+        return False
+    after_amax = side.per_tensor and _by_own_amax(side.state)
+    return not after_amax or upper_bound(val(node.args[0]).shape[0]) <= MOST_TOKENS
+
+
+def _own_amax(state: Any) -> Any:
+    """The amax that a scale is made of, where it is made in the graph of its own tensor."""
+    return state.args[0] if isinstance(state, fx.Node) and is_fxquant(state, "scale_from_amax") else None
+
+
+def _by_own_amax(state: Any) -> bool:
+    """Whether the scale of a tensor is made of its own amax, in the graph or by the quantization itself."""
+    return state is None or _own_amax(state) is not None
+
+
+def _casts(node: fx.Node, device: str) -> bool:
+    """Whether a quantization is one that a Triton kernel makes, of a kind that can be fused."""
+    x = val(node.args[0])
+    if x.ndim != 2 or x.device.type != device or x.dtype not in _NARROW:
+        return False
+    if _inductor_fuses(node) and not in_memory(node.args[0]):
+        return False
+    specs = [QuantSpec.parse(side.spec) for side in sides_of(node)]
+    empty = any(statically_known_true(size == 0) for size in x.shape)
+    known = all(map(triton_cast.supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
+    return known and not empty
+
+
+def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]:
+    """The sites that a producer makes together: one for each of its results."""
+    if not producer.parts:
+        yield from ([site] for site in sites if producer.name in site.made)
+        return
+    (first, positions), *others = producer.parts
+    assert positions == tuple(range(len(producer.inputs)))
+    taken: set[_Site] = set()
+    for site in sites:
+        if site in taken or first not in site.made:
+            continue
+        group = [site]
+        for name, positions in others:
+            wanted = tuple(site.made[first][i] for i in positions)
+            same = (s for s in sites if s not in taken and s not in group and s.kind == site.kind)
+            group += [s for s in same if s.made.get(name) == wanted][:1]
+        if len(group) == producer.results:
+            taken.update(group)
+            yield group
+
+
+def _pays(producer: Producer, site: _Site) -> bool:
+    """Whether a fusion moves fewer bytes; `docs/performance.md` has the times.
+
+    An element that is written, and read by its cast, costs 4 bytes, and 2 more where amaxes of its lines are taken
+    first. Unless blocks have the scales or they are given, the fused kernel comes after amaxes of what is not written:
+    then the producer's inputs are read, and it is computed, once more.
+    """
+    if producer is IDENTITY:
+        return site.amax is not None and site.families == {"per_tensor"} and not site.scales_by_own_amax
+    if site.families == {"per_row"}:
+        return producer.matrices < 3 and producer.results == 1 and not producer.slow
+    if site.scales_by_own_amax:
+        alone = all(side.state is None for side in site.sides)  # nothing else waits for the amax
+        return not producer.slow and (producer.matrices < 2 or (producer.results == 2 and alone))
+    return site.families <= {"block", "mxfp8", "per_tensor"}
+
+
+def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> bool:
+    """Puts one operator in the place of a group; False where a state is not there yet."""
+    name = producer.parts[0][0] if producer.parts else producer.name
+    inputs = group[0].made[name]
+    anchor = min((node for site in group for node in (site.quantize, site.amax) if node), key=order.__getitem__)
+    if not all(_is_there(node, anchor, order) for node in inputs):
+        return False
+    states = [list(side) for side in zip(*(_states(site, order, producer) for site in group), strict=True)]
+    if producer is JOINED_HEADS:
+        for amax in filter(None, map(_own_amax, (state for side in states for state in side))):
+            amax.args = (inputs[0],)
+    if not all(_is_there(state, anchor, order) for side in states for state in side if state is not None):
+        return False
+    rows, length = val(group[0].quantize.args[0]).shape
+    record = group[0].amax is not None
+    with graph.inserting_before(anchor):
+        shapes = {"matrix": [rows, length], "row": [rows, 1], "column": [length], "heads": list(val(inputs[0]).shape)}
+        given = [shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
+        specs = {side.direction: QuantSpec.parse(side.spec) for side in group[0].sides}
+        spec = str(CastSpec(producer.name, specs.get("rowwise"), specs.get("columnwise")))
+        fused = graph.call_function(torch.ops.fxquant.produce_quantize.default, (given, spec, *states, record))
+        fused.meta = {**anchor.meta}
+        values: list[Any] = []
+        gone: list[fx.Node] = []
+        for site in group:
+            for item in list(site.quantize.users):
+                assert item.target is operator.getitem, item.format_node()
+                made = graph.call_function(operator.getitem, (fused, len(values) + item.args[1]))  # type: ignore[operator]
+                made.meta, order[made] = dict(item.meta), order[anchor]
+                item.replace_all_uses_with(made)
+                gone.append(item)
+            values += site.quantize.meta["val"]
+            if site.amax is not None:
+                made = graph.call_function(operator.getitem, (fused, len(values)))
+                made.meta, order[made] = dict(site.amax.meta), order[anchor]
+                site.amax.replace_all_uses_with(made)
+                values.append(val(site.amax))
+                gone.append(site.amax)
+            gone.append(site.quantize)
+        fused.meta["val"] = values
+    order[fused] = order[anchor]
+    for node in gone:
+        graph.erase_node(node)
+    return True
+
+
+def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[fx.Node | None]:
+    """What each direction takes besides the tensor: its scale is made here where it has one that is not yet.
+
+    A producer of two results has a kernel of its own for their amaxes.
+    """
+    states = {side.direction: side.state for side in site.sides}
+    made: dict[str, fx.Node] = {}
+    for direction, spec, state in site.sides:
+        if producer.results == 1 and state is None and QuantSpec.parse(spec).row.family == "per_tensor":
+            if spec not in made:
+                made[spec] = scale_of(site.quantize, "amax", 1, spec)
+                order[made[spec]] = order[made[spec].args[0]] = order[site.quantize]  # type: ignore[index]
+            states[direction] = made[spec]
+    return [states.get("rowwise"), states.get("columnwise")]
+
+
+def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether a node stands before another, or is one that can be moved there, and then is."""
+    if order[node] < order[anchor]:
+        return True
+    tags = getattr(node.target, "tags", ())
+    movable = node.target in (*RESHAPES, _aten.slice.Tensor, _CONVERT) or torch.Tag.pointwise in tags
+    if not movable and not is_fxquant(node, "amax") and not is_fxquant(node, "scale_from_amax"):
+        return False
+    if not all(_is_there(source, anchor, order) for source in node.all_input_nodes):
+        return False
+    anchor.prepend(node)
+    order[node] = order[anchor] - 1
+    return True
+
+
+def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node, ...] | None:
+    """The inputs of which a producer makes `root`, a tensor of `rows` x `length` elements, if it does."""
+    value = val(root)
+    if not isinstance(value, Tensor):
+        return None
+    if producer is JOINED_HEADS:
+        return _heads(root, rows, length)
+    outputs, names = _pattern(producer.name, value.dtype)
+    found: dict[fx.Node, fx.Node] = {}
+    if not matches(outputs, root, found):
+        return None
+    inputs = tuple(found[name] for name in names)
+    for node, kind in zip(inputs, producer.inputs, strict=True):
+        x = val(node)
+        count = {"matrix": rows * length, "row": rows, "column": length}[kind]
+        fits = statically_known_true(x.numel() == count) and x.device == value.device
+        last = {"matrix": None, "row": 1, "column": length}[kind]
+        fits = fits and (last is None or statically_known_true(x.shape[-1] == last))
+        if not fits or (kind == "matrix" and (x.dtype != value.dtype or not x.is_contiguous())):
+            return None
+    return inputs
+
+
+def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
+    """The heads [B, H, S, D], dense and of static sizes, of which `root` is the copy that has them side by side."""
+    if root.target is not _aten.clone.default:
+        return None
+    moved = behind_views(root.args[0], RESHAPES)
+    if not isinstance(moved, fx.Node) or (moved.target, *moved.args[1:]) not in _EXCHANGES:
+        return None
+    x = moved.args[0]
+    assert isinstance(x, fx.Node)
+    heads = val(x)
+    static = heads.ndim == 4 and all(isinstance(size, int) for size in heads.shape)
+    fits = static and heads.is_contiguous() and heads.numel() < 2**31 and heads.shape[3] % 16 == 0
+    return (x,) if fits and JOINED_HEADS.shape(heads) == (rows, length) else None
+
+
+@functools.cache
+def _pattern(name: str, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
+    """What a producer of one result looks like in Inductor's graphs: its output, and its inputs."""
+    producer = PRODUCERS[name]
+    shapes = {"matrix": (4, 8), "row": (4, 1), "column": (8,)}
+    inputs = [torch.zeros(shapes[kind], dtype=torch.float32 if kind == "row" else dtype) for kind in producer.inputs]
+    traced = make_fx(lambda *x: producer.run(*x), decomposition_table=dict(inductor_decompositions()))(*inputs)
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    return output.args[0], [node for node in traced.graph.nodes if node.op == "placeholder"]
+
+
+def inputs_of(name: str, root: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The inputs of which a producer makes `root`, if it does; of 16 bits, with the last axis of `root` for columns."""
+    value = val(root)
+    if not isinstance(value, Tensor) or value.dtype not in _NARROW or value.ndim == 0 or 0 in value.shape:
+        return None
+    return _match(PRODUCERS[name], root, value.numel() // value.shape[-1], value.shape[-1])
+
+
+def last_operator(name: str) -> Any:
+    """What a producer ends in, as Inductor has decomposed it."""
+    return _pattern(name, torch.bfloat16)[0].target

@@ -1,0 +1,59 @@
+"""Gather records: the amaxes that a graph takes into its state one by one are taken in together, at the last.
+
+    amaxes = fxquant.record(amaxes, [a], [0])
+    amaxes = fxquant.record(amaxes, [b], [1])
+    # becomes
+    amaxes = fxquant.record(amaxes, [a, b], [0, 1])
+
+and so `record_since`, which is the backward's. Between them is what AOTAutograd makes of a write into a state whose
+entries lie apart, which is left out:
+
+    amaxes = aten.copy(state, fxquant.record(...))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxquant.passes.graph.base import is_fxquant, val
+
+_aten = torch.ops.aten
+
+
+def gather_records(graph: fx.Graph) -> int:
+    """Rewrites `graph` in place; returns how many records went into another."""
+    _leave_copies_out(graph)
+    count = 0
+    for node in list(graph.nodes):
+        if not any(is_fxquant(node, name) for name in ("record", "record_since")):
+            continue
+        before, *rest, new, slots = node.args
+        same = isinstance(before, fx.Node) and before.target is node.target and [*before.args[1:-2]] == rest
+        if not same or list(before.users) != [node]:
+            continue
+        known = list(zip(before.args[-2], before.args[-1], strict=True))
+        added = [pair for pair in zip(new, slots, strict=True) if pair not in known]
+        news, places = zip(*known, *added, strict=True)
+        node.args = (before.args[0], *rest, list(news), list(places))
+        graph.erase_node(before)
+        count += 1
+    return count
+
+
+def _leave_copies_out(graph: fx.Graph) -> None:
+    """Has what reads a copy that is laid out as a state, a record or the write into the state, read its source."""
+    for copy in list(graph.find_nodes(op="call_function", target=_aten.copy.default)):
+        state, source, *_ = copy.args
+        same = isinstance(source, fx.Node) and all(
+            getattr(val(state), of) == getattr(val(source), of) for of in ("shape", "dtype", "device")
+        )
+        if same and all(_reads_values(user, copy) for user in copy.users):
+            copy.replace_all_uses_with(source)
+            graph.erase_node(copy)
+
+
+def _reads_values(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node that is laid out by another of its arguments, or a record, reads `source`, or has it written."""
+    copies = node.target is _aten.copy_.default or (node.target is _aten.copy.default and node.args[1] is not source)
+    return copies or any(is_fxquant(node, name) for name in ("record", "record_since"))

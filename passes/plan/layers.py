@@ -1,0 +1,50 @@
+"""AssignRoles: gives every match its layer's name, the module path that users know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from fxquant.passes.find.facts import Match
+from fxquant.passes.find.mha import PROJECTION
+
+LAYER = "fxquant_layer"
+"""The key in `node.meta` for the layer of a node that was captured without its modules."""
+
+_ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
+_HOLDERS = re.compile(r"^((__closure__\.\d+\.cell_contents|__self__|__wrapped__)(\.|$))+")
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+
+
+def clean_path(path: str) -> str:
+    """A module path without Dynamo's root and spelling: ``L['self'].layers._modules['0'].mlp`` is ``layers.0.mlp``."""
+    while (inner := re.sub(r"getattr\((.*?), ['\"]([^'\"]+)['\"]\)", r"\1.\2", path)) != path:
+        path = inner
+    path = _ROOT.sub("", path)
+    # modules that look up attributes in a way of their own, such as those of PEFT, are read from their __dict__
+    path = re.sub(r"(\.?__dict__\['_modules'\]|\._modules)(?=\[)", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return _WRAPPERS.sub("", _HOLDERS.sub("", path.strip("."))).strip(".")
+
+
+def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
+    """The path of the innermost module that a node was called in.
+
+    `names` maps ``str(id(module))`` to the path in the user's model, and wins: after a graph break the captured paths
+    start at an inner module.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for key, (path, _) in reversed(stack.items()):
+        known = names.get(str(key).partition("@")[0])
+        found = clean_path(path) if known is None else known
+        return found or str(node.meta.get(LAYER, ""))
+    return str(node.meta.get(LAYER, ""))
+
+
+def assign_roles(matches: Sequence[Match], names: Mapping[str, str]) -> None:
+    """Writes `name` into every match that has none."""
+    for match in matches:
+        path = (match.name or layer_name(match.node, names), match.node.meta.get(PROJECTION, ""))
+        match.name = ".".join(filter(None, path))

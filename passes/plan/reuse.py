@@ -1,0 +1,92 @@
+"""FindShared: which linears will get an operand as an attention beside them has quantized it.
+
+Reads the rewritten graph, before autograd, and says it in the decisions. `share_quantized` does it, after autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from fxquant.compat import statically_known_true
+from fxquant.decisions import Decision
+from fxquant.formats import AttentionSpec, LinearSpec, OperandSpec, QuantSpec
+from fxquant.passes.find.facts import value_of
+from fxquant.passes.find.weights import op_name
+from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.insert.attention import SITE
+from fxquant.roles import Direction
+
+_MOVES = frozenset(
+    """T mT t transpose swapaxes swapdims permute movedim moveaxis view view_as reshape reshape_as flatten unflatten
+    squeeze unsqueeze contiguous clone detach alias _unsafe_view""".split()
+)
+"""Operations that keep all elements, each once, and their dtype."""
+
+
+_Operand = tuple[int, str, Direction]
+"""The site of a linear, one of its tensor types and a direction."""
+
+
+def find_shared(graphs: Iterable[fx.GraphModule], decisions: Sequence[Decision]) -> list[Decision]:
+    """The decisions, those of operands that are not quantized again marked as `shared` and with a remark."""
+    shared = dict(each for gm in graphs for each in _shared(gm.graph))
+    found = []
+    for d in decisions:
+        name = shared.get((d.site, d.role.tensor_type, d.direction))
+        if name is not None and d.quantizer is not None:
+            what = "output" if d.role.tensor_type == "input" else "gradient"
+            turned = ", transposed" if d.direction is Direction.COLUMNWISE else ""
+            detail = f"as attention {name or '<model>'} quantized its {what}{turned}"
+            d = replace(d, shared=True, detail=detail)
+        found.append(d)
+    return found
+
+
+def _shared(graph: fx.Graph) -> Iterator[tuple[_Operand, str]]:
+    """The shared operands, with the name of the attention that quantizes them."""
+    for node in graph.nodes:
+        if is_fxquant(node, "linear"):
+            source = node.args[0]
+            while (moved := _moved(source)) is not None:
+                source = moved
+            if is_fxquant(source, "attention"):
+                attention = AttentionSpec.parse(source.args[4])
+                yield from _sides(node, "input", attention.o, attention.name, node.args[0], source)
+        elif is_fxquant(node, "attention"):
+            attention = AttentionSpec.parse(node.args[4])
+            for operand in node.args[:3]:
+                user, source = node, operand
+                while _readers(source) == [user] and (moved := _moved(source)) is not None:
+                    user, source = source, moved
+                if is_fxquant(source, "linear") and _readers(source) == [user]:
+                    yield from _sides(source, "grad_output", attention.dqkv, attention.name, source, node)
+
+
+def _moved(node: fx.Node) -> fx.Node | None:
+    """What a node moves the elements of; None where it does something else."""
+    if node.op not in ("call_function", "call_method") or op_name(node) not in _MOVES:
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The users of a node that are not what the rewriting left unused."""
+    return [user for user in node.users if user.users or user.op == "output" or user.is_impure()]
+
+
+def _sides(
+    linear: fx.Node, tensor_type: str, spec: QuantSpec, name: str, matrix: fx.Node, attention: fx.Node
+) -> Iterator[tuple[_Operand, str]]:
+    """The directions in which a linear wants what an attention quantizes as `spec`."""
+    operand: OperandSpec = getattr(LinearSpec.parse(str(linear.args[3])), tensor_type)
+    alike = len({value_of(node).dtype for node in (linear, matrix, attention)}) == 1
+    if spec.row.family != "per_tensor" or spec.is_delayed or not alike:
+        return
+    if statically_known_true(value_of(matrix).shape[-1] % spec.row.alignment == 0):
+        if operand.rowwise == spec:
+            yield (linear.meta[SITE], tensor_type, Direction.ROWWISE), name
+        if operand.columnwise == spec and not operand.from_rowwise:
+            yield (linear.meta[SITE], tensor_type, Direction.COLUMNWISE), name

@@ -1,0 +1,135 @@
+"""What quantized attention becomes on CUDA: kernels, and no tensor with the scores of all heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxquant.compat import make_fx, triton_kernel_wrapper_functional, written_by
+from fxquant.formats import AttentionSpec, QuantSpec, Step
+from fxquant.kernels.attention import cuda as attention_cuda
+from fxquant.kernels.attention import gluon_op as warp_attention
+from fxquant.kernels.attention import reference as attention_reference
+from fxquant.passes.lower.lower import lower
+
+ops = torch.ops.fxquant
+IDENTITY = QuantSpec(format="identity")
+CAST = "q8,k8,v8,q_scale,k_scale,v_scale"
+FP8_BACKWARD = ["data,scale_inv", "q,k,v", "dk,dv", "dq"]
+CASES = (
+    # qkv and s, do and dp, steps behind the scale, dropout, what Triton kernels write, calls of cuDNN
+    ("per_head_e4m3", False, "", 0.0, ["amax", CAST, "out,lse", "q,k,v"], 1),
+    ("per_tensor_e4m3", True, "", 0.0, ["amax", CAST, "out,lse", "amax", *FP8_BACKWARD], 0),
+    ("per_head_128_e4m3", False, "causal", 0.0, [CAST, "out,lse", "q,k,v"], 1),
+    ("per_head_128_e4m3", False, "keep", 0.1, [CAST, "out,lse", "q,k,v", "dk,dv", "dq"], 0),
+    ("per_head_128_e4m3", True, "add", 0.1, [CAST, "out,lse", "amax", *FP8_BACKWARD], 0),
+    ("mxfp8_e4m3", False, "causal", 0.0, [], 2),
+    ("mxfp8_e4m3", False, "keep", 0.0, ["out,lse", "dk,dv", "dq"], 0),
+    ("mxfp8_e4m3", True, "causal", 0.1, ["out,lse", "dk,dv", "dq"], 0),
+)
+QUERIES, KEYS = 208, 304
+LENGTHS = (QUERIES, KEYS, KEYS)
+
+
+@pytest.mark.parametrize("warps", (False, True))
+@pytest.mark.parametrize(("name", "quantized", "step", "dropout", "launches", "library"), CASES)
+def test_no_scores_in_memory(
+    name: str, quantized: bool, step: str, dropout: float, launches: list[str], library: int, warps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`warps` says whether there is the kernel in Gluon, which an operator launches."""
+    monkeypatch.setattr(warp_attention, "takes", lambda q, k: warps)
+    by_operator = warps and not name.startswith("mxfp8") and step in ("", "causal") and not dropout
+    if by_operator:
+        launches = [written for written in launches if written != "out,lse"]
+    if name.startswith("mxfp8"):  # fake tensors of a device that torch was built without cannot be sliced
+
+        def dequantized(*parts: Any) -> list[Tensor]:
+            return [
+                q[0].new_empty((*q[0].shape[:2], n, 64), dtype=parts[-1]) for q, n in zip(parts, LENGTHS, strict=False)
+            ]
+
+        monkeypatch.setattr(attention_cuda, "_dequantized", dequantized)
+        monkeypatch.setattr(attention_reference, "rows_and_columns", lambda do, _: (do.clone(), do.clone()))
+    spec = QuantSpec(format=name)
+    more = [Step(step, extra=-1 if step == "causal" else 0)] if step else []
+    gradients = spec if quantized else IDENTITY
+    whole = AttentionSpec(
+        qkv=spec, s=spec, do=gradients, dp=gradients, steps=(Step("mul", 0.125), *more), dropout=dropout
+    )
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Tensor, seed: Tensor) -> list[Tensor]:
+        parts = ops.quantize_qkv(q, k, v, name)
+        pairs, extras, draw = (parts[:2], parts[2:4], parts[4:]), [mask] * bool(more), seed if dropout else None
+        o, lse, _ = ops.attention_forward(*pairs, extras, draw, None, str(whole), 64, q.dtype)
+        grads = ops.attention_backward(do, *pairs, o, lse, extras, draw, None, None, None, [], str(whole), 64)
+        return [o, lse, *grads]
+
+    with FakeTensorMode():
+        sizes = ((2, 8, QUERIES), (2, 4, KEYS), (2, 4, KEYS), (2, 8, QUERIES))
+        q, k, v, do = (torch.empty(*size, 64, dtype=torch.bfloat16, device="cuda") for size in sizes)
+        mask = torch.empty(2, 1, 1, KEYS, dtype=torch.bool if step != "add" else torch.bfloat16, device="cuda")
+        graph = make_fx(run)(q, k, v, do, mask, torch.empty(1, dtype=torch.int64, device="cuda")).graph
+    assert lower(graph) == 3
+    written = [",".join(written_by(n.kwargs)) for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
+    assert sorted(written) == sorted(launches)
+    operator = torch.ops.fxquant_kernels.attention_fprop.default
+    assert sum(n.target is operator for n in graph.nodes) == by_operator
+    assert sum("cudnn_attention" in str(n.target) for n in graph.nodes) == library
+    shapes = [value.shape for n in graph.nodes if isinstance(value := n.meta.get("val"), Tensor)]
+    assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
+
+
+def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: True)
+    monkeypatch.setattr(warp_attention, "is_hopper", lambda device: True)
+    for length, taken in ((1024, False), (2048, True)):
+        x = torch.empty(1, 32, length, 128, device="meta")
+        assert warp_attention.takes(x, x[:, :8]) == taken
+
+
+@pytest.mark.parametrize("quantized", (False, True))
+def test_delayed_scales_take_the_kernels(quantized: bool) -> None:
+    """And no tensor with the scores; the amaxes come out of what casts and multiplies."""
+    e4m3, e5m2 = QuantSpec(format="per_tensor_e4m3"), QuantSpec(format="per_tensor_e5m2") if quantized else IDENTITY
+    spec = str(AttentionSpec(qkv=e4m3, s=e4m3, do=e5m2, dp=e5m2, steps=(Step("mul", 0.125),)))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *scales: Tensor) -> list[Tensor]:
+        *parts, amax = ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scales[0], True)
+        pairs = (parts[:2], parts[2:4], parts[4:])
+        o, lse, s_amax = ops.attention_forward(*pairs, [], None, scales[1], spec, 64, q.dtype)
+        given = (scales[1], *(scales[2:] if quantized else (None, None)))
+        return [o, amax, s_amax, *ops.attention_backward(do, *pairs, o, lse, [], None, *given, [], spec, 64)]
+
+    with FakeTensorMode():
+        sizes = ((2, 8, QUERIES), (2, 4, KEYS), (2, 4, KEYS), (2, 8, QUERIES))
+        given = [torch.empty(*size, 64, dtype=torch.bfloat16, device="cuda") for size in sizes]
+        graph = make_fx(run)(*given, *(torch.empty(1, device="cuda") for _ in range(4))).graph
+    assert lower(graph) == 3
+    written = [",".join(written_by(n.kwargs)) for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
+    backward = ["data,scale_inv,recorded", "q,k,v", "dk,dv", "dq,dp_amax"] if quantized else ["q,k,v"]
+    assert sorted(written) == sorted([f"{CAST},recorded", "out,lse,s_amax", *backward])
+    assert sum("cudnn_attention" in str(n.target) for n in graph.nodes) == (not quantized)
+    shapes = [value.shape for n in graph.nodes if isinstance(value := n.meta.get("val"), Tensor)]
+    assert not [shape for shape in shapes if shape[-2:] == (QUERIES, KEYS)]
+
+
+@pytest.mark.parametrize("record", (False, True))
+def test_a_given_scale_takes_one_launch(record: bool) -> None:
+    """Which takes the amax along that a delayed scale records."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> list[Tensor]:
+        return ops.quantize_qkv(q, k, v, "per_tensor_e4m3", scale, record)  # type: ignore[no-any-return]
+
+    with FakeTensorMode():
+        x = torch.empty(2, 4, KEYS, 64, dtype=torch.bfloat16, device="cuda")
+        graph = make_fx(run)(x, x, x, torch.empty(1, device="cuda")).graph
+    lower(graph)
+    scale = next(n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].numel() == 1)
+    (launch,) = (n for n in graph.nodes if n.target is triton_kernel_wrapper_functional)
+    assert launch in scale.users
+    assert written_by(launch.kwargs) == ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale", *["recorded"] * record]

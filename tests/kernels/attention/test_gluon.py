@@ -1,0 +1,96 @@
+"""The attention kernel in Gluon without a GPU: what ptxas makes of it, and how tiles are dealt out."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from fxquant.compat import knows_gluon
+from fxquant.kernels.attention import gluon_op as warp_attention
+from fxquant.kernels.attention.triton_cast import KINDS
+
+if not knows_gluon():
+    pytest.skip("this Triton's Gluon is not the kernel's", allow_module_level=True)
+
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fxquant.kernels.attention import gluon as gluon_attention
+
+FEW = 80
+"""Bytes of registers that may be spilled: those of head dimension 256 lie outside the loop."""
+
+
+def box(*shape: int) -> str:
+    """The type of a descriptor."""
+    layout = gluon_attention.gl.NVMMASharedLayout.get_default_for(list(shape), gluon_attention.gl.float8e4nv)
+    return f"tensordesc<fp8e4nv[{', '.join(map(str, shape))}],{layout!r}>"
+
+
+LONG = pytest.mark.sweep
+COMPILED = ((128, "head"), pytest.param(64, "block", marks=LONG), pytest.param(256, "tensor", marks=LONG))
+
+
+@pytest.mark.parametrize(("head_dim", "scaling"), COMPILED)
+def test_nothing_is_serialized_on_hopper(head_dim: int, scaling: str) -> None:
+    kernel, config = gluon_attention.fprop_warps_kernel, gluon_attention.CONFIGS[head_dim]
+    types = {"q": box(1, 64, head_dim), "k": box(1, config.block_n, head_dim), "v": box(1, head_dim, config.block_n)}
+    types |= {"out": "*bf16", "scale": "fp32"}
+    types |= dict.fromkeys(("lse", "weights", "q_scale", "k_scale", "v_scale"), "*fp32")
+    types |= dict.fromkeys("tiles heads kv_heads batch_heads q_len kv_len together".split(), "i32")
+    constants = {
+        "SCALING": KINDS[scaling], "CAUSAL": True, "EVEN": False, "RECORD": True, "Q_HELD": config.q_held,
+        "GROUPS": config.groups, "REGISTERS": config.registers, "STAGES": config.stages, "BN": config.block_n,
+        "D": head_dim,
+    }  # fmt: skip
+    names = [p.name for p in kernel.params]
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
+    given = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert made.metadata.shared <= 232_448
+    assert ".e4m3.e4m3" in made.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", file.name]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = int(log.split(" bytes spill stores")[0].split()[-1])
+    assert spilled <= (FEW if head_dim == 256 else 0), log
+    assert "C75" not in log, log
+
+
+def busiest(blocks: int, heads: int, together: int, programs: int) -> float:
+    """The most work of a program over the mean, as `_tile_at` deals out causal tiles."""
+    work, tile = [0.0] * programs, 0
+    for first in range(0, heads, together):
+        for length in reversed(range(1, blocks + 1)):
+            for _ in range(min(together, heads - first)):
+                turn, place = divmod(tile, programs)
+                work[programs - 1 - place if turn % 2 else place] += length + 0.7
+                tile += 1
+    return max(work) * programs / sum(work)
+
+
+@pytest.mark.parametrize(("blocks", "heads"), ((32, 32), (128, 32), (64, 64), (7, 40), (1, 5), (32, 8)))
+def test_tiles_are_dealt_evenly_or_by_the_device(blocks: int, heads: int) -> None:
+    choices = {1, 2, 4, 8, 16, 32, heads}
+    for most in (4, heads):
+        got = gluon_attention._dealt_evenly(blocks, 128, 128 * blocks, 128, heads, 1, most, 132)
+        known = {width: busiest(blocks, heads, width, 132) for width in choices if width <= min(most, heads)}
+        even = [width for width, times in known.items() if times <= 1.04]
+        assert got == (min(even) if even else None)
+    assert gluon_attention._dealt_evenly(64, 128, 8192, 128, 8, 16, 16, 132) == 8, "fewer heads than fit the cache"
+
+
+def test_a_negative_scale_is_refused() -> None:
+    x, one = torch.empty(1, 1, 16, 64, dtype=torch.float8_e4m3fn), torch.ones(1)
+    with pytest.raises(ValueError, match="positive"):
+        warp_attention.forward(x, x, x.mT, one, one, one, causal=False, scale=-1.0, out_dtype=torch.bfloat16)

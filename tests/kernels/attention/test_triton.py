@@ -1,0 +1,122 @@
+"""The attention kernels without a GPU: values in the interpreter, and how their launches are traced."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from interpreting import run_interpreted
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fxquant.compat import make_fx, triton_kernel_wrapper_mutation, written_by
+from fxquant.kernels.attention import triton as attention
+from fxquant.kernels.attention import triton_cast as head_cast
+
+
+def test_values_in_the_interpreter() -> None:
+    run_interpreted(Path(__file__).with_name("interpreted_attention.py"))
+
+
+def test_launches_are_traced_and_say_what_they_write() -> None:
+    """With sizes that are symbols, and k and v as a transposed projection leaves them."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        results: list[Tensor] = []
+        for scaling in ("head", "block"):
+            q8, qs, k8, ks, v8, vs = head_cast.quantize_qkv(q, k, v, scaling)
+            given: Any = {"causal": True, "scale": 0.125, "scaling": scaling}
+            o, lse = attention.forward(q8, k8, v8, qs, ks, vs, **given, out_dtype=torch.bfloat16)
+            grads = attention.backward(do, q8, k8, v8, o, lse, qs, ks, vs, **given)
+            results = [o, lse, *grads]
+        return tuple(results)
+
+    q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16)
+    k = torch.empty(2, 75, 2, 64, dtype=torch.bfloat16)
+    graph = make_fx(run, tracing_mode="symbolic")(q, k, torch.empty_like(k), torch.empty_like(q)).graph
+    launches = [n.kwargs for n in graph.nodes if n.target is triton_kernel_wrapper_mutation]
+    names = [",".join(written_by(launch)) for launch in launches]
+    cast = "q8,k8,v8,q_scale,k_scale,v_scale"
+    assert set(names) == {"amax", cast, "data,scale_inv", "q,k,v", "out,lse", "dk,dv", "dq"}
+    output = next(n for n in graph.nodes if n.op == "output").args[0]
+    sizes = [tuple(map(int, n.meta["val"].shape)) for n in output]
+    assert sizes == [(2, 4, 100, 64), (2, 4, 100), (2, 4, 100, 64), (2, 2, 75, 64), (2, 2, 75, 64)]
+
+
+def compiled_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> str:
+    """What ptxas says of a kernel for sm_90a."""
+    names = [p.name for p in kernel.params]
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 232_448
+    assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"] and ".e4m3.e4m3" in made.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
+def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool) -> None:
+    sizes = "heads kv_heads batch_heads batches q_len kv_len v_len most_heads"
+    steps = "mask_batch_step mask_head_step mask_row_step mask_column_step seen_batch_step seen_head_step"
+    numbers = dict.fromkeys(f"{sizes} {steps}".split(), "i32")
+    codes = dict.fromkeys(("q", "k", "v", "do"), "*fp8e4nv")
+    wide = dict.fromkeys(("out", "q_wide", "k_wide", "do_wide", "dq", "dk", "dv"), "*bf16")
+    names = "lse log_sum delta q_scale k_scale v_scale do_scale s_amax dp_amax"
+    floats = dict.fromkeys(names.split(), "*fp32")
+    others = {"scale": "fp64", "mask": "*i1", "seen": "*i32", "seed": "*i64"}
+    types = {**numbers, **codes, **wide, **floats, **others}
+    common = {"CAUSAL": causal, "EVEN": False, "MASK": 0, "DROPPED": 0, "RAISED": 1.0, "WIDE": 0, "D": head_dim}
+    common["RECORD"] = True
+    runs = []
+    for plain, scaling, mask in ((True, "head", 0), (False, "block", 0), (False, "head", attention._KEY_MASK.value)):
+        config = attention._config(head_dim, lagged=True, plain=plain)
+        tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
+        chosen = {**tiles, "SCALING": head_cast.KINDS[scaling], "MASK": mask}
+        runs.append((attention.fprop_kernel, chosen, config.warps, config.stages))
+    for kernel, table in (
+        (attention.dkdv_kernel, attention._KEY_TILES), (attention.dq_kernel, attention._QUERY_TILES)
+    ):  # fmt: skip
+        block_m, block_n, warps, stages = table[head_dim]
+        tiles = {"BM": block_m, "BN": block_n, "STAGES": stages, "SCALING": head_cast.KINDS["block"]}
+        runs.append((kernel, tiles, warps, stages))
+    for kernel, constants, warps, stages in runs:
+        taken = {name: kind for name, kind in types.items() if name in {p.name for p in kernel.params}}
+        known = {name: value for name, value in common.items() if name in {p.name for p in kernel.params}}
+        log = compiled_for_hopper(kernel, taken, {**known, **constants}, warps, stages)
+        assert " 0 bytes spill stores" in log and "C75" not in log, (kernel.__name__, log)
+
+
+def test_what_is_taken() -> None:
+    cuda = torch.device("cuda")
+
+    def taken(head_dim: int = 128, dropout: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return attention.supports(head_dim=head_dim, kv_len=100, dropout=dropout, dtype=dtype, device=cuda)
+
+    assert all(taken(head_dim) for head_dim in (64, 128, 256))
+    assert not taken(96)
+    assert taken(dropout=0.1)
+    assert not taken(dropout=1.0)
+    assert not taken(dtype=torch.float32)
+
+
+def test_a_negative_scale_is_refused() -> None:
+    x = torch.empty(1, 1, 16, 64, dtype=torch.float8_e4m3fn)
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="positive"):
+        attention.forward(x, x, x.mT, one, one, one, causal=False, scale=-1.0, out_dtype=torch.bfloat16)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fxquant.decisions import Decision, SkipReason
+from fxquant.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from fxquant.report.report import Report, plain_spec
+from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
+
+
+def matmul(
+    site: int,
+    name: str,
+    quantizer: Quantizer | None = None,
+    skip: SkipReason | None = None,
+    detail: str = "",
+    module_type: str = "linear",
+    shape: tuple[int, int, int] = (64, 32, 128),
+) -> list[Decision]:
+    m, k, n = shape
+    shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}
+    return [
+        Decision(
+            role=QuantizerRole(module_type, operand, name),
+            gemm=gemm,
+            direction=direction,
+            shape=shapes[operand],
+            quantizer=quantizer,
+            skip_reason=skip,
+            detail=detail,
+            site=site,
+            flops=2 * m * k * n,
+        )
+        for gemm, operands in GEMM_OPERANDS.items()
+        for operand, direction in operands
+    ]
+
+
+@pytest.fixture
+def report() -> Report:
+    decisions = matmul(0, "layers.0.fc", MXFP8Quantizer()) + matmul(1, "layers.1.fc", MXFP8Quantizer())
+    decisions += matmul(2, "router", None, SkipReason.TOO_SMALL, "N=8", shape=(64, 32, 8))
+    return Report(recipe="mxfp8", decisions=decisions, unused=["rule 1: name='lyers.*'"])
+
+
+def test_table_has_one_aligned_row_per_operand_and_gemm(report: Report) -> None:
+    lines = report.table("router").splitlines()
+    assert lines == [
+        "layer   role         gemm   direction   shape     quantizer",
+        "router  input        fprop  rowwise     [64, 32]  skipped: TOO_SMALL (N=8)",
+        "router  weight       fprop  rowwise     [8, 32]   skipped: TOO_SMALL (N=8)",
+        "router  grad_output  dgrad  rowwise     [64, 8]   skipped: TOO_SMALL (N=8)",
+        "router  weight       dgrad  columnwise  [8, 32]   skipped: TOO_SMALL (N=8)",
+        "router  grad_output  wgrad  columnwise  [64, 8]   skipped: TOO_SMALL (N=8)",
+        "router  input        wgrad  columnwise  [64, 32]  skipped: TOO_SMALL (N=8)",
+    ]
+
+
+def test_str_ends_with_totals_and_unused_rules(report: Report) -> None:
+    lines = str(report).splitlines()
+    assert lines[0] == "recipe: mxfp8"
+    assert len(lines) == 1 + 1 + 18 + 1 + 1
+    assert lines[-2] == "3 matmuls, 12/18 operands quantized, 97.0% of matmul FLOPs; 6 skipped: 6 TOO_SMALL"
+    assert lines[-1] == "unused in the recipe: rule 1: name='lyers.*'"
+
+
+def test_collapse_folds_layers_that_differ_in_a_number_only() -> None:
+    decisions = []
+    for i in range(4):
+        decisions += matmul(4 * i, f"layers.{i}.fc1", MXFP8Quantizer())
+        decisions += matmul(4 * i + 1, f"layers.{i}.fc2", NVFP4Quantizer() if i == 3 else MXFP8Quantizer())
+        for expert in (0, 2):
+            decisions += matmul(4 * i + 2 + expert // 2, f"layers.{i}.experts.{expert}", MXFP8Quantizer())
+    report = Report(recipe="r", decisions=decisions)
+    assert [(layer.name, layer.repeats) for layer in report.layers(collapse=True)] == [
+        ("layers.{0..3}.fc1", 4),
+        ("layers.{0..2}.fc2", 3),
+        ("layers.{0..3}.experts.{0,2}", 8),
+        ("layers.3.fc2", 1),
+    ]
+    assert len(report.table(collapse=True).splitlines()) == 1 + 4 * 6
+    assert len(report.table().splitlines()) == 1 + 16 * 6
+
+
+def test_flops_count_a_gemm_once_and_only_when_both_operands_are_quantized() -> None:
+    decisions = matmul(0, "fc", MXFP8Quantizer())
+    one_sided = decisions[1]
+    decisions[1] = Decision(
+        role=one_sided.role,
+        gemm=one_sided.gemm,
+        direction=one_sided.direction,
+        shape=one_sided.shape,
+        skip_reason=SkipReason.HIGH_PRECISION,
+        flops=one_sided.flops,
+    )
+    report = Report(recipe="r", decisions=decisions)
+    one = 2 * 64 * 32 * 128
+    assert report.flops == {"total": 3 * one, "quantized": 2 * one}
+    assert report.coverage == pytest.approx(2 / 3)
+    assert report.explained == 1.0
+
+
+def test_report_without_matmuls_is_covered_and_prints() -> None:
+    report = Report(recipe="mxfp8")
+    assert report.coverage == report.explained == 1.0
+    assert str(report) == "recipe: mxfp8\nno matmuls"
+    assert "<h2>Layers" not in report._repr_html_()
+
+
+def test_roles_outside_linear_name_their_module_type() -> None:
+    decisions = matmul(0, "", None, SkipReason.HIGH_PRECISION, module_type="matmul")
+    assert Report(recipe="r", decisions=decisions).table().splitlines()[1].startswith("<model>  matmul.input ")
+
+
+def test_json_holds_every_decision(report: Report) -> None:
+    content = json.loads(report.to_json())
+    assert content["summary"]["skipped"] == {"TOO_SMALL": 6}
+    assert len(content["decisions"]) == 18
+    assert content["decisions"][0] == {
+        "layer": "layers.0.fc",
+        "module_type": "linear",
+        "tensor_type": "input",
+        "gemm": "fprop",
+        "direction": "rowwise",
+        "shape": [64, 32],
+        "quantizer": "mxfp8_e4m3",
+        "skip_reason": None,
+        "detail": "",
+        "form": "",
+        "site": 0,
+        "flops": 2 * 64 * 32 * 128,
+    }
+    assert content["decisions"][-1]["skip_reason"] == "TOO_SMALL"
+
+
+def test_html_is_one_file_and_escapes_what_it_shows(report: Report, tmp_path) -> None:
+    report.recipe = "<b>&mine"
+    report.graphs = {"forward": "def forward(self, x):\n    return x < 1"}
+    path = tmp_path / "report.html"
+    report.to_html(path)
+    text = path.read_text(encoding="utf-8")
+    assert "&lt;b&gt;&amp;mine" in text and "<b>&mine" not in text
+    assert "return x &lt; 1" in text
+    for outside in ("http:", "https:", "src='", "href="):
+        assert outside not in text
+    assert text.count("<tr data-kind='quantized'>") == 12
+    assert text.count("<tr data-kind='skipped'>") == 6
+    assert "layers.{0..1}.fc" in text and "×2" in text
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "family"),
+    [
+        (Float8CurrentScalingQuantizer(), "per_tensor"),
+        (MXFP8Quantizer(scale_mode="floor"), "mxfp8"),
+        (NVFP4Quantizer(with_2d_quantization=True), "nvfp4"),
+    ],
+)
+def test_html_colours_cells_by_format_family(quantizer: Quantizer, family: str, tmp_path) -> None:
+    report = Report(recipe="r", decisions=matmul(0, "fc", quantizer))
+    assert report._repr_html_().count(f"class='cell {family}'") == 6 + 1  # the legend is the seventh
+
+
+def test_inference_leaves_backward_cells_empty(tmp_path) -> None:
+    decisions = [d for d in matmul(0, "fc", MXFP8Quantizer()) if d.gemm == Gemm.FPROP]
+    trained = matmul(1, "head", MXFP8Quantizer())
+    both = Report(recipe="r", decisions=decisions + trained)._repr_html_()
+    assert both.count("<td class='edge'></td><td></td>") == 2 and both.count(">dgrad<") > 2
+    alone = Report(recipe="r", decisions=decisions)._repr_html_()
+    assert "<td class='edge'></td>" not in alone and "dgrad" not in alone and ">fprop<" in alone
+
+
+def test_specs_are_shown_without_what_only_tells_layers_and_processes_apart() -> None:
+    assert plain_spec("per_tensor_e4m3(slot=12)") == "per_tensor_e4m3(delayed)"
+    assert plain_spec("custom(key=Int8Quantizer-0a1b2c)") == "Int8Quantizer"
+    assert plain_spec("per_row_e4m3(pow2,torchao)") == "per_row_e4m3(pow2,torchao)"
