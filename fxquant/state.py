@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fxquant.compat import largest_over_ranks
+from fxquant.compat.private import largest_over_ranks
 from fxquant.errors import RecipeError
 from fxquant.kernels.state import reference as delayed
 from fxquant.quantizers import DelayedScalingRequest

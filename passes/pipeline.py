@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 import fxquant
-from fxquant.compat import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
+from fxquant.compat.private import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
 from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.passes.find.facts import Match, quantized

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant import Backend, compat
+from fxquant import Backend
 from fxquant.backend.backend import inductor_settings
+from fxquant.compat.patches import compile_with_inductor
 from fxquant.passes.pipeline import Partition
 
 
@@ -32,7 +33,7 @@ class SavedTensors(Backend):
                 self.forward, self.backward = super().__call__(*args, **kwargs)
                 raise _Partitioned
 
-        return compat.compile_with_inductor(
+        return compile_with_inductor(
             gm, example_inputs, {**settings, "custom_partitioner_fn": Record(self.save), "force_disable_caches": True}
         )
 

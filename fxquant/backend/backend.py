@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant import compat
 from fxquant.backend.weight_cache import WeightCache
+from fxquant.compat.patches import STATIC_LAUNCH, compile_with_inductor
+from fxquant.compat.private import (
+    aot_autograd,
+    inductor_config,
+    inductor_mode_options,
+    is_inductor_option,
+    make_boxed_func,
+)
+from fxquant.compat.values import static_fakes
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
 from fxquant.kernels.linear.choice import GEMM
@@ -84,9 +92,9 @@ class Backend:
         self.save = save
         self.gemm = gemm
         self.allow_float64 = allow_float64
-        self.inductor = {**compat.inductor_mode_options(mode), **(inductor or {})}
+        self.inductor = {**inductor_mode_options(mode), **(inductor or {})}
         for option in self.inductor:
-            if not compat.is_inductor_option(option):
+            if not is_inductor_option(option):
                 raise OptionError(f"Inductor has no setting {option!r}")
         self.amax_group = None if amax_group is None else amax_group.group_name
         self.states = states or StateStore()
@@ -113,7 +121,7 @@ class Backend:
             copies = [
                 torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors
             ]
-            example_inputs = [*example_inputs, *compat.static_fakes(copies, example_inputs)]
+            example_inputs = [*example_inputs, *static_fakes(copies, example_inputs)]
         taken: list[Taken] = []
         if self.weights is not None:
             gm, taken, parts = cache_weights(gm)
@@ -156,20 +164,20 @@ class Backend:
         if self.inner == "aot_eager":
             return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, Partition(self.save))
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
-            return compat.compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
+            return compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
         recomputed = self.save == "least" or quantizes(gm, recomputed=True)
         given = {**memory_settings(example_inputs), **self.inductor}
         patches = inductor_settings(
             self.recipe.fingerprint(), given, recomputed=recomputed, save=self.save, gemm=self.gemm
         )
-        return compat.compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
+        return compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles the quantization of one weight."""
         if self.inner == "aot_eager":
             return gm
         patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=False)
-        return compat.compile_with_inductor(gm, inputs, patches)  # type: ignore[no-any-return]
+        return compile_with_inductor(gm, inputs, patches)  # type: ignore[no-any-return]
 
     def clear_cache(self) -> None:
         """Has every weight quantized again, where `cache_weights` keeps them: after writes that no version shows."""
@@ -212,18 +220,18 @@ def inductor_settings(
         "eager_numerics.division_rounding": True,  # scales are true quotients
         "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
         # a launch takes the host less time, and a later process loads the kernel from Inductor's cache, unparsed
-        compat.STATIC_LAUNCH: True,
+        STATIC_LAUNCH: True,
         # where an activation is recomputed it must come out with the bits that the forward quantized
-        "emulate_precision_casts": recomputed or compat.inductor_config.emulate_precision_casts,
+        "emulate_precision_casts": recomputed or inductor_config.emulate_precision_casts,
         # side by side with what is recomputed, transposed tiles are written in part (C++ backend of torch 2.13)
         **({"cpp.max_horizontal_fusion_size": 1} if recomputed else {}),
         **given,
         "custom_partitioner_fn": Partition(
-            save, given.get("custom_partitioner_fn", compat.inductor_config.custom_partitioner_fn)
+            save, given.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
         ),
         "post_grad_custom_post_pass": Lowering(
             fingerprint,
-            given.get("post_grad_custom_post_pass", compat.inductor_config.post_grad_custom_post_pass),
+            given.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass),
             portable=portable,
             gemm=gemm,
         ),
@@ -252,9 +260,9 @@ def compile_eager(
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         Lowering.merge(graph_module.graph)
         graph_module.recompile()
-        return compat.make_boxed_func(inner(graph_module, inputs))
+        return make_boxed_func(inner(graph_module, inputs))
 
-    run = compat.aot_autograd(
+    run = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,

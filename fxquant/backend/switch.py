@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend, check_options
-from fxquant.compat import isolated, own_errors
+from fxquant.compat.private import isolated, own_errors
 from fxquant.errors import OptionError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.report.report import Report

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import make_fx
+from fxquant.compat.private import make_fx
 from fxquant.passes.insert.cache_weights import Taken, Weight
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxquant import recipes
 from fxquant.backend.backend import Backend
-from fxquant.compat import inductor_config
+from fxquant.compat.private import inductor_config
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import ops as attention_ops

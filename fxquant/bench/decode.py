@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
-from fxquant.compat import inductor_config
+from fxquant.compat.private import inductor_config
 from fxquant.export.program import quantize_program
 
 CALIBRATED = "current_scaling calibrated"

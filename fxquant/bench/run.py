@@ -50,7 +50,7 @@ from fxquant.bench import export as bench_export
 from fxquant.bench.attention import Attention
 from fxquant.bench.decode import Decode
 from fxquant.bench.export import DecoderBlock, Served
-from fxquant.compat import inductor_config, unlimited_recompiles
+from fxquant.compat.private import inductor_config, unlimited_recompiles
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import cublas as gemm
 from fxquant.quantizers import Float8HeadQuantizer, Quantizer

@@ -27,7 +27,9 @@ from torch.export.graph_signature import ExportGraphSignature, OutputKind, Outpu
 
 from fxquant.backend.backend import inductor_settings
 from fxquant.calibration import Calibration, arguments
-from fxquant.compat import compile_package, is_inductor_option, replacements, tree_map_only, unguarded_sizes
+from fxquant.compat.patches import compile_package
+from fxquant.compat.private import is_inductor_option, replacements, tree_map_only
+from fxquant.compat.values import unguarded_sizes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
 from fxquant.export.files import check_place, in_its_place

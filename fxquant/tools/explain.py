@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
-from fxquant.compat import card_name, changed_inputs, compile_to_look, graph_breaks, own_errors, tree_map_only
+from fxquant.compat.device import card_name
+from fxquant.compat.private import changed_inputs, compile_to_look, graph_breaks, own_errors, tree_map_only
 from fxquant.passes.joint.partition import products_to_repeat
 from fxquant.passes.lower.epilogues import problems
 from fxquant.passes.pipeline import Partition

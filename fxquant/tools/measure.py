@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
-from fxquant.compat import own_errors
+from fxquant.compat.private import own_errors
 from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.cast import reference

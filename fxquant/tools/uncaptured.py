@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from fxquant.compat import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
+from fxquant.compat.private import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
 from fxquant.decisions import Decision, SkipReason
 from fxquant.passes.find.flops import RECURRENT, recurrent_flops
 from fxquant.passes.find.opaque import tells

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import no_autocast, operator_library
+from fxquant.compat.device import no_autocast
+from fxquant.compat.private import operator_library
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.linear.autograd import StateTensors

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.compat import converts_to_fp8, cudnn_attention, cudnn_attention_backward
+from fxquant.compat.device import converts_to_fp8
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels.attention import gluon_op as warp_attention
 from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention import triton as triton_attention
 from fxquant.kernels.attention import triton_cast as triton_head_cast
+from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
 from fxquant.kernels.attention.triton_cast import Scaling
 from fxquant.kernels.state import reference as delayed
 

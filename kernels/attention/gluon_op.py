@@ -10,7 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from fxquant.compat import fake_kernel, is_hopper, knows_gluon, operator_library, size_hint
+from fxquant.compat.device import is_hopper, knows_gluon
+from fxquant.compat.private import fake_kernel, operator_library
+from fxquant.compat.values import size_hint
 from fxquant.kernels.attention.triton_cast import Scaling
 
 _library = operator_library("fxquant_kernels", more=True)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import fake_kernel, operator_library, statically_known_true
+from fxquant.compat.private import fake_kernel, operator_library
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels.attention import reference
 from fxquant.kernels.cast.reference import amax

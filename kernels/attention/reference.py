@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels.cast import philox, reference
 

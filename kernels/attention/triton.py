@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written, is_hopper, statically_known_true, triton_workspace
+from fxquant.compat.device import is_hopper, triton_workspace
+from fxquant.compat.patches import declare_written
+from fxquant.compat.values import statically_known_true
 from fxquant.kernels.attention.triton_cast import (  # fmt: skip
     BLOCK,
     BLOCK_LEN,

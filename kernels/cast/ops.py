@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import fake_kernel, operator_library
+from fxquant.compat.private import fake_kernel, operator_library
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec, check_parts, check_state
 from fxquant.kernels import custom

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
 from fxquant.formats import Element, QuantSpec, check_parts, check_state
 from fxquant.kernels.cast import philox

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written
+from fxquant.compat.patches import declare_written
 from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels.cast import reference, triton_producers
 from fxquant.kernels.cast.codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, codes

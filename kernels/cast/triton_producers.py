@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written
+from fxquant.compat.patches import declare_written
 from fxquant.kernels.cast.codes import INTERPRETED
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import no_autocast, operator_library
+from fxquant.compat.device import no_autocast
+from fxquant.compat.private import operator_library
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels.cast.ops import shared_spec
 from fxquant.kernels.grouped.high_precision import grouped_mm

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fxquant.compat import capability
+from fxquant.compat.device import capability
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped.high_precision import grouped_mm, unmasked_grouped_mm

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.compat import fake_kernel, operator_library, statically_known_true
+from fxquant.compat.private import fake_kernel, operator_library
+from fxquant.compat.values import statically_known_true
 
 _library = operator_library("fxquant_kernels", more=True)
 _library.define(

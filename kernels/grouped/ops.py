@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import fake_kernel, operator_library
+from fxquant.compat.private import fake_kernel, operator_library
 from fxquant.formats import OperandSpec, QuantSpec, check_parts
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import random_state, shared_spec

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped.high_precision import grouped_mm

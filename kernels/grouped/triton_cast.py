@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written
+from fxquant.compat.patches import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_cast
 from fxquant.kernels.cast.triton_cast import cast_rows, cast_tile, take_amaxes

@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written, statically_known_true, triton_workspace
+from fxquant.compat.device import triton_workspace
+from fxquant.compat.patches import declare_written
+from fxquant.compat.values import statically_known_true
 
 _MULTIPROCESSORS = 132
 """Of an H100: as many programs stay."""

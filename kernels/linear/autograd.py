@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import no_autocast
+from fxquant.compat.device import no_autocast
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels import custom
 from fxquant.kernels.cast.ops import _library, quantize_operand, shared_spec

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import triton_cast
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxquant.compat import ScalingType, capability, statically_known_true
+from fxquant.compat.device import capability
+from fxquant.compat.private import ScalingType
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.linear import choice, triton_gemm

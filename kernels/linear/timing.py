@@ -20,7 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fxquant.compat import card_name, inductor_cache, no_modes
+from fxquant.compat.device import card_name
+from fxquant.compat.private import inductor_cache, no_modes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import cublas as gemm
 from fxquant.kernels.linear import triton_gemm

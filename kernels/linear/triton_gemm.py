@@ -20,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat import declare_written, statically_known_true, triton_workspace
+from fxquant.compat.device import triton_workspace
+from fxquant.compat.patches import declare_written
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import magnitude
 from fxquant.kernels.linear.epilogues import ACTIVATIONS

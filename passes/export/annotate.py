@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import OpOverload, fake_mode_of, tree_map_only
+from fxquant.compat.private import OpOverload, tree_map_only
+from fxquant.compat.values import fake_mode_of
 from fxquant.passes.find.mha import PROJECTION
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.bodies import Bodies

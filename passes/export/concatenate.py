@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import detect_fake_mode
+from fxquant.compat.values import detect_fake_mode
 from fxquant.formats import QuantSpec
 from fxquant.passes.export.program_state import StateTensors
 from fxquant.passes.export.store_weights import erase_unused_users

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import OpOverload, enable_python_dispatcher, fake_mode_of, make_fx, tree_flatten, tree_unflatten
+from fxquant.compat.private import OpOverload, enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
+from fxquant.compat.values import fake_mode_of
 from fxquant.kernels import custom
 from fxquant.passes.find.facts import Builder, value_of
 from fxquant.passes.find.weights import op_name

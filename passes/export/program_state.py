@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 
-from fxquant.compat import FakeTensorMode, OpOverload, fake_mode_of
+from fxquant.compat.private import OpOverload
+from fxquant.compat.values import FakeTensorMode, fake_mode_of
 from fxquant.passes.find.weights import VIEWS, op_name
 from fxquant.passes.graph.base import is_fxquant
 from fxquant.passes.graph.bodies import Bodies

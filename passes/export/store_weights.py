@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.compat import OpOverload
+from fxquant.compat.private import OpOverload
 from fxquant.passes.export.decompose import PART
 from fxquant.passes.export.dtypes import assert_dtypes
 from fxquant.passes.export.program_state import StateTensors

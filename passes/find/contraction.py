@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import size_hint, statically_known_true
+from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Builder, Dim, Emit, Gemm2d, Match, Product, value_of
 from fxquant.passes.find.flops import node_flops

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from fxquant.compat import enable_python_dispatcher
+from fxquant.compat.private import enable_python_dispatcher
 from fxquant.decisions import Decision, SkipReason
 from fxquant.formats import AttentionSpec, Step
 from fxquant.quantizers import Quantizer

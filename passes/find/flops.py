@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxquant.compat import enable_python_dispatcher, fake_mode_of, size_hint, tree_leaves, tree_map_only
+from fxquant.compat.private import enable_python_dispatcher, tree_leaves, tree_map_only
+from fxquant.compat.values import fake_mode_of, size_hint
 from fxquant.passes.find.facts import value_of
 from fxquant.passes.find.weights import op_name
 

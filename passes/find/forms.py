@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxquant.compat import OpOverload, OpOverloadPacket, flex_attention_op
+from fxquant.compat.private import OpOverload, OpOverloadPacket, flex_attention_op
 from fxquant.passes.find import products
 from fxquant.passes.find.attention import fused as attention
 from fxquant.passes.find.attention.flex import flex

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxquant.compat import enable_python_dispatcher, fake_mode_of, make_fx, tree_flatten, tree_unflatten
+from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
+from fxquant.compat.values import fake_mode_of
 from fxquant.passes.find.contraction import requires_grad
 from fxquant.passes.find.facts import Builder, Match, erase_unused, value_of
 from fxquant.passes.find.weights import find_weight, op_name

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.compat import tree_leaves
+from fxquant.compat.private import tree_leaves
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import Site
 from fxquant.passes.find.facts import Match, Product, value_of

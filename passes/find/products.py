@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import (
     Contraction,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import (
+from fxquant.compat.private import (
     HigherOrderOperator,
     enter_autocast,
     exit_autocast,

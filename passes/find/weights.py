@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxquant.compat import OpOverload, OpOverloadPacket, statically_known_true
+from fxquant.compat.private import OpOverload, OpOverloadPacket
+from fxquant.compat.values import statically_known_true
 from fxquant.passes.find.facts import value_of
 
 VIEWS = frozenset(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.passes.find.facts import Dim, value_of
 from fxquant.passes.find.weights import op_name
 

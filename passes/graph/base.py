@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxquant.compat import lazy_format_graph_code
+from fxquant.compat.private import lazy_format_graph_code
 from fxquant.formats import QuantSpec
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.compat import HigherOrderOperator, tree_leaves
+from fxquant.compat.private import HigherOrderOperator, tree_leaves
 from fxquant.passes.find.facts import value_of
 
 _LAST_TUPLE = frozenset(("cond", "while_loop", "scan", "map_impl"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import faking, statically_known_true
+from fxquant.compat.values import faking, statically_known_true
 from fxquant.passes.graph.base import behind_views, val
 
 _aten = torch.ops.aten

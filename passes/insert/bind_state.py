@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import artificial_source, copy_sources, fake_mode_of, mark_static, tag_activation_checkpoint
+from fxquant.compat.private import artificial_source, copy_sources, mark_static, tag_activation_checkpoint
+from fxquant.compat.values import fake_mode_of
 from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.passes.graph.base import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest

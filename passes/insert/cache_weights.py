@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxquant.compat import artificial_source, copy_sources, is_traceable_wrapper_subclass, tag_activation_checkpoint
+from fxquant.compat.private import (
+    artificial_source,
+    copy_sources,
+    is_traceable_wrapper_subclass,
+    tag_activation_checkpoint,
+)
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.grouped.ops import quantize_groups

@@ -31,18 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import (
+from fxquant.compat.patches import recomputable
+from fxquant.compat.private import (
     CustomPartitionerFn,
     compiles_backwards,
     get_hash_for_files,
     min_cut_rematerialization_partition,
     must_recompute,
     must_save,
-    recomputable,
     save_without_version,
-    statically_known_true,
-    upper_bound,
 )
+from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear.triton_few_rows import MOST_TOKENS
 from fxquant.passes.graph.base import VIEWS, behind_views, in_memory, is_fxquant, run_pass, val

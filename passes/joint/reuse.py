@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import enable_python_dispatcher, faking, must_recompute, statically_known_true
+from fxquant.compat.private import enable_python_dispatcher, must_recompute
+from fxquant.compat.values import faking, statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.passes.graph.base import is_fxquant, val
 

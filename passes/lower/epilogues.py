@@ -25,16 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import (
-    card_name,
-    faking,
-    inductor_config,
-    inductor_decompositions,
-    is_hopper,
-    make_fx,
-    size_hint,
-    statically_known_true,
-)
+from fxquant.compat.device import card_name, is_hopper
+from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx
+from fxquant.compat.values import faking, size_hint, statically_known_true
 from fxquant.cost.estimate import choose_gemm
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import timing as gemm_timing

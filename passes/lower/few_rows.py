@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import capability, converts_to_fp8, launches_early, upper_bound
+from fxquant.compat.device import capability, converts_to_fp8, launches_early
+from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear import triton_few_rows as triton_decode

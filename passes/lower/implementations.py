@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import converts_to_fp8, statically_known_true
+from fxquant.compat.device import converts_to_fp8
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import ops as attention_ops

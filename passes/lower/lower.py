@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import (
+from fxquant.compat.patches import written_by
+from fxquant.compat.private import (
     enable_python_dispatcher,
-    faking,
     inductor_decompositions,
     make_fx,
-    statically_known_true,
     tree_flatten,
     tree_map_only,
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
-    unguarded_sizes,
-    written_by,
 )
+from fxquant.compat.values import faking, statically_known_true, unguarded_sizes
 from fxquant.errors import GraphVerificationError
 from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from fxquant.compat import OpOverload, detect_fake_mode, force_stride_order, triton_kernel_wrapper_functional
+from fxquant.compat.private import OpOverload, force_stride_order, triton_kernel_wrapper_functional
+from fxquant.compat.values import detect_fake_mode
 from fxquant.passes.graph.base import EXTERNAL, VIEWS, behind_views, val
 from fxquant.passes.graph.match import readers
 

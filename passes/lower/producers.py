@@ -26,14 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import (
-    converts_to_fp8,
-    inductor_config,
-    inductor_decompositions,
-    make_fx,
-    statically_known_true,
-    upper_bound,
-)
+from fxquant.compat.device import converts_to_fp8
+from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx
+from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import triton_cast
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer

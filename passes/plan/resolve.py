@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.compat import capability, card_name, size_hint, upper_bound
+from fxquant.compat.device import capability, card_name
+from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.decisions import Decision
 from fxquant.formats import AttentionSpec, LinearSpec, OperandSpec, QuantSpec
 from fxquant.passes.find.facts import value_of

@@ -31,7 +31,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxquant
-from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, OptionError, RecipeError, SkipReason, compat
+from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, OptionError, RecipeError, SkipReason
+from fxquant.compat import patches
 
 MX = MXFP8Quantizer()
 
@@ -687,11 +688,11 @@ def test_processes_that_compile_kernels_know_how_they_will_be_launched(monkeypat
 
     submitted: list[tuple[Any, ...]] = []
     monkeypatch.setattr(SubprocPool, "submit", lambda self, run, *args: submitted.append((run, *args)))
-    compat._tell_workers_of_static_launches.__wrapped__()
-    with config.patch({compat.STATIC_LAUNCH: True}):
+    patches._tell_workers_of_static_launches.__wrapped__()
+    with config.patch({patches.STATIC_LAUNCH: True}):
         SubprocPool.submit(object(), _worker_compile_triton, len, {"A": "b"}, {"other": 1})
         SubprocPool.submit(object(), len, [])
     assert submitted == [
-        (_worker_compile_triton, len, {"A": "b"}, {"other": 1, compat.STATIC_LAUNCH: True}),
+        (_worker_compile_triton, len, {"A": "b"}, {"other": 1, patches.STATIC_LAUNCH: True}),
         (len, []),
     ]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fxquant
-from fxquant import CustomRecipe, DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Quantizer, RecipeError, compat
+from fxquant import CustomRecipe, DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Quantizer, RecipeError
+from fxquant.compat.private import isolated
 from fxquant.quantizers import QuantizedOperand
 
 EAGER = {"inner": "aot_eager"}
@@ -128,7 +129,7 @@ def test_a_model_of_which_nothing_was_captured_warns(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 1 and "no graph of Sequential, which ran unquantized" in caplog.text
 
 
-@pytest.mark.skipif(not compat.isolated(), reason="torch counts the compilations of a function for all its models")
+@pytest.mark.skipif(not isolated(), reason="torch counts the compilations of a function for all its models")
 def test_one_models_compilations_do_not_count_for_another() -> None:
     x = torch.randn(32, 64)
     with torch._dynamo.config.patch(recompile_limit=2):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fxquant
-from fxquant.compat import cudnn_attention, cudnn_attention_backward
 from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import gluon_op as warp_attention
@@ -18,6 +17,7 @@ from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.attention import reference
 from fxquant.kernels.attention import triton as attention
 from fxquant.kernels.attention import triton_cast as triton_head_cast
+from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 import fxquant
 from fxquant import Backend
-from fxquant.compat import is_hopper
+from fxquant.compat.device import is_hopper
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.linear import triton_few_rows as triton_decode

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import fake_mode_of
+from fxquant.compat.values import fake_mode_of
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
 from fxquant.passes.find.attention.fused import attention_products

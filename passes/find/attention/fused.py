@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
 from fxquant.passes.find.attention.written_out import read_chain, without_repeats

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import statically_known_true
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import Step
 from fxquant.passes.find.attention.undo_layout import undone, undone_like
 from fxquant.passes.find.contraction import Contraction, Label, arrange, permute, product_of, requires_grad, settle

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat import faking
+from fxquant.compat.values import faking
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.passes.graph.base import is_fxquant, val
 

@@ -17,7 +17,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat import faking
+from fxquant.compat.values import faking
 from fxquant.passes.graph.base import is_fxquant, val
 
 _aten = torch.ops.aten

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxquant.compat import make_fx, triton_kernel_wrapper_functional, written_by
+from fxquant.compat.patches import written_by
+from fxquant.compat.private import make_fx, triton_kernel_wrapper_functional
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import gluon_op as warp_attention

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fxquant.compat import knows_gluon
+from fxquant.compat.device import knows_gluon
 from fxquant.kernels.attention import gluon_op as warp_attention
 from fxquant.kernels.attention.triton_cast import KINDS
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fxquant.compat import make_fx, triton_kernel_wrapper_mutation, written_by
+from fxquant.compat.patches import written_by
+from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
 from fxquant.kernels.attention import triton as attention
 from fxquant.kernels.attention import triton_cast as head_cast
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxquant.compat import FakeTensorMode, make_fx
+from fxquant.compat.private import make_fx
+from fxquant.compat.values import FakeTensorMode
 from fxquant.formats import ELEMENTS, FORMATS, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.reference import dequantize, quantize, scaled_mm

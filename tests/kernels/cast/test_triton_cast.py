@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fxquant.compat import make_fx, triton_kernel_wrapper_functional
+from fxquant.compat.private import make_fx, triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels.cast import triton_cast
 from fxquant.passes.lower.implementations import implementation

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from interpreting import interpret, run_interpreted
 
-from fxquant.compat import make_fx, triton_kernel_wrapper_mutation
+from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
 from fxquant.formats import QuantSpec
 from fxquant.kernels.grouped import fp8 as grouped_gemm
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast

@@ -21,8 +21,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.functional import gelu, silu
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from fxquant import compat
-from fxquant.compat import inductor_decompositions, make_fx, triton_kernel_wrapper_functional
+from fxquant.compat import device, patches
+from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.passes.lower.lower import lower
 
 
@@ -162,7 +162,7 @@ def test_kernels_that_wait_may_be_launched_early(monkeypatch: pytest.MonkeyPatch
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     monkeypatch.setattr(PythonWrapperCodegen, "define_kernel", lambda self, name, body: lines.append(body))
-    compat._launch_early.__wrapped__()
+    patches._launch_early.__wrapped__()
     lines: list[str] = []
     for constants in ("{'EARLY': True}", "{'EARLY': False}"):
         body = f"triton_meta={{'constants': {constants}}}, custom_kernel=True"
@@ -181,10 +181,10 @@ def test_what_is_launched_early_is_quantized_by_a_kernel(monkeypatch: pytest.Mon
 
 def test_kernels_beside_early_ones_of_inductor_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's do not wait for kernels further back than the last, which ours would let run on."""
-    monkeypatch.setattr(compat, "is_hopper", lambda device: True)
-    assert compat.launches_early(torch.device("cuda"))
-    with compat.inductor_config.patch({"triton.enable_pdl": True}):
-        assert not compat.launches_early(torch.device("cuda"))
+    monkeypatch.setattr(device, "is_hopper", lambda device: True)
+    assert device.launches_early(torch.device("cuda"))
+    with inductor_config.patch({"triton.enable_pdl": True}):
+        assert not device.launches_early(torch.device("cuda"))
 
 
 def test_other_cards_keep_their_gemm(monkeypatch: pytest.MonkeyPatch) -> None:

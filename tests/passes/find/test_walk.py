@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxquant.compat import size_hint
+from fxquant.compat.values import size_hint
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Builder, Match, Product, value_of
 from fxquant.passes.find.forms import apply_match

@@ -7,7 +7,7 @@ from bits import same
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxquant.compat import make_fx
+from fxquant.compat.private import make_fx
 from fxquant.kernels.cast import reference
 from fxquant.passes.graph.base import is_fxquant
 from fxquant.passes.lower.amax_before_views import measure_unviewed

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, relu, silu
 
 import fxquant
-from fxquant import compat
+from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.cost.estimate import choose_gemm
 from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.kernels.linear.choice import GemmKernel
@@ -43,8 +43,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, spec: str = SPEC) -
 
 def traced(run: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
     """A function as Inductor would have it, merged."""
-    table = dict(compat.inductor_decompositions())
-    gm = compat.make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
+    table = dict(inductor_decompositions())
+    gm = make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
     merge(gm.graph)
     return gm
 
@@ -163,7 +163,7 @@ def test_other_formats_and_settings_are_left_alone() -> None:
     assert not fuse_epilogues(gm.graph, "triton"), "another device"
     assert not fuse_epilogues(gm.graph, "cublas", "cpu")
     for setting in ("emulate_precision_casts", "cpp_wrapper"):
-        with compat.inductor_config.patch({setting: True}):
+        with inductor_config.patch({setting: True}):
             assert not fuse_epilogues(gm.graph, "triton", "cpu"), setting
     assert fuse_epilogues(gm.graph, "triton", "cpu") == 1
 
@@ -179,7 +179,7 @@ def test_on_hopper_it_becomes_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         gm = traced(layer, *(torch.empty(each, device="cuda", dtype=torch.bfloat16) for each in (X, W, BIAS, RESIDUAL)))
         assert fuse_epilogues(gm.graph, "triton") == 1
         lower(gm.graph)
-    launches = gm.graph.find_nodes(op="call_function", target=compat.triton_kernel_wrapper_functional)
+    launches = gm.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     (launch,) = (node for node in launches if "y" in node.kwargs["tensors_to_clone"])
     given = {name: shape(arg) if isinstance(arg, fx.Node) else arg for name, arg in launch.kwargs["kwargs"].items()}
     assert_expected_inline("\n".join(f"{name}: {arg}" for name, arg in given.items()), """\
@@ -250,7 +250,7 @@ def test_layers_of_one_input_share_the_scales_of_its_rows(monkeypatch: pytest.Mo
 
     def wide_scales(**config: bool) -> int:
         gm = traced(layers, *tensors(X, W, W))
-        with compat.inductor_config.patch(**config):
+        with inductor_config.patch(**config):
             assert fuse_epilogues(gm.graph, "auto", "cpu") == 2
         return len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default))
 

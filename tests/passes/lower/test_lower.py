@@ -11,7 +11,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.compat import triton_kernel_wrapper_functional
+from fxquant.compat.private import triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, AttentionSpec, QuantSpec, Step
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.pipeline import LOWER, Lowering

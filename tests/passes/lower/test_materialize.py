@@ -8,7 +8,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.compat import force_stride_order, triton_kernel_wrapper_functional
+from fxquant.compat.private import force_stride_order, triton_kernel_wrapper_functional
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.materialize import write_once
 

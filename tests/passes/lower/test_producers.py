@@ -12,7 +12,15 @@ from helpers import assert_same_bits, shape, train_step
 from torch import Tensor, fx, nn
 from torch.nn.functional import gelu, silu
 
-from fxquant import Backend, compat
+from fxquant import Backend
+from fxquant.compat.private import (
+    aot_autograd,
+    inductor_config,
+    inductor_decompositions,
+    make_boxed_func,
+    make_fx,
+    min_cut_rematerialization_partition,
+)
 from fxquant.passes.lower.directions import merge
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.producers import fuse_producers
@@ -50,8 +58,8 @@ def story(graph: fx.Graph) -> str:
 
 def traced(run: Callable[..., list[Tensor]], *args: Tensor) -> fx.GraphModule:
     """A function as Inductor would have it, merged."""
-    table = dict(compat.inductor_decompositions())
-    gm = compat.make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
+    table = dict(inductor_decompositions())
+    gm = make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
     merge(gm.graph)
     return gm
 
@@ -224,7 +232,7 @@ def test_a_norm_whose_rows_alone_are_wanted_after_its_amax() -> None:
 
     few, many = tensors((2, 32, 128), (2, 40, 128))
     weight = torch.ones(128, dtype=torch.bfloat16)
-    with compat.inductor_config.patch(emulate_precision_casts=True):
+    with inductor_config.patch(emulate_precision_casts=True):
         assert not fuse_producers(traced(run, few, weight).graph, "cpu")
         assert_expected_inline(fused(run, many, weight), """\
 amax
@@ -251,7 +259,7 @@ def test_what_does_not_pay_or_is_not_ours_is_left_alone() -> None:
         assert not fuse_producers(traced(run, *inputs).graph, "cpu"), name
     graph = traced(lambda g, u: both(silu(g) * u, BLOCK), gate, up).graph
     assert not fuse_producers(graph), "another device"
-    with compat.inductor_config.patch(emulate_precision_casts=True):
+    with inductor_config.patch(emulate_precision_casts=True):
         assert not fuse_producers(graph, "cpu"), "activations are recomputed, not to the bit of Inductor's"
     assert fuse_producers(graph, "cpu") == 1
 
@@ -281,13 +289,13 @@ class Decomposed(Backend):
             self.count += fuse_producers(graph_module.graph, "cpu") if self.fuse else 0
             lower(graph_module.graph)
             graph_module.recompile()
-            return compat.make_boxed_func(graph_module)
+            return make_boxed_func(graph_module)
 
-        run = compat.aot_autograd(
+        run = aot_autograd(
             fw_compiler=compiler,
             bw_compiler=compiler,
-            partition_fn=compat.min_cut_rematerialization_partition,
-            decompositions=dict(compat.inductor_decompositions()),
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=dict(inductor_decompositions()),
         )
         return run(gm, list(example_inputs))  # type: ignore[no-any-return]
 

@@ -14,7 +14,7 @@ from test_walk import Calls, Rewrite, check, randn
 from torch import Tensor, fx, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from fxquant.compat import flex_attention_op
+from fxquant.compat.private import flex_attention_op
 from fxquant.decisions import SkipReason
 from fxquant.formats import AttentionSpec
 from fxquant.passes.find.facts import Builder, Match

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.compat import tree_map_only, triton_kernel_wrapper_functional
+from fxquant.compat.private import tree_map_only, triton_kernel_wrapper_functional
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.passes.graph.base import is_fxquant
 from fxquant.passes.lower.lower import lower

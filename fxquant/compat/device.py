@@ -1,0 +1,80 @@
+"""What devices can do, and how kernels are launched on them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from fxquant.compat.private import inductor_config
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device, (0, 0) for others; without a driver, the first that makes FP8."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 9)
+
+
+def card_name(device: torch.device) -> str:
+    """The name of a CUDA device, or the type of another; without a driver ``cuda``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
+
+
+def converts_to_fp8(device: torch.device) -> bool:
+    """Whether a CUDA device has instructions that make FP8 (compute capability 8.9); without a driver, that it may."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device has compute capability 9.x."""
+    return capability(device)[0] == 9
+
+
+@functools.cache
+def knows_gluon() -> bool:
+    """Whether Triton has the Gluon that a kernel here is written in: it is experimental, and changes with versions."""
+    import triton
+
+    return bool(triton.__version__.startswith("3.6."))
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether Inductor launches kernels that wait for the one before them while that runs: on Hopper, from Python.
+
+    Not where its own are, which take it that the kernel before them began after the one before that had ended.
+    """
+    return is_hopper(device) and not inductor_config.triton.enable_pdl and not inductor_config.cpp_wrapper
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A scope without autocast; of meta tensors, which nothing casts, any scope."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+
+
+@contextmanager
+def triton_workspace(device: torch.device) -> Iterator[None]:
+    """A scope in which kernels that make TMA descriptors can be launched eagerly: they need memory for them."""
+    from triton.runtime._allocation import _allocator
+
+    token = _allocator.set(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        _allocator.reset(token)
+
+
+__all__ = [
+    "capability",
+    "card_name",
+    "converts_to_fp8",
+    "is_hopper",
+    "knows_gluon",
+    "launches_early",
+    "no_autocast",
+    "triton_workspace",
+]

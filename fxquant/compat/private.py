@@ -1,0 +1,286 @@
+"""Every private name of torch that the rest of fxquant imports, and functions that stand for private ones."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import lazy_format_graph_code  # type: ignore[attr-defined]
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch._higher_order_ops.triton_kernel_wrap import (
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._inductor import inductor_prims
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import ScalingType
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxquant.errors import FxQuantError, OptionError
+
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+
+force_stride_order = inductor_prims.force_stride_order
+
+
+def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The decomposition table that Inductor's own graphs have been through."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_cache() -> str:
+    """The folder in which Inductor keeps what it has compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """A scope in which tensors are real and what is done with them is not traced, within a compilation."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def inductor_mode_options(mode: str | None) -> dict[str, Any]:
+    """The settings behind `torch.compile(mode=...)`; raises OptionError with the known modes for another."""
+    if mode in (None, "default"):
+        return {}
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise OptionError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
+    return dict(known[mode])
+
+
+def isolated() -> dict[str, Any]:
+    """Arguments of `torch.compile` that let one model's recompilations count for it alone; torch 2.11 has none."""
+    name = "isolate_recompiles"
+    return {name: True} if name in inspect.signature(torch.compile).parameters else {}
+
+
+def is_inductor_option(name: str) -> bool:
+    """Whether Inductor has a setting of this dotted name."""
+    return name in inductor_config.get_config_copy()
+
+
+@contextmanager
+def unlimited_recompiles() -> Iterator[None]:
+    """A scope in which compiling a function once more is never refused."""
+    import torch._dynamo.config as dynamo_config
+
+    with dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
+        yield
+
+
+@contextmanager
+def compile_to_look() -> Iterator[None]:
+    """The same, in which a backward is compiled at once."""
+    import torch._functorch.config as functorch_config
+
+    with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
+class RunsBesideDynamo(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode under which torch.compile still compiles; it sees what runs outside of compiled graphs."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+
+def is_tracing() -> bool:
+    """Whether operators run for a graph that is being captured or compiled."""
+    return TracingContext.try_get() is not None
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running a backward on this thread."""
+    return bool(torch._C._current_autograd_node())
+
+
+def changed_inputs() -> list[int]:
+    """Which inputs the forward graph that AOTAutograd has compiled just now gives back changed, before its outputs."""
+    context = TracingContext.try_get()
+    assert context is not None and context.fw_metadata is not None
+    return list(context.fw_metadata.mutated_inp_runtime_indices)
+
+
+@contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """A scope that ends with the reasons for which Dynamo broke graphs in it, or captured none, in its list."""
+    from torch._dynamo.utils import counters
+
+    kinds = ("graph_break", "unimplemented")
+    before = {kind: Counter(counters[kind]) for kind in kinds}
+    reasons: list[str] = []
+    yield reasons
+    for kind in kinds:
+        for text, count in counters[kind].items():
+            what, *more = map(str.strip, str(text).strip().splitlines())
+            why = [line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")]
+            if count > before[kind][text]:
+                reasons.append(": ".join([what, *why[:1]]))
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """A scope in which an error of ours that arises while compiling arrives as itself, not wrapped by Dynamo."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, FxQuantError):
+            raise error.inner_exception from None
+        raise
+
+
+def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The elementwise maximum of `x` over the ranks of a named process group, in a form that graphs can hold."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
+
+
+def artificial_source(name: str) -> Any:
+    """What Dynamo wants to know of an input that no Python frame holds."""
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
+
+
+def mark_static(node: fx.Node) -> None:
+    """Says of an input that it lies at one address in every call, so that a CUDA graph may write it."""
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def must_save(node: fx.Node) -> None:
+    """Forbids the partitioner to compute a node of a joint graph again in the backward, checkpointed or not."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def must_recompute(node: fx.Node) -> None:
+    """Has the partitioner compute a node of a joint graph in the backward, of what is saved anyway."""
+    node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compiles_backwards() -> bool:
+    """Whether compiled autograd captures backwards; it knows nothing of tensors saved by `save_without_version`."""
+    import torch._dynamo.compiled_autograd as compiled_autograd
+    import torch._dynamo.config as dynamo_config
+
+    return bool(dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
+def save_without_version(node: fx.Node) -> None:
+    """Has a forward save a tensor that backwards may change, which autograd would refuse to another backward."""
+    node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule) -> None:
+    """Gives a changed copy of a captured graph what tells AOTAutograd that it was captured.
+
+    Without it the parameters are not known as such, and the partitioner saves what is made of them.
+    """
+    if hasattr(gm, "_param_name_to_source"):
+        copy._param_name_to_source = gm._param_name_to_source
+
+
+@contextmanager
+def replacements(gm: fx.GraphModule) -> Iterator[dict[str, str]]:
+    """A scope that notes, by name, which node of a graph took the place of which."""
+    names: dict[str, str] = {}
+
+    def note(old: fx.Node, new: str, user: fx.Node) -> None:
+        names[old.name] = new
+
+    with gm._set_replace_hook(note):
+        yield names
+
+
+def operator_library(namespace: str, *, more: bool = False) -> Any:
+    """The library that defines the operators of a namespace, or with `more` one that adds to them."""
+    return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
+
+
+def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
+    """Registers the decorated function as what an operator does to fake tensors."""
+    return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
+
+
+__all__ = [
+    "CustomGraphPass",
+    "CustomPartitionerFn",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "RunsBesideDynamo",
+    "ScalingType",
+    "aot_autograd",
+    "artificial_source",
+    "changed_inputs",
+    "compile_to_look",
+    "compiles_backwards",
+    "copy_sources",
+    "enable_python_dispatcher",
+    "enter_autocast",
+    "exit_autocast",
+    "fake_kernel",
+    "flex_attention_op",
+    "force_stride_order",
+    "get_hash_for_files",
+    "graph_breaks",
+    "in_backward",
+    "inductor_cache",
+    "inductor_config",
+    "inductor_decompositions",
+    "inductor_mode_options",
+    "is_inductor_option",
+    "is_traceable_wrapper_subclass",
+    "is_tracing",
+    "largest_over_ranks",
+    "lazy_format_graph_code",
+    "make_boxed_func",
+    "make_fx",
+    "mark_static",
+    "min_cut_rematerialization_partition",
+    "must_recompute",
+    "must_save",
+    "no_modes",
+    "operator_library",
+    "own_errors",
+    "replacements",
+    "save_without_version",
+    "tag_activation_checkpoint",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+    "triton_kernel_wrapper_functional",
+    "triton_kernel_wrapper_mutation",
+    "unlimited_recompiles",
+]

@@ -1,0 +1,72 @@
+"""Fake tensors and symbolic sizes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
+
+
+def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
+    """The mode of the first fake tensor found: that of the captured graph, not the one set up for the backend."""
+    fakes = (leaf for leaf in tree_leaves(trees) if isinstance(leaf, FakeTensor))
+    return next((fake.fake_mode for fake in fakes), None)
+
+
+def faking(*values: Any) -> AbstractContextManager[Any]:
+    """The fake mode in force, or that of the values of a graph's nodes; any scope where these are real tensors."""
+    return detect_fake_mode(list(values)) or nullcontext()
+
+
+def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors as fakes of the mode that the inputs are in, with sizes that are not symbolic."""
+    mode = detect_fake_mode(list(example_inputs))
+    return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The number a symbolic size had in the example; 1 where there is none."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return 1 if hint is None else int(hint)
+
+
+def upper_bound(size: int | torch.SymInt) -> int:
+    """The most that a symbolic size may be, by the range that its program was exported with."""
+    if isinstance(size, int):
+        return size
+    most = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(most) if most.is_Integer else sys.maxsize
+
+
+@contextmanager
+def unguarded_sizes() -> Iterator[None]:
+    """A scope in which dynamic sizes stay free where torch only asks how a tensor lies in memory.
+
+    Outside, it answers for the sizes of the example, and holds the program to what it has answered.
+    """
+    import torch.fx.experimental._config as symbolic_config
+
+    with symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
+
+
+__all__ = [
+    "FakeTensorMode",
+    "detect_fake_mode",
+    "fake_mode_of",
+    "faking",
+    "size_hint",
+    "static_fakes",
+    "statically_known_true",
+    "unguarded_sizes",
+    "upper_bound",
+]

@@ -1,0 +1,34 @@
+"""Attention in high precision by cuDNN, through torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def cudnn_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T * scale) v by cuDNN: o [B, H, Sq, D], and what `cudnn_attention_backward` takes as lse."""
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return o.contiguous(), lse.reshape(q.shape[:3])
+
+
+def cudnn_attention_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dq, dk, dv) of softmax(q k^T * scale) v by cuDNN; all [B, H, S, D] but lse [B, Hq, Sq], the natural logarithm.
+
+    k and v may have fewer heads than q.
+    """
+    absent: Any = None  # what an attention without bias, dropout and ragged lengths has none of
+    none = torch.zeros([], dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        do, q, k, v, o, lse.unsqueeze(-1), none, none, absent, absent, absent, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
+
+
+__all__ = ["cudnn_attention", "cudnn_attention_backward"]
