@@ -12,5 +12,6 @@ custom     users' own quantizers
 onnx       the operators in ONNX
 """
 
-from fxquant.kernels.grouped import autograd as _grouped  # noqa: F401  these imports register the operators
+from fxquant.kernels.attention import autograd as _attention  # noqa: F401  these imports register the operators
+from fxquant.kernels.grouped import autograd as _grouped  # noqa: F401
 from fxquant.kernels.linear import autograd as _linear  # noqa: F401

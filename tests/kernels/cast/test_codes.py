@@ -13,8 +13,8 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 from triton import JITFunction
 
 MODULES = (
-    "triton_amax", "triton_attention", "triton_cast", "triton_decode", "triton_delayed", "triton_gemm",
-    "triton_grouped", "triton_grouped_cast", "triton_head_cast",
+    "cast.amax", "attention.triton", "cast.triton_cast", "linear.triton_few_rows", "state.triton", "linear.triton_gemm",
+    "grouped.triton_gemm", "grouped.triton_cast", "attention.triton_cast",
 )  # fmt: skip
 
 
