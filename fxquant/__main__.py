@@ -21,9 +21,11 @@ import torch
 import fxquant
 from fxquant import factories, recipes
 from fxquant.errors import FxQuantError
+from fxquant.files import check_place
 from fxquant.formats import FORMATS
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer
-from fxquant.report.report import aligned, plain_spec
+from fxquant.report.data import plain_spec
+from fxquant.report.text import aligned
 from fxquant.roles import Direction, QuantizerRole
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -229,7 +231,6 @@ def _recipe(name: str) -> recipes.Recipe:
 
 
 def _explain(options: argparse.Namespace) -> str:
-    from fxquant.export.files import check_place
     from fxquant.tools.explain import explain
 
     recipe = _recipe(options.recipe)
@@ -250,7 +251,7 @@ def _explain(options: argparse.Namespace) -> str:
 
 
 def _quantize(options: argparse.Namespace) -> str:
-    from fxquant.export.files import check_place, load_inputs, load_program, save_program
+    from fxquant.export.files import load_inputs, load_program, save_program
     from fxquant.export.program import quantize_program, report_of
 
     recipe = _recipe(options.recipe)

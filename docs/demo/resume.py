@@ -19,7 +19,7 @@ import torch
 from train import CPU, read_text, train
 
 from fxquant.recipes import RECIPES
-from fxquant.report.report import aligned
+from fxquant.report.text import aligned
 
 LIBRARY = ("mxfp8_fwd_nvfp4_bwd", "mxfp8_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_mxfp8_bwd")
 DEFAULT = ("bf16", *RECIPES, *(f"factories.{name}" for name in LIBRARY))

@@ -38,7 +38,7 @@ from fxquant import (
     factories,
 )
 from fxquant.report import html as report_html
-from fxquant.report.report import aligned
+from fxquant.report.text import aligned
 
 
 @dataclass(frozen=True)

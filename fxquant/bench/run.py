@@ -54,7 +54,7 @@ from fxquant.compat.private import inductor_config, unlimited_recompiles
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import cublas as gemm
 from fxquant.quantizers import Float8HeadQuantizer, Quantizer
-from fxquant.report.report import aligned
+from fxquant.report.text import aligned
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")

@@ -32,7 +32,7 @@ from fxquant.compat.private import is_inductor_option, replacements, tree_map_on
 from fxquant.compat.values import unguarded_sizes
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
-from fxquant.export.files import check_place, in_its_place
+from fxquant.files import check_place, in_its_place
 from fxquant.kernels.onnx import MEANINGS, OPSET
 from fxquant.passes.export.annotate import describe, forget
 from fxquant.passes.export.calibrate import calibrate

@@ -1,5 +1,7 @@
-"""What became of every matmul: `report` has data and the table, `html` the page."""
+"""The report of every matmul: `data`, its views `text`, `json` and `html`, and `report` with all of them."""
 
-from fxquant.report.report import Report, aligned, result
+from fxquant.report.data import result
+from fxquant.report.report import Report
+from fxquant.report.text import aligned
 
 __all__ = ["Report", "aligned", "result"]

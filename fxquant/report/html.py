@@ -8,7 +8,8 @@ from html import escape
 
 from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
-from fxquant.report.report import COLUMNS, WORK_COLUMNS, Layer, Report, result, role_text, shape_text, us_text
+from fxquant.report.data import Layer, ReportData, result, role_text, shape_text
+from fxquant.report.text import COLUMNS, WORK_COLUMNS, loss_table, totals, us_text, verdict
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 STYLE = """
@@ -115,21 +116,21 @@ def page(title: str, body: str) -> str:
     )
 
 
-def fragment(report: Report) -> str:
+def fragment(report: ReportData) -> str:
     """A report to put into a page that has other things on it, such as a notebook."""
     return f'<style>{STYLE}</style><div class="fxq">{section(report)}</div><script>{SCRIPT}</script>'
 
 
-def section(report: Report) -> str:
+def section(report: ReportData) -> str:
     """The report without style and script, for `page`."""
     parts = [f"<h1>Recipe <span class='mono' style='font-size:.95em'>{escape(report.recipe)}</span></h1>"]
-    parts += [f"<p class='soft'>{escape(report.totals())}</p>", _cards(report)]
+    parts += [f"<p class='soft'>{escape(totals(report))}</p>", _cards(report)]
     parts += _notes('Computed again in the backward with save="least", besides casts', report.again)
     parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
     if report.decisions:
         parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]
     if report.losses:
-        parts.append(f"<h2>Losses</h2><pre>{escape(report.loss_table())}</pre>")
+        parts.append(f"<h2>Losses</h2><pre>{escape(loss_table(report))}</pre>")
     if report.graphs:
         parts.append("<h2>Rewritten graphs</h2>")
         parts += [
@@ -139,7 +140,7 @@ def section(report: Report) -> str:
     return "\n".join(parts)
 
 
-def _cards(report: Report) -> str:
+def _cards(report: ReportData) -> str:
     s = report.summary()
     operands = s["quantized_operands"] / s["operands"] if s["operands"] else 1.0
     cards = [
@@ -155,30 +156,30 @@ def _cards(report: Report) -> str:
     return f"<div class='cards'>{''.join(cards)}</div>"
 
 
-def _work(report: Report) -> str:
+def _work(report: ReportData) -> str:
     """Kernels and estimated times, layer by layer."""
-    verdict = report.verdict()
-    if not verdict:
+    sentences = verdict(report)
+    if not sentences:
         return ""
     estimates = report.estimates()
     layers = [
         (layer, [estimates[site] for site in dict.fromkeys(d.site for d in layer.decisions) if site in estimates])
         for layer in report.layers(collapse=True)
     ]
-    longest = max((each.longest for _, found in layers for each in found), default=0.0)
+    longest = max((estimate.longest for _, of_layer in layers for estimate in of_layer), default=0.0)
     body = []
-    for layer, found in layers:
+    for layer, of_layer in layers:
         times = f"<span class='times'>×{layer.repeats}</span>" if layer.repeats > 1 else ""
-        for each in found:
+        for estimate in of_layer:
             name = f"{escape(layer.name)}{times}"
-            worse = " worse" if each.slower else ""
-            body.append(_work_row(name, "all", "", (each.unquantized, each.quantized), longest, f"sum{worse}"))
-            for work in each.work:
+            worse = " worse" if estimate.slower else ""
+            body.append(_work_row(name, "all", "", (estimate.unquantized, estimate.quantized), longest, f"sum{worse}"))
+            for work in estimate.work:
                 times_of = (work.unquantized, work.quantized)
                 body.append(_work_row("", work.what, work.kernel, times_of, longest, ""))
     head = "".join(f"<th class='{'num' if name.endswith(' us') else ''}'>{name}</th>" for name in WORK_COLUMNS)
-    notes = [f"<p class='soft'>{escape(verdict[0])}</p>"]
-    notes += [f"<p class='warning'>{escape(line)}</p>" for line in verdict[1:]]
+    notes = [f"<p class='soft'>{escape(sentences[0])}</p>"]
+    notes += [f"<p class='warning'>{escape(line)}</p>" for line in sentences[1:]]
     return (
         f"<h2>Kernels{' and times' if longest else ''}</h2>{''.join(notes)}<div class='scroll'>"
         f"<table class='work{'' if longest else ' untimed'}'><thead><tr>{head}<th class='track'></th></tr></thead>"
@@ -275,7 +276,7 @@ def _family(decision: Decision) -> str:
     return "own" if row is None else row.family
 
 
-def _rows(report: Report) -> str:
+def _rows(report: ReportData) -> str:
     """Every decision, with a filter."""
     head = "".join(f"<th>{name}</th>" for name in COLUMNS)
     body = "".join(

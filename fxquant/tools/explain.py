@@ -17,7 +17,8 @@ from fxquant.passes.lower.epilogues import problems
 from fxquant.passes.pipeline import Partition
 from fxquant.passes.plan.layers import layer_name
 from fxquant.recipes import Recipe
-from fxquant.report.report import EpilogueGemm, Report
+from fxquant.report.data import EpilogueGemm
+from fxquant.report.report import Report
 from fxquant.tools.uncaptured import Uncaptured
 
 

@@ -18,7 +18,8 @@ from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import grouped_mm
 from fxquant.passes.graph.base import is_fxquant
 from fxquant.recipes import Recipe
-from fxquant.report.report import Loss, Report
+from fxquant.report.data import Loss
+from fxquant.report.report import Report
 
 
 class _Measurer(Backend):

@@ -11,7 +11,7 @@ from corpus.test_corpus import cosines, loss_error, step
 from helpers import eager_backend
 
 from fxquant import CustomRecipe, Float8HeadQuantizer, IdentityQuantizer, QuantizerRole
-from fxquant.report.report import result
+from fxquant.report.data import result
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,8 @@ from fxquant import (
     quantize_program,
     report_of,
 )
-from fxquant.export.files import check_place, load_inputs, load_program
+from fxquant.export.files import load_inputs, load_program
+from fxquant.files import check_place
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels.cast import ops
 

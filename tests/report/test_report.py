@@ -6,7 +6,8 @@ import pytest
 
 from fxquant.decisions import Decision, SkipReason
 from fxquant.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
-from fxquant.report.report import Report, plain_spec
+from fxquant.report.data import plain_spec
+from fxquant.report.report import Report
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 

@@ -1,0 +1,96 @@
+"""Files that are written as a whole or not at all, with one-sentence errors."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from fxquant.errors import ProgramError
+
+
+def check_place(path: str | Path) -> None:
+    """Raises ProgramError where no file of this name can be written, before there is anything to write."""
+    if not os.path.isdir(Path(path).parent):
+        raise ProgramError(f"{Path(path).parent}: no such folder")
+    if os.path.isdir(path):
+        raise ProgramError(f"{path} cannot be written: it is a folder")
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+    if not os.path.isfile(path):
+        raise ProgramError(f"{path} cannot be written: it is no regular file, which a new one could take the place of")
+
+
+def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file beside `path` and then puts it in its place. Raises ProgramError where it fails.
+
+    The target of a link is replaced, not the link.
+    """
+    path = Path(os.path.realpath(path))
+    check_place(path)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        with _File(io.FileIO(handle, "wb")) as file:
+            write(file)
+        if file.failed is not None:
+            raise file.failed
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException as error:
+        os.unlink(name)
+        if isinstance(error, OSError):
+            raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+        raise
+
+
+@contextmanager
+def in_its_place(path: str | Path) -> Iterator[Path]:
+    """A scope that writes another file of the same name, which then takes the place of `path`.
+
+    Raises ProgramError where that is impossible, before anything is done.
+    """
+    place = Path(os.path.realpath(path))
+    check_place(place)
+    try:
+        folder = tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent)
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        yield Path(folder) / place.name
+        os.replace(Path(folder) / place.name, place)
+    finally:
+        shutil.rmtree(folder)
+
+
+class _File(io.BufferedWriter):
+    """Keeps its first error and goes on: torch writes from C++, where an exception ends the process."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        self._keep(lambda: io.BufferedWriter.write(self, data))
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        self._keep(lambda: io.BufferedWriter.flush(self))
+
+    def _keep(self, run: Callable[[], object]) -> None:
+        if self.failed is None:
+            try:
+                run()
+            except OSError as error:
+                self.failed = error

@@ -1,0 +1,261 @@
+"""The data of a report: the decisions for every matmul of a compiled model, with their counts and estimates."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fxquant.decisions import Decision, Matmul
+from fxquant.roles import Gemm
+
+if TYPE_CHECKING:
+    from fxquant.cost.estimate import Estimate, Work
+    from fxquant.kernels.linear.choice import Chosen
+    from fxquant.kernels.linear.timing import Problem
+
+
+class EpilogueGemm(NamedTuple):
+    """A GEMM of a `graph`, ``forward`` or ``backward``, with the epilogue that a Triton kernel could fuse on a GPU."""
+
+    layer: str
+    graph: str
+    problem: Problem
+    card: str
+
+    def chosen(self, card: str = "") -> Chosen:
+        """The kernel on its own device, or on another `card`, by measured rates."""
+        from fxquant.cost.estimate import choose_gemm
+
+        return choose_gemm(self.problem, card or self.card)
+
+
+class Layer(NamedTuple):
+    """The decisions of one layer, or of `repeats` layers that differ only in numbers of their names."""
+
+    name: str
+    repeats: int
+    decisions: list[Decision]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The error of a quantized product or attention, named in `what`: see `fxquant.measure`."""
+
+    layer: str
+    what: str
+    error: float
+    lost: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class ReportData:
+    """The decisions of one or several compiled graphs.
+
+    `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
+    each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks.
+    `epilogues` are the GEMMs whose results are activated, added to something or measured by their readers. `again`
+    are the layers whose product a backward computes again with the option ``save="least"``. Kernels and times are those
+    of `card`, or where it is empty of the device that the tensors are on; see `on`. `losses` are those that
+    `fxquant.measure` has measured.
+    """
+
+    recipe: str
+    decisions: list[Decision] = field(default_factory=list)
+    graphs: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    epilogues: list[EpilogueGemm] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
+    card: str = ""
+    losses: list[Loss] = field(default_factory=list)
+
+    def estimates(self) -> dict[int, Estimate]:
+        """Kernels and times of every matmul, by site, of attention at its first product's; see `fxquant.cost`."""
+        from fxquant.cost.estimate import estimate
+
+        return estimate(self.decisions, self.card)
+
+    def slower(self) -> list[str]:
+        """The layers that are estimated to be slower than in high precision."""
+        return self.layers_of({site for site, estimate in self.estimates().items() if estimate.slower})
+
+    def layers_of(self, sites: Collection[int]) -> list[str]:
+        """The names of the layers of these matmuls."""
+        return list(dict.fromkeys(_layer_name(d) for d in self.decisions if d.site in sites))
+
+    def unkernelled(self) -> dict[str, list[str]]:
+        """The layers whose quantized attention would hold its scores in the memory of a GPU, by the reason."""
+        sites: dict[str, list[int]] = defaultdict(list)
+        for site, estimate in self.estimates().items():
+            if estimate.reference:
+                sites[estimate.reference].append(site)
+        return {reason: self.layers_of(same_reason) for reason, same_reason in sites.items()}
+
+    def time(self) -> dict[str, Any]:
+        """The estimate by name: ``card``, microseconds of all matmuls and their casts, and the layers without one.
+
+        ``unquantized_us`` and ``quantized_us`` are None on a device without measured rates.
+        """
+        timed = {site: estimate for site, estimate in self.estimates().items() if estimate.quantized is not None}
+        problems = [(d, d.matmul or d.attention) for d in self.decisions]
+        devices = {problem.device for _, problem in problems if problem is not None}
+        missing = (
+            _layer_name(d)
+            for d, problem in problems
+            if (isinstance(problem, Matmul) or (problem is not None and problem.spec is not None))
+            and d.weighed not in timed
+        )
+        return {
+            "card": self.card or ", ".join(sorted(devices)),
+            "unquantized_us": sum(estimate.unquantized or 0 for estimate in timed.values()) if timed else None,
+            "quantized_us": sum(estimate.quantized or 0 for estimate in timed.values()) if timed else None,
+            "unknown": list(dict.fromkeys(missing)),
+            "slower": self.slower(),
+        }
+
+    def work(self, layer: str = "", *, collapse: bool = False) -> list[tuple[str, int, Work]]:
+        """Each GEMM and cast with its layer and how many equal layers there are; see `layers` for the arguments."""
+        estimates = self.estimates()
+        return [
+            (name, repeats, work)
+            for name, repeats, decisions in self.layers(layer, collapse=collapse)
+            for site in dict.fromkeys(d.site for d in decisions)
+            for work in (estimates[site].work if site in estimates else ())
+        ]
+
+    def gemms(self) -> dict[tuple[int, Gemm], list[Decision]]:
+        """The decisions by (site, gemm): normally two, left operand then right."""
+        groups: dict[tuple[int, Gemm], list[Decision]] = defaultdict(list)
+        for decision in self.decisions:
+            groups[decision.site, decision.gemm].append(decision)
+        return dict(groups)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of all GEMMs (``total``), and of those with both operands quantized (``quantized``)."""
+        total = quantized = 0
+        for operands in self.gemms().values():
+            flops = operands[0].flops
+            total += flops
+            quantized += flops if _quantized(operands) else 0
+        return {"total": total, "quantized": quantized}
+
+    @property
+    def coverage(self) -> float:
+        """Share of matmul FLOPs that run with both operands quantized; 1 for a model without matmuls.
+
+        Without FLOPs it is 1 if everything is quantized, else 0.
+        """
+        if self.flops["total"]:
+            return self.flops["quantized"] / self.flops["total"]
+        return float(all(decision.quantizer is not None for decision in self.decisions))
+
+    @property
+    def explained(self) -> float:
+        """Share of matmul FLOPs that are quantized or carry a written reason why not."""
+        total = self.flops["total"]
+        explained = sum(
+            operands[0].flops
+            for operands in self.gemms().values()
+            if _quantized(operands) or any(d.skip_reason is not None for d in operands)
+        )
+        return explained / total if total else 1.0
+
+    def summary(self) -> dict[str, Any]:
+        """The counts of the totals line, by name."""
+        return {
+            "matmuls": len({d.site for d in self.decisions}),
+            "operands": len(self.decisions),
+            "quantized_operands": sum(d.quantizer is not None for d in self.decisions),
+            "flops": self.flops,
+            "coverage": self.coverage,
+            "explained": self.explained,
+            "skipped": dict(Counter(str(d.skip_reason) for d in self.decisions if d.skip_reason).most_common()),
+        }
+
+    def layers(self, layer: str = "", *, collapse: bool = False) -> list[Layer]:
+        """The layers in whose name the regular expression `layer` is found, in graph order.
+
+        `collapse` folds layers that differ in nothing but a number of their name, written as ``layers.{0..11}.mlp``.
+        """
+        pattern = re.compile(layer)
+        by_name: dict[str, list[Decision]] = defaultdict(list)
+        for decision in self.decisions:
+            if pattern.search(decision.layer):
+                by_name[decision.layer].append(decision)
+        return _fold(by_name) if collapse else [Layer(name or MODEL, 1, rows) for name, rows in by_name.items()]
+
+
+MODEL = "<model>"
+"""The name of the layer that is the model itself."""
+
+
+def _layer_name(decision: Decision) -> str:
+    """The layer of a decision, as the report names it."""
+    return decision.layer or MODEL
+
+
+def role_text(decision: Decision) -> str:
+    """The tensor type, with the module type in front when it is not linear."""
+    role = decision.role
+    return role.tensor_type if role.module_type == "linear" else f"{role.module_type}.{role.tensor_type}"
+
+
+def shape_text(decision: Decision) -> str:
+    """The operand's shape, such as ``[64, 4096]``."""
+    return f"[{', '.join(str(size) for size in decision.shape)}]"
+
+
+def result(decision: Decision) -> str:
+    """How the operand is quantized in its direction, or ``skipped: REASON``; with the detail in parentheses."""
+    detail = f" ({decision.detail})" if decision.detail else ""
+    if decision.quantizer is None:
+        return f"skipped: {decision.skip_reason}{detail}"
+    return f"{plain_spec(str(decision.quantizer.spec(decision.direction)))}{detail}"
+
+
+def plain_spec(text: str) -> str:
+    """The text of a spec without the parts that only tell one layer or process from another.
+
+    A slot number becomes ``delayed``, and a custom quantizer's key the name of its class.
+    """
+    return re.sub(r"custom\(key=(.*)-\w+\)", r"\1", re.sub(r"slot=\d+", "delayed", text))
+
+
+def _quantized(operands: Sequence[Decision]) -> bool:
+    return all(d.quantizer is not None for d in operands)
+
+
+def _fold(layers: dict[str, list[Decision]]) -> list[Layer]:
+    """Merges layers that differ in one number of their name, one position of the name after another."""
+    folded = [(name.split("."), 1, rows) for name, rows in layers.items()]
+    for position in range(max((len(parts) for parts, _, _ in folded), default=0)):
+        groups: dict[Any, list[tuple[list[str], int, list[Decision]]]] = defaultdict(list)
+        for parts, count, rows in folded:
+            same = list(parts)
+            if position < len(parts) and parts[position].isdecimal():
+                same[position] = "{}"
+            content = tuple((role_text(d), d.gemm, d.direction, d.shape, result(d)) for d in rows)
+            groups[tuple(same), content].append((parts, count, rows))
+        folded = []
+        for members in groups.values():
+            parts, count, rows = members[0]
+            if len(members) > 1:
+                numbers = _ranges([int(member[0][position]) for member in members])
+                parts = [*parts[:position], numbers, *parts[position + 1 :]]
+            folded.append((parts, count * len(members), rows))
+    return [Layer(".".join(parts) or MODEL, count, rows) for parts, count, rows in folded]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as ``{0..11}`` or ``{0,2,5..7}``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "{" + ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}..{r[-1]}" for r in runs) + "}"

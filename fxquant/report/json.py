@@ -1,0 +1,64 @@
+"""The JSON view of a report: everything in it, for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from fxquant.decisions import Decision
+from fxquant.report.data import ReportData, result
+
+
+def dumps(report: ReportData) -> str:
+    """The report as a JSON object."""
+    content = {
+        "recipe": report.recipe,
+        "summary": report.summary(),
+        "unused": report.unused,
+        "breaks": report.breaks,
+        "estimate": report.time(),
+        "work": [
+            {
+                "layer": name,
+                "what": work.what,
+                "kernel": work.kernel,
+                "unquantized_us": work.unquantized,
+                "quantized_us": work.quantized,
+            }
+            for name, _, work in report.work()
+        ],
+        "epilogues": [
+            {
+                "layer": gemm.layer,
+                "graph": gemm.graph,
+                "size": gemm.problem.size,
+                "epilogue": gemm.problem.epilogue,
+                "kernel": str(gemm.chosen(report.card)),
+            }
+            for gemm in report.epilogues
+        ],
+        "again": report.again,
+        "losses": [asdict(loss) for loss in report.losses],
+        "decisions": [_plain(d) for d in report.decisions],
+        "graphs": report.graphs,
+    }
+    return json.dumps(content, indent=1)
+
+
+def _plain(decision: Decision) -> dict[str, Any]:
+    """A decision in the types of JSON."""
+    return {
+        "layer": decision.layer,
+        "module_type": decision.role.module_type,
+        "tensor_type": decision.role.tensor_type,
+        "gemm": str(decision.gemm),
+        "direction": str(decision.direction),
+        "shape": list(decision.shape),
+        "quantizer": None if decision.quantizer is None else result(decision),
+        "skip_reason": decision.skip_reason and str(decision.skip_reason),
+        "detail": decision.detail,
+        "form": decision.form,
+        "site": decision.site,
+        "flops": decision.flops,
+    }

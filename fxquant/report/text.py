@@ -1,0 +1,151 @@
+"""The text view of a report: tables, the estimate in a sentence, and the line of totals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fxquant.report.data import MODEL, ReportData, result, role_text, shape_text
+
+COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
+EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
+LOSS_COLUMNS = ("layer", "result", "relative error", "elements that became zero")
+WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
+
+
+def text(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
+    """Tables, estimate, totals, unused parts of the recipe, graph breaks."""
+    lines = [f"recipe: {report.recipe}"]
+    if report.decisions:
+        layers = report.layers(layer, collapse=collapse)
+        lines.append(table(report, layer, collapse=collapse) if layers else _no_such_layer(report, layer))
+    tables = (work_table(report, layer, collapse=collapse), epilogue_table(report, layer), loss_table(report, layer))
+    lines += filter(None, tables)
+    lines += verdict(report)
+    lines.append(totals(report))
+    if report.again:
+        layer_names = _some([name or MODEL for name in report.again])
+        lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')
+    lines += [f"unused in the recipe: {part}" for part in report.unused]
+    lines += [f"graph break: {reason}" for reason in report.breaks]
+    return "\n".join(lines)
+
+
+def table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
+    """One row per operand and GEMM."""
+    rows = [
+        (name, role_text(d), str(d.gemm), str(d.direction), shape_text(d), result(d))
+        for name, _, decisions in report.layers(layer, collapse=collapse)
+        for d in decisions
+    ]
+    return aligned([COLUMNS, *rows])
+
+
+def work_table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
+    """One row for each GEMM and cast with its kernel and, where rates exist, its estimated time."""
+    rows = [
+        (name, work.what, work.kernel, *(us_text(us) for us in (work.unquantized, work.quantized)))
+        for name, _, work in report.work(layer, collapse=collapse)
+    ]
+    timed = any(row[-1] for row in rows)
+    return aligned([row if timed else row[:3] for row in (WORK_COLUMNS, *rows)]) if rows else ""
+
+
+def epilogue_table(report: ReportData, layer: str = "") -> str:
+    """One row for each GEMM on a GPU that has an epilogue, with the kernel that runs it."""
+    rows = [
+        (gemm.layer or MODEL, gemm.graph, gemm.problem.size, gemm.problem.epilogue, str(gemm.chosen(report.card)))
+        for gemm in report.epilogues
+        if gemm.problem.fuses and (report.card or gemm.card != "cpu") and re.search(layer, gemm.layer)
+    ]
+    return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
+
+
+def loss_table(report: ReportData, layer: str = "") -> str:
+    """One row for each measured product: the error of its result, and how much of each operand became zero."""
+    rows = []
+    for loss in report.losses:
+        if re.search(layer, loss.layer):
+            lost = ", ".join(f"{name} {share:.1%}" for name, share in loss.lost.items())
+            rows.append((loss.layer or MODEL, loss.what, f"{loss.error:.2%}", lost))
+    return aligned([LOSS_COLUMNS, *rows]) if rows else ""
+
+
+def verdict(report: ReportData) -> list[str]:
+    """The estimate in one line, then a warning for each kind of layer that becomes slower or has no kernel."""
+    from fxquant.cost.estimate import RATES
+
+    time = report.time()
+    if not time["card"]:
+        return []
+    if time["quantized_us"] is None:
+        unrated = f"these dtypes or kernels on {time['card']}" if time["card"] in RATES else ""
+        line = f"estimate: none, no measured rates for {unrated or time['card']}"
+        line += "" if unrated else f" (known: {', '.join(RATES)})"
+        return [line, *_warnings(report)]
+    before, after = time["unquantized_us"], time["quantized_us"]
+    line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
+    line += f"{time_text(after)} quantized ({before / after:.2f}x)"
+    if time["unknown"]:
+        line += f"; without {_some(time['unknown'])}, for which no rates were measured"
+    return [line, *_warnings(report)]
+
+
+def _warnings(report: ReportData) -> list[str]:
+    slow = {site: e for site, e in report.estimates().items() if e.slower and not e.reference}
+    warnings = []
+    if slow:
+        lost = time_text(sum((estimate.quantized or 0) - (estimate.unquantized or 0) for estimate in slow.values()))
+        layers = _some(report.layers_of(slow))
+        warnings.append(f"estimated to be slower than unquantized, by {lost}: {layers}")
+    for reason, names in report.unkernelled().items():
+        warnings.append(
+            f"no FP8 kernel for the attention of {_some(names)} ({reason}): the reference keeps its scores in "
+            "float32 in memory, many times slower"
+        )
+    return [f"warning: {warning}; recipes.auto(recipe) leaves them as they are" for warning in warnings]
+
+
+def totals(report: ReportData) -> str:
+    """One line: matmuls, operands quantized, share of FLOPs, and the skipped by reason."""
+    s = report.summary()
+    if not report.decisions:
+        return "no matmuls"
+    line = f"{_count(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
+    line += f"{100 * s['coverage']:.1f}% of matmul FLOPs"
+    if s["skipped"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in s["skipped"].items())
+        line += f"; {sum(s['skipped'].values())} skipped: {reasons}"
+    return line
+
+
+def _no_such_layer(report: ReportData, layer: str) -> str:
+    names = [folded.name for folded in report.layers(collapse=True)]
+    return f"no layer's name has {layer!r} in it; the layers are {_some(names, 20)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns; the last one keeps its own width."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    )
+
+
+def time_text(us: float) -> str:
+    """Microseconds as text of three digits with a unit."""
+    return f"{us:.3g} us" if us < 999.5 else f"{us / 1e3:.3g} ms"
+
+
+def us_text(us: float | None) -> str:
+    """Microseconds in a column; a dash for 0, empty for None."""
+    return "" if us is None else f"{us:.1f}" if us else "-"
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    """The names, or the first of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
