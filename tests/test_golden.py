@@ -6,7 +6,7 @@ import importlib.util
 
 import golden
 
-TESTS = ("test_delayed.py", "kernels/test_reference.py", "kernels/test_layout.py", "test_invariants.py")
+TESTS = ("test_delayed.py", "kernels/cast/test_reference.py", "kernels/cast/test_layout.py", "test_invariants.py")
 """The files whose tables take golden keys."""
 
 

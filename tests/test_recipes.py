@@ -260,15 +260,15 @@ def test_recipes_are_values(recipe: Recipe) -> None:
 
 
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
-    code = "import test_recipes as t\nfor recipe in t.VALUES.values(): print(recipe.fingerprint())"
+    code = f"import {__name__} as t\nfor recipe in t.VALUES.values(): print(recipe.fingerprint())"
     folder = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=folder,
+        cwd=folder.parent,
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.stdout.splitlines() == [recipe.fingerprint() for recipe in VALUES.values()]
 
