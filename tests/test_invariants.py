@@ -44,7 +44,7 @@ from fxquant import (
     recipes,
 )
 from fxquant.formats import ELEMENTS
-from fxquant.kernels.state import reference as delayed
+from fxquant.kernels.state import reference as delayed_reference
 from fxquant.quantizers import Float8Quantizer
 
 E5M2 = torch.float8_e5m2
@@ -466,7 +466,7 @@ def test_scales_follow_the_formula(algorithm: str, length: int, margin: int) -> 
     scale, history = torch.ones(1), torch.zeros(length, 1)
     window, expected = [0.0] * (length - 1), torch.ones(1)
     for last in amaxes:
-        scale, history = delayed.update(
+        scale, history = delayed_reference.update(
             scale, history, last.reshape(1), torch.tensor([448.0]), margin=margin, algorithm=algorithm
         )
         if last != 0:  # a step without amaxes is not rolled in
