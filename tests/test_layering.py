@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,26 @@ def test_imports_run_one_way(module: str) -> None:
     for target, now in imported(FILES[module]):
         if own is not None and now and (other := layer(target)) is not None:
             assert other <= own, f"{module} imports {target}"
+
+
+WITH_TRITON = ("triton*", "amax", "codes", "gluon", "cuda")
+"""The names of the files of kernels that need Triton when they are imported."""
+
+
+def needs_triton(module: str) -> bool:
+    return module.startswith("fxquant.kernels.") and any(
+        fnmatch.fnmatch(module.rpartition(".")[2], name) for name in WITH_TRITON
+    )
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_triton_is_imported_by_kernels_alone(module: str) -> None:
+    """So all that decides, counts or reports works where Triton is not installed."""
+    if not needs_triton(module) and not module.startswith("fxquant.bench"):
+        for target, now in imported(FILES[module]):
+            assert not now or not (target.split(".")[0] == "triton" or needs_triton(target)), (
+                f"{module} imports {target}"
+            )
 
 
 @pytest.mark.parametrize("module", sorted(m for m in FILES if m.startswith("fxquant.kernels")))

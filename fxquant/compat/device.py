@@ -35,11 +35,18 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
-def knows_gluon() -> bool:
-    """Whether Triton has the Gluon that a kernel here is written in: it is experimental, and changes with versions."""
-    import triton
+def triton_version() -> str:
+    """The version of Triton, empty where it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return ""
+    return str(triton.__version__)
 
-    return bool(triton.__version__.startswith("3.6."))
+
+def knows_gluon() -> bool:
+    """Returns True if Triton has the Gluon that a kernel here is written in: an experiment, other in each version."""
+    return triton_version().startswith("3.6.")
 
 
 def launches_early(device: torch.device) -> bool:
@@ -76,5 +83,6 @@ __all__ = [
     "knows_gluon",
     "launches_early",
     "no_autocast",
+    "triton_version",
     "triton_workspace",
 ]

@@ -26,7 +26,7 @@ from fxquant.errors import OptionError
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear.choice import GemmKernel
-from fxquant.kernels.linear.timing import Problem, Times
+from fxquant.kernels.linear.problem import Problem, Times
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm
 
 

@@ -14,7 +14,7 @@ from fxquant.roles import Gemm
 if TYPE_CHECKING:
     from fxquant.cost.estimate import Estimate, Work
     from fxquant.kernels.linear.choice import Chosen
-    from fxquant.kernels.linear.timing import Problem
+    from fxquant.kernels.linear.problem import Problem
 
 
 class EpilogueGemm(NamedTuple):

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
+from fxquant.compat.device import converts_to_fp8, knows_gluon
 from fxquant.formats import ELEMENTS, AttentionSpec, QuantSpec
-from fxquant.kernels.attention import gluon_op as warp_attention
-from fxquant.kernels.attention.triton import HEAD_DIMS
+
+HEAD_DIMS = (64, 128, 256)
+"""The head sizes that Triton kernels take."""
+Scaling = Literal["tensor", "head", "block"]
+"""The elements that share a scale: a tensor, heads, or 128 positions of them."""
+SCALINGS: dict[str, Scaling] = {"per_tensor_e4m3": "tensor", "per_head_e4m3": "head", "per_head_128_e4m3": "block"}
+"""The formats that kernels multiply, and cast."""
+_LEAST_WORK_OF_GLUON = 1 << 36
+"""FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
 
 
 class AttentionKernel(str, Enum):
@@ -53,7 +62,7 @@ def forward(spec: AttentionSpec, sides: Sides, capability: tuple[int, int], flop
     """The kernel of a forward of so much work on a CUDA device of this capability; (0, 0) is another device."""
     reason = _problem(spec, sides, capability) or _softmax(spec)
     kernel = AttentionKernel.TRITON if _multiplied(spec.qkv) else _dequantized(spec)
-    if kernel is AttentionKernel.TRITON and not (_masked(spec) or spec.dropout) and warp_attention.pays(flops):
+    if kernel is AttentionKernel.TRITON and not (_masked(spec) or spec.dropout) and by_gluon(flops):
         kernel = AttentionKernel.GLUON
     return _chosen(reason, kernel)
 
@@ -83,7 +92,7 @@ def _dequantized(spec: AttentionSpec) -> AttentionKernel:
 
 def _multiplied(spec: QuantSpec) -> bool:
     """Whether kernels multiply a format as it is: e4m3 with a scale for the tensor, heads or 128 positions."""
-    return _plain(spec) in ("per_tensor_e4m3", "per_head_e4m3", "per_head_128_e4m3")
+    return _plain(spec) in SCALINGS
 
 
 def _is_gradient(spec: QuantSpec) -> bool:
@@ -155,3 +164,21 @@ def _softmax(spec: AttentionSpec) -> str:
     else:  # whose scale is a constant
         known = row.family in ("per_tensor", "per_head") and row.element == ELEMENTS["e4m3"]
     return "" if known else f"{spec.s} in s"
+
+
+def by_gluon(flops: int) -> bool:
+    """Returns True if Triton has the kernel in Gluon, and it is the faster one for so much work."""
+    return flops >= _LEAST_WORK_OF_GLUON and knows_gluon()
+
+
+def casts(x: Tensor, spec: str) -> bool:
+    """Returns True if a kernel quantizes x [B, H, S, D]."""
+    known = SCALINGS.get(spec) in ("head", "block") and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
+    return known and x.shape[-1] in HEAD_DIMS and converts_to_fp8(x.device)
+
+
+def casts_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str) -> bool:
+    """Returns True if kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together."""
+    known = spec in SCALINGS and q.ndim == 4 and q.dtype in (torch.bfloat16, torch.float16)
+    known = known and q.shape[-1] == v.shape[-1] and q.shape[-1] in HEAD_DIMS
+    return known and converts_to_fp8(q.device)

@@ -14,23 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import converts_to_fp8
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels.attention import gluon_op as warp_attention
 from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention import triton as triton_attention
 from fxquant.kernels.attention import triton_cast as triton_head_cast
+from fxquant.kernels.attention.choice import SCALINGS
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
-from fxquant.kernels.attention.triton_cast import Scaling
 from fxquant.kernels.state import reference as delayed
 
-_SCALINGS: dict[str, Scaling] = {
-    "per_tensor_e4m3": "tensor", "per_head_e4m3": "head", "per_head_128_e4m3": "block",
-}  # fmt: skip
-"""The formats that kernels multiply, and cast."""
 _GRADIENTS = {
-    **dict.fromkeys(_SCALINGS, torch.float8_e4m3fn), "per_tensor_e5m2": torch.float8_e5m2,
+    **dict.fromkeys(SCALINGS, torch.float8_e4m3fn), "per_tensor_e5m2": torch.float8_e5m2,
     "per_head_e5m2": torch.float8_e5m2,
 }  # fmt: skip
 """The formats of the gradients, and what do is cast to."""
@@ -68,7 +63,7 @@ def _known(
     if plain is None or k.ndim != 4 or v.shape[-2] != width:
         return None
     softmax = spec.s.row
-    if str(spec.qkv) in _SCALINGS:
+    if str(spec.qkv) in SCALINGS:
         taken = softmax.family in ("per_tensor", "per_head") and softmax.element == spec.qkv.row.element
     else:
         taken = _is_mx(spec.qkv) and softmax.family in attention_reference.UNQUANTIZED_SOFTMAX
@@ -82,48 +77,35 @@ def _is_mx(spec: QuantSpec) -> bool:
     return spec.row.family == "mxfp8"
 
 
-def casts(x: Tensor, spec: str) -> bool:
-    """Whether a kernel quantizes x [B, H, S, D]."""
-    known = _SCALINGS.get(spec) in ("head", "block") and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
-    return known and x.shape[-1] in triton_attention.HEAD_DIMS and converts_to_fp8(x.device)
-
-
-def casts_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str) -> bool:
-    """Whether kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together."""
-    known = spec in _SCALINGS and q.ndim == 4 and q.dtype in (torch.bfloat16, torch.float16)
-    known = known and q.shape[-1] == v.shape[-1] and q.shape[-1] in triton_attention.HEAD_DIMS
-    return known and converts_to_fp8(q.device)
-
-
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
-    """Payload and scale of x [B, H, S, D], where `casts` says so."""
-    scaling: Any = _SCALINGS[spec]
+    """Payload and scale of x [B, H, S, D], where `choice.casts` says so."""
+    scaling: Any = SCALINGS[spec]
     return list(triton_head_cast.quantize_heads(_dense(x), groups, transposed, scaling))
 
 
 def quantize_qkv(
     q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None, record: bool = False
 ) -> list[Tensor]:
-    """Payloads and scales of q, k and v, where `casts_qkv` says so."""
+    """Payloads and scales of q, k and v, where `choice.casts_qkv` says so."""
     amax = torch.zeros(1, device=q.device) if record else None
-    parts = triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), _SCALINGS[spec], scale, amax)
+    parts = triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amax)
     return parts if amax is None else [*parts, amax]
 
 
 def quantize_qkv_into(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor, amaxes: Tensor) -> list[Tensor]:
     """`quantize_qkv` whose amax goes into the state."""
-    return triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), _SCALINGS[spec], scale, amaxes)
+    return triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amaxes)
 
 
 def _dequantized(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], spec: QuantSpec, width: int, dtype: torch.dtype
 ) -> list[Tensor]:
     """q, k and v in a 16-bit dtype."""
-    scaling = _SCALINGS.get(str(spec))
+    scaling = SCALINGS.get(str(spec))
     if scaling is not None:
         return triton_head_cast.dequantize_qkv(q, k, v, scaling, dtype)
     groups = q[0].shape[1] // k[0].shape[1]
@@ -172,7 +154,7 @@ def _forward(
     unmasked = plain.mask is None and not parsed.dropout
     if not _is_mx(parsed.qkv):
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        options["scaling"] = _SCALINGS[str(parsed.qkv)]
+        options["scaling"] = SCALINGS[str(parsed.qkv)]
         if unmasked and warp_attention.takes(q8, k8):
             o, lse, weights = warp_attention.forward(
                 q8, k8, v8, q_scale, k_scale, v_scale, **options, out_dtype=dtype, record=s_amax is not None
@@ -221,7 +203,7 @@ def attention_backward(
         elif str(parsed.do) in _GRADIENTS and str(parsed.dp) in _GRADIENTS and not _is_mx(parsed.qkv):
             (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
             more |= {"do_dtype": _GRADIENTS[str(parsed.do)], "do_multiplier": do_scale}
-            more |= {"do_amax": do_amax, "dp_amax": dp_amax, "scaling": _SCALINGS[str(parsed.qkv)]}
+            more |= {"do_amax": do_amax, "dp_amax": dp_amax, "scaling": SCALINGS[str(parsed.qkv)]}
             grads = triton_attention.backward(do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, **options, **more)
         if grads is not None:
             amaxes = (torch.ones(1, device=do.device) if amax is None else amax for amax in (do_amax, dp_amax))
@@ -237,4 +219,4 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "attention_forward_into": attention_forward_into,
     "attention_backward": attention_backward,
 }
-"""What runs on CUDA in the place of the operators of these names; see `casts` and `casts_qkv` for the others."""
+"""The operators that run so on CUDA whatever they are given; `choice.casts` and `choice.casts_qkv` decide on casts."""

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fxquant.kernels.attention.triton_cast import KINDS, Scaling
+from fxquant.kernels.attention.choice import Scaling
+from fxquant.kernels.attention.triton_cast import KINDS
 
 _P_LOG = gl.constexpr(8.0)
 """log2 of what probabilities are multiplied by before their cast, as in `triton_attention`."""

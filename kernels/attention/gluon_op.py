@@ -13,7 +13,7 @@ from torch import Tensor
 from fxquant.compat.device import is_hopper, knows_gluon
 from fxquant.compat.private import fake_kernel, operator_library
 from fxquant.compat.values import size_hint
-from fxquant.kernels.attention.triton_cast import Scaling
+from fxquant.kernels.attention.choice import Scaling, by_gluon
 
 _library = operator_library("fxquant_kernels", more=True)
 _library.define(
@@ -23,18 +23,9 @@ _library.define(
 )
 
 
-_LEAST_WORK = 1 << 36
-"""FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
-
-
 def takes(q: Tensor, k: Tensor) -> bool:
     """Whether this kernel runs for q [B, H, Sq, D] and k that `triton_attention.supports`, without mask and dropout."""
-    return pays(4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))) and is_hopper(q.device)
-
-
-def pays(flops: int) -> bool:
-    """Whether the Triton that is installed has this kernel, and it is the faster one for so much work."""
-    return flops >= _LEAST_WORK and knows_gluon()
+    return by_gluon(4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))) and is_hopper(q.device)
 
 
 def exists(device: torch.device) -> bool:

@@ -21,11 +21,11 @@ from torch.library import wrap_triton
 from fxquant.compat.device import is_hopper, triton_workspace
 from fxquant.compat.patches import declare_written
 from fxquant.compat.values import statically_known_true
+from fxquant.kernels.attention.choice import HEAD_DIMS, Scaling
 from fxquant.kernels.attention.triton_cast import (  # fmt: skip
     BLOCK,
     BLOCK_LEN,
     KINDS,
-    Scaling,
     dequantize_qkv,
     quantize_heads,
     scale_place,
@@ -40,7 +40,6 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
 _P_LOG = tl.constexpr(8.0)
 """log2 of what probabilities are multiplied by before their cast, so that small ones are not lost."""
-HEAD_DIMS = (64, 128, 256)
 
 
 @triton.jit

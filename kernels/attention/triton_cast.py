@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.patches import declare_written
+from fxquant.kernels.attention.choice import Scaling
 from fxquant.kernels.cast.codes import four, in_words, magnitude, raise_amax, word
 
-Scaling = Literal["tensor", "head", "block"]
-"""What shares a scale: a tensor, heads, or 128 positions of them."""
 TENSOR, HEAD, BLOCK = (tl.constexpr(i) for i in range(3))
 KINDS: dict[str, int] = {"tensor": 0, "head": 1, "block": 2}
 """Scalings as the kernels know them."""

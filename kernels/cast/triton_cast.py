@@ -671,14 +671,6 @@ class _Side:
         return [data, scale.t() if self.transposed else scale]
 
 
-def supports(spec: QuantSpec) -> bool:
-    """Whether the kernels know a format with its options."""
-    row = spec.row
-    if row.family not in _KINDS or spec.rht or (spec.torchao and row.family == "block"):
-        return False
-    return not spec.torchao or not spec.eps
-
-
 def quantize(
     x: Tensor, row: QuantSpec | None, column: QuantSpec | None, row_scale: Tensor | None = None,
     column_scale: Tensor | None = None, amax: Callable[[Tensor], Tensor] = reference.amax,

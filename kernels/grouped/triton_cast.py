@@ -213,19 +213,6 @@ def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.c
         tl.store(place, tl.zeros((ROWS, COLUMNS), cleared.dtype.element_ty), mask=inside)
 
 
-def supports(spec: QuantSpec, *, ragged: bool) -> bool:
-    """Whether the kernels know a format with its options, for rows in groups or for a batch of matrices."""
-    if not triton_cast.supports(spec) or (ragged and spec.row.block[0] > 1):
-        return False
-    return spec.row.family != "mxfp8" or spec.row.block[0] == 1
-
-
-def supported(x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None) -> bool:
-    """Whether the kernels make this quantization."""
-    known = all(supports(spec, ragged=offs is not None) for spec in (row, column) if spec is not None)
-    return known and x.dtype != torch.float64 and x.ndim == (2 if offs is not None else 3)
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where groups lie: how many there are, their rows, those when padded, and strips; and the table of them."""

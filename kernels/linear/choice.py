@@ -12,9 +12,9 @@ import torch
 
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.kernels.cast import triton_cast
-from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
-from fxquant.kernels.linear import triton_few_rows as triton_decode
+from fxquant.kernels.cast import supported
+from fxquant.kernels.grouped import supported as supported_groups
+from fxquant.kernels.linear import few_rows
 
 Dim = int | torch.SymInt | None
 """A size, or None for one that is not known."""
@@ -73,9 +73,9 @@ def gemm(
     """
     if "custom" in (a.row.family, b.row.family):
         return Chosen(GemmKernel.OWN)
-    if fast is not None and matrices and capability[0] == 9 and fast.most_rows <= triton_decode.MOST_TOKENS:
+    if fast is not None and matrices and capability[0] == 9 and fast.most_rows <= few_rows.MOST_TOKENS:
         static = all(isinstance(size, int) and size > 0 for size in (fast.most_rows, rows[1], fast.length))
-        if static and rows[0] != 0 and triton_decode.supports(a, b):
+        if static and rows[0] != 0 and few_rows.supports(a, b):
             return Chosen(GemmKernel.FEW_ROWS)
     if a.row.family in ("per_tensor", "per_row") and matrices:
         by_row = "per_row" in (a.row.family, b.row.family)
@@ -141,7 +141,7 @@ def grouped_gemm(
 
 def casts_one_row(spec: QuantSpec, capability: tuple[int, int]) -> bool:
     """Whether the GEMM of a single row, which is `GemmKernel.FEW_ROWS`, quantizes it as well."""
-    return capability[0] == 9 and triton_decode.casts(spec)
+    return capability[0] == 9 and few_rows.casts(spec)
 
 
 def casts_by_triton(
@@ -155,8 +155,8 @@ def casts_by_triton(
     transposed, or after the amax of the tensor. `matrix` says that the tensor is one and not empty, `fp8` that the
     device makes FP8. Groups are matrices of a batch, or `ragged`.
     """
-    known = all(triton_cast.supports(spec) for spec in specs)
+    known = all(supported.supports(spec) for spec in specs)
     if grouped:
-        known = known and all(triton_grouped_cast.supports(spec, ragged=ragged) for spec in specs)
+        known = known and all(supported_groups.supports(spec, ragged=ragged) for spec in specs)
     in_tiles = any(spec.row.block[0] > 1 for spec in specs)
     return (apart or in_tiles) and known and matrix and dtype != torch.float64 and fp8

@@ -12,7 +12,7 @@ from fxquant.compat.private import ScalingType
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
-from fxquant.kernels.linear import choice, triton_gemm
+from fxquant.kernels.linear import choice
 from fxquant.kernels.linear.choice import GemmKernel
 
 
@@ -51,6 +51,8 @@ def fused_scaled_mm(
     record: bool,
 ) -> list[Tensor]:
     """`fxquant::fused_scaled_mm` by a Triton kernel that takes these operands."""
+    from fxquant.kernels.linear import triton_gemm
+
     left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     return triton_gemm.scaled_mm(
         a, left, b, right, bias, out_dtype, fast_accum, activation=activation, residual=residual, record=record

@@ -13,99 +13,21 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
-from fxquant.compat.device import card_name
+from fxquant.compat.device import card_name, triton_version
 from fxquant.compat.private import inductor_cache, no_modes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import cublas as gemm
-from fxquant.kernels.linear import triton_gemm
-from fxquant.kernels.linear.choice import Chosen, GemmKernel
+from fxquant.kernels.linear.problem import Problem, Times
 
 log = logging.getLogger(__name__)
 
 _CALLS, _ROUNDS = 4, 5
 """Of each kernel in a CUDA graph, and of the graphs in turn."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A GEMM a [M, K] x b [N, K]^T of specs a and b, and its epilogue."""
-
-    m: int
-    k: int
-    n: int
-    a: str
-    b: str
-    dtype: torch.dtype
-    fast_accum: bool
-    bias: bool = False
-    activation: str = ""
-    residual: bool = False
-    record: bool = False
-
-    def __str__(self) -> str:
-        return " ".join(map(str, astuple(self)))
-
-    @property
-    def size(self) -> str:
-        """The sizes as text."""
-        return f"{self.m} x {self.k} x {self.n}"
-
-    @property
-    def epilogue(self) -> str:
-        """What comes behind the product, as text."""
-        parts = ("+ bias" * self.bias, self.activation, "+ residual" * self.residual, "amax" * self.record)
-        return ", ".join(filter(None, parts))
-
-    @property
-    def fuses(self) -> bool:
-        """Whether anything comes behind it that cuBLAS leaves to another kernel."""
-        return bool(self.activation) or self.residual or self.record
-
-    @property
-    def kernels(self) -> tuple[GemmKernel, ...]:
-        """Those that there are, the one that needs no reason first."""
-        by_row = any(QuantSpec.parse(spec).row.family == "per_row" for spec in (self.a, self.b))
-        if by_row:
-            return GemmKernel.PER_ROW, GemmKernel.TRITON
-        rows = (GemmKernel.PER_ROW,) if self.dtype == torch.bfloat16 else ()
-        return GemmKernel.PER_TENSOR, *rows, GemmKernel.TRITON
-
-
-@dataclass(frozen=True)
-class Times:
-    """Microseconds: of each of a problem's kernels, Triton's with the epilogue, and of a copy of the result."""
-
-    kernels: tuple[float, ...]
-    copy: float
-
-    def saved(self, problem: Problem) -> float:
-        """What an epilogue saves of the kernels that follow.
-
-        A sum that Inductor would fuse with what reads it saves one read and one write of the result, an amax one read.
-        An activation is computed by what reads it, at no cost.
-        """
-        return self.copy * (problem.residual + problem.record / 2)
-
-    def chosen(self, problem: Problem, how: str, margin: float = 1.0) -> Chosen:
-        """The fastest kernel, and how it compares, by times got somehow; a later one has to win by the margin."""
-        saved = self.saved(problem)
-        totals = [
-            us + saved * (k is not GemmKernel.TRITON) for k, us in zip(problem.kernels, self.kernels, strict=True)
-        ]
-        kernel, fastest = problem.kernels[0], totals[0]
-        for other, total in zip(problem.kernels[1:], totals[1:], strict=True):
-            if total * margin < fastest:
-                kernel, fastest = other, total
-        others = zip(problem.kernels[1:], totals[1:], strict=True)
-        names = ((str(other).removeprefix("cuBLAS _scaled_mm, "), us) for other, us in others)
-        return Chosen(kernel, f"{how}: " + ", ".join(f"{name} {totals[0] / us:.2f}x as fast" for name, us in names))
 
 
 def remembered(problem: Problem, device: torch.device) -> Times | None:
@@ -139,6 +61,8 @@ def measured(problem: Problem, device: torch.device) -> Times | None:
 
 def measure(problem: Problem, device: torch.device) -> Times:
     """Times the kernels in turn, in CUDA graphs."""
+    from fxquant.kernels.linear import triton_gemm
+
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, text: str) -> tuple[list[Tensor], QuantSpec]:
@@ -205,7 +129,7 @@ def in_turn(*runs: Callable[[], object]) -> list[float]:
 
 
 def _key(problem: Problem, device: torch.device) -> str:
-    return f"{card_name(device)}, torch {torch.__version__}, triton {triton.__version__}: {problem}"
+    return f"{card_name(device)}, torch {torch.__version__}, triton {triton_version()}: {problem}"
 
 
 def _path() -> Path:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,17 +30,10 @@ from fxquant.compat.patches import declare_written
 from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, magnitude, multiplier
+from fxquant.kernels.linear.few_rows import EPILOGUES, MULTIPROCESSORS, Tiles, is_one_row
 
-MOST_TOKENS = 64
-"""Rows of x up to which reading the weight takes longer than anything else."""
-_MULTIPROCESSORS = 132
-"""Of an H100: no fewer programs than that should read the weight."""
-_LONGEST_ROW = 32768
-"""Of a weight, for the matrix-vector product: what a program holds in registers."""
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
 """What shares a scale."""
-_MOST_CAST_INSIDE, _LONGEST_CAST_INSIDE = 16, 4096
-"""Rows of x, and elements of each, that `gemm_kernel` casts itself where they have one scale: all its programs do."""
 _PIECE = 2048
 """Elements of a row that a program takes, where no more have a scale in common."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
@@ -49,8 +42,7 @@ _AHEAD = {_TENSOR.value: 8 << 20, _ROW.value: 4 << 20, _BLOCK.value: 8 << 20}
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 """x is FP8 already; is multiplied by a given number; takes its own amax."""
 _NONE, _ADD, _SILU_MUL, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(5))
-EPILOGUES = {"add": _ADD, "silu_mul": _SILU_MUL, "gelu": _GELU, "gelu_tanh": _GELU_TANH}
-"""What a GEMM may do to its result; the first two with a tensor of the same shape."""
+_EPILOGUES = dict(zip(EPILOGUES, (_ADD, _SILU_MUL, _GELU, _GELU_TANH), strict=True))
 _SQRT_HALF, _SQRT_2_PI, _CUBE = (tl.constexpr(c) for c in (0.7071067811865476, 0.7978845608028654, 0.044715))
 _Rule = tuple[float, float, float, bool, float, float]
 
@@ -363,100 +355,13 @@ def gemv_kernel(
     tl.store(y + n, out, mask=n < N)
 
 
-class Tiles(NamedTuple):
-    """What a program of `gemm_kernel` takes: a tile of m tokens by n rows of the weight, k of both at a time."""
-
-    m: int
-    n: int
-    k: int
-    stages: int
-    warps: int
-
-    @classmethod
-    def of(cls, rows: int, source: int) -> Tiles:
-        """For `rows` tokens; what was fastest for weights of 4096 x 14336 and 8192 x 28672 (docs/performance.md).
-
-        At least two programs share a multiprocessor: stages are what its memory has room for.
-        """
-        m = max(16, triton.next_power_of_2(rows))
-        return cls(m, 64, 256, 3 if m == 64 or source != _PAYLOAD.value else 4, 4)
-
-    def steps(self, size_n: int, size_k: int) -> tuple[int, int]:
-        """Into how many parts K is split, so that no multiprocessor idles, and the steps of k that each has."""
-        all_steps = triton.cdiv(size_k, self.k)
-        split = max(1, min(_MULTIPROCESSORS // triton.cdiv(size_n, self.n), all_steps // 4))
-        steps = triton.cdiv(all_steps, split)
-        return triton.cdiv(all_steps, steps), steps
-
-
-def supports(a_spec: QuantSpec, b_spec: QuantSpec) -> bool:
-    """Whether `scaled_mm` takes operands of these formats, x of up to 64 rows: e4m3, scales per tensor, per row, or
-    1x128 x 128x128."""
-    blocks = {a_spec.row.block, b_spec.row.block} if "block" in (a_spec.row.family, b_spec.row.family) else None
-    return _is_e4m3(b_spec) and casts(a_spec) and blocks in (None, {(1, 128), (128, 128)})
-
-
-def casts(spec: QuantSpec) -> bool:
-    """Whether x may have this format: e4m3, a scale per tensor, per row, or per 1x128 block."""
-    return _is_e4m3(spec) and (spec.row.family != "block" or spec.row.block == (1, 128))
-
-
-def _is_e4m3(spec: QuantSpec) -> bool:
-    element = spec.row.element
-    return spec.row.family in _KINDS and element is not None and element.dtype == torch.float8_e4m3fn
-
-
-def quantizes(x: Tensor) -> bool:
-    """Whether `quantize` takes x [M, K], for a GEMM that `scaled_mm` takes: of more than one row, or a long one."""
-    return x.ndim == 2 and x.dtype != torch.float64 and not (_is_one(x.shape[0]) and x.shape[1] <= _LONGEST_ROW)
-
-
-def quantizes_itself(x: Tensor, spec: QuantSpec, *, given: bool, gemms: int = 1, early: bool = False) -> bool:
-    """Whether `scaled_mm` takes x not yet quantized: one row, not too long; or some, which have one scale.
-
-    Where its multiplier is not `given`, some rows that are read by several `gemms` are better quantized once; where
-    kernels are launched `early` in any case.
-    """
-    if x.ndim != 2 or x.dtype == torch.float64:
-        return False
-    if _is_one(x.shape[0]):
-        return x.shape[1] <= _LONGEST_ROW
-    alone = given or (gemms == 1 and spec.row.family == "per_tensor")
-    return alone and not early and upper_bound(x.shape[0]) <= _MOST_CAST_INSIDE and x.shape[1] <= _LONGEST_CAST_INSIDE
-
-
-def in_one_kernel(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Whether `scaled_mm` adds no partial sums, so that it takes an epilogue."""
-    rows, (size_n, size_k) = a[0].shape[0], b[0].shape
-    if _is_one(rows) and size_k <= _LONGEST_ROW:
-        return True
-    source = _PAYLOAD if a[0].dtype == b[0].dtype else _GIVEN
-    tiles = Tiles.of(upper_bound(rows), source.value)
-    return tiles.steps(size_n, size_k)[0] == 1
-
-
-def quantizes_rows(x: Tensor, spec: QuantSpec) -> bool:
-    """Whether `quantize` takes x, of any number of rows that fit into a program each and have a scale each."""
-    element = spec.row.element if spec.row.family == "per_row" else None
-    if element is None or element.dtype != torch.float8_e4m3fn or x.ndim != 2 or x.dtype == torch.float64:
-        return False
-    rows, length = x.shape
-    return (
-        isinstance(rows, int) and isinstance(length, int) and 0 < length <= _LONGEST_ROW and 0 < rows * length < 2**31
-    )
-
-
-def _is_one(rows: Any) -> bool:
-    return isinstance(rows, int) and rows == 1
-
-
 def scaled_mm(
     a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None,
     out_dtype: torch.dtype, epilogue: str | None = None, other: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`reference.scaled_mm` of a [M, K] and b [N, K], where `supports` says so, accumulated as `_scaled_mm` does fast.
+    """`reference.scaled_mm` of a [M, K] and b [N, K], where `few_rows.supports` them, summed as `_scaled_mm` does fast.
 
-    `a` is payload and scale; or, where `quantizes_itself`, the tensor alone or with its multiplier [1] (per tensor).
+    `a` is payload and scale; or, where `few_rows.quantizes_itself`, the tensor, alone or with its multiplier [1].
     The result, rounded to `out_dtype`, goes through one of `EPILOGUES`, of which the first two read `other` [M, N].
     A kernel that is `early` waits for the one before it, so that it may be launched while that runs (on Hopper).
     """
@@ -466,9 +371,9 @@ def scaled_mm(
     w_scale = w_scale.contiguous()
     unread = functools.partial(torch.empty, 1, dtype=torch.float32, device=x.device)
     source = (_PAYLOAD if x.dtype == w.dtype else _OWN if len(a) == 1 else _GIVEN).value
-    more = _NONE.value if epilogue is None else EPILOGUES[epilogue].value
+    more = _NONE.value if epilogue is None else _EPILOGUES[epilogue].value
     other = unread() if other is None else other.contiguous()
-    if _is_one(size_m) and size_k <= _LONGEST_ROW:
+    if is_one_row(size_m, size_k):
         x = x.contiguous()
         y = torch.empty((1, size_n), dtype=out_dtype, device=x.device)
         block_k = max(triton.next_power_of_2(size_k), 128)
@@ -480,7 +385,7 @@ def scaled_mm(
             early, num_warps=warps,
         )  # fmt: skip
         return y
-    tiles = Tiles.of(upper_bound(size_m), source)
+    tiles = Tiles.of(upper_bound(size_m), casts=source != _PAYLOAD.value)
     columns, (split, steps) = triton.cdiv(size_n, tiles.n), tiles.steps(size_n, size_k)
     if source != _PAYLOAD.value and x.stride(1) != 1:
         x = x.contiguous()
@@ -508,7 +413,7 @@ def scaled_mm(
 def quantize(
     x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None, ahead: Tensor | None = None, early: bool = False
 ) -> list[Tensor]:
-    """`reference.quantize` of x [M, K], where `quantizes` says so.
+    """`reference.quantize` of x [M, K], where `few_rows.quantizes` says so.
 
     `ahead` is the weight [N, K] that a GEMM reads next: the memory, otherwise idle, brings its beginning into L2. A
     GEMM that is launched `early`, as the kernels here then may be, does better to do so itself.
@@ -560,12 +465,12 @@ def _ahead(weight: Tensor | None, rows: int, kind: int, pieces: int) -> tuple[tu
     if weight is None:
         return (0, 0, 0), 0
     size_n, size_k = weight.shape
-    split, _ = Tiles.of(rows, _PAYLOAD.value).steps(size_n, size_k)
+    split, _ = Tiles.of(rows, casts=False).steps(size_n, size_k)
     parts, step = (size_n * split, size_k // split) if size_k % split == 0 else (size_n, size_k)
     columns = min(_AHEAD[kind] // parts, step, 1024)
     if columns < 128:
         return (0, 0, 0), 0
-    return (parts, step, 1 << columns.bit_length() - 1), triton.cdiv(_MULTIPROCESSORS, pieces)
+    return (parts, step, 1 << columns.bit_length() - 1), triton.cdiv(MULTIPROCESSORS, pieces)
 
 
 def _rule(spec: QuantSpec, dtype: torch.dtype) -> _Rule:

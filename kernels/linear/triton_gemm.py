@@ -22,7 +22,6 @@ from torch.library import wrap_triton
 
 from fxquant.compat.device import triton_workspace
 from fxquant.compat.patches import declare_written
-from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import magnitude
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
@@ -168,24 +167,6 @@ def tiling(fast_accum: bool, itemsize: int) -> Tiling:
     return replace(how, parts=parts, stages=stages)
 
 
-def supports(
-    a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, out_dtype: torch.dtype
-) -> bool:
-    """Whether `scaled_mm` takes these operands: matrices, not empty, with scales per tensor or per row.
-
-    Rows of the result, as all that goes by TMA, are multiples of 16 bytes.
-    """
-    if any(spec.row.family not in ("per_tensor", "per_row") for spec in (a_spec, b_spec)):
-        return False
-    if a[0].ndim != 2 or b[0].ndim != 2 or out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return False
-    (rows, length), columns = a[0].shape, b[0].shape[0]
-    some = all(statically_known_true(size > 0) for size in (rows, length, columns))
-    return some and all(
-        statically_known_true(size * item % 16 == 0) for size, item in ((length, 1), (columns, out_dtype.itemsize))
-    )
-
-
 def scaled_mm(
     a: Sequence[Tensor],
     a_spec: QuantSpec,
@@ -199,7 +180,7 @@ def scaled_mm(
     residual: Tensor | None = None,
     record: bool = False,
 ) -> list[Tensor]:
-    """activation(a x b^T + bias) + residual [M, N] in `out_dtype`, of operands that `supports` takes.
+    """activation(a x b^T + bias) + residual [M, N] in `out_dtype`, of operands that `problem.triton_multiplies`.
 
     With `record` its amax [1] follows. `residual` is [M, N], N being a multiple of 16 bytes.
     """

@@ -43,7 +43,7 @@ from fxquant.compat.private import (
 )
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels.linear.triton_few_rows import MOST_TOKENS
+from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.passes.graph.base import VIEWS, behind_views, in_memory, is_fxquant, run_pass, val
 from fxquant.passes.graph.match import readers
 from fxquant.passes.joint.reuse import share_quantized

@@ -31,11 +31,10 @@ from fxquant.compat.values import faking, size_hint, statically_known_true
 from fxquant.cost.estimate import choose_gemm
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import timing as gemm_timing
-from fxquant.kernels.linear import triton_gemm
 from fxquant.kernels.linear.choice import Chosen, GemmKernel
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
-from fxquant.kernels.linear.timing import Problem
-from fxquant.kernels.linear.triton_few_rows import MOST_TOKENS
+from fxquant.kernels.linear.few_rows import MOST_TOKENS
+from fxquant.kernels.linear.problem import Problem, triton_multiplies
 from fxquant.passes.graph.base import behind_views, is_fxquant, sides_of, val
 from fxquant.passes.graph.match import RESHAPES, matches, readers, shaped
 from fxquant.passes.lower.few_rows import decodes
@@ -110,7 +109,7 @@ def _gemms(graph: fx.Graph) -> list[fx.Node]:
     def supports(node: fx.Node) -> bool:
         given: Any = fx.node.map_arg(node.args, val)
         a, b, a_spec, b_spec, _, dtype, _ = given
-        return triton_gemm.supports(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype)
+        return triton_multiplies(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype)
 
     nodes = graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default)
     return [node for node in nodes if supports(node)]

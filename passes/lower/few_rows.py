@@ -22,7 +22,7 @@ from fxquant.compat.device import capability, converts_to_fp8, launches_early
 from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import choice
-from fxquant.kernels.linear import triton_few_rows as triton_decode
+from fxquant.kernels.linear import few_rows as limits
 from fxquant.passes.graph.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.graph.match import RESHAPES, shaped
 from fxquant.passes.lower.producers import inputs_of, last_operator
@@ -58,8 +58,10 @@ def scaled_mm(
     early: bool = False,
 ) -> Tensor:
     """`fxquant::scaled_mm` of few rows by a Triton kernel, as `prepare` leaves it."""
+    from fxquant.kernels.linear import triton_few_rows
+
     specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    return triton_decode.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
+    return triton_few_rows.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
 
 
 def prepare(graph: fx.Graph, packaged: bool) -> None:
@@ -96,7 +98,7 @@ def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:
             continue
         parsed = QuantSpec.parse(str(spec))
         early = not packaged and launches_early(val(x).device)
-        if triton_decode.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms), early=early):
+        if limits.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms), early=early):
             for user in gemms:
                 user.args = ([x, *multiplier], *user.args[1:])
             for item in [*node.users, node]:
@@ -107,7 +109,7 @@ def _fuse_epilogues(graph: fx.Graph) -> None:
     """Gives GEMMs the sum with a residual, or the activation, that is the sole reader of their result."""
     if not any(map(decodes, graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default))):
         return
-    for name in triton_decode.EPILOGUES:
+    for name in limits.EPILOGUES:
         for root in graph.find_nodes(op="call_function", target=_root(name)):
             for gemm, other in _ends_of(name, root):
                 if _takes_epilogue(gemm) and _is_all_between(gemm, root):
@@ -149,7 +151,7 @@ def _takes_epilogue(gemm: fx.Node) -> bool:
     if gemm.kwargs or not decodes(gemm):
         return False
     a, b = ([val(part) for part in parts] for parts in gemm.args[:2])  # type: ignore[union-attr]
-    return triton_decode.in_one_kernel(a, b)
+    return limits.in_one_kernel(a, b)
 
 
 def _is_all_between(gemm: fx.Node, root: fx.Node) -> bool:
@@ -198,7 +200,7 @@ def quantizes_few_rows(node: fx.Node) -> bool:
     if node.kwargs:
         return True
     spec = QuantSpec.parse(str(text))
-    if direction != "rowwise" or not triton_decode.quantizes(val(x)):
+    if direction != "rowwise" or not limits.quantizes(val(x)):
         return False
     own_pass = spec.row.family == "per_tensor" and not multiplier
     return bool(_gemms(node)) and (own_pass or not _is_fused(x))
@@ -214,7 +216,7 @@ def _is_fused(x: Any) -> bool:
 def quantizes_rows_in_memory(node: fx.Node) -> bool:
     """Whether a quantization is of rows that lie in memory, each with a scale: a program reads a row once."""
     x, text, direction, *_ = node.args
-    known = direction == "rowwise" and triton_decode.quantizes_rows(val(x), QuantSpec.parse(str(text)))
+    known = direction == "rowwise" and limits.quantizes_rows(val(x), QuantSpec.parse(str(text)))
     return known and in_memory(x) and converts_to_fp8(val(x).device)
 
 
@@ -223,4 +225,6 @@ def quantize(
     early: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """`fxquant::quantize` of few rows by Triton kernels, rowwise."""
-    return triton_decode.quantize(x, QuantSpec.parse(spec), multiplier, ahead, early)
+    from fxquant.kernels.linear import triton_few_rows
+
+    return triton_few_rows.quantize(x, QuantSpec.parse(spec), multiplier, ahead, early)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -17,20 +17,21 @@ from torch import Tensor, fx
 from fxquant.compat.device import converts_to_fp8
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.kernels.attention import cuda as attention_cuda
+from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import ops as attention_ops
-from fxquant.kernels.cast import amax as triton_amax
-from fxquant.kernels.cast import ops, reference, triton_cast
+from fxquant.kernels.cast import ops, reference
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.grouped import fp8 as grouped_gemm
 from fxquant.kernels.grouped import ops as grouped_ops
 from fxquant.kernels.grouped import reference as grouped_reference
-from fxquant.kernels.grouped import triton_cast as grouped_cast
+from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear import cublas as gemm
-from fxquant.kernels.state import triton as triton_delayed
 from fxquant.passes.graph.base import behind_views, in_memory, is_fxquant, val
 from fxquant.passes.lower import few_rows
+
+if TYPE_CHECKING:
+    from fxquant.kernels.cast.triton_cast import Record
 
 _READS_VALUES = (
     "quantize", "hybrid_quantize", "amax", "split_quantize", "hybrid_split_quantize", "split_amax",
@@ -60,6 +61,8 @@ def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) 
 
 def _inlined(name: str, node: fx.Node, lies: bool) -> Callable[..., Any] | None:
     """Triton kernels whose source can be compiled into a package, too."""
+    from fxquant.kernels.cast import amax as triton_amax
+
     if name == "scaled_mm" and few_rows.decodes(node):
         return few_rows.scaled_mm
     if name == "quantize" and (few_rows.quantizes_few_rows(node) or few_rows.quantizes_rows_in_memory(node)):
@@ -74,10 +77,13 @@ def _inlined(name: str, node: fx.Node, lies: bool) -> Callable[..., Any] | None:
 
 def _launched(name: str, node: fx.Node, lies: bool) -> Callable[..., Any] | None:
     """Kernels, and operators of fxquant's own that launch them, for graphs that run where it is."""
-    always = _LAUNCHED.get(name)
+    from fxquant.kernels.attention import cuda as attention_cuda
+    from fxquant.kernels.grouped import triton_cast as grouped_cast
+
+    always = (attention_cuda.IMPLEMENTATIONS | _LAUNCHED).get(name)
     if always is not None:
         return always
-    if name == "quantize_heads" and attention_cuda.casts(val(node.args[0]), str(node.args[1])):
+    if name == "quantize_heads" and attention_choice.casts(val(node.args[0]), str(node.args[1])):
         return attention_cuda.quantize_heads
     if name in ("quantize_qkv", "quantize_qkv_into") and _casts_qkv(node):
         return attention_cuda.quantize_qkv if name == "quantize_qkv" else attention_cuda.quantize_qkv_into
@@ -110,7 +116,7 @@ def _meaning(name: str, node: fx.Node) -> Callable[..., Any]:
 
 def _casts_qkv(node: fx.Node) -> bool:
     q, k, v, spec, *_ = node.args
-    return attention_cuda.casts_qkv(val(q), val(k), val(v), str(spec))
+    return attention_choice.casts_qkv(val(q), val(k), val(v), str(spec))
 
 
 def _by_triton(name: str, node: fx.Node) -> bool:
@@ -137,6 +143,8 @@ def triton_quantize(
     amax: Callable[[Tensor], Tensor], x: Tensor, spec: str, direction: str, scale: Tensor | None = None
 ) -> list[Tensor]:
     """`fxquant::quantize` of a matrix by a Triton kernel."""
+    from fxquant.kernels.cast import triton_cast
+
     return triton_cast.quantize(x, *_sides(spec, direction), scale, scale, amax)
 
 
@@ -149,6 +157,8 @@ def triton_hybrid_quantize(
     columnwise_scale: Tensor | None = None,
 ) -> list[Tensor]:
     """`fxquant::hybrid_quantize` of a matrix by a Triton kernel."""
+    from fxquant.kernels.cast import triton_cast
+
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
     return triton_cast.quantize(x, row, column, rowwise_scale, columnwise_scale, amax)
 
@@ -161,13 +171,13 @@ def _groups_by_triton(name: str, node: fx.Node, lies: bool) -> bool:
     x, offs, first, second, *_ = (val(arg) for arg in node.args)
     row, column = _sides(first, second) if name == "split_quantize" else map(QuantSpec.parse, (first, second))
     alone = column is not None or (offs is None and lies)
-    known = grouped_cast.supported(x, offs, row, column)
+    known = supported_groups.takes(x, offs, row, column)
     return alone and known and _some_groups(x, offs) and converts_to_fp8(x.device)
 
 
 def _weights_by_triton(node: fx.Node) -> bool:
     x, spec = val(node.args[0]), QuantSpec.parse(str(node.args[1]))
-    return grouped_cast.supported(x, None, spec, None) and _some_groups(x, None) and converts_to_fp8(x.device)
+    return supported_groups.takes(x, None, spec, None) and _some_groups(x, None) and converts_to_fp8(x.device)
 
 
 def _some_groups(x: Tensor, offs: Tensor | None) -> bool:
@@ -183,6 +193,8 @@ def triton_split_quantize(
     amax: GroupAmax, x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
 ) -> list[Tensor]:
     """`fxquant::split_quantize` by a Triton kernel."""
+    from fxquant.kernels.grouped import triton_cast as grouped_cast
+
     return grouped_cast.quantize(x, offs, *_sides(spec, direction), state, state, amax)
 
 
@@ -196,12 +208,16 @@ def triton_hybrid_split_quantize(
     columnwise_state: Tensor | None = None,
 ) -> list[Tensor]:
     """`fxquant::hybrid_split_quantize` by a Triton kernel."""
+    from fxquant.kernels.grouped import triton_cast as grouped_cast
+
     row, column = QuantSpec.parse(rowwise_spec), QuantSpec.parse(columnwise_spec)
     return grouped_cast.quantize(x, offs, row, column, rowwise_state, columnwise_state, amax)
 
 
 def triton_split_quantize_and_amax(x: Tensor, spec: str) -> list[Tensor]:
     """`fxquant::split_quantize_and_amax` by a Triton kernel."""
+    from fxquant.kernels.grouped import triton_cast as grouped_cast
+
     return grouped_cast.quantize_and_amax(x, QuantSpec.parse(spec))
 
 
@@ -211,9 +227,11 @@ def _group_amax_of_rounded(x: Tensor, offs: Tensor | None) -> Tensor:
 
 def triton_produce_quantize(
     inputs: Sequence[Tensor], spec: str, rowwise_states: Sequence[Tensor | None],
-    columnwise_states: Sequence[Tensor | None], record: bool | triton_cast.Record,
+    columnwise_states: Sequence[Tensor | None], record: bool | Record,
 ) -> list[Tensor]:  # fmt: skip
     """`fxquant::produce_quantize` by a Triton kernel."""
+    from fxquant.kernels.cast import triton_cast
+
     cast, dense = CastSpec.parse(spec), [x.contiguous() for x in inputs]
     states = rowwise_states, columnwise_states
     return triton_cast.produce(cast.name, dense, cast.rowwise, cast.columnwise, *states, record)
@@ -224,6 +242,8 @@ def triton_produce_quantize_into(
     columnwise_states: Sequence[Tensor | None], amaxes: Tensor, step: Tensor | None, from_last: bool,
 ) -> list[Tensor]:  # fmt: skip
     """`fxquant::produce_quantize_into` by a Triton kernel."""
+    from fxquant.kernels.cast import triton_cast
+
     record = triton_cast.Record(amaxes, step, from_last)
     return triton_produce_quantize(inputs, spec, rowwise_states, columnwise_states, record)
 
@@ -261,12 +281,25 @@ def _round_to_float16(y: Tensor) -> Tensor:
     return torch.where(y == y, rounded, y)
 
 
+def triton_delayed_update(*state: Any) -> list[Tensor]:
+    """`fxquant::delayed_update` by a Triton kernel."""
+    from fxquant.kernels.state import triton as triton_delayed
+
+    return triton_delayed.update(*state)
+
+
+def triton_delayed_advance(*state: Any) -> list[Tensor]:
+    """`fxquant::delayed_advance` by a Triton kernel."""
+    from fxquant.kernels.state import triton as triton_delayed
+
+    return triton_delayed.advance(*state)
+
+
 _LAUNCHED: dict[str, Callable[..., Any]] = {
-    **attention_cuda.IMPLEMENTATIONS,
     "produce_quantize": triton_produce_quantize,
     "produce_quantize_into": triton_produce_quantize_into,
-    "delayed_update": triton_delayed.update,
-    "delayed_advance": triton_delayed.advance,
+    "delayed_update": triton_delayed_update,
+    "delayed_advance": triton_delayed_advance,
     "fused_scaled_mm": gemm.fused_scaled_mm,
 }
 """Operators that have one implementation on CUDA, whatever they are given."""

@@ -30,9 +30,9 @@ from fxquant.compat.device import converts_to_fp8
 from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels.cast import triton_cast
+from fxquant.kernels.cast import supported
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
-from fxquant.kernels.linear.triton_few_rows import MOST_TOKENS
+from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.passes.graph.base import Side, behind_views, in_memory, is_fxquant, sides_of, val
 from fxquant.passes.graph.match import RESHAPES, matches, readers, shaped
 from fxquant.passes.joint.partition import scale_of
@@ -157,7 +157,7 @@ def _casts(node: fx.Node, device: str) -> bool:
         return False
     specs = [QuantSpec.parse(side.spec) for side in sides_of(node)]
     empty = any(statically_known_true(size == 0) for size in x.shape)
-    known = all(map(triton_cast.supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
+    known = all(map(supported.supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
     return known and not empty
 
 

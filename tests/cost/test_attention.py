@@ -31,7 +31,6 @@ from fxquant.decisions import Attended
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import cuda as attention_cuda
-from fxquant.kernels.attention import gluon_op as warp_attention
 from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.attention.choice import AttentionKernel, Sides
 from fxquant.quantizers import Float8Quantizer
@@ -119,7 +118,7 @@ OVER_CUDNN = {
 
 @pytest.mark.parametrize("case", OVER_CUDNN, ids=str)
 def test_pays_as_measured(case: tuple[int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: True)
+    monkeypatch.setattr(attention_choice, "knows_gluon", lambda: True)
     for training, measured in zip((False, True), OVER_CUDNN[case], strict=True):
         for spec, ratio in zip(("per_head_e4m3", "per_tensor_e4m3(slot=0)"), measured, strict=True):
             before, after = total(times(attended(*case, qkv=spec, s=spec), training))
@@ -134,7 +133,7 @@ GLUON = {(16384, False): 1.02, (16384, True): 1.07, (4096, False): 1.13, (4096, 
 def test_the_forward_in_gluon_is_as_fast_as_measured(case: tuple[int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     heads = attended(*case, qkv="per_head_e4m3", s="per_head_e4m3")
     _, triton = times(heads, training=False)["attention, forward"]
-    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: True)
+    monkeypatch.setattr(attention_choice, "knows_gluon", lambda: True)
     (_, kernel, *_), *_ = attention_work(heads, False, copy=3.0, launch=1.8)
     assert kernel == "Triton's Gluon, FP8"
     _, gluon = times(heads, training=False)["attention, forward"]
@@ -146,7 +145,7 @@ def test_the_forward_in_gluon_is_as_fast_as_measured(case: tuple[int, bool], mon
 @pytest.fixture(autouse=True)
 def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a Triton that does not have it."""
-    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: False)
+    monkeypatch.setattr(attention_choice, "knows_gluon", lambda: False)
 
 
 @pytest.fixture

@@ -30,9 +30,10 @@ from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast
 from fxquant.kernels.cast.producers import PRODUCERS
 from fxquant.kernels.grouped import fp8 as grouped_gemm
+from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
+from fxquant.kernels.linear import few_rows, triton_gemm
 from fxquant.kernels.linear import triton_few_rows as triton_decode
-from fxquant.kernels.linear import triton_gemm
 from fxquant.kernels.state import triton as triton_delayed
 
 DEVICE = "cuda"
@@ -165,7 +166,7 @@ def decode() -> Iterator[str]:
             multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
             sources = [a]
             for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-                if triton_decode.quantizes_itself(x, a_spec, given=bool(given)):
+                if few_rows.quantizes_itself(x, a_spec, given=bool(given)):
                     sources.append([x, *given])
                 else:
                     triton_decode.quantize(x, a_spec, *given)
@@ -183,7 +184,7 @@ def grouped() -> Iterator[str]:
             x, dy, w = noise(rows, k), noise(rows, n), noise(len(ends), n, k)
             for tensor, text, where in ((x, input, offs), (dy, grad, offs), (w, weight, None)):
                 spec = QuantSpec.parse(text)
-                if triton_grouped_cast.supported(tensor, where, spec, spec):
+                if supported_groups.takes(tensor, where, spec, spec):
                     triton_grouped_cast.quantize(tensor, where, spec, spec)
             of_x, of_dy, of_w = (x, offs, input), (dy, offs, grad), (w, None, weight)
             for left, right, way in ((of_x, of_w, ("rowwise",) * 2), (of_dy, of_w, ("rowwise", "columnwise")),

@@ -14,6 +14,7 @@ from fxquant import Backend
 from fxquant.compat.device import is_hopper
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.linear import few_rows
 from fxquant.kernels.linear import triton_few_rows as triton_decode
 
 DEVICE = "cuda"
@@ -44,7 +45,7 @@ def test_bytes_of_the_activation(rows: int, specs: tuple[str, str]) -> None:
     sources: list[list[Tensor]] = [parts]
     multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
     for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-        if triton_decode.quantizes_itself(x, a_spec, given=bool(given)):
+        if few_rows.quantizes_itself(x, a_spec, given=bool(given)):
             sources.append([x, *given])
         if rows > 1:
             quantized = triton_decode.quantize(x, a_spec, *given)

@@ -15,7 +15,7 @@ from fxquant.kernels.cast import reference
 from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.kernels.linear import triton_gemm
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
-from fxquant.kernels.linear.timing import Problem
+from fxquant.kernels.linear.problem import Problem
 
 pytestmark = pytest.mark.gpu
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_functional
 from fxquant.formats import AttentionSpec, QuantSpec, Step
+from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import gluon_op as warp_attention
 from fxquant.kernels.attention import reference as attention_reference
@@ -86,7 +87,7 @@ def test_no_scores_in_memory(
 
 
 def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warp_attention, "knows_gluon", lambda: True)
+    monkeypatch.setattr(attention_choice, "knows_gluon", lambda: True)
     monkeypatch.setattr(warp_attention, "is_hopper", lambda device: True)
     for length, taken in ((1024, False), (2048, True)):
         x = torch.empty(1, 32, length, 128, device="meta")

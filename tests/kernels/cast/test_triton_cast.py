@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, QuantSpec
-from fxquant.kernels.cast import triton_cast
+from fxquant.kernels.cast import supported, triton_cast
 from fxquant.passes.lower.implementations import implementation
 from fxquant.passes.lower.lower import lower
 
@@ -239,5 +239,5 @@ def test_what_inductor_fuses_is_left_to_it() -> None:
 
 def test_supported_formats() -> None:
     """Everything but NVFP4 and the identity."""
-    known = {name for name in FORMATS if triton_cast.supports(QuantSpec(format=name))}
+    known = {name for name in FORMATS if supported.supports(QuantSpec(format=name))}
     assert known == {name for name in FORMATS if not name.startswith(("nvfp4", "identity"))}

@@ -11,6 +11,7 @@ from torch.nn.functional import gelu, silu
 
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.linear import few_rows
 from fxquant.kernels.linear import triton_few_rows as triton_decode
 
 PAIRS = (
@@ -45,13 +46,13 @@ for texts in PAIRS:
         sources = [a]
         multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
         for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-            if triton_decode.quantizes_itself(x, a_spec, given=bool(given)):
+            if few_rows.quantizes_itself(x, a_spec, given=bool(given)):
                 sources.append([x, *given])
-            if triton_decode.quantizes(x):
+            if few_rows.quantizes(x):
                 for got, part in zip(triton_decode.quantize(x, a_spec, *given), a, strict=True):
                     assert got.shape == part.shape and torch.equal(got.float(), part.float()), (texts, m, k)
         for source in sources:
-            assert triton_decode.supports(a_spec, b_spec)
+            assert few_rows.supports(a_spec, b_spec)
             check(triton_decode.scaled_mm(source, a_spec, b, b_spec, bias, dtype), want, (texts, m, k, n, len(source)))
             count += 1
 for rows in (1, 20):

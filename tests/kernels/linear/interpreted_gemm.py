@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, relu, silu
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.linear import triton_gemm
+from fxquant.kernels.linear.problem import triton_multiplies
 
 PAIRS = (
     ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_tensor_e5m2", "per_tensor_e4m3"), ("per_row_e4m3", "per_row_e4m3"),
@@ -47,7 +48,7 @@ for i, texts in enumerate(PAIRS):
         residual = torch.randn(m, n).to(dtype) if (i + j) % 2 else None
         want = ACTIVATIONS[name](reference.scaled_mm(a, a_spec, b, b_spec, bias, torch.float32))
         want = want if residual is None else want + residual.float()
-        assert triton_gemm.supports(a, a_spec, b, b_spec, dtype)
+        assert triton_multiplies(a, a_spec, b, b_spec, dtype)
         y, amax = triton_gemm.scaled_mm(
             a, a_spec, b, b_spec, bias, dtype, bool(i % 2), activation=name, residual=residual, record=True
         )

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
-from fxquant.kernels.linear import triton_gemm
+from fxquant.kernels.linear.problem import triton_multiplies
 
 
 def test_values_in_the_interpreter() -> None:
@@ -24,7 +24,7 @@ def test_what_it_takes() -> None:
             left, right = (
                 reference.quantize(torch.empty(rows, k), spec) for rows, spec in zip((m, n), specs, strict=True)
             )
-            return triton_gemm.supports(left, specs[0], right, specs[1], dtype)
+            return triton_multiplies(left, specs[0], right, specs[1], dtype)
 
     tensor, row = "per_tensor_e4m3", "per_row_e5m2"
     assert takes(1, 100, 8, tensor, row) and takes(100, 16, 264, row, tensor, torch.float16)

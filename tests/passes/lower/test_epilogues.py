@@ -21,7 +21,7 @@ from fxquant.compat.private import inductor_config, inductor_decompositions, mak
 from fxquant.cost.estimate import choose_gemm
 from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.kernels.linear.choice import GemmKernel
-from fxquant.kernels.linear.timing import Problem, Times
+from fxquant.kernels.linear.problem import Problem, Times
 from fxquant.passes.lower.directions import merge
 from fxquant.passes.lower.epilogues import fuse_epilogues
 from fxquant.passes.lower.lower import lower
