@@ -22,7 +22,8 @@ from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.passes.find.facts import Match, quantized
 from fxquant.passes.find.mha import expand_opaque
 from fxquant.passes.find.walk import find_matmuls
-from fxquant.passes.graph.base import is_fxquant, run_pass
+from fxquant.passes.graph.log import run_pass
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.insert.bind_state import bind_state, stateful_graphs
 from fxquant.passes.insert.cache_weights import cache_weights
 from fxquant.passes.insert.linear import insert

@@ -41,8 +41,8 @@ from fxquant.passes.export.decompose import open_calls
 from fxquant.passes.export.dtypes import assert_dtypes
 from fxquant.passes.export.program_state import StateTensors
 from fxquant.passes.export.store_weights import Folded, fold
-from fxquant.passes.graph.base import is_fxquant
 from fxquant.passes.graph.bodies import Bodies
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.pipeline import Rewriter
 from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuantizer, Quantizer

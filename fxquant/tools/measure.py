@@ -16,7 +16,7 @@ from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import grouped_mm
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.recipes import Recipe
 from fxquant.report.data import Loss
 from fxquant.report.report import Report

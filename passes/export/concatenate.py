@@ -23,8 +23,8 @@ from fxquant.compat.values import detect_fake_mode
 from fxquant.formats import QuantSpec
 from fxquant.passes.export.program_state import StateTensors
 from fxquant.passes.export.store_weights import erase_unused_users
-from fxquant.passes.find.weights import VIEWS, op_name
-from fxquant.passes.graph.base import is_fxquant, val
+from fxquant.passes.graph.names import SAME_VALUES, STRICT_RESHAPES, calls, is_fxquant
+from fxquant.passes.graph.values import val
 
 _aten = torch.ops.aten
 _TILE = 128
@@ -155,13 +155,13 @@ def _reshape_views(node: fx.Node) -> None:
     """Lets the views of a tensor copy where columns of a wider one cannot be seen as they want."""
     for user in node.users:
         if _is_view(user):
-            if user.target in (_aten.view.default, _aten._unsafe_view.default):
+            if calls(user, STRICT_RESHAPES):
                 user.target = _aten.reshape.default
             _reshape_views(user)
 
 
 def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and (op_name(node) in VIEWS or node.target is _aten.reshape.default)
+    return calls(node, SAME_VALUES)
 
 
 __all__ = ["join"]

@@ -25,15 +25,15 @@ from torch import Tensor, fx
 from fxquant.compat.private import OpOverload, enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
 from fxquant.compat.values import fake_mode_of
 from fxquant.kernels import custom
-from fxquant.passes.find.facts import Builder, value_of
-from fxquant.passes.find.weights import op_name
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.find.facts import Builder
+from fxquant.passes.graph.names import PICKS, VIEWS, is_fxquant, op_name
+from fxquant.passes.graph.values import value_of
 from fxquant.passes.insert.linear import SITE
 
 PART = "fxquant_part"
 """The key in a node's meta of its place among the tensors that a user's own quantizer made."""
 
-_SHARED = frozenset(("view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "select"))
+_SHARED = VIEWS | PICKS
 """Operators of which two equal ones are the same memory anyway."""
 
 _FUNCTION_MODULES = ("torch", "torch.functional", "torch.nn.functional", "torch._C._nn")

@@ -14,9 +14,8 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 
 from fxquant.compat.private import OpOverload
 from fxquant.compat.values import FakeTensorMode, fake_mode_of
-from fxquant.passes.find.weights import VIEWS, op_name
-from fxquant.passes.graph.base import is_fxquant
 from fxquant.passes.graph.bodies import Bodies
+from fxquant.passes.graph.names import SAME_VALUES, calls, is_fxquant, op_name
 
 Value = tuple[Tensor, frozenset[fx.Node]]
 Values = dict[fx.Node, Value | None]
@@ -55,7 +54,7 @@ class StateTensors:
             if node.graph is self.bodies.top.graph:
                 return {node} if node.name in self._specs else set()
             return {root for each in self.bodies.passed(node) for root in self.roots(each)}
-        if node.op != "call_function" or op_name(node) not in VIEWS or not isinstance(node.args[0], fx.Node):
+        if not calls(node, SAME_VALUES) or not isinstance(node.args[0], fx.Node):
             return set()
         return self.roots(node.args[0])
 
@@ -250,7 +249,7 @@ def obstacle(node: fx.Node) -> str:
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
     """A node and those that it may be a view of."""
     yield node
-    while node.op == "call_function" and op_name(node) in VIEWS and isinstance(node.args[0], fx.Node):
+    while calls(node, SAME_VALUES) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         yield node
 

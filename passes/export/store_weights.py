@@ -22,8 +22,7 @@ from fxquant.compat.private import OpOverload
 from fxquant.passes.export.decompose import PART
 from fxquant.passes.export.dtypes import assert_dtypes
 from fxquant.passes.export.program_state import StateTensors
-from fxquant.passes.find.weights import op_name
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import is_fxquant, op_name
 from fxquant.passes.insert.linear import SITE
 
 PARTS = ("data", "scale", "global_amax")

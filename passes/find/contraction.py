@@ -19,9 +19,11 @@ from torch import fx
 
 from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.decisions import SkipReason
-from fxquant.passes.find.facts import Builder, Dim, Emit, Gemm2d, Match, Product, value_of
+from fxquant.passes.find.facts import Builder, Emit, Gemm2d, Match, Product
 from fxquant.passes.find.flops import node_flops
-from fxquant.passes.find.weights import find_gather, find_weight, op_name
+from fxquant.passes.find.weights import find_gather, find_weight
+from fxquant.passes.graph.names import ORDERS, calls, op_name
+from fxquant.passes.graph.values import Dim, value_of
 
 Label = Hashable
 Finish = Callable[[Builder, fx.Node], fx.Node]
@@ -403,7 +405,7 @@ def _swapped(axes: Sequence[Any]) -> tuple[Any, ...]:
 
 def _transposed_from(node: fx.Node) -> fx.Node | None:
     """What a node is the transpose of, matrix by matrix, so that a tied weight is seen as one tensor."""
-    transpose = op_name(node) in ("t", "T", "mT", "transpose", "permute", "swapaxes", "swapdims", "numpy_T")
+    transpose = calls(node, ORDERS)
     source = node.args[0] if transpose and node.args else None
     if not isinstance(source, fx.Node):
         return None

@@ -14,9 +14,8 @@ from torch import fx
 from fxquant.compat.private import enable_python_dispatcher
 from fxquant.decisions import Decision, SkipReason
 from fxquant.formats import AttentionSpec, Step
+from fxquant.passes.graph.values import Dim, value_of
 from fxquant.quantizers import Quantizer
-
-Dim = int | torch.SymInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,18 +170,3 @@ def erase_unused(nodes: Iterable[fx.Node], keep: Collection[fx.Node] = ()) -> No
             gone.add(node)
             queue += node.all_input_nodes
             node.graph.erase_node(node)
-
-
-def value_of(node: Any) -> Any:
-    """The example value of a node: a fake tensor, a symbol, or a tuple of them."""
-    if isinstance(node, fx.Node):
-        for key in ("example_value", "val"):
-            if key in node.meta:
-                return node.meta[key]
-        if node.op == "get_attr":
-            target: Any = node.graph.owning_module
-            for part in str(node.target).split("."):
-                target = getattr(target, part)
-            return target
-        raise KeyError(f"node {node.name} ({node.op} {node.target}) has no example value")
-    return node

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxquant.compat.private import enable_python_dispatcher, tree_leaves, tree_map_only
 from fxquant.compat.values import fake_mode_of, size_hint
-from fxquant.passes.find.facts import value_of
-from fxquant.passes.find.weights import op_name
+from fxquant.passes.graph.names import op_name
+from fxquant.passes.graph.values import value_of
 
 RECURRENT = frozenset("rnn lstm gru".split())
 """Parts of the names of recurrent layers, whose fused kernels torch's counter does not know."""

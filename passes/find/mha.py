@@ -23,8 +23,10 @@ from torch import fx
 from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
 from fxquant.compat.values import fake_mode_of
 from fxquant.passes.find.contraction import requires_grad
-from fxquant.passes.find.facts import Builder, Match, erase_unused, value_of
-from fxquant.passes.find.weights import find_weight, op_name
+from fxquant.passes.find.facts import Builder, Match, erase_unused
+from fxquant.passes.find.weights import find_weight
+from fxquant.passes.graph.names import op_name
+from fxquant.passes.graph.values import value_of
 
 log = logging.getLogger(__name__)
 

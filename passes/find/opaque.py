@@ -9,9 +9,10 @@ from torch import Tensor, fx
 from fxquant.compat.private import tree_leaves
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import Site
-from fxquant.passes.find.facts import Match, Product, value_of
+from fxquant.passes.find.facts import Match, Product
 from fxquant.passes.find.flops import RECURRENT, node_flops
-from fxquant.passes.find.weights import VIEWS, op_name
+from fxquant.passes.graph.names import SAME_VALUES, op_name
+from fxquant.passes.graph.values import value_of
 
 _TELLING = RECURRENT | frozenset("mm addmm bmm matmul gemm linear attention attn conv convolution encoder".split())
 
@@ -51,7 +52,7 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
 def _worth_running(node: fx.Node) -> bool:
     """Leaves out what is surely no matmul, what makes no floating tensor, and what would write into its operands."""
     name = op_name(node)
-    if name in VIEWS or name.endswith("_") or getattr(node.target, "__module__", "") == "_operator":
+    if name in SAME_VALUES or name.endswith("_") or getattr(node.target, "__module__", "") == "_operator":
         return False
     results = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
     return any(leaf.is_floating_point() or leaf.is_complex() for leaf in results)

@@ -25,7 +25,8 @@ from fxquant.passes.find.contraction import (
     settle,
     transposed,
 )
-from fxquant.passes.find.facts import Builder, Gemm2d, Match, Product, value_of
+from fxquant.passes.find.facts import Builder, Gemm2d, Match, Product
+from fxquant.passes.graph.values import value_of
 
 aten = torch.ops.aten
 

@@ -23,9 +23,10 @@ from fxquant.compat.private import (
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.attention.fused import mark_chains
 from fxquant.passes.find.contraction import by_flops, requires_grad
-from fxquant.passes.find.facts import Match, value_of
+from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import Form, Site, form_of
 from fxquant.passes.find.opaque import opaque
+from fxquant.passes.graph.values import value_of
 
 Regions = Mapping[str, torch.dtype | None]
 """The autocast dtype in force, by device type; None where autocast is off."""

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxquant.compat.private import OpOverload, OpOverloadPacket
 from fxquant.compat.values import statically_known_true
-from fxquant.passes.find.facts import value_of
-
-VIEWS = frozenset(
-    """T H mT mH t transpose swapaxes swapdims permute movedim moveaxis adjoint numpy_T matrix_H
-    view view_as reshape reshape_as flatten unflatten squeeze unsqueeze expand expand_as broadcast_to
-    getitem select narrow slice chunk split split_with_sizes tensor_split unbind unsafe_split unsafe_chunk
-    to _to_copy type type_as float half bfloat16 double contiguous clone detach alias""".split()
+from fxquant.passes.graph.axes import order_of
+from fxquant.passes.graph.names import (
+    DETACHES,
+    GATHERS,
+    PICKS,
+    RESHAPES,
+    SAME_PLACES,
+    SAME_VALUES,
+    UNIT_AXES,
+    calls,
+    op_name,
 )
-"""Ops whose result holds the values of their first argument, in another shape, order or dtype."""
-
-GATHERS = frozenset(("index_select", "index", "take_along_dim", "gather"))
-"""Ops that pick some of the entries of their first argument by a tensor of indices."""
+from fxquant.passes.graph.values import value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +41,6 @@ class Weight:
         return self.picked and value_of(self.parameter).ndim > 2
 
 
-_PICKS = frozenset(("getitem", "select", "unbind"))
-
-
-def op_name(node: fx.Node) -> str:
-    """A short name that method, function and ATen spellings of one op share; attributes are named as such."""
-    target = node.target
-    if target is getattr:
-        return str(node.args[1])
-    if isinstance(target, str):
-        return target
-    if isinstance(target, OpOverload):
-        return target._schema.name.removeprefix("aten::")
-    if isinstance(target, OpOverloadPacket):
-        return target._qualified_op_name.removeprefix("aten::")
-    return str(getattr(target, "__name__", target))
-
-
 def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | None:
     """The parameter a node shows, if it shows one."""
     gathered = picked = False
@@ -72,10 +55,10 @@ def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | Non
             node = outer[node]
             continue
         name = op_name(node)
-        picked = picked or name in GATHERS or name in _PICKS
+        picked = picked or name in GATHERS or name in PICKS
         if name in GATHERS or (name == "getitem" and _indexes_by_tensor(node)):
             gathered = True
-        elif name not in VIEWS:
+        elif name not in SAME_VALUES:
             return None
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
@@ -108,18 +91,13 @@ def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | Non
             known = stack is not None and not stack.gathered and not stack.picked and value_of(source).ndim == 3
             return Gather(stack=source, index=index, transposed=transposed) if known else None
         before, after = value_of(source), value_of(node)
-        if op_name(node) in _SWAPS and _is_transpose(node, before.ndim):
+        if order_of(node, before.ndim) == [*range(before.ndim - 2), before.ndim - 1, before.ndim - 2]:
             transposed = not transposed
-        elif op_name(node) not in _COPIES and not (
-            op_name(node) in _VIEWS_OF_A_BATCH and after.ndim > 2 and _same(before.shape[-2:], after.shape[-2:])
+        elif not calls(node, SAME_PLACES | DETACHES) and not (
+            calls(node, RESHAPES | UNIT_AXES) and after.ndim > 2 and _same(before.shape[-2:], after.shape[-2:])
         ):
             return None
         node = source
-
-
-_SWAPS = frozenset(("mT", "transpose", "swapaxes", "swapdims", "permute"))
-_COPIES = frozenset("to _to_copy type float half bfloat16 double contiguous clone detach alias".split())
-_VIEWS_OF_A_BATCH = frozenset(("view", "reshape", "flatten", "unsqueeze", "squeeze"))
 
 
 def _index_of(node: fx.Node) -> fx.Node | None:
@@ -135,16 +113,6 @@ def _index_of(node: fx.Node) -> fx.Node | None:
     value = value_of(index) if isinstance(index, fx.Node) else None
     whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
     return index if whole and isinstance(index, fx.Node) else None
-
-
-def _is_transpose(node: fx.Node, ndim: int) -> bool:
-    """Whether a node exchanges the last two of its axes, and no others."""
-    rest = node.args[1:]
-    axes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else list(rest)
-    if op_name(node) == "permute":
-        return axes == [*range(ndim - 2), ndim - 1, ndim - 2]
-    numbers = {axis % ndim for axis in axes if isinstance(axis, int)}
-    return op_name(node) == "mT" or numbers == {ndim - 2, ndim - 1}
 
 
 def _same(a: torch.Size, b: torch.Size) -> bool:

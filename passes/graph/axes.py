@@ -9,12 +9,18 @@ import torch
 from torch import fx
 
 from fxquant.compat.values import statically_known_true
-from fxquant.passes.find.facts import Dim, value_of
-from fxquant.passes.find.weights import op_name
-
-COPIES = frozenset(("clone", "contiguous"))
-_RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten view_as reshape_as unsqueeze squeeze".split())
-_EXCHANGES = frozenset(("transpose", "swapaxes", "swapdims"))
+from fxquant.passes.graph.names import (
+    ALIASES,
+    COPIES,
+    EXCHANGES,
+    EXPANDS,
+    MATRIX_TRANSPOSES,
+    RESHAPES,
+    REVERSALS,
+    UNIT_AXES,
+    op_name,
+)
+from fxquant.passes.graph.values import Dim, value_of
 
 Axes = list[tuple[int, ...]]
 """For each axis of a tensor the parts that it consists of, from the slowest; an axis of size 1 has none."""
@@ -37,15 +43,15 @@ class Parts:
     def view(self, node: fx.Node) -> bool:
         """Goes on through one node; False where it is no view that is known."""
         before, after, name = value_of(node.all_input_nodes[0]), value_of(node), op_name(node)
-        order = _order(node, before.ndim)
+        order = order_of(node, before.ndim)
         if order is not None:
             self.axes = [self.axes[axis] for axis in order]
-        elif name in _RESHAPES:
+        elif name in RESHAPES | UNIT_AXES:
             return self._reshape(after.shape)
-        elif name == "expand" and before.ndim == after.ndim:
+        elif name in EXPANDS and before.ndim == after.ndim:
             pairs = zip(self.axes, before.shape, after.shape, strict=True)
             self.axes = [axis if same(x, y) else self._new(y) for axis, x, y in pairs]
-        elif name not in COPIES:
+        elif name not in COPIES | ALIASES:
             return False
         return True
 
@@ -88,15 +94,17 @@ def _count(size: Dim, sizes: Sequence[Dim]) -> int:
     return 0
 
 
-def _order(node: fx.Node, ndim: int) -> list[int] | None:
-    """The order that a node puts axes in, if that is all it does."""
+def order_of(node: fx.Node, ndim: int) -> list[int] | None:
+    """The order that a node puts the axes of a tensor in; None if it does anything else."""
     name, rest = op_name(node), node.args[1:]
     numbers: list[Any] = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else list(rest)
     order = list(range(ndim))
-    if name == "mT" or (name in _EXCHANGES and len(numbers) == 2):
-        first, second = (-1, -2) if name == "mT" else numbers
+    if name in MATRIX_TRANSPOSES or (name in EXCHANGES and len(numbers) == 2):
+        first, second = (-1, -2) if name in MATRIX_TRANSPOSES else numbers
         order[first], order[second] = order[second], order[first]
         return order
+    if name in REVERSALS:
+        return order[::-1]
     return [axis % ndim for axis in numbers] if name == "permute" and len(numbers) == ndim else None
 
 
@@ -133,4 +141,4 @@ def same(a: Dim, b: Dim) -> bool:
     return statically_known_true(a == b)
 
 
-__all__ = ["COPIES", "Parts", "order_before", "same"]
+__all__ = ["Parts", "order_before", "order_of", "same"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.compat.private import HigherOrderOperator, tree_leaves
-from fxquant.passes.find.facts import value_of
+from fxquant.passes.graph.values import value_of
 
 _LAST_TUPLE = frozenset(("cond", "while_loop", "scan", "map_impl"))
 """Ops whose last argument is a tuple of what their bodies read besides what they iterate over."""

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxquant.compat.values import faking, statically_known_true
-from fxquant.passes.graph.base import behind_views, val
+from fxquant.passes.graph.names import RESHAPES, VIEWS, calls
+from fxquant.passes.graph.values import val
 
 _aten = torch.ops.aten
-RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
-"""Views that leave the elements in order."""
 _COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
 
 
-def readers(root: fx.Node, views: tuple[Any, ...] = RESHAPES) -> Iterator[fx.Node]:
-    """What reads a tensor, through views."""
+def behind_views(node: Any, views: Collection[str] = VIEWS) -> Any:
+    """The tensor that a node is a view of, or the node itself; what is no node stays."""
+    while calls(node, views):
+        node = node.args[0]
+    return node
+
+
+def readers(root: fx.Node, views: Collection[str] = RESHAPES) -> Iterator[fx.Node]:
+    """The nodes that read a tensor, through views."""
     for user in root.users:
-        if user.target in views:
+        if calls(user, views):
             yield from readers(user, views)
         else:
             yield user

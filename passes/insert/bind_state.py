@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from fxquant.compat.private import artificial_source, copy_sources, mark_static, tag_activation_checkpoint
 from fxquant.compat.values import fake_mode_of
 from fxquant.formats import AttentionSpec, LinearSpec
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.state import Slots, State, update
 

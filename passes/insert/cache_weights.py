@@ -28,9 +28,8 @@ from fxquant.compat.private import (
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.grouped.ops import quantize_groups
-from fxquant.passes.find.facts import value_of
-from fxquant.passes.find.weights import VIEWS, op_name
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import SAME_VALUES, calls, is_fxquant
+from fxquant.passes.graph.values import value_of
 
 Step = tuple[str, Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """A view on the way from a parameter to a product: the node's op and target, and its other arguments."""
@@ -151,7 +150,7 @@ class _Inputs:
                 continue
             viewed, *others = source.args or (None,)
             plain = not any(isinstance(n, fx.Node) for n in (*others, *source.kwargs.values()))
-            if op_name(source) not in VIEWS or not isinstance(viewed, fx.Node) or source.all_input_nodes != [viewed]:
+            if not calls(source, SAME_VALUES) or not isinstance(viewed, fx.Node) or source.all_input_nodes != [viewed]:
                 return None
             if not plain:
                 return None

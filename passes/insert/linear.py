@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxquant.formats import IDENTITY, LinearSpec, OperandSpec
-from fxquant.passes.find.facts import Builder, Match, value_of
+from fxquant.passes.find.facts import Builder, Match
 from fxquant.passes.find.forms import apply_match
+from fxquant.passes.graph.values import value_of
 from fxquant.passes.insert.attention import SITE, insert_attention
 from fxquant.quantizers import Quantizer
 

@@ -44,9 +44,12 @@ from fxquant.compat.private import (
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
-from fxquant.passes.graph.base import VIEWS, behind_views, in_memory, is_fxquant, run_pass, val
-from fxquant.passes.graph.match import readers
+from fxquant.passes.graph.log import run_pass
+from fxquant.passes.graph.match import behind_views, readers
+from fxquant.passes.graph.names import VIEWS, is_fxquant
+from fxquant.passes.graph.values import val
 from fxquant.passes.joint.reuse import share_quantized
+from fxquant.passes.joint.sides import in_memory
 
 SAVE = ("quantized", "least")
 """What may be asked to be saved."""
@@ -151,18 +154,15 @@ def products_to_repeat(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-_SAME = (*VIEWS, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-
-
 def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -> bool:
     """Whether the backward reads a tensor other than to quantize it, or can make it of such tensors and small ones.
 
     Adds what makes it of those to `between`.
     """
-    node = behind_views(node, _SAME)
+    node = behind_views(node)
     if node.op == "placeholder" or is_fxquant(node, "scale_from_amax"):
         return True
-    if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, _SAME)):
+    if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, VIEWS)):
         return True
     quantized = is_fxquant(node, "quantize")  # and its state is saved
     made = quantized or node.target in (operator.getitem, torch.ops.aten.clone.default) or _is_elementwise(node)

@@ -24,15 +24,10 @@ from torch import fx
 from fxquant.compat.private import enable_python_dispatcher, must_recompute
 from fxquant.compat.values import faking, statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.passes.graph.base import is_fxquant, val
+from fxquant.passes.graph.names import SAME_ELEMENTS, calls, is_fxquant
+from fxquant.passes.graph.values import val
 
 _aten = torch.ops.aten
-_MOVES = (
-    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default,
-    _aten.transpose.int, _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.clone.default,
-    _aten.contiguous.default,
-)  # fmt: skip
-"""Operators that keep all elements, each once."""
 
 
 def share_quantized(graph: fx.Graph) -> int:
@@ -51,7 +46,7 @@ def share_quantized(graph: fx.Graph) -> int:
 def _behind(node: Any) -> tuple[list[fx.Node], fx.Node | None]:
     """The moves on the way from a dequantization of heads to a node, and that dequantization if there is one."""
     moves: list[fx.Node] = []
-    while isinstance(node, fx.Node) and node.target in _MOVES:
+    while calls(node, SAME_ELEMENTS):
         moves.insert(0, node)
         node = node.args[0]
     if not moves or not isinstance(node, fx.Node) or not is_fxquant(node, "dequantize_heads") or node.args[3]:

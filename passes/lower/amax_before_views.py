@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.passes.graph.base import behind_views, in_memory, is_fxquant, sides_of, val
-from fxquant.passes.graph.match import RESHAPES
+from fxquant.passes.graph.match import behind_views
+from fxquant.passes.graph.names import RESHAPES, is_fxquant
+from fxquant.passes.graph.values import val
 from fxquant.passes.joint.partition import scale_of
+from fxquant.passes.joint.sides import in_memory, sides_of
 
 
 def measure_unviewed(graph: fx.Graph, device: str = "cuda") -> int:

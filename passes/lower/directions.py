@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxquant.passes.graph.base import VIEWS, is_fxquant
+from fxquant.passes.graph.names import VIEWS, calls, is_fxquant
 
 
 def merge(graph: fx.Graph) -> int:
@@ -72,7 +72,7 @@ def _merge_views(graph: fx.Graph) -> None:
     """Makes equal views one, as the partitioner does in training: q, k and v read one tensor by three reshapes."""
     first: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in VIEWS and not node.kwargs:
+        if calls(node, VIEWS) and not node.kwargs:
             earlier = first.setdefault((node.target, node.args), node)
             if earlier is not node:
                 node.replace_all_uses_with(earlier)

@@ -35,8 +35,10 @@ from fxquant.kernels.linear.choice import Chosen, GemmKernel
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.linear.problem import Problem, triton_multiplies
-from fxquant.passes.graph.base import behind_views, is_fxquant, sides_of, val
-from fxquant.passes.graph.match import RESHAPES, matches, readers, shaped
+from fxquant.passes.graph.match import behind_views, matches, readers, shaped
+from fxquant.passes.graph.names import RESHAPES, calls, is_fxquant
+from fxquant.passes.graph.values import val
+from fxquant.passes.joint.sides import sides_of
 from fxquant.passes.lower.few_rows import decodes
 
 log = logging.getLogger(__name__)
@@ -187,7 +189,7 @@ def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
     """The activation of a tensor that nothing else reads, and its name."""
     following = list(_following(root, None))
     for end in following:
-        if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or end.target in RESHAPES:
+        if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or calls(end, RESHAPES):
             continue
         for name, decomposed in itertools.product(ACTIVATIONS, (True, False)):
             output, source = _pattern(name, val(root).dtype, decomposed)

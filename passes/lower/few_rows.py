@@ -23,8 +23,10 @@ from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear import few_rows as limits
-from fxquant.passes.graph.base import behind_views, in_memory, is_fxquant, val
-from fxquant.passes.graph.match import RESHAPES, shaped
+from fxquant.passes.graph.match import behind_views, shaped
+from fxquant.passes.graph.names import RESHAPES, is_fxquant
+from fxquant.passes.graph.values import val
+from fxquant.passes.joint.sides import in_memory
 from fxquant.passes.lower.producers import inputs_of, last_operator
 
 _aten = torch.ops.aten

@@ -27,7 +27,10 @@ from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear import cublas as gemm
-from fxquant.passes.graph.base import behind_views, in_memory, is_fxquant, val
+from fxquant.passes.graph.match import behind_views
+from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.values import val
+from fxquant.passes.joint.sides import in_memory
 from fxquant.passes.lower import few_rows
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from fxquant.compat.values import faking, statically_known_true, unguarded_sizes
 from fxquant.errors import GraphVerificationError
 from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
-from fxquant.passes.graph.base import is_fxquant, val
+from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.values import val
 from fxquant.passes.lower import few_rows
 from fxquant.passes.lower.implementations import implementation
 

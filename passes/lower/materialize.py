@@ -16,8 +16,10 @@ from torch import Tensor, fx
 
 from fxquant.compat.private import OpOverload, force_stride_order, triton_kernel_wrapper_functional
 from fxquant.compat.values import detect_fake_mode
-from fxquant.passes.graph.base import EXTERNAL, VIEWS, behind_views, val
-from fxquant.passes.graph.match import readers
+from fxquant.passes.graph.match import behind_views, readers
+from fxquant.passes.graph.names import VIEWS
+from fxquant.passes.graph.values import val
+from fxquant.passes.joint.sides import EXTERNAL
 
 
 def write_once(graph: fx.Graph) -> int:

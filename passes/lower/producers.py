@@ -33,13 +33,14 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import supported
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
-from fxquant.passes.graph.base import Side, behind_views, in_memory, is_fxquant, sides_of, val
-from fxquant.passes.graph.match import RESHAPES, matches, readers, shaped
+from fxquant.passes.graph.axes import order_of
+from fxquant.passes.graph.match import behind_views, matches, readers, shaped
+from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_fxquant
+from fxquant.passes.graph.values import val
 from fxquant.passes.joint.partition import scale_of
+from fxquant.passes.joint.sides import Side, in_memory, sides_of
 
 _aten = torch.ops.aten
-_EXCHANGES = ((_aten.permute.default, [0, 2, 1, 3]), (_aten.transpose.int, 1, 2))
-"""What exchanges heads and positions."""
 _NARROW = (torch.bfloat16, torch.float16)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -266,7 +267,7 @@ def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool
     if order[node] < order[anchor]:
         return True
     tags = getattr(node.target, "tags", ())
-    movable = node.target in (*RESHAPES, _aten.slice.Tensor, _CONVERT) or torch.Tag.pointwise in tags
+    movable = calls(node, RESHAPES | SLICES) or node.target is _CONVERT or torch.Tag.pointwise in tags
     if not movable and not is_fxquant(node, "amax") and not is_fxquant(node, "scale_from_amax"):
         return False
     if not all(_is_there(source, anchor, order) for source in node.all_input_nodes):
@@ -304,7 +305,7 @@ def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
     if root.target is not _aten.clone.default:
         return None
     moved = behind_views(root.args[0], RESHAPES)
-    if not isinstance(moved, fx.Node) or (moved.target, *moved.args[1:]) not in _EXCHANGES:
+    if not isinstance(moved, fx.Node) or order_of(moved, 4) != [0, 2, 1, 3]:
         return None
     x = moved.args[0]
     assert isinstance(x, fx.Node)

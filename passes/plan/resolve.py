@@ -17,7 +17,8 @@ from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
 from fxquant.passes.find.contraction import product_of
-from fxquant.passes.find.facts import Attention, Dim, Match, Product, Resolved, value_of
+from fxquant.passes.find.facts import Attention, Match, Product, Resolved
+from fxquant.passes.graph.values import Dim, value_of
 from fxquant.passes.plan.attention import Skip, attention_decision, attention_roles, resolve_attention
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe

@@ -13,18 +13,10 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import Decision
 from fxquant.formats import AttentionSpec, LinearSpec, OperandSpec, QuantSpec
-from fxquant.passes.find.facts import value_of
-from fxquant.passes.find.weights import op_name
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import SAME_ELEMENTS, calls, is_fxquant
+from fxquant.passes.graph.values import value_of
 from fxquant.passes.insert.attention import SITE
 from fxquant.roles import Direction
-
-_MOVES = frozenset(
-    """T mT t transpose swapaxes swapdims permute movedim moveaxis view view_as reshape reshape_as flatten unflatten
-    squeeze unsqueeze contiguous clone detach alias _unsafe_view""".split()
-)
-"""Operations that keep all elements, each once, and their dtype."""
-
 
 _Operand = tuple[int, str, Direction]
 """The site of a linear, one of its tensor types and a direction."""
@@ -67,7 +59,7 @@ def _shared(graph: fx.Graph) -> Iterator[tuple[_Operand, str]]:
 
 def _moved(node: fx.Node) -> fx.Node | None:
     """What a node moves the elements of; None where it does something else."""
-    if node.op not in ("call_function", "call_method") or op_name(node) not in _MOVES:
+    if not calls(node, SAME_ELEMENTS):
         return None
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
 

@@ -26,8 +26,9 @@ from fxquant.formats import Step
 from fxquant.passes.find.attention.fused import attention_products
 from fxquant.passes.find.attention.written_out import Unknown, without_repeats
 from fxquant.passes.find.contraction import Site, requires_grad, settle
-from fxquant.passes.find.facts import Attend, Attention, Builder, Match, value_of
-from fxquant.passes.find.weights import op_name
+from fxquant.passes.find.facts import Attend, Attention, Builder, Match
+from fxquant.passes.graph.names import op_name
+from fxquant.passes.graph.values import value_of
 
 _ELEMENTWISE = frozenset(
     """add sub mul truediv div floordiv floor_divide mod remainder neg abs pow exp log sqrt sin cos tanh sigmoid

@@ -15,12 +15,13 @@ from fxquant.decisions import SkipReason
 from fxquant.formats import Step
 from fxquant.passes.find.attention.written_out import read_chain, without_repeats
 from fxquant.passes.find.contraction import Site, product_of, requires_grad, settle
-from fxquant.passes.find.facts import Attend, Attention, Builder, Dim, Match, Product, value_of
-from fxquant.passes.find.weights import VIEWS, op_name
+from fxquant.passes.find.facts import Attend, Attention, Builder, Match, Product
+from fxquant.passes.graph.names import SAME_VALUES, op_name
+from fxquant.passes.graph.values import Dim, value_of
 
-_BETWEEN = VIEWS | frozenset(
+_BETWEEN = SAME_VALUES | frozenset(
     """mul div truediv true_divide add sub neg masked_fill where tanh cat concat concatenate dropout amax max clamp
-    maximum minimum nan_to_num imul iadd isub itruediv sum _unsafe_view native_dropout""".split()
+    maximum minimum nan_to_num imul iadd isub itruediv sum native_dropout""".split()
 )
 """What may stand between the products of an attention, besides the softmax: scale, mask, bias, cap, sink, dropout."""
 

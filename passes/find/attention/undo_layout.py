@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from fxquant.passes.find.contraction import Contraction, Label, Operand, plan
-from fxquant.passes.find.facts import Builder, Dim, value_of
-from fxquant.passes.find.weights import op_name
-from fxquant.passes.graph.axes import COPIES, Parts, same
+from fxquant.passes.find.facts import Builder
+from fxquant.passes.graph.axes import Parts, same
+from fxquant.passes.graph.names import COPIES, op_name
+from fxquant.passes.graph.values import Dim, value_of
 
 _MULTIPLICATIONS = frozenset(("mul", "multiply"))
 _DIVISIONS = frozenset(("div", "divide", "truediv", "true_divide"))

@@ -22,13 +22,12 @@ from fxquant.compat.values import statically_known_true
 from fxquant.formats import Step
 from fxquant.passes.find.attention.undo_layout import undone, undone_like
 from fxquant.passes.find.contraction import Contraction, Label, arrange, permute, product_of, requires_grad, settle
-from fxquant.passes.find.facts import Attend, Attention, Builder, Dim, Match, value_of
-from fxquant.passes.find.weights import op_name
+from fxquant.passes.find.facts import Attend, Attention, Builder, Match
 from fxquant.passes.graph.axes import order_before, same
+from fxquant.passes.graph.names import COPIES, EXPANDS, PICKS, RESHAPES, SAME_PLACES, UNIT_AXES, op_name
+from fxquant.passes.graph.values import Dim, value_of
 
-_CASTS = frozenset("to _to_copy type type_as float half bfloat16 double contiguous clone alias".split())
-_RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten expand view_as reshape_as unsqueeze squeeze".split())
-_OF_MASKS = frozenset("invert __invert__ bitwise_not logical_not eq ne unsqueeze getitem".split())
+_OF_MASKS = frozenset("invert __invert__ bitwise_not logical_not eq ne".split()) | UNIT_AXES | PICKS
 _DIVISIONS = frozenset(("div", "truediv", "true_divide"))
 
 
@@ -330,7 +329,7 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
         source = args[0]
         return source if isinstance(times, int) and axis in (1, -3) and isinstance(source, fx.Node) else None
     chain: list[fx.Node] = []
-    for names in (("reshape", "view"), ("clone", "contiguous", ""), ("expand",), ("getitem", "unsqueeze")):
+    for names in (RESHAPES, COPIES | {""}, EXPANDS, PICKS | UNIT_AXES):
         if op_name(node) in names:
             chain.append(node)
             source = node.args[0]
@@ -530,9 +529,9 @@ def _through_views(chain: _Chain, node: fx.Node, inner: Sequence[fx.Node]) -> fx
         raise Unknown("its dropout is computed")
     before, after = value_of(inner[0]).shape, value_of(node).shape
     same = len(before) > 1 and len(after) > 1 and _same(before[-2:], after[-2:])
-    if name in _CASTS and _same(before, after):
+    if name in SAME_PLACES and _same(before, after):
         return inner[0]
-    if name in _RESHAPES and same and chain.order == tuple(range(len(after))):
+    if name in RESHAPES | UNIT_AXES | EXPANDS and same and chain.order == tuple(range(len(after))):
         if statically_known_true(product_of(before) == product_of(after)):
             chain.order = tuple(range(len(before)))
             return inner[0]
@@ -607,7 +606,7 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 def _constant(value: Any) -> Any:
     """The number that a value or a node is, if it is one."""
     if isinstance(value, fx.Node):
-        if op_name(value) in _CASTS and isinstance(value.args[0], fx.Node):
+        if op_name(value) in SAME_PLACES and isinstance(value.args[0], fx.Node):
             return _constant(value.args[0])
         place = {"full": 1, "full_like": 1, "tensor": 0, "scalar_tensor": 0}.get(op_name(value))
         return None if place is None else _constant(_argument(value, place, "fill_value"))

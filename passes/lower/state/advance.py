@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from fxquant.compat.values import faking
-from fxquant.passes.graph.base import is_fxquant, val
+from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.values import val
 
 _aten = torch.ops.aten
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.passes.graph.base import is_fxquant, val
+from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.values import val
 
 _aten = torch.ops.aten
 

@@ -21,7 +21,8 @@ from torch import fx
 
 from fxquant.compat.values import faking
 from fxquant.kernels.cast.producers import CastSpec
-from fxquant.passes.graph.base import is_fxquant, val
+from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.values import val
 
 _aten = torch.ops.aten
 _RECORDING = ("produce_quantize", "quantize_qkv", "attention_forward")

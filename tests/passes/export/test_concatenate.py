@@ -9,7 +9,7 @@ from torch.export import Dim
 
 import fxquant
 from fxquant.export.program import _joined
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import is_fxquant
 
 
 class Projections(nn.Module):

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from fxquant import IdentityQuantizer, MXFP8Quantizer, Recipe, Rule, Rules, recipes
 from fxquant.formats import LinearSpec
-from fxquant.passes.find.facts import value_of
+from fxquant.passes.graph.values import value_of
 from fxquant.passes.pipeline import Rewriter
 
 LINEAR = torch.ops.fxquant.linear.default

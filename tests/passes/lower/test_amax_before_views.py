@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant.compat.private import make_fx
 from fxquant.kernels.cast import reference
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.lower.amax_before_views import measure_unviewed
 
 ops = torch.ops.fxquant

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant.compat.private import tree_map_only, triton_kernel_wrapper_functional
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.state.advance import advance_state
 from fxquant.passes.lower.state.record_in_kernel import record_in_place

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant.kernels.cast import ops
-from fxquant.passes.graph.base import is_fxquant
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.lower.state.batch_amaxes import gather_records
 from fxquant.passes.lower.state.split_scales import part_scales
 

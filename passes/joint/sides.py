@@ -1,0 +1,59 @@
+"""Quantizations by direction, and the tensors that lie in memory before them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fxquant.formats import QuantSpec
+from fxquant.passes.graph.match import behind_views
+from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.values import val
+
+_aten = torch.ops.aten
+EXTERNAL = (
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default,
+    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_backward.default,
+    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_cudnn_attention_backward.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+)  # fmt: skip
+"""Operators that no kernel of Inductor's own computes."""
+
+
+class Side(NamedTuple):
+    """One direction of a quantization; `state` is its input besides the tensor, such as a scale."""
+
+    direction: str
+    spec: str
+    state: Any
+
+    @property
+    def per_tensor(self) -> bool:
+        return QuantSpec.parse(self.spec).row.family == "per_tensor"
+
+
+def sides_of(node: fx.Node) -> list[Side]:
+    """The directions in which a node quantizes a tensor, its first argument; none if it does not quantize."""
+    if is_fxquant(node, "quantize"):
+        _, spec, direction, state, *_ = (*node.args, None)
+        return [Side(str(direction), str(spec), state)]
+    if is_fxquant(node, "hybrid_quantize"):
+        _, row, column, row_state, column_state, *_ = (*node.args, None, None)
+        return [Side("rowwise", str(row), row_state), Side("columnwise", str(column), column_state)]
+    return []
+
+
+def in_memory(x: Any) -> bool:
+    """Returns True if a tensor is a graph's input or the result of a GEMM or an attention, seen through views."""
+    x = behind_views(x)
+    if isinstance(x, fx.Node) and x.target is operator.getitem:
+        x = x.args[0]
+    if not isinstance(x, fx.Node):
+        return False
+    if is_fxquant(x, "scaled_mm"):  # with a bias of another dtype something elementwise follows
+        return x.args[4] is None or val(x).dtype == torch.bfloat16
+    return x.op in ("placeholder", "get_attr") or x.target in EXTERNAL
