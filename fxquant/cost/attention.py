@@ -16,7 +16,7 @@ import torch
 
 from fxquant.decisions import Attended
 from fxquant.kernels.attention import choice as attention_choice
-from fxquant.kernels.attention.choice import AttentionKernel, Chosen, Sides
+from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel, Chosen
 
 
 class KernelRate(NamedTuple):
@@ -85,10 +85,19 @@ def chosen(attention: Attended, training: bool) -> list[Chosen]:
     """The kernels of a quantized attention: of its forward, and in training of its backward."""
     spec = attention.spec
     assert spec is not None
-    sides = Sides(attention.axes, attention.width, attention.features, attention.dtype, attention.learned)
-    flops = 4 * attention.batch * attention.heads * attention.queries * attention.keys * attention.width
-    found = [attention_choice.forward(spec, sides, attention.capability, flops)]
-    return [*found, attention_choice.backward(spec, sides, attention.capability)] if training else found
+    facts = AttentionFacts(
+        spec=spec,
+        axes=attention.axes,
+        width=attention.width,
+        features=attention.features,
+        dtype=attention.dtype,
+        capability=attention.capability,
+        keys=attention.keys,
+        flops=4 * attention.batch * attention.heads * attention.queries * attention.keys * attention.width,
+        learned=attention.learned,
+    )
+    run = [attention_choice.forward(facts)]
+    return [*run, attention_choice.backward(facts)] if training else run
 
 
 def runs_the_reference(attention: Attended, training: bool) -> str:

@@ -1,7 +1,7 @@
 """Quantized attention on CUDA: Triton kernels where they take it, cuDNN for what is in high precision.
 
 Each function has the meaning, and the arguments, of its namesake in `fxquant.kernels.attention.ops`, whose reference
-runs where no kernel does: for what scores may be besides scaled and masked. MXFP8, which Hopper does not multiply, is
+runs where `choice` says so: where scores are more than scaled and masked. MXFP8, which Hopper does not multiply, is
 dequantized, exactly to bfloat16.
 """
 
@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxquant.compat.device import capability
+from fxquant.compat.values import size_hint
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.kernels.attention import gluon_op as warp_attention
+from fxquant.kernels.attention import choice, gluon_op
 from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention import triton as triton_attention
 from fxquant.kernels.attention import triton_cast as triton_head_cast
-from fxquant.kernels.attention.choice import SCALINGS
+from fxquant.kernels.attention.choice import SCALINGS, AttentionFacts, AttentionKernel
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
 from fxquant.kernels.state import reference as delayed
 
@@ -28,53 +30,52 @@ _GRADIENTS = {
     **dict.fromkeys(SCALINGS, torch.float8_e4m3fn), "per_tensor_e5m2": torch.float8_e5m2,
     "per_head_e5m2": torch.float8_e5m2,
 }  # fmt: skip
-"""The formats of the gradients, and what do is cast to."""
+"""The dtypes that do is cast to, by its format."""
 
 
-class _Plain(NamedTuple):
-    """Steps that are a scale, a mask of a kind, and causality."""
+class _Scores(NamedTuple):
+    """The steps on the scores, which kernels do: a scale, a mask of a kind, and causality."""
 
     scale: float
     causal: bool
     mask: Tensor | None
 
-
-def _plain(spec: AttentionSpec, extras: Sequence[Tensor]) -> _Plain | None:
-    scale, causal, mask = 1.0, False, None
-    for step in spec.steps:
-        if step.kind == "mul" and step.extra < 0 and mask is None:
-            scale *= step.value
-        elif step.kind == "causal":
-            causal = True
-        elif step.kind in ("add", "keep") and step.extra >= 0 and mask is None:
-            mask = extras[step.extra]
-        elif step.kind == "fill" and step.value == -math.inf and mask is None:
-            mask = torch.logical_not(extras[step.extra])
-        else:
-            return None
-    return _Plain(scale, causal, mask) if scale > 0 else None
+    @classmethod
+    def of(cls, spec: AttentionSpec, extras: Sequence[Tensor]) -> _Scores:
+        scale, causal, mask = 1.0, False, None
+        for step in spec.steps:
+            if step.kind == "mul":
+                scale *= step.value
+            elif step.kind == "causal":
+                causal = True
+            else:
+                mask = torch.logical_not(extras[step.extra]) if step.kind == "fill" else extras[step.extra]
+        return cls(scale, causal, mask)
 
 
-def _known(
-    spec: AttentionSpec, extras: Sequence[Tensor], dtype: torch.dtype, k: Tensor, v: Tensor, width: int
-) -> _Plain | None:
-    """The steps, where the kernels take an attention of these payloads."""
-    plain = _plain(spec, extras)
-    if plain is None or k.ndim != 4 or v.shape[-2] != width:
-        return None
-    softmax = spec.s.row
-    if str(spec.qkv) in SCALINGS:
-        taken = softmax.family in ("per_tensor", "per_head") and softmax.element == spec.qkv.row.element
-    else:
-        taken = _is_mx(spec.qkv) and softmax.family in attention_reference.UNQUANTIZED_SOFTMAX
-    taken = taken and triton_attention.supports(
-        head_dim=width, kv_len=k.shape[-2], dropout=spec.dropout, dtype=dtype, device=k.device
+def _facts(
+    spec: AttentionSpec,
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    width: int,
+    dtype: torch.dtype,
+    *,
+    learned: bool = False,
+) -> AttentionFacts:
+    """The facts of an attention of these operands; a device that is not there is a Hopper GPU."""
+    keys, device = k[0].shape[-2], k[0].device
+    return AttentionFacts(
+        spec=spec,
+        axes=k[0].ndim,
+        width=width,
+        features=attention_reference.features_of(v, spec),
+        dtype=dtype,
+        capability=capability(device) if torch.cuda.is_available() else (9, 0),
+        keys=keys,
+        flops=4 * math.prod(map(size_hint, (*q[0].shape, keys))),
+        learned=learned,
     )
-    return plain if taken else None
-
-
-def _is_mx(spec: QuantSpec) -> bool:
-    return spec.row.family == "mxfp8"
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -120,12 +121,14 @@ def attention_forward(
     s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """[o, lse, amax of the softmax, which only a delayed scale asks for]."""
-    amax = torch.zeros(1, device=q[0].device) if s_scale is not None else None
-    made = _forward(q, k, v, extras, seed, spec, width, dtype, amax)
-    if made is None:
+    parsed = AttentionSpec.parse(spec)
+    kernel = choice.forward(_facts(parsed, q, k, v, width, dtype)).kernel
+    if kernel is AttentionKernel.REFERENCE:
         run: Any = attention_ops.IMPLEMENTATIONS["attention_forward"]
         return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
-    return [*made, torch.ones(1, device=q[0].device) if amax is None else amax]
+    amax = torch.zeros(1, device=q[0].device) if s_scale is not None else None
+    results = _forward(kernel, q, k, v, extras, seed, parsed, width, dtype, amax)
+    return [*results, torch.ones(1, device=q[0].device) if amax is None else amax]
 
 
 def attention_forward_into(
@@ -133,40 +136,36 @@ def attention_forward_into(
     s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype, amaxes: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """[o, lse]; the amax of the softmax goes into the state."""
-    made = _forward(q, k, v, extras, seed, spec, width, dtype, amaxes)
-    if made is None:
+    parsed = AttentionSpec.parse(spec)
+    kernel = choice.forward(_facts(parsed, q, k, v, width, dtype)).kernel
+    if kernel is AttentionKernel.REFERENCE:
         run: Any = attention_ops.IMPLEMENTATIONS["attention_forward_into"]
         return run(q, k, v, extras, seed, s_scale, spec, width, dtype, amaxes)  # type: ignore[no-any-return]
-    return list(made)
+    return list(_forward(kernel, q, k, v, extras, seed, parsed, width, dtype, amaxes))
 
 
 def _forward(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
-    spec: str, width: int, dtype: torch.dtype, s_amax: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """o and lse, where a kernel takes the attention; the amax of the softmax goes into `s_amax`."""
-    parsed = AttentionSpec.parse(spec)
-    plain = _known(parsed, extras, dtype, k[0], v[0], width)
-    if plain is None:
-        return None
-    options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
-    more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed, "out_dtype": dtype}
-    unmasked = plain.mask is None and not parsed.dropout
-    if not _is_mx(parsed.qkv):
-        (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        options["scaling"] = SCALINGS[str(parsed.qkv)]
-        if unmasked and warp_attention.takes(q8, k8):
-            o, lse, weights = warp_attention.forward(
-                q8, k8, v8, q_scale, k_scale, v_scale, **options, out_dtype=dtype, record=s_amax is not None
-            )
-            if s_amax is not None:
-                delayed.take(s_amax, weights.amax().reshape(1))
-            return o, lse
+    kernel: AttentionKernel, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor],
+    seed: Tensor | None, spec: AttentionSpec, width: int, dtype: torch.dtype, s_amax: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and lse by a kernel; the amax of the softmax goes into `s_amax`."""
+    scores = _Scores.of(spec, extras)
+    options: dict[str, Any] = {"causal": scores.causal, "scale": scores.scale}
+    more: dict[str, Any] = {"mask": scores.mask, "dropout": spec.dropout, "seed": seed, "out_dtype": dtype}
+    if kernel in (AttentionKernel.CUDNN, AttentionKernel.WIDE):
+        wide_q, wide_k, wide_v = _dequantized(q, k, v, spec.qkv, width, dtype)
+        if kernel is AttentionKernel.CUDNN:
+            return cudnn_attention(wide_q, wide_k, wide_v, **options)
+        return triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
+    options["scaling"] = SCALINGS[str(spec.qkv)]
+    if kernel is AttentionKernel.TRITON:
         return triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more, s_amax=s_amax)
-    wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, dtype)
-    if unmasked:
-        return cudnn_attention(wide_q, wide_k, wide_v, **options)
-    return triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
+    options |= {"out_dtype": dtype, "record": s_amax is not None}
+    o, lse, weights = gluon_op.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options)
+    if s_amax is not None:
+        delayed.take(s_amax, weights.amax().reshape(1))
+    return o, lse
 
 
 def attention_backward(
@@ -179,39 +178,32 @@ def attention_backward(
     Of the amaxes only those have a meaning that a delayed scale asks for.
     """
     parsed = AttentionSpec.parse(spec)
-    plain = None if wanted else _known(parsed, extras, do.dtype, k[0], v[0], width)
-    if plain is not None:
-        do_amax, dp_amax = (
-            None if scale is None else torch.zeros(1, device=do.device) for scale in (do_scale, dp_scale)
+    kernel = choice.backward(_facts(parsed, q, k, v, width, do.dtype, learned=bool(wanted))).kernel
+    if kernel is AttentionKernel.REFERENCE:
+        run: Any = attention_ops.IMPLEMENTATIONS["attention_backward"]
+        return run(  # type: ignore[no-any-return]
+            do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, width
         )
-        options: dict[str, Any] = {"causal": plain.causal, "scale": plain.scale}
-        more: dict[str, Any] = {"mask": plain.mask, "dropout": parsed.dropout, "seed": seed}
-        grads: Sequence[Tensor] | None = None
-        unquantized = attention_reference.UNQUANTIZED_SOFTMAX
-        if not parsed.has_fp8_backward:
-            wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
-            if plain.mask is None and not parsed.dropout:
-                grads = cudnn_attention_backward(do, wide_q, wide_k, wide_v, o, lse, **options)
-            else:
-                grads = triton_attention.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
-        elif _is_mx(parsed.qkv) and _is_mx(parsed.do) and parsed.dp.row.family in unquantized:
-            wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
-            rows, columns = attention_reference.rows_and_columns(do, parsed.do)
-            grads = triton_attention.wide_backward(
-                do, wide_q, wide_k, wide_v, o, lse, **options, **more, rounded=(rows.to(do.dtype), columns.to(do.dtype))
-            )
-        elif str(parsed.do) in _GRADIENTS and str(parsed.dp) in _GRADIENTS and not _is_mx(parsed.qkv):
-            (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-            more |= {"do_dtype": _GRADIENTS[str(parsed.do)], "do_multiplier": do_scale}
-            more |= {"do_amax": do_amax, "dp_amax": dp_amax, "scaling": SCALINGS[str(parsed.qkv)]}
-            grads = triton_attention.backward(do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, **options, **more)
-        if grads is not None:
-            amaxes = (torch.ones(1, device=do.device) if amax is None else amax for amax in (do_amax, dp_amax))
-            return [*grads, *amaxes]
-    run: Any = attention_ops.IMPLEMENTATIONS["attention_backward"]
-    return run(  # type: ignore[no-any-return]
-        do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, width
-    )
+    do_amax, dp_amax = (None if scale is None else torch.zeros(1, device=do.device) for scale in (do_scale, dp_scale))
+    scores = _Scores.of(parsed, extras)
+    options: dict[str, Any] = {"causal": scores.causal, "scale": scores.scale}
+    more: dict[str, Any] = {"mask": scores.mask, "dropout": parsed.dropout, "seed": seed}
+    grads: Sequence[Tensor]
+    if kernel is AttentionKernel.TRITON:
+        (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
+        more |= {"do_dtype": _GRADIENTS[str(parsed.do)], "do_multiplier": do_scale}
+        more |= {"do_amax": do_amax, "dp_amax": dp_amax, "scaling": SCALINGS[str(parsed.qkv)]}
+        grads = triton_attention.backward(do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, **options, **more)
+    else:
+        wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
+        if kernel is AttentionKernel.CUDNN:
+            grads = cudnn_attention_backward(do, wide_q, wide_k, wide_v, o, lse, **options)
+        else:
+            if parsed.has_fp8_backward:
+                rows, columns = attention_reference.rows_and_columns(do, parsed.do)
+                more["rounded"] = (rows.to(do.dtype), columns.to(do.dtype))
+            grads = triton_attention.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
+    return [*grads, *(torch.ones(1, device=do.device) if amax is None else amax for amax in (do_amax, dp_amax))]
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {

@@ -5,15 +5,11 @@ Inductor emits the source of Triton kernels that a graph launches anew, which it
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import is_hopper, knows_gluon
 from fxquant.compat.private import fake_kernel, operator_library
-from fxquant.compat.values import size_hint
-from fxquant.kernels.attention.choice import Scaling, by_gluon
+from fxquant.kernels.attention.choice import Scaling
 
 _library = operator_library("fxquant_kernels", more=True)
 _library.define(
@@ -23,21 +19,11 @@ _library.define(
 )
 
 
-def takes(q: Tensor, k: Tensor) -> bool:
-    """Whether this kernel runs for q [B, H, Sq, D] and k that `triton_attention.supports`, without mask and dropout."""
-    return by_gluon(4 * math.prod(map(size_hint, (*q.shape, k.shape[2])))) and is_hopper(q.device)
-
-
-def exists(device: torch.device) -> bool:
-    """Whether a device, with the Triton that is installed, has such a kernel."""
-    return knows_gluon() and is_hopper(device)
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
     scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `takes` says so.
+    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `choice.forward` says so.
 
     To `record`, the largest weight of each row of the softmax comes third, [B, H, Sq] in float32. Raises ValueError for
     a scale that is not positive.
@@ -73,6 +59,3 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return q.new_empty(q.shape, dtype=dtype), lse, torch.empty_like(lse) if record else lse.new_empty(0)
-
-
-__all__ = ["exists", "forward", "takes"]

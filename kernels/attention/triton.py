@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.device import is_hopper, triton_workspace
+from fxquant.compat.device import triton_workspace
 from fxquant.compat.patches import declare_written
 from fxquant.compat.values import statically_known_true
-from fxquant.kernels.attention.choice import HEAD_DIMS, Scaling
+from fxquant.kernels.attention.choice import Scaling
 from fxquant.kernels.attention.triton_cast import (  # fmt: skip
     BLOCK,
     BLOCK_LEN,
@@ -507,17 +507,6 @@ _WIDE_KEY_TILES = {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 64, 8, 1)}
 """As `_KEY_TILES`, for 16-bit operands."""
 _WIDE_QUERY_TILES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 1)}
 """As `_QUERY_TILES`, for 16-bit operands."""
-
-
-def supports(
-    *, head_dim: int, kv_len: int | torch.SymInt, dropout: float, dtype: torch.dtype, device: torch.device
-) -> bool:  # fmt: skip
-    """Whether `forward` and `backward` can run such an attention, of operands of this dtype on this device."""
-    if dropout >= 1 or head_dim not in HEAD_DIMS or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if statically_known_true(kv_len == 0):
-        return False
-    return device.type == "cuda" and (not torch.cuda.is_available() or is_hopper(device))
 
 
 def forward(

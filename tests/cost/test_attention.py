@@ -32,7 +32,7 @@ from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import ops as attention_ops
-from fxquant.kernels.attention.choice import AttentionKernel, Sides
+from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel
 from fxquant.quantizers import Float8Quantizer
 from fxquant.recipes import Recipe
 from fxquant.report.report import Report
@@ -267,26 +267,27 @@ SPECS = {
 }
 
 
-def takes_the_reference(spec: AttentionSpec, sides: Sides, backward: bool, monkeypatch: pytest.MonkeyPatch) -> bool:
+def takes_the_reference(facts: AttentionFacts, backward: bool, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the lowering hands on to the reference on a fake CUDA device, where no kernel can run."""
     taken: list[str] = []
+    spec, width, dtype = facts.spec, facts.width, facts.dtype
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setitem(attention_ops.IMPLEMENTATIONS, name, lambda *_: taken.append("reference"))
     with FakeTensorMode(), contextlib.suppress(RuntimeError):
-        shape = [2, 3, 32, sides.width][4 - sides.axes :]
-        do = torch.empty(shape, dtype=sides.dtype, device="cuda")
+        shape = [2, 3, 32, width][4 - facts.axes :]
+        do = torch.empty(shape, dtype=dtype, device="cuda")
         payload = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
         scale = torch.empty(shape[:-2], device="cuda")
-        v = [torch.empty([*shape[:-2], sides.features, 32], dtype=torch.float8_e4m3fn, device="cuda"), scale]
+        v = [torch.empty([*shape[:-2], facts.features, 32], dtype=torch.float8_e4m3fn, device="cuda"), scale]
         q, lse = [payload, scale], torch.empty(shape[:-1], device="cuda")
         extras = [torch.empty(32, 32, dtype=torch.bool, device="cuda")] * 2
         scales = [torch.empty(1, device="cuda") if given.is_delayed else None for given in (spec.s, spec.do, spec.dp)]
         text = str(spec.each(lambda given: dataclasses.replace(given, slot=-1)))
         if backward:
-            wanted = [0] if sides.learned else []
-            attention_cuda.attention_backward(do, q, q, v, do, lse, extras, None, *scales, wanted, text, sides.width)
+            wanted = [0] if facts.learned else []
+            attention_cuda.attention_backward(do, q, q, v, do, lse, extras, None, *scales, wanted, text, width)
         else:
-            attention_cuda.attention_forward(q, q, v, extras, None, scales[0], text, sides.width, sides.dtype)
+            attention_cuda.attention_forward(q, q, v, extras, None, scales[0], text, width, dtype)
     return bool(taken)
 
 
@@ -296,17 +297,18 @@ def test_what_is_said_to_run_is_what_is_lowered(formats: str, monkeypatch: pytes
     specs = {}
     for slot in ("qkv", "s", "do", "dp"):
         specs[slot] = answers(fxquant.QuantizerRole("dpa", slot)).spec(fxquant.Direction.ROWWISE)
-    plain = Sides(4, 64, 64, torch.bfloat16, False)
+    plain = {"axes": 4, "width": 64, "features": 64, "dtype": torch.bfloat16}
     cases = [(steps, plain, 0.0) for steps in STEPS.values()]
     for changed in (
         {"axes": 3}, {"width": 48, "features": 48}, {"features": 128}, {"dtype": torch.float32}, {"learned": True},
     ):  # fmt: skip
-        cases.append((STEPS["bias" if "learned" in changed else ""], plain._replace(**changed), 0.0))
+        cases.append((STEPS["bias" if "learned" in changed else ""], plain | changed, 0.0))
     cases.append((STEPS[""], plain, 0.1))
     for steps, sides, dropout in cases:
         spec = AttentionSpec(**specs, steps=steps, dropout=dropout)
         for choose in (attention_choice.forward, attention_choice.backward):
-            said = choose(spec, sides, (9, 0))
+            facts = AttentionFacts(spec=spec, keys=32, capability=(9, 0), **sides)
+            said = choose(facts)
             with monkeypatch.context() as patch:
-                found = takes_the_reference(spec, sides, choose is attention_choice.backward, patch)
+                found = takes_the_reference(facts, choose is attention_choice.backward, patch)
             assert bool(said.reason) == (said.kernel is AttentionKernel.REFERENCE) == found, (steps, sides, said)

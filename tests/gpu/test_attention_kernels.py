@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant
+from fxquant.compat.device import is_hopper, knows_gluon
 from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import gluon_op as warp_attention
@@ -281,7 +282,7 @@ WARPS = (
 def test_warps_with_work_of_their_own(case: tuple[int, int, int, int, int, int, bool, Any]) -> None:
     """Against plain torch that rounds where they do, and against the kernel for masks; the same bits each time."""
     batches, heads, kv_heads, queries, keys, width, causal, scaling = case
-    if not warp_attention.exists(torch.device("cuda")):
+    if not (knows_gluon() and is_hopper(torch.device("cuda"))):
         pytest.skip("no such kernel here")
     sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
     q, k, v = (noise(batches, *size, width, seed=i) for i, size in enumerate(sizes))
@@ -311,7 +312,7 @@ def test_warps_with_work_of_their_own(case: tuple[int, int, int, int, int, int, 
 
 
 def test_the_operator_has_the_fake_that_it_needs() -> None:
-    if not warp_attention.exists(torch.device("cuda")):
+    if not (knows_gluon() and is_hopper(torch.device("cuda"))):
         pytest.skip("no such kernel here")
     q, k, v = (noise(1, 2, 200, 64, seed=i) for i in range(3))
     q8, q_scale, k8, k_scale, v8, v_scale = triton_head_cast.quantize_qkv(q, k, v, "head")

@@ -14,8 +14,8 @@ from fxquant.compat.private import make_fx, triton_kernel_wrapper_functional
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import cuda as attention_cuda
-from fxquant.kernels.attention import gluon_op as warp_attention
 from fxquant.kernels.attention import reference as attention_reference
+from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel
 from fxquant.passes.lower.lower import lower
 
 ops = torch.ops.fxquant
@@ -44,7 +44,8 @@ def test_no_scores_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """`warps` says whether there is the kernel in Gluon, which an operator launches."""
-    monkeypatch.setattr(warp_attention, "takes", lambda q, k: warps)
+    monkeypatch.setattr(attention_choice, "knows_gluon", lambda: warps)
+    monkeypatch.setattr(attention_choice, "LEAST_WORK_OF_GLUON", 0)
     by_operator = warps and not name.startswith("mxfp8") and step in ("", "causal") and not dropout
     if by_operator:
         launches = [written for written in launches if written != "out,lse"]
@@ -88,10 +89,14 @@ def test_no_scores_in_memory(
 
 def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "knows_gluon", lambda: True)
-    monkeypatch.setattr(warp_attention, "is_hopper", lambda device: True)
-    for length, taken in ((1024, False), (2048, True)):
-        x = torch.empty(1, 32, length, 128, device="meta")
-        assert warp_attention.takes(x, x[:, :8]) == taken
+    heads = QuantSpec(format="per_head_e4m3")
+    spec = AttentionSpec(qkv=heads, s=heads, steps=(Step("mul", 0.125),))
+    for length, kernel in ((1024, AttentionKernel.TRITON), (2048, AttentionKernel.GLUON)):
+        facts = AttentionFacts(
+            spec=spec, axes=4, width=128, features=128, dtype=torch.bfloat16, capability=(9, 0), keys=length,
+            flops=4 * 32 * length * length * 128,
+        )  # fmt: skip
+        assert attention_choice.forward(facts) == (kernel, "")
 
 
 @pytest.mark.parametrize("quantized", (False, True))
