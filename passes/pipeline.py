@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 import fxquant
+from fxquant.compat.patches import QuantizedGraphPass
 from fxquant.compat.private import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
 from fxquant.kernels.linear import timing as gemm_timing
@@ -127,7 +128,7 @@ class Rewriter:
         return any(self.recipe.quantizer(role) != IdentityQuantizer() for role in roles)
 
 
-class Lowering(CustomGraphPass):
+class Lowering(QuantizedGraphPass):
     """`LOWER` as one Inductor pass, and behind it the pass that the user had in the same place.
 
     `gemm`, one of `choice.GEMM`, says how it is decided between cuBLAS and Triton.

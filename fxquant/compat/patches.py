@@ -1,17 +1,26 @@
-"""Changes to torch, each for a defect of some of its versions, and compilations under them."""
+"""Changes to torch, each for a defect of some of its versions, and compilations under them.
+
+A change stays for the life of the process, but acts only where a quantized graph is compiled; everywhere else the
+function does what it did. Those that mend what Inductor makes of a graph ask for `QuantizedGraphPass`.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverloadPacket
 
 from fxquant.compat import torch_version
@@ -21,90 +30,270 @@ STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
 """Inductor's setting by which a Triton kernel that it was given is launched and cached as one that it wrote."""
 
 
-@functools.cache
-def _keep_loops_that_do_not_split() -> None:
-    """Mends Inductor's C++ backend (torch 2.11 to 2.13 at least), which splits loops at a block's size.
+class QuantizedGraphPass(CustomGraphPass):
+    """The pass that Inductor runs over a quantized graph, forward or backward, behind its own."""
 
-    Of kernels fused from a row and a column quantization the loops run in different orders, and instead of leaving
-    them whole it fails an assertion, before it has changed anything.
+
+def compiles_quantized_graph(*_: Any, **__: Any) -> bool:
+    """Returns True if Inductor compiles a quantized graph: its settings also hold for a backward compiled later."""
+    return isinstance(inductor_config.post_grad_custom_post_pass, QuantizedGraphPass)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change to one function of torch.
+
+    `change` is called with the function and its arguments where `acts`, which gets the arguments, returns True.
+    `fixed_in` is the first version of torch without the defect, None if the newest has it; all since `OLDEST_TORCH`
+    before it have it. `still_needed` looks for the defect in the torch that is installed, and needs no GPU.
     """
-    from torch._inductor.codegen.cpp import CppScheduling
 
-    split: Any = CppScheduling.try_loop_split
+    module: str
+    function: str
+    defect: str
+    upstream: str
+    fixed_in: tuple[int, int] | None
+    still_needed: Callable[[], bool]
+    change: Callable[..., Any]
+    acts: Callable[..., bool] = compiles_quantized_graph
 
-    @functools.wraps(split)
-    def try_loop_split(self: Any, nodes: Any) -> Any:
-        try:
-            return split(self, nodes)
-        except AssertionError:
-            return nodes
+    def changed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function with the change."""
 
-    CppScheduling.try_loop_split = try_loop_split  # type: ignore[method-assign]
+        @functools.wraps(function)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if self.acts(*args, **kwargs):
+                return self.change(function, *args, **kwargs)
+            return function(*args, **kwargs)
+
+        return changed
 
 
 @functools.cache
-def _launch_early() -> None:
-    """Lets Inductor launch a user's Triton kernel while the one before it still runs, where its `EARLY` is true.
+def _apply(patch: Patch) -> None:
+    """Makes the change, once, if this version of torch has the defect."""
+    if patch.fixed_in is None or torch_version() < patch.fixed_in:
+        *path, name = patch.function.split(".")
+        owner = functools.reduce(getattr, path, importlib.import_module(patch.module))
+        setattr(owner, name, patch.changed(getattr(owner, name)))
 
-    Such a kernel waits for that one itself. Inductor (torch 2.11 to 2.13 at least) has the attribute of the launch for
-    kernels of its own alone. Where its code is not as expected kernels are launched as ever, and the wait in them
-    returns at once.
-    """
+
+def _split_or_leave(split: Callable[..., Any], scheduling: Any, nodes: Any) -> Any:
+    states = [dict(vars(node)) for node in nodes]
+    try:
+        return split(scheduling, nodes)
+    except AssertionError:
+        for node, state in zip(nodes, states, strict=True):  # torch 2.11 fails after it has split the first
+            vars(node).clear()
+            vars(node).update(state)
+        return nodes
+
+
+def _splits_loops_by_assertion() -> bool:
+    from torch._inductor.exc import InductorError
+
+    def cast(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = (x.view(128, 2, 32) * x[:, :2, None]).view(128, 64)
+        columns = (x.t().reshape(64, 4, 32) * x[:64, :4, None]).view(64, 128)
+        return rows.to(torch.float8_e4m3fn), columns.to(torch.float8_e4m3fn)
+
+    try:
+        torch.compile(cast, dynamic=False)(torch.ones(128, 64))
+    except InductorError as error:
+        return isinstance(error.inner_exception, AssertionError)
+    return False
+
+
+LOOP_SPLIT = Patch(
+    "torch._inductor.codegen.cpp",
+    "CppScheduling.try_loop_split",
+    defect="The C++ backend splits loops at a block's size. Of a row and a column quantization in one kernel the loops "
+    "run in different orders, and it fails an assertion instead of leaving them whole.",
+    upstream="https://github.com/pytorch/pytorch/issues/183370, whose pull request #183715 (torch 2.13) mends loops "
+    "that come out different, but asserts that they go in alike",
+    fixed_in=None,
+    still_needed=_splits_loops_by_assertion,
+    change=_split_or_leave,
+)
+
+
+def _define_early(
+    define: Callable[..., Any], wrapper: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any
+) -> Any:
+    if "custom_kernel=True" in kernel_body and "'EARLY': True" in kernel_body:
+        kernel_body = kernel_body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+    return define(wrapper, kernel_name, kernel_body, *args, **kwargs)
+
+
+def _launches_given_kernels_late() -> bool:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-    define: Any = PythonWrapperCodegen.define_kernel
-
-    @functools.wraps(define)
-    def define_kernel(self: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any) -> Any:
-        if "custom_kernel=True" in kernel_body and "'EARLY': True" in kernel_body:
-            kernel_body = kernel_body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
-        return define(self, kernel_name, kernel_body, *args, **kwargs)
-
-    PythonWrapperCodegen.define_kernel = define_kernel  # type: ignore[method-assign]
+    return "launch_pdl" not in inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
 
 
-@functools.cache
-def _tell_workers_of_static_launches() -> None:
-    """Has the processes that compile kernels follow `STATIC_LAUNCH`, which torch 2.11 to 2.13 does not tell them."""
-    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+EARLY_LAUNCH = Patch(
+    "torch._inductor.codegen.wrapper",
+    "PythonWrapperCodegen.define_kernel",
+    defect="Only Inductor's own kernels get the attribute by which a kernel is launched while the one before it still "
+    "runs. A given kernel whose `EARLY` is true waits for that one itself; without the attribute the wait returns at "
+    "once.",
+    upstream="https://github.com/pytorch/pytorch/pull/187028, since which (torch 2.14) a launch may name the attribute",
+    fixed_in=None,
+    still_needed=_launches_given_kernels_late,
+    change=_define_early,
+)
+
+
+def _submit_with_setting(submit: Callable[..., Any], pool: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
-    pool: Any = SubprocPool
-    submit = pool.submit
-
-    @functools.wraps(submit)
-    def submit_with_setting(self: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-        if run is _worker_compile_triton:
-            load, environment, settings = args
-            args = (load, environment, {**settings, STATIC_LAUNCH: getattr(inductor_config, STATIC_LAUNCH)})
-        return submit(self, run, *args, **kwargs)
-
-    pool.submit = submit_with_setting
+    if run is _worker_compile_triton:
+        load, environment, settings = args
+        args = (load, environment, {**settings, STATIC_LAUNCH: getattr(inductor_config, STATIC_LAUNCH)})
+    return submit(pool, run, *args, **kwargs)
 
 
-@functools.cache
-def _declare_float8() -> None:
-    """Lets packages for a CPU hold 8-bit floats: the C++ that torch 2.11 writes names their types undeclared."""
-    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+def _leaves_workers_without_setting() -> bool:
+    return STATIC_LAUNCH not in inspect.getsource(importlib.import_module("torch._inductor.async_compile"))
 
-    write: Any = CppWrapperCpu.write_header
 
-    @functools.wraps(write)
-    def write_header(self: Any) -> None:
-        write(self)
-        for name in ("e4m3fn", "e5m2"):
-            self.header.splice(f"#include <c10/util/Float8_{name}.h>")
+WORKER_SETTING = Patch(
+    "torch._inductor.compile_worker.subproc_pool",
+    "SubprocPool.submit",
+    defect="The processes that compile kernels are not told of `STATIC_LAUNCH`.",
+    upstream="https://github.com/pytorch/pytorch/pull/153725, which adds the setting; #153382 tells of its sibling",
+    fixed_in=None,
+    still_needed=_leaves_workers_without_setting,
+    change=_submit_with_setting,
+)
 
-    CppWrapperCpu.write_header = write_header  # type: ignore[method-assign]
+
+def _write_float8_headers(write: Callable[..., Any], wrapper: Any) -> None:
+    write(wrapper)
+    for name in ("e4m3fn", "e5m2"):
+        wrapper.header.splice(f"#include <c10/util/Float8_{name}.h>")
+
+
+def _leaves_float8_undeclared() -> bool:
+    shim = Path(torch.__file__).parent / "include/torch/csrc/inductor/aoti_torch/c/shim.h"
+    return "Float8_e4m3fn.h" not in shim.read_text()
+
+
+FLOAT8_HEADERS = Patch(
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "CppWrapperCpu.write_header",
+    defect="Packages for a CPU cannot hold 8-bit floats: the C++ that is written names their types undeclared.",
+    upstream="https://github.com/pytorch/pytorch/pull/178120",
+    fixed_in=(2, 13),
+    still_needed=_leaves_float8_undeclared,
+    change=_write_float8_headers,
+)
+
+
+_written: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
+
+
+def _declared(kernel: Any) -> Callable[[Mapping[str, Any]], list[str]] | None:
+    """Returns what was declared of a kernel, which may be inside the autotuner that options such as num_warps make."""
+    while kernel not in _written:
+        if not hasattr(kernel, "configs"):
+            return None
+        kernel = kernel.fn
+    return _written[kernel]
+
+
+def _accesses(arguments: Mapping[str, Any], written: list[str]) -> Any:
+    """Returns what torch 2.13 asks of a launch: it may read every tensor, and writes those named."""
+    from torch._inductor.dependencies import Dep, ReadWrites, StarDep
+    from torch._inductor.ir import TensorBox
+    from torch.utils._ordered_set import OrderedSet
+
+    tensors = [name for name, value in arguments.items() if isinstance(value, (torch.Tensor, TensorBox))]
+    reads, writes = (OrderedSet[Dep](StarDep(name) for name in names) for names in (tensors, written))
+    accesses = ReadWrites(reads=reads, writes=writes, index_exprs=OrderedSet())
+    return triton_kernel_wrap.TensorAccesses(accesses, can_fuse_epilogue=False)
+
+
+def _state_written(analyse: Callable[..., Any], kernel: Any, arguments: Mapping[str, Any], *_: Any) -> Any:
+    declared = _declared(kernel)
+    assert declared is not None, kernel
+    return declared(arguments) if torch_version() < (2, 13) else _accesses(arguments, declared(arguments))
+
+
+def _analyses_every_launch() -> bool:
+    return "mutation_analysis" not in inspect.getsource(triton_kernel_wrap)
+
+
+WRITTEN_ARGUMENTS = Patch(
+    "torch._higher_order_ops.triton_kernel_wrap",
+    "identify_mutated_tensors" if torch_version() < (2, 13) else "identify_accessed_tensors",
+    defect="To see which arguments a kernel writes torch translates it again for every launch in a graph, and before "
+    "2.13 it gives up at inline assembly and takes every argument for written.",
+    upstream="https://github.com/pytorch/pytorch/pull/193227, open; #148043 is about inline assembly",
+    fixed_in=None,
+    still_needed=_analyses_every_launch,
+    change=_state_written,
+    acts=lambda kernel, *_: _declared(kernel) is not None,
+)
+
+
+def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str]]) -> None:
+    """Says which arguments a Triton kernel writes: `written` gets all of them by name."""
+    _apply(WRITTEN_ARGUMENTS)
+    _written[kernel] = written
+
+
+def written_by(launch: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the arguments that a launch writes, from those of its `triton_kernel_wrapper_mutation`."""
+    kernel = triton_kernel_wrap.kernel_side_table.get_kernel(launch["kernel_idx"])
+    declared = _declared(kernel)
+    assert declared is not None, kernel
+    return declared(launch["kwargs"])
+
+
+_recomputable: ContextVar[tuple[OpOverloadPacket, ...]] = ContextVar("recomputable", default=())
+
+
+def _list_with_more(op_list: Callable[[], Any]) -> Any:
+    types, more = op_list(), _recomputable.get()
+    fusible, again = (type(ops)([*ops, *more]) for ops in (types.fusible_ops, types.recomputable_ops))
+    return replace(types, fusible_ops=fusible, recomputable_ops=again)
+
+
+def _bars_custom_operators() -> bool:
+    names = [*inspect.signature(min_cut_rematerialization_partition).parameters, *torch.Tag.__members__]
+    return not any("recomput" in name for name in names)
+
+
+RECOMPUTABLE = Patch(
+    "torch._functorch.partitioners",
+    "get_default_op_list",
+    defect="The partitioner never computes a custom operator again, and no operator can say that it is elementwise.",
+    upstream="https://github.com/pytorch/pytorch/pull/167083, closed",
+    fixed_in=None,
+    still_needed=_bars_custom_operators,
+    change=_list_with_more,
+    acts=lambda: bool(_recomputable.get()),
+)
+
+
+@contextmanager
+def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
+    """A scope in which the partitioner takes these operators for elementwise ones, which it may compute again."""
+    _apply(RECOMPUTABLE)
+    token = _recomputable.set((*operators,))
+    try:
+        yield
+    finally:
+        _recomputable.reset(token)
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """`compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
-    _keep_loops_that_do_not_split()
-    _launch_early()
-    _tell_workers_of_static_launches()
+    for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING):
+        _apply(patch)
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
 
@@ -112,88 +301,24 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
     """`torch._inductor.aoti_compile_and_package` with what Inductor's C++ backend needs for quantized graphs."""
     from torch._inductor import aoti_compile_and_package
 
-    _keep_loops_that_do_not_split()
-    if torch_version() < (2, 13):
-        _declare_float8()
+    for patch in (LOOP_SPLIT, FLOAT8_HEADERS):
+        _apply(patch)
     return aoti_compile_and_package(program, package_path=path, inductor_configs=dict(settings))
 
 
-@contextmanager
-def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
-    """A scope in which the partitioner takes these operators for elementwise ones, which it may compute again."""
-    import torch._functorch.partitioners as partitioners
-
-    known = partitioners.get_default_op_list
-    more = [*operators]
-
-    def with_more() -> Any:
-        types = known()
-        fusible, again = (type(ops)([*ops, *more]) for ops in (types.fusible_ops, types.recomputable_ops))
-        return replace(types, fusible_ops=fusible, recomputable_ops=again)
-
-    with mock.patch.object(partitioners, "get_default_op_list", with_more):
-        yield
-
-
-_WRITTEN: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
-
-
-def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str]]) -> None:
-    """Says which arguments a Triton kernel writes, given all of them by name.
-
-    torch's own analysis translates the kernel again for every launch in a graph, and before 2.13 gives up at inline
-    assembly and takes every argument for written.
-    """
-    if not _WRITTEN:
-        wrap: Any = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
-        name = "identify_mutated_tensors" if torch_version() < (2, 13) else "identify_accessed_tensors"
-        analyse = getattr(wrap, name)
-
-        @functools.wraps(analyse)
-        def analyse_undeclared(kernel: Any, arguments: Any, *rest: Any) -> Any:
-            known = _declared(kernel)
-            if known is None:
-                return analyse(kernel, arguments, *rest)
-            return known(arguments) if torch_version() < (2, 13) else _accesses(arguments, known(arguments))
-
-        setattr(wrap, name, analyse_undeclared)
-    _WRITTEN[kernel] = written
-
-
-def written_by(launch: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch writes, from the arguments of its `triton_kernel_wrapper_mutation`."""
-    table = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap").kernel_side_table
-    kernel = table.get_kernel(launch["kernel_idx"])
-    declared = _declared(kernel)
-    assert declared is not None, kernel
-    return declared(launch["kwargs"])
-
-
-def _declared(kernel: Any) -> Callable[[Mapping[str, Any]], list[str]] | None:
-    """What was declared of a kernel, which may be inside the autotuner that options such as num_warps make of it."""
-    while kernel not in _WRITTEN:
-        if not hasattr(kernel, "configs"):
-            return None
-        kernel = kernel.fn
-    return _WRITTEN[kernel]
-
-
-def _accesses(arguments: Mapping[str, Any], written: list[str]) -> Any:
-    """What torch 2.13 wants to know of a launch: it may read every tensor, and writes those named."""
-    from torch._higher_order_ops.triton_kernel_wrap import TensorAccesses
-    from torch._inductor.dependencies import Dep, ReadWrites, StarDep
-    from torch._inductor.ir import TensorBox
-    from torch.utils._ordered_set import OrderedSet
-
-    tensors = [name for name, value in arguments.items() if isinstance(value, (torch.Tensor, TensorBox))]
-    reads, writes = (OrderedSet[Dep](StarDep(name) for name in names) for names in (tensors, written))
-    return TensorAccesses(ReadWrites(reads=reads, writes=writes, index_exprs=OrderedSet()), can_fuse_epilogue=False)
+PATCHES = (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, WRITTEN_ARGUMENTS, RECOMPUTABLE)
 
 
 __all__ = [
+    "EARLY_LAUNCH",
+    "PATCHES",
     "STATIC_LAUNCH",
+    "WORKER_SETTING",
+    "Patch",
+    "QuantizedGraphPass",
     "compile_package",
     "compile_with_inductor",
+    "compiles_quantized_graph",
     "declare_written",
     "recomputable",
     "written_by",

@@ -32,7 +32,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxquant
 from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, OptionError, RecipeError, SkipReason
-from fxquant.compat import patches
 
 MX = MXFP8Quantizer()
 
@@ -679,20 +678,3 @@ def test_a_checkpoint_around_a_compiled_model_compiles_it() -> None:
     got, x.grad = x.grad, None
     run(x).sum().backward()
     assert torch.equal(x.grad, got)
-
-
-def test_processes_that_compile_kernels_know_how_they_will_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config
-    from torch._inductor.compile_worker.subproc_pool import SubprocPool
-    from torch._inductor.runtime.compile_tasks import _worker_compile_triton
-
-    submitted: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(SubprocPool, "submit", lambda self, run, *args: submitted.append((run, *args)))
-    patches._tell_workers_of_static_launches.__wrapped__()
-    with config.patch({patches.STATIC_LAUNCH: True}):
-        SubprocPool.submit(object(), _worker_compile_triton, len, {"A": "b"}, {"other": 1})
-        SubprocPool.submit(object(), len, [])
-    assert submitted == [
-        (_worker_compile_triton, len, {"A": "b"}, {"other": 1, patches.STATIC_LAUNCH: True}),
-        (len, []),
-    ]

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.functional import gelu, silu
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from fxquant.compat import device, patches
+from fxquant.compat import device
 from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.passes.lower.lower import lower
 
@@ -155,19 +155,6 @@ def test_which_gemms_stay() -> None:
     assert lowered(65, "per_tensor_e4m3")[-1] == "scaled_mm"
     assert lowered(16, "per_row_e4m3", fast=False)[-1] == "scaled_mm"
     assert "y" not in lowered(16, "mxfp8_e4m3")
-
-
-def test_kernels_that_wait_may_be_launched_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's text of a launch gets the attribute, and that of a kernel which does not wait stays."""
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    monkeypatch.setattr(PythonWrapperCodegen, "define_kernel", lambda self, name, body: lines.append(body))
-    patches._launch_early.__wrapped__()
-    lines: list[str] = []
-    for constants in ("{'EARLY': True}", "{'EARLY': False}"):
-        body = f"triton_meta={{'constants': {constants}}}, custom_kernel=True"
-        PythonWrapperCodegen.define_kernel(object(), "name", body)  # type: ignore[call-arg, arg-type]
-    assert lines[0].startswith("triton_meta={'launch_pdl': True, 'constants'") and "launch_pdl" not in lines[1]
 
 
 def test_what_is_launched_early_is_quantized_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

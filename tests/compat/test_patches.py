@@ -1,0 +1,119 @@
+"""Changes to torch: each says for which defect, has a probe for it, and acts for quantized graphs alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.exc import InductorError
+from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+from fxquant import Backend, aoti_compile_and_package, quantize_program
+from fxquant.compat import OLDEST_TORCH, patches, torch_version
+from fxquant.compat.private import inductor_config
+from fxquant.passes.pipeline import Lowering
+
+
+@pytest.fixture(autouse=True)
+def no_caches() -> Iterator[None]:
+    with inductor_config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.function)
+def test_every_change_names_its_defect_and_the_versions_with_it(patch: patches.Patch) -> None:
+    assert patch.defect.endswith(".")
+    assert re.match(r"https://github.com/pytorch/pytorch/(issues|pull)/\d+\b|none found", patch.upstream)
+    assert patch.fixed_in is None or patch.fixed_in > OLDEST_TORCH, "no torch that is supported has the defect"
+
+
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.function)
+def test_torch_has_the_defects_that_are_mended_and_no_others(patch: patches.Patch) -> None:
+    assert patch.still_needed() is (patch.fixed_in is None or torch_version() < patch.fixed_in)
+
+
+def rows_and_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A row and a column quantization in one kernel, whose loops Inductor's C++ backend cannot split."""
+    rows = (x.view(128, 2, 32) * x[:, :2, None]).view(128, 64)
+    columns = (x.t().reshape(64, 4, 32) * x[:64, :4, None]).view(64, 128)
+    return rows.to(torch.float8_e4m3fn), columns.to(torch.float8_e4m3fn)
+
+
+def test_a_graph_without_quantization_is_compiled_by_torch_as_it_is() -> None:
+    x = torch.ones(128, 64)
+    with pytest.raises(InductorError, match="AssertionError"):
+        torch.compile(rows_and_columns, backend=Backend("mxfp8"), dynamic=False)(x)
+    torch.compiler.reset()
+    with inductor_config.patch(post_grad_custom_post_pass=Lowering("")):
+        got = torch.compile(rows_and_columns, dynamic=False)(x)
+    for a, b in zip(got, rows_and_columns(x), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [True, False])
+def test_changes_act_in_the_forward_and_the_backward_of_quantized_graphs(
+    monkeypatch: pytest.MonkeyPatch, quantized: bool
+) -> None:
+    acts: list[bool] = []
+    split: Any = CppScheduling.try_loop_split
+
+    def note(self: Any, nodes: Any) -> Any:
+        acts.append(patches.compiles_quantized_graph())
+        return split(self, nodes)
+
+    monkeypatch.setattr(CppScheduling, "try_loop_split", note)
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU()) if quantized else nn.Sigmoid()
+    out = torch.compile(model, backend=Backend("mxfp8"))(torch.randn(32, 32, requires_grad=True))
+    forward = len(acts)
+    out.sum().backward()
+    assert 0 < forward < len(acts), "a backward is compiled when it first runs"
+    assert set(acts) == {quantized}
+
+
+def test_changes_act_in_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Reached(Exception):
+        pass
+
+    def stop(self: Any, nodes: Any) -> Any:
+        raise Reached(patches.compiles_quantized_graph())
+
+    monkeypatch.setattr(CppScheduling, "try_loop_split", stop)
+    program = torch.export.export(nn.Linear(32, 32), (torch.randn(32, 32),))
+    with pytest.raises(InductorError, match="Reached: True"):
+        aoti_compile_and_package(quantize_program(program, "mxfp8"), package_path=tmp_path / "model.pt2")
+
+
+def test_processes_that_compile_kernels_know_how_they_will_be_launched() -> None:
+    submitted: list[tuple[Any, ...]] = []
+    submit = patches.WORKER_SETTING.changed(lambda self, run, *args: submitted.append((run, *args)))
+    call = (_worker_compile_triton, len, {"A": "b"}, {"other": 1})
+    submit(object(), *call)
+    with inductor_config.patch({patches.STATIC_LAUNCH: True, "post_grad_custom_post_pass": Lowering("")}):
+        submit(object(), *call)
+        submit(object(), len, [])
+    assert submitted == [
+        call,
+        (_worker_compile_triton, len, {"A": "b"}, {"other": 1, patches.STATIC_LAUNCH: True}),
+        (len, []),
+    ]
+
+
+def test_kernels_that_wait_may_be_launched_early() -> None:
+    """Inductor's text of a launch gets the attribute, and that of a kernel which does not wait stays."""
+    lines: list[str] = []
+    define = patches.EARLY_LAUNCH.changed(lambda self, name, body: lines.append(body))
+    early, late = (f"triton_meta={{'constants': {{'EARLY': {value}}}}}, custom_kernel=True" for value in (True, False))
+    define(object(), "name", early)
+    with inductor_config.patch(post_grad_custom_post_pass=Lowering("")):
+        define(object(), "name", early)
+        define(object(), "name", late)
+    assert lines[0] == early and lines[2] == late
+    assert lines[1].startswith("triton_meta={'launch_pdl': True, 'constants'")
