@@ -23,12 +23,9 @@ from fxquant import factories, recipes
 from fxquant.errors import FxQuantError
 from fxquant.files import check_place
 from fxquant.formats import FORMATS
-from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer
 from fxquant.report.data import plain_spec
 from fxquant.report.text import aligned
-from fxquant.roles import Direction, QuantizerRole
 
-OPERANDS = ("input", "weight", "grad_output")
 PLACES = ("Hopper", "the CPU")
 
 
@@ -60,26 +57,8 @@ def factory_rows() -> list[dict[str, str]]:
 
 
 def _row(name: str, recipe: recipes.Recipe) -> dict[str, str]:
-    specs = {operand: plain_spec(str(q.operand_spec())) for operand, q in _quantizers(recipe).items()}
-    return {"recipe": name, **specs, **{f"on {place}": runs_as(recipe, place) for place in PLACES}}
-
-
-def runs_as(recipe: recipes.Recipe, place: str) -> str:
-    """How the GEMMs of a recipe run on a device: native if those of all its formats do, else emulated."""
-    formats = [q.spec(direction).row for q in _quantizers(recipe).values() for direction in Direction]
-    kinds = {(f.hopper if place == "Hopper" else f.cpu).partition(":")[0] for f in formats}
-    return "emulated" if "emulated" in kinds else "native"
-
-
-def _quantizers(recipe: recipes.Recipe) -> dict[str, Quantizer]:
-    """The quantizers of a linear's operands."""
-    answers = {operand: recipe.quantizer(QuantizerRole("linear", operand)) for operand in OPERANDS}
-    return {
-        operand: Float8Quantizer(answer.fp8_format.dtype(operand), 0)
-        if isinstance(answer, DelayedScalingRequest)
-        else answer
-        for operand, answer in answers.items()
-    }
+    specs = {operand: plain_spec(str(q.operand_spec())) for operand, q in recipes.of_operands(recipe).items()}
+    return {"recipe": name, **specs, **{f"on {place}": recipes.runs_as(recipe, place) for place in PLACES}}
 
 
 def environment() -> dict[str, Any]:
@@ -98,7 +77,7 @@ def environment() -> dict[str, Any]:
         place = "Hopper" if capability[0] == 9 else place
     else:
         content["device"] = "cpu"
-    content["recipes"] = {name: runs_as(recipe, place) for name, recipe in recipes.RECIPES.items()}
+    content["recipes"] = {name: recipes.runs_as(recipe, place) for name, recipe in recipes.RECIPES.items()}
     return content
 
 

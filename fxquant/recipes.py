@@ -23,6 +23,7 @@ from fxquant.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8HeadQuantizer,
+    Float8Quantizer,
     Float8RowwiseQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
@@ -728,3 +729,23 @@ def resolve(recipe: Recipe | str) -> Recipe:
     if callable(recipe):
         raise RecipeError("a factory is not a recipe by itself: pass CustomRecipe(qfactory=...)")
     raise RecipeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}, not a {type(recipe).__name__}")
+
+
+def of_operands(recipe: Recipe) -> dict[str, Quantizer]:
+    """The quantizers of a linear's operands; delayed scaling has those of its format with a slot of state."""
+    answers = {
+        operand: recipe.quantizer(QuantizerRole("linear", operand)) for operand in ("input", "weight", "grad_output")
+    }
+    return {
+        operand: Float8Quantizer(answer.fp8_format.dtype(operand), 0)
+        if isinstance(answer, DelayedScalingRequest)
+        else answer
+        for operand, answer in answers.items()
+    }
+
+
+def runs_as(recipe: Recipe, place: str) -> str:
+    """``native`` if ``Hopper`` or ``the CPU`` has instructions for the GEMMs of all its formats, else ``emulated``."""
+    formats = [quantizer.spec(direction).row for quantizer in of_operands(recipe).values() for direction in Direction]
+    kinds = {(row.hopper if place == "Hopper" else row.cpu).partition(":")[0] for row in formats}
+    return "emulated" if "emulated" in kinds else "native"

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from fxquant import recipes
 from fxquant.backend.backend import Backend
+from fxquant.bench.inference import Inference
+from fxquant.bench.rounds import Row
 from fxquant.compat.private import inductor_config
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels.attention import cuda as attention_cuda
@@ -26,7 +28,7 @@ from fxquant.quantizers import DelayedScalingRequest, Float8HeadQuantizer, Ident
 
 KERNEL = "fp8 kernel"
 FP8_BACKWARD = " + fp8 backward"
-"""What follows in the name of a provider that quantizes the gradients as well."""
+"""The end of the name of a provider that quantizes the gradients too."""
 _BLOCKS = {"fp8 heads": None, "fp8 blocks": 128}
 """Positions that share a scale; None for all of a head."""
 DELAYED = "fp8 delayed"
@@ -35,8 +37,8 @@ PROVIDERS = ("bf16", KERNEL, *_FP8, *(f"{name}{FP8_BACKWARD}" for name in _FP8))
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Sizes of an attention of one sequence, and whether its backward is timed too."""
+class Attention(Inference):
+    """Sizes of an attention of one sequence, and if its backward is timed too."""
 
     length: int
     causal: bool
@@ -52,8 +54,17 @@ class Attention:
         )
 
     def takes(self, provider: str) -> bool:
-        """Whether there is something to time under a provider."""
         return provider != KERNEL if self.backward else not provider.endswith(FP8_BACKWARD)
+
+    def prepared(self, provider: str, device: str) -> tuple[list[Callable[[], Any]], Row]:
+        torch.manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        q, k, v, do = (torch.randn(1, h, self.length, self.width, dtype=torch.bfloat16, device=device) for h in heads)
+        started = time.perf_counter()
+        with inductor_config.patch(force_disable_caches=True):
+            call = prepare(provider, self, q, k, v, do)
+            call()
+        return [call], {"compile_s": f"{time.perf_counter() - started:.1f}"}
 
 
 _CASES = [(length, causal, 32) for length in (4096, 16384) for causal in (False, True)]
@@ -75,12 +86,12 @@ def recipe(provider: str) -> recipes.Recipe:
 
 
 def compiler(provider: str) -> Any:
-    """What compiles a provider's attention."""
+    """The backend of a provider's attention."""
     return "inductor" if provider == "bf16" else Backend(recipe(provider))
 
 
 def prepare(provider: str, size: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], Any]:
-    """One call of what is timed."""
+    """One call to time."""
     if provider == KERNEL:
         return _kernel(size, q, k, v)
 
@@ -103,15 +114,3 @@ def _kernel(size: Attention, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], An
         table.IMPLEMENTATIONS["attention_forward"], parts[:2], parts[2:4], parts[4:], [], None, None,
         str(AttentionSpec(qkv=head, s=head, steps=steps)), size.width, q.dtype,
     )  # fmt: skip
-
-
-def prepared(provider: str, size: Attention, device: str) -> tuple[list[Callable[[], Any]], dict[str, str]]:
-    """The attention compiled: a call of it, and what is known before it is timed."""
-    torch.manual_seed(0)
-    heads = (size.heads, size.kv_heads, size.kv_heads, size.heads)
-    q, k, v, do = (torch.randn(1, h, size.length, size.width, dtype=torch.bfloat16, device=device) for h in heads)
-    started = time.perf_counter()
-    with inductor_config.patch(force_disable_caches=True):
-        call = prepare(provider, size, q, k, v, do)
-        call()
-    return [call], {"compile_s": f"{time.perf_counter() - started:.1f}"}

@@ -1,7 +1,7 @@
 """Times a decoder block compiled ahead of time: the prefill of a prompt, and decode steps with keys and values kept.
 
 Beside it, the block in bfloat16, compiled likewise. On CUDA calls run in a graph; weights of a block are larger than
-the L2 cache. What a package holds in constants is counted as its weights.
+the L2 cache. The constants of a package are counted as its weights.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxquant.bench.decode import CALIBRATED
+from fxquant.bench.inference import Inference
+from fxquant.bench.providers import CALIBRATED
+from fxquant.bench.rounds import Row
 from fxquant.export.program import aoti_compile_and_package, quantize_program
 
 PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise")
 
 
 @dataclass(frozen=True)
-class Served:
+class Served(Inference):
     """Sizes of one decoder block and of a call of it: `tokens` of one prompt, or one each of sequences with `context`
     tokens before it."""
 
@@ -37,8 +39,23 @@ class Served:
     context: int = 0
 
     def __str__(self) -> str:
-        what = f"decode {self.tokens} after {self.context}" if self.context else f"prefill {self.tokens}"
-        return f"{what}, block {self.hidden}/{self.ffn}"
+        call = f"decode {self.tokens} after {self.context}" if self.context else f"prefill {self.tokens}"
+        return f"{call}, block {self.hidden}/{self.ffn}"
+
+    def prepared(self, provider: str, device: str) -> tuple[list[Callable[[], Any]], Row]:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, args = Block(self), arguments(self)
+        program = torch.export.export(model, args)
+        if provider != "bf16":
+            calibration = [args] if provider == CALIBRATED else None
+            program = quantize_program(program, provider.removesuffix(" calibrated"), calibration=calibration)
+        weights = sum(tensor.nbytes for tensor in program.state_dict.values())
+        started = time.perf_counter()
+        run = package(provider, program)
+        compile_seconds = time.perf_counter() - started
+        row = {"compile_s": f"{compile_seconds:.1f}", "weights_gib": f"{weights / 2**30:.3f}"}
+        return [torch.no_grad()(functools.partial(run, *args))], row
 
 
 _LLAMA = {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}
@@ -73,7 +90,7 @@ class DecoderBlock(nn.Module):
 
 
 class Block(DecoderBlock):
-    """One whose keys and values so far are inputs; it gives its output and the new ones."""
+    """A block whose earlier keys and values are inputs; it returns its output and the new ones."""
 
     def __init__(self, size: Served) -> None:
         super().__init__(size.hidden, size.ffn, size.heads, size.kv_heads)
@@ -98,23 +115,6 @@ def arguments(size: Served) -> tuple[Tensor, ...]:
     return (x, *(torch.randn(cached, dtype=torch.bfloat16) for _ in range(2)))
 
 
-def prepared(provider: str, size: Served, device: str) -> tuple[list[Callable[[], Any]], dict[str, str]]:
-    """The block compiled: a call of it, and what is known before it is timed, with the GiB of its weights."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model, args = Block(size), arguments(size)
-    program = torch.export.export(model, args)
-    if provider != "bf16":
-        calibration = [args] if provider == CALIBRATED else None
-        program = quantize_program(program, provider.removesuffix(" calibrated"), calibration=calibration)
-    weights = sum(tensor.nbytes for tensor in program.state_dict.values())
-    started = time.perf_counter()
-    run = package(provider, program)
-    compile_seconds = time.perf_counter() - started
-    known = {"compile_s": f"{compile_seconds:.1f}", "weights_gib": f"{weights / 2**30:.3f}"}
-    return [torch.no_grad()(functools.partial(run, *args))], known
-
-
 def package(provider: str, program: torch.export.ExportedProgram) -> Callable[..., Any]:
     """The program compiled ahead of time, and loaded again."""
     with tempfile.TemporaryDirectory() as folder:
@@ -123,5 +123,5 @@ def package(provider: str, program: torch.export.ExportedProgram) -> Callable[..
             torch._inductor.aoti_compile_and_package(program, package_path=path)
         else:
             aoti_compile_and_package(program, package_path=path)
-        # what keeps callers of several threads apart cannot be captured in a graph
+        # locks between threads cannot be captured in a graph
         return torch._inductor.aoti_load_package(path, run_single_threaded=True)

@@ -7,6 +7,7 @@ import csv
 import functools
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import nn
 
 from fxquant import Backend
 from fxquant.bench import attention as bench_attention
+from fxquant.bench import casts, inference, linear, rounds, training
 from fxquant.bench import decode as bench_decode
 from fxquant.bench import export as bench_export
 from fxquant.bench import run as bench
+from fxquant.bench.providers import CACHED, recipe_of
 
 
 @pytest.fixture
@@ -26,12 +29,12 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(provider: str, model: nn.Module) -> tuple[Any, Backend | None]:
         if provider == "rowwise":
             raise RuntimeError("no room")
-        recipe = bench.recipe_of(provider)
-        cached = provider in bench.CACHED
+        recipe = recipe_of(provider)
+        cached = provider in CACHED
         backend = None if recipe is None else Backend(recipe, inner="aot_eager", cache_weights=cached)
         return (model if backend is None else torch.compile(model, backend=backend)), backend
 
-    monkeypatch.setattr(bench, "prepare", prepare)
+    monkeypatch.setattr(training, "prepare", prepare)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -63,7 +66,8 @@ def test_a_failure_is_a_row_and_an_exit_code(capsys: pytest.CaptureFixture[str])
 def test_linear_has_floors_and_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "_linears", lambda cuda, options: [bench.TINY_LINEAR, bench.Linear(32, 96, 64)])
+    two = replace(bench.BENCHMARKS["linear"], tiny=(*linear.TINY, linear.Linear(32, 96, 64)))
+    monkeypatch.setitem(bench.BENCHMARKS, "linear", two)
     path = tmp_path / "linear.csv"
     chosen = ["bf16", "delayed_scaling"]
     assert bench.main(["linear", "--device", "cpu", "--providers", ",".join(chosen), "--csv", str(path)]) == 0
@@ -82,34 +86,36 @@ def test_means_are_geometric_and_of_what_all_sizes_have() -> None:
         {"provider": "rowwise", "over_bf16": "0.50x", "over_torchao": "", "of_floor": "1.10x"},
         {"provider": "once", "over_bf16": "2.00x", "over_torchao": "", "of_floor": ""},
     ]
-    assert bench.means(rows)[1:] == [["rowwise", "1.00x", "", "1.10x"]]
+    assert linear.means(rows, dict.fromkeys(("over_bf16", "over_torchao", "of_floor"), ""))[1:] == [
+        ["rowwise", "1.00x", "", "1.10x"]
+    ]
     medians = {"bf16": 2.0, "torchao tensorwise": 1.5, "torchao rowwise": 1.8, "rowwise": 1.0, "current_scaling": 1.0}
-    assert bench.ratios("rowwise", medians, 0.8) == {
+    assert training.ratios("rowwise", medians, 0.8) == {
         "over_bf16": "2.00x", "over_torchao": "1.80x", "of_floor": "1.25x", "floor_ms": "0.8",
     }  # fmt: skip
-    assert bench.ratios("current_scaling", medians, None) == {"over_bf16": "2.00x", "over_torchao": "1.50x"}
+    assert training.ratios("current_scaling", medians, None) == {"over_bf16": "2.00x", "over_torchao": "1.50x"}
 
 
 def test_everyone_has_a_turn_in_each_round() -> None:
     order: list[str] = []
 
-    def contender(name: str) -> bench.Contender:
+    def contender(name: str) -> rounds.Contender:
         def step() -> None:
             order.append(name)
             if name == "b" and len(order) > 2:
                 raise MemoryError("full")
 
-        return bench.Contender(name, step, {}, [])
+        return rounds.Contender(name, step)
 
     everyone = [contender(name) for name in "abc"]
-    bench.time_in_turn(everyone, "cpu", 0.0, bench.ROUNDS)
+    rounds.time_in_turn(everyone, rounds.Turns("cpu", 0.0, rounds.ROUNDS))
     assert order == ["a", "b", "c", "a", "b", "c", "a", "c"]
     assert [len(each.times) for each in everyone] == [3, 0, 3]
     assert everyone[1].row["gemms"] == "failed: MemoryError: full"
 
 
 def test_a_floor_has_the_fewest_bytes() -> None:
-    size = bench.Linear(32, 64, 128)
+    size = linear.Linear(32, 64, 128)
     elements = 32 * 64 + 128 * 64 + 32 * 128
     for provider, each in {
         "bf16": 0,
@@ -118,7 +124,7 @@ def test_a_floor_has_the_fewest_bytes() -> None:
         "torchao rowwise": 6,
         "mxfp8": 4,
     }.items():
-        assert bench.least_cast_bytes(provider, size) == each * elements
+        assert linear.least_cast_bytes(provider, size) == each * elements
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -162,7 +168,7 @@ def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     x = torch.ones(1)
     kept = weakref.ref(x)
-    step, count = bench_decode.in_a_graph([functools.partial(torch.neg, x)], True)
+    step, count = inference.in_a_graph([functools.partial(torch.neg, x)], True)
     del x
     gc.collect()
     step()
@@ -198,26 +204,26 @@ def test_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 
 def test_cast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "Backend", lambda recipe: Backend(recipe, inner="aot_eager"))
+    monkeypatch.setattr(casts, "Backend", lambda recipe: Backend(recipe, inner="aot_eager"))
     chosen = ["copy", "per_row_e4m3(pow2,torchao)", "mxfp8_e4m3"]
     assert bench.main(["cast", "--device", "cpu", "--providers", ",".join(chosen)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "of copy rate" in shown[0] and len(shown) == 1 + 2 * len(chosen)
-    both, columns = bench.TINY_CASTS
+    both, columns = casts.TINY
     assert both.least_bytes("mxfp8_e4m3") == 4 * 128 * 256 and both.least_bytes(chosen[1]) == 6 * 128 * 256
     assert columns.least_bytes("mxfp8_e4m3") == 3 * 128 * 256
 
 
 def test_groups_share_all_rows_unevenly() -> None:
-    for size in bench.GROUPS:
+    for size in training.GROUPS:
         with torch.device("meta"):
-            offs = bench.Experts(bench.Grouped(size.experts, size.m, 16, 16)).offs
+            offs = training.Experts(training.Grouped(size.experts, size.m, 16, 16)).offs
         assert offs.shape == (size.experts,)
-    experts = bench.Experts(bench.Grouped(8, 4096, 16, 16))
+    experts = training.Experts(training.Grouped(8, 4096, 16, 16))
     sizes = experts.offs.diff(prepend=torch.zeros(1, dtype=torch.int32))
     assert experts.offs[-1] == 4096 and sizes.min() > 0 and sizes.max() > 1.5 * sizes.min()
     with pytest.raises(ValueError, match="no grouped GEMM"):
-        bench.torchao_grouped_mm("torchao tensorwise")
+        training.torchao_grouped_mm("torchao tensorwise")
 
 
 def test_unknown_provider_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,10 +235,10 @@ def test_unknown_provider_names_the_known(capsys: pytest.CaptureFixture[str]) ->
 def test_llama_blocks() -> None:
     """The sizes of Llama3-8B: 218 million weights a block, and grouped-query attention that is causal."""
     with torch.device("meta"):
-        block = bench.Block(bench.LLAMA3_8B)
+        block = training.Block(training.LLAMA3_8B)
     assert sum(p.numel() for p in block.parameters()) == 218_112_000
-    stack = bench.Blocks(bench.TINY_STACK)
-    x = bench.TINY_STACK.input()
+    stack = training.Blocks(training.TINY_STACK)
+    x = training.TINY_STACK.input()
     y = x.clone()
     y[:, 8:] += 1
     assert torch.equal(stack(x)[:, :8], stack(y)[:, :8])
@@ -240,7 +246,7 @@ def test_llama_blocks() -> None:
 
 def test_saved_bytes_count_each_storage_once() -> None:
     weight, x = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
-    saved = bench.SavedBytes([weight])
+    saved = training.SavedBytes([weight])
     with saved:
         (x * weight * x).sum()
     assert saved.total == 2 * 4 * 4  # x, and x * weight

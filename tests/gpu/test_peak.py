@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxquant import Backend
-from fxquant.bench.run import Stack
+from fxquant.bench.training import Stack
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ import fxquant
 from fxquant import Backend, DelayedScaling, OptionError
 from fxquant.backend.backend import memory_settings
 from fxquant.backend.weight_cache import WeightCache
-from fxquant.bench.run import LLAMA3_8B, Stack
+from fxquant.bench.training import LLAMA3_8B, Stack
 from fxquant.passes.insert.cache_weights import Taken, Weight
 
 ROWS, HIDDEN, FFN = 2 * 8192, 4096, 14336

@@ -1,0 +1,61 @@
+"""The names of providers of training steps, and the recipe of each."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+import torch
+
+from fxquant import recipes
+from fxquant.quantizers import Float8HeadQuantizer
+
+QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
+CACHED = ("rowwise cached", "float8_blockwise cached")
+"""Recipes whose weights stay quantized: all micro-batches of a step but the first."""
+LEAST = ("current_scaling least", "delayed_scaling least")
+"""Recipes whose forward keeps the least for its backward (docs/memory.md)."""
+TORCHAO = ("torchao tensorwise", "torchao rowwise")
+ATTENTION = " + attention"
+"""The end of the name of a provider that quantizes attention too."""
+WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
+WITHOUT_ATTENTION = ("bf16", *QUANTIZED, *CACHED, *LEAST, *TORCHAO)
+PROVIDERS = (*WITHOUT_ATTENTION, *WITH_ATTENTION)
+CALIBRATED = "current_scaling calibrated"
+"""The recipe of inference whose activation scales are constants."""
+
+
+def installed(providers: Iterable[str]) -> list[str]:
+    """The providers without those of torchao if it is not installed."""
+    torchao = importlib.util.find_spec("torchao") is not None
+    return [name for name in providers if torchao or name not in TORCHAO]
+
+
+def recipe_of(provider: str) -> recipes.Recipe | None:
+    """The recipe of a provider, or None for one that is not fxquant's.
+
+    With attention, its forward is in FP8 with a scale for each head, or with delayed scales where those of the linears
+    are, its backward in high precision.
+    """
+    name = _recipe_name(provider)
+    if name not in QUANTIZED or not provider.endswith(ATTENTION):
+        return recipes.get(name) if name in QUANTIZED else None
+    of_linears = recipes.get(name)
+    answer = of_linears.request() if isinstance(of_linears, recipes.DelayedScaling) else Float8HeadQuantizer()
+    forward = recipes.Rule(answer, module_type="dpa", tensor_type="qkv|s")
+    return recipes.CustomRecipe(qfactory=recipes.Rules([forward], default=name))
+
+
+def gemms(provider: str, device: str) -> str:
+    """``native`` if the device has instructions for the GEMMs of a provider, else ``emulated``."""
+    name = _recipe_name(provider.removesuffix(" calibrated"))
+    if name not in QUANTIZED:
+        return "native"
+    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    return recipes.runs_as(recipes.get(name), "Hopper" if hopper else "the CPU")
+
+
+def _recipe_name(provider: str) -> str:
+    for suffix in (ATTENTION, " cached", " least"):
+        provider = provider.removesuffix(suffix)
+    return provider

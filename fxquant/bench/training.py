@@ -1,0 +1,258 @@
+"""Times the forward and backward of decoder blocks, linear layers and experts, as a step of training runs them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import importlib.util
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxquant.backend.backend import Backend
+from fxquant.bench.export import DecoderBlock
+from fxquant.bench.linear import Linear, floors
+from fxquant.bench.providers import CACHED, LEAST, TORCHAO, gemms, recipe_of
+from fxquant.bench.rounds import Contender, Row, Turns, attempt, medians, time_in_turn, times_text, wait
+from fxquant.compat.private import inductor_config, unlimited_recompiles
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Sizes of a stack of decoder blocks and of its input [batch, length, hidden]."""
+
+    blocks: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.blocks} blocks {self.hidden}/{self.ffn}, {self.batch}x{self.length} tokens"
+
+    def model(self) -> nn.Module:
+        """The stack, on the default device."""
+        return Blocks(self)
+
+    def input(self) -> Tensor:
+        """Normal values."""
+        return torch.randn(self.batch, self.length, self.hidden, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Sizes of the experts of one layer: weights [experts, n, k], and `m` rows of k features routed to them."""
+
+    experts: int
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.experts} experts {self.m}x{self.k}x{self.n}"
+
+    def model(self) -> nn.Module:
+        """The experts, on the default device."""
+        return Experts(self)
+
+    def input(self) -> Tensor:
+        """Normal values."""
+        return torch.randn(self.m, self.k, dtype=torch.bfloat16)
+
+
+LLAMA3_8B = Stack(blocks=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, batch=2, length=8192)
+GROUPS = (Grouped(128, 65536, 2048, 768), Grouped(8, 32768, 7168, 2048))
+"""Qwen3-30B-A3B, 8192 tokens with 8 experts each, up-projection; and a DeepSeek-like share of 8 local experts."""
+TINY_STACK = Stack(blocks=1, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, length=16)
+TINY_GROUPS = Grouped(4, 64, 32, 48)
+Size = Stack | Linear | Grouped
+
+
+class Block(DecoderBlock):
+    """A block with rotary embedding and causal attention."""
+
+    def __init__(self, size: Stack) -> None:
+        super().__init__(size.hidden, size.ffn, size.heads, size.kv_heads)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.before(x)
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self.after(x, y)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [batch, heads, length, head_dim] (RoFormer, arXiv 2104.09864, section 3.4)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Blocks(nn.Module):
+    """A stack of decoder blocks with bfloat16 weights: [batch, length, hidden] to the same."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: Stack) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        half = size.hidden // size.heads // 2
+        angle = torch.arange(size.length)[:, None] * 500000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return x
+
+
+class Experts(nn.Module):
+    """A weight for each group of rows; the groups differ in size as those of a router that is not balanced do."""
+
+    offs: Tensor
+
+    def __init__(self, size: Grouped) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size.experts, size.n, size.k, dtype=torch.bfloat16) * size.k**-0.5)
+        generator = torch.Generator("cpu").manual_seed(0)
+        share = torch.rand(size.experts, generator=generator, device="cpu") + 0.5
+        ends = (share.cumsum(0) / share.sum() * (size.m // 16)).round() * 16  # torchao takes no other sizes
+        self.register_buffer("offs", ends.to(torch.int32).to(self.weight.device))
+        self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = torch._grouped_mm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.weight.transpose(-2, -1), self.offs)
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that a forward keeps for its backward: each storage once, those of `parameters` not."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self.uncounted = {t.untyped_storage().data_ptr() for t in parameters}
+        self.sizes: dict[int, int] = {}
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.uncounted:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.sizes.values())
+
+
+def measure(providers: Sequence[str], size: Size, turns: Turns) -> list[Row]:
+    """Times forward and backward of all providers in turn, and for a linear layer the floors of their times."""
+    torch.compiler.reset()
+    device = turns.device
+    with unlimited_recompiles():
+        contenders = [attempt(provider, lambda p: contender(p, size, device)) for provider in providers]
+        alone, floor = floors(size, providers, device) if isinstance(size, Linear) else ([], lambda _: None)
+        time_in_turn([*contenders, *alone], turns)
+    ms = medians(contenders)
+    rows = []
+    for timed in contenders:
+        row = {"provider": timed.name, "gemms": gemms(timed.name, device), **timed.row}
+        if timed.times:
+            row |= times_text(timed.times)
+            row |= ratios(timed.name, ms, floor(timed.name))
+        rows.append(row)
+    return rows
+
+
+def contender(provider: str, size: Size, device: str) -> Contender:
+    """Compiles forward and backward of one provider; other tensors may be on the device already."""
+    gc.collect()
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    torch.manual_seed(0)
+    with torch.device(device):
+        model, x = size.model(), size.input().requires_grad_()
+    run, backend = prepare(provider, model)
+    grad_output = torch.randn_like(x if isinstance(size, Stack) else x[:, :1].expand(-1, size.n).contiguous())
+
+    def step() -> None:
+        run(x).backward(grad_output)  # type: ignore[no-untyped-call]
+        model.zero_grad(set_to_none=True)  # leaves the memory to the next contender
+        x.grad = None
+
+    started = time.perf_counter()
+    with inductor_config.patch(force_disable_caches=True):
+        step()
+    wait(device)
+    compile_seconds = time.perf_counter() - started
+    saved = SavedBytes([*model.parameters(), *model.buffers()])
+    with saved:
+        output = run(x)
+    del output
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    wait(device)
+    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    row = {
+        "saved_gib": f"{saved.total / 2**30:.2f}",
+        "peak_gib": f"{peak / 2**30:.2f}",
+        "compile_s": f"{compile_seconds:.1f}",
+        "flops_quantized": f"{backend.report().coverage:.0%}" if backend else "",
+    }
+    return Contender(provider, step, row)
+
+
+def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Backend | None]:
+    """The model compiled by a provider, and fxquant's backend if the provider uses it."""
+    recipe = recipe_of(provider)
+    if recipe is not None:
+        backend = Backend(recipe, cache_weights=provider in CACHED, save="least" if provider in LEAST else "quantized")
+        return torch.compile(model, backend=backend, fullgraph=True, dynamic=False), backend
+    if provider in TORCHAO and isinstance(model, Experts):
+        model.multiply = torchao_grouped_mm(provider)
+    elif provider in TORCHAO:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+        config = Float8LinearConfig.from_recipe_name(provider.removeprefix("torchao "))
+        model = convert_to_float8_training(nn.Sequential(model), config=config)  # it swaps children, not the root
+    return torch.compile(model, fullgraph=True, dynamic=False), None
+
+
+def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """torchao's differentiable grouped GEMM; it has a rowwise one only. Raises ValueError for another."""
+    if provider != "torchao rowwise":
+        raise ValueError(f"{provider} has no grouped GEMM")
+    folder = "torchao.prototype.moe_training"
+    new = importlib.util.find_spec(f"{folder}.fp8_grouped_mm")
+    module = importlib.import_module(f"{folder}.{'fp8_grouped_mm' if new else 'scaled_grouped_mm'}")
+    multiply = module._to_fp8_rowwise_then_scaled_grouped_mm
+    pads = "pad_token_groups_for_grouped_mm"
+    if pads in inspect.signature(multiply).parameters:
+        return functools.partial(multiply, **{pads: False})
+    return multiply  # type: ignore[no-any-return]
+
+
+def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> Row:
+    """The ratios of a provider's time to those of bf16 and torchao and to its floor, if these were measured."""
+    ms, row = medians[provider], {}
+    peer = "torchao rowwise" if provider.startswith("rowwise") else "torchao tensorwise"
+    if "bf16" in medians:
+        row["over_bf16"] = f"{medians['bf16'] / ms:.2f}x"
+    if recipe_of(provider) is not None and peer in medians:
+        row["over_torchao"] = f"{medians[peer] / ms:.2f}x"
+    if floor is not None:
+        row |= {"of_floor": f"{ms / floor:.2f}x", "floor_ms": f"{floor:.4g}"}
+    return row
