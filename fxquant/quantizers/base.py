@@ -1,0 +1,283 @@
+"""The contract of a quantizer, its quantized tensors, and the request that a recipe may return in its place."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fxquant.errors import RecipeError
+from fxquant.formats import IDENTITY, OperandSpec, QuantSpec
+from fxquant.roles import Direction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Format(Enum):
+    """Element formats of a recipe: (forward, backward)."""
+
+    E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    E5M2 = (torch.float8_e5m2, torch.float8_e5m2)
+    HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def dtype(self, tensor_type: str) -> torch.dtype:
+        """The element dtype of a role's tensor type: gradients take the backward one."""
+        return self.value[tensor_type == "grad_output"]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class QuantizedOperand:
+    """One direction of a quantized tensor, with the contracted axis last.
+
+    `data`: [M, K] rowwise, [K, M] columnwise; torch.float4_e2m1fn_x2 packs two elements in one along the last axis.
+    `scale`: the factor of dequantization, e8m0 and e4m3 scales raw. `global_amax`: NVFP4 only, float32 [1] or
+    one a row of `data` [..., 1].
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    global_amax: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The parts that are not None, in order."""
+        return [t for t in (self.data, self.scale, self.global_amax) if t is not None]
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor quantized in one or both directions. `shape` [*, K] and `dtype` are those of the original."""
+
+    rowwise: QuantizedOperand | None = None
+    columnwise: QuantizedOperand | None = None
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    _parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = field(repr=False, default_factory=dict)
+
+    def dequantize(self, direction: str = "rowwise") -> Tensor:
+        """The values of one direction in the original's shape, as float32.
+
+        Raises RecipeError when that direction was not quantized.
+        """
+        from fxquant.kernels.cast import ops
+
+        try:
+            parts, spec = self._parts[Direction(direction)]
+        except KeyError:
+            raise RecipeError(
+                f"the {direction} representation is not available: quantize with {direction}=True"
+            ) from None
+        assert self.shape is not None
+        rows = self.shape.numel() // self.shape[-1] if self.shape[-1] else 0
+        flat = ops.dequantize(parts, str(spec), str(Direction(direction)), [rows, self.shape[-1]], torch.float32)
+        return flat.reshape(self.shape)
+
+
+class Quantizer:
+    """How one operand is quantized.
+
+    A format of your own is a subclass with three methods in plain torch code, best a frozen dataclass of its settings:
+
+    - ``quantize(x, *, rowwise=True, columnwise=True) -> QuantizedTensor`` for x [M, K], the columnwise half of x.mT;
+    - ``dequantize(operand) -> Tensor`` for one half, in its own orientation;
+    - optionally ``qgemm(a, b, *, bias, out_dtype) -> Tensor``, a [M, K] x b [N, K]^T + bias [N].
+
+    They are traced into the graph and compiled with the model, forward and backward. The quantizers of this package
+    answer `spec` instead, and share kernels.
+    """
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        """The text that crosses into the graph for one direction."""
+        from fxquant.kernels import custom
+
+        if type(self).quantize is Quantizer.quantize:
+            raise RecipeError(f"{type(self).__name__} must define quantize and dequantize")
+        key = f"{type(self).__name__}-{_fingerprint(self)}"
+        custom.register(key, self)
+        return QuantSpec(format="custom", key=key)
+
+    def side(self, direction: Direction) -> Quantizer:
+        """The quantizer of one direction: itself, unless it is a hybrid."""
+        return self
+
+    def operand_spec(self) -> OperandSpec:
+        """Both directions at once."""
+        source = getattr(self, "columnwise_source", "original")
+        return OperandSpec(
+            self.spec(Direction.ROWWISE), self.spec(Direction.COLUMNWISE), source == "rowwise_dequantized"
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        """True if both directions keep the tensor as it is, without even a cast."""
+        return all(self.spec(d) == IDENTITY for d in Direction)
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        """Quantizes `x` [..., K] (leading axes are flattened to M) on its own device, outside any graph.
+
+        Raises RecipeError for a tensor that is not floating point or has no axis.
+        """
+        return self._quantize(x, rowwise, columnwise)
+
+    def _quantize(
+        self, x: Tensor, rowwise: bool, columnwise: bool, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`quantize`, with the generator that stochastic rounding takes its seed from."""
+        from fxquant.kernels.cast import ops
+
+        if not x.is_floating_point() or x.ndim == 0:
+            raise RecipeError(
+                f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {tuple(x.shape)}"
+            )
+        flat = x.detach().reshape(-1, x.shape[-1]) if x.shape[-1] else x.detach().flatten(0, -2)
+        spec = self.operand_spec()
+        wanted = [d for d, on in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)) if on]
+        random: Tensor | None = None
+        if spec.is_stochastic:
+            device = "cpu" if generator is None else generator.device
+            random = torch.randint(2**63 - 1, (2,), generator=generator, device=device).to(x.device)
+        parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = {}
+        for direction in wanted:
+            parts[direction] = ops.quantize_operand(flat, spec.numbered(0), str(direction), random=random)
+        shown = {d: _show(p, s, flat.shape[1 if d is Direction.ROWWISE else 0]) for d, (p, s) in parts.items()}
+        return QuantizedTensor(shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), x.shape, x.dtype, parts)
+
+    def __call__(self, x: Tensor) -> QuantizedTensor:
+        """Quantizes in the directions that the quantizer was made for: both, unless it says otherwise."""
+        return self.quantize(x, rowwise=getattr(self, "rowwise", True), columnwise=getattr(self, "columnwise", True))
+
+    def copy(self) -> Self:
+        """An equal quantizer that is another object, as a HybridQuantizer wants for its two directions."""
+        return copy.copy(self)
+
+    def dequantize(self, operand: QuantizedOperand) -> Tensor:
+        """The values of one half of a quantized tensor, in its own orientation. For quantizers of your own."""
+        raise RecipeError(f"{type(self).__name__} does not define dequantize")
+
+    def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
+        """One direction of x as the graph holds it; see `fxquant.kernels.custom`."""
+        quantized = self.quantize(x, rowwise=direction == "rowwise", columnwise=direction == "columnwise")
+        operand = quantized.rowwise if direction == "rowwise" else quantized.columnwise
+        if operand is None:
+            raise RecipeError(f"{type(self).__name__}.quantize gave no {direction} half although it was asked for it")
+        return operand.tensors()
+
+    def dequantize_side(self, parts: Sequence[Tensor]) -> Tensor:
+        """The values of the parts from `quantize_side`."""
+        return self.dequantize(QuantizedOperand(*parts))
+
+    def multiply(
+        self, a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor | None:
+        """a x b^T + bias by `qgemm`, or None without one."""
+        qgemm = getattr(self, "qgemm", None)
+        if qgemm is None:
+            return None
+        return qgemm(QuantizedOperand(*a), QuantizedOperand(*b), bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return str(self.operand_spec())
+
+
+def _show(parts: Sequence[Tensor], spec: QuantSpec, length: int) -> QuantizedOperand:
+    """An operand as users see it: torch's own dtypes, and no padding if an element has a byte of its own."""
+    if spec.is_identity:
+        return QuantizedOperand(parts[0])
+    if spec.key:
+        return QuantizedOperand(*parts)
+    row, (data, scale, *amax) = spec.row, parts
+    assert row.element is not None and row.scale_dtype is not None
+    data = data.view(row.element.dtype) if row.element.packed > 1 else data[..., :length]
+    return QuantizedOperand(data, scale.view(row.scale_dtype), amax[0] if amax else None)
+
+
+class QuantizerRequest:
+    """Base of the requests that a factory may return in place of a quantizer."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DelayedScalingRequest(QuantizerRequest):
+    """A factory returns it to ask for delayed scaling: the order for a stateful quantizer, not a quantizer.
+
+    All requests of one graph must be equal in every field. `amax_compute_algo`: ``max``, ``most_recent``, or a
+    function of the amax history [length, slots]; `scaling_factor_compute_algo`: a function of (amax, old scale,
+    largest value, request). `reduce_amax` takes the largest amax over the process group of the recipe.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    margin: float = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, object], Tensor] | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        if self.fp8_format is Format.E5M2:
+            raise RecipeError("delayed scaling does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
+        if self.amax_history_len < 1:
+            raise RecipeError(f"amax_history_len must be at least 1, not {self.amax_history_len}")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise RecipeError(
+                f"amax_compute_algo must be 'max', 'most_recent' or a function, not {self.amax_compute_algo!r}"
+            )
+
+    def __repr__(self) -> str:
+        return value_text(self)
+
+
+def quantizer_text(quantizer: Quantizer) -> str:
+    """A short name with the settings that differ from their defaults."""
+    if not is_dataclass(quantizer):
+        return type(quantizer).__name__
+    changed = [
+        f"{f.name}={getattr(quantizer, f.name)!r}"
+        for f in fields(quantizer)
+        if f.repr and getattr(quantizer, f.name) != f.default
+    ]
+    return f"{type(quantizer).__name__}({', '.join(changed)})"
+
+
+def value_text(value: object) -> str:
+    """The settings that differ from their defaults, without addresses: functions go by their names.
+
+    Equal for equal values in every process.
+    """
+    if isinstance(value, functools.partial):
+        items = [value_text(value.func), *map(value_text, value.args)]
+        items += [f"{key}={value_text(item)}" for key, item in sorted(value.keywords.items())]
+        return f"partial({', '.join(items)})"
+    if isinstance(value, tuple):
+        return f"({''.join(value_text(item) + ', ' for item in value)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        settings = ((f, getattr(value, f.name)) for f in fields(value) if f.repr)
+        shown = ((f.name, item) for f, item in settings if item != f.default)
+        return f"{type(value).__name__}({', '.join(f'{name}={value_text(item)}' for name, item in shown)})"
+    if isinstance(value, Quantizer):
+        return f"{type(value).__name__}-{_fingerprint(value)}"
+    if callable(value):
+        owner = value if hasattr(value, "__qualname__") else type(value)
+        return f"{owner.__module__}.{owner.__qualname__}"
+    return repr(value)
+
+
+def _fingerprint(quantizer: Quantizer) -> str:
+    """A text that is equal for quantizers of equal settings and code, in every process that can read their source."""
+    cls = type(quantizer)
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        source = str(id(cls))
+    settings = repr(quantizer) if "__repr__" in vars(cls) else repr(sorted(vars(quantizer).items()))
+    text = "\n".join((cls.__module__, cls.__qualname__, settings, source))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

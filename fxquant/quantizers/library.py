@@ -1,0 +1,302 @@
+"""The quantizers of this package, a class for each kind of format."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fxquant.errors import RecipeError
+from fxquant.formats import QuantSpec
+from fxquant.quantizers.base import QuantizedTensor, Quantizer
+from fxquant.roles import Direction
+
+
+class DType:
+    """TransformerEngine's names of the element dtypes."""
+
+    kFloat8E4M3 = torch.float8_e4m3fn
+    kFloat8E5M2 = torch.float8_e5m2
+    kFloat4E2M1 = torch.float4_e2m1fn_x2
+
+
+_FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def _fp8_name(dtype: torch.dtype) -> str:
+    if dtype not in _FP8_NAMES:
+        raise RecipeError(f"fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, not {dtype}")
+    return _FP8_NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class _TensorQuantizer(Quantizer):
+    """The keywords that TransformerEngine's quantizers share.
+
+    `rowwise` and `columnwise` are the directions of an eager call, ``quantizer(x)``; in a compiled graph the GEMMs
+    decide which are made, so they do not count when quantizers are compared. An amax is never reduced over a process
+    group: `with_amax_reduction` is refused.
+    """
+
+    _: KW_ONLY
+    rowwise: bool = field(default=True, compare=False, repr=False)
+    columnwise: bool = field(default=True, compare=False, repr=False)
+    with_amax_reduction: bool = field(default=False, compare=False, repr=False)
+    amax_reduction_group: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.with_amax_reduction:
+            raise RecipeError(
+                f"{type(self).__name__} takes the amax of the tensor that it sees, so with_amax_reduction=True is not "
+                "supported; delayed scaling reduces its amaxes (the option amax_group of fxquant.Backend)"
+            )
+
+
+@dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(_TensorQuantizer):
+    """FP8 with one float32 scale for the tensor, from its own amax (numerics: current scaling)."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    device: Any = field(default=None, compare=False, repr=False)
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _fp8_name(self.fp8_dtype)
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(
+            format=f"per_tensor_{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+        )
+
+
+@dataclass(frozen=True)
+class Float8RowwiseQuantizer(Quantizer):
+    """FP8 with one float32 scale for each row of the direction, by torchao's formula."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    force_pow_2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _fp8_name(self.fp8_dtype)
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(
+            format=f"per_row_{_fp8_name(self.fp8_dtype)}",
+            pow2=self.force_pow_2_scales,
+            eps=self.amax_epsilon,
+            torchao=True,
+        )
+
+
+@dataclass(frozen=True)
+class Float8HeadQuantizer(Quantizer):
+    """FP8 with one float32 scale for each head of each entry of the batch, for attention alone.
+
+    Queries share the scale of the key head that they attend to. `block_len` 128 gives every 128 positions of the
+    sequence a scale of their own. Made inside graphs only.
+    """
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    block_len: int | None = None
+    force_pow_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _fp8_name(self.fp8_dtype)
+        if self.block_len not in (None, 128):
+            raise RecipeError(f"block_len must be None or 128, not {self.block_len}")
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        block = "" if self.block_len is None else f"{self.block_len}_"
+        return QuantSpec(
+            format=f"per_head_{block}{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+        )
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        raise RecipeError("Float8HeadQuantizer is for the attention of a compiled model: it quantizes no single tensor")
+
+
+@dataclass(frozen=True)
+class Float8BlockQuantizer(_TensorQuantizer):
+    """FP8 with one float32 scale for 128 elements (`block_scaling_dim=1`) or a 128x128 tile (2)."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    amax_epsilon: float = 0.0
+    force_pow_2_scales: bool = True
+    block_scaling_dim: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _fp8_name(self.fp8_dtype)
+        if self.block_scaling_dim not in (1, 2):
+            raise RecipeError(f"block_scaling_dim must be 1 or 2, not {self.block_scaling_dim}")
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        block = "1x128" if self.block_scaling_dim == 1 else "128x128"
+        return QuantSpec(
+            format=f"block_{block}_{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+        )
+
+
+@dataclass(frozen=True)
+class MXFP8Quantizer(_TensorQuantizer):
+    """MXFP8: one e8m0 scale for 32 elements, or for a 32x32 tile (OCP MX v1.0, section 5).
+
+    `scale_mode` is how the scale is rounded: ``rceil`` (TransformerEngine, cuBLAS), or torchao's ``floor``, ``ceil``,
+    ``even``.
+    """
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    with_2d_quantization: bool = False
+    scale_mode: str = "rceil"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.spec(Direction.ROWWISE)
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        block = "2d_" if self.with_2d_quantization else ""
+        return QuantSpec(format=f"mxfp8_{block}{_fp8_name(self.fp8_dtype)}", mode=self.scale_mode)
+
+
+@dataclass(frozen=True)
+class NVFP4Quantizer(_TensorQuantizer):
+    """NVFP4: e2m1 elements, an e4m3 scale for 16 of them or a 16x16 tile, and one float32 amax for the tensor.
+
+    `with_rht` transforms the columnwise half before it is quantized, with `with_random_sign_mask` by the signed
+    Hadamard matrix. `stochastic_rounding` rounds elements at random in proportion to their distances from the two
+    neighbours, so that the mean over many roundings is the value itself; scales are rounded to nearest. In a compiled
+    graph the random bits come from its state (see `fxquant.Backend.state_dict`).
+
+    `row_scaled_nvfp4` takes the float32 amax of each row (columnwise: of each column) in place of the tensor's.
+    `nvfp4_use_4over6` maps the largest element of a block to 4 if that gives a smaller error than mapping it to 6, by
+    `nvfp4_4over6_err_mode` (``MAE`` or ``MSE``); `nvfp4_e4m3_max` (448 or 256) is then the largest block scale.
+
+    Raises RecipeError for settings that exclude each other: the row amax goes with no transform, no tiles and no
+    stochastic rounding, 4over6 with no transform and no stochastic rounding.
+    """
+
+    fp4_dtype: torch.dtype = torch.float4_e2m1fn_x2
+    with_rht: bool = False
+    with_post_rht_amax: bool = False
+    with_2d_quantization: bool = False
+    stochastic_rounding: bool = False
+    row_scaled_nvfp4: bool = False
+    nvfp4_use_4over6: bool = False
+    nvfp4_e4m3_max: int = 448
+    nvfp4_4over6_err_mode: str = "MAE"
+    with_random_sign_mask: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp4_dtype is not torch.float4_e2m1fn_x2:
+            raise RecipeError(f"fp4_dtype must be torch.float4_e2m1fn_x2, not {self.fp4_dtype}")
+        if self.with_rht and not self.with_post_rht_amax:
+            raise RecipeError(
+                "NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True"
+            )
+        for mode in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
+            excluded = ["with_rht", "stochastic_rounding", *["with_2d_quantization"] * (mode == "row_scaled_nvfp4")]
+            for other in excluded:
+                if getattr(self, mode) and getattr(self, other):
+                    raise RecipeError(f"{mode} does not go with {other}: set one of them to False")
+        if self.nvfp4_e4m3_max not in (448, 256):
+            raise RecipeError(f"nvfp4_e4m3_max must be 448 or 256, not {self.nvfp4_e4m3_max}")
+        if self.nvfp4_e4m3_max != 448 and not self.nvfp4_use_4over6:
+            raise RecipeError(f"nvfp4_e4m3_max={self.nvfp4_e4m3_max} is a setting of 4over6: set nvfp4_use_4over6=True")
+        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise RecipeError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', not {self.nvfp4_4over6_err_mode!r}")
+
+    def quantize(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`Quantizer.quantize`, which for stochastic rounding takes two numbers from `generator`.
+
+        All random bits follow from them, on every device alike. By default they come from torch's CPU generator.
+        """
+        return self._quantize(x, rowwise, columnwise, generator)
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(
+            format="nvfp4_2d" if self.with_2d_quantization else "nvfp4",
+            rht=self.with_rht and direction is Direction.COLUMNWISE,
+            random_signs=self.with_random_sign_mask or not self.with_rht,
+            stochastic=self.stochastic_rounding,
+            row_scaled=self.row_scaled_nvfp4,
+            four_over_six=self.nvfp4_4over6_err_mode.lower() if self.nvfp4_use_4over6 else "",
+            e4m3_max=self.nvfp4_e4m3_max,
+        )
+
+
+@dataclass(frozen=True)
+class IdentityQuantizer(_TensorQuantizer):
+    """Keeps the tensor in high precision, cast to `dtype` if one is given."""
+
+    dtype: torch.dtype | None = None
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(format="identity", dtype=str(self.dtype).removeprefix("torch.") if self.dtype else "")
+
+
+@dataclass(frozen=True)
+class HybridQuantizer(Quantizer):
+    """One quantizer for each direction, each an object of its own.
+
+    `columnwise_source`: ``original`` quantizes the columnwise half from the tensor itself, ``rowwise_dequantized`` from
+    the rowwise half dequantized to the tensor's dtype.
+    """
+
+    rowwise_quantizer: Quantizer
+    columnwise_quantizer: Quantizer
+    columnwise_source: Literal["original", "rowwise_dequantized"] = "original"
+
+    def __post_init__(self) -> None:
+        for name in ("rowwise_quantizer", "columnwise_quantizer"):
+            value = getattr(self, name)
+            if not isinstance(value, Quantizer):
+                hint = ": IdentityQuantizer() keeps a direction in high precision" if value is None else ""
+                raise TypeError(f"{name} must be a Quantizer, not {type(value).__name__}{hint}")
+            if isinstance(value, HybridQuantizer):
+                raise TypeError(f"{name} is itself a HybridQuantizer: name the quantizer of that direction")
+        if self.rowwise_quantizer is self.columnwise_quantizer:
+            raise ValueError(
+                "rowwise_quantizer and columnwise_quantizer are the same object: make one for each direction"
+            )
+        if self.columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(
+                f"columnwise_source must be 'original' or 'rowwise_dequantized', not {self.columnwise_source!r}"
+            )
+
+    def quantize(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
+    ) -> QuantizedTensor:
+        """`Quantizer.quantize`, with the generator that stochastic rounding takes numbers from."""
+        return self._quantize(x, rowwise, columnwise, generator)
+
+    def side(self, direction: Direction) -> Quantizer:
+        return self.rowwise_quantizer if direction is Direction.ROWWISE else self.columnwise_quantizer
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return self.side(direction).spec(direction)
+
+
+@dataclass(frozen=True)
+class Float8Quantizer(Quantizer):
+    """FP8 with a scale from earlier steps (delayed scaling), which stands at `slot` of its graph's state.
+
+    Made from a `DelayedScalingRequest`; a recipe returns the request, not this.
+    """
+
+    fp8_dtype: torch.dtype
+    slot: int
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(format=f"per_tensor_{_fp8_name(self.fp8_dtype)}", slot=self.slot)
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        raise RecipeError("a delayed scale lives in a compiled graph's state: this quantizer has none of its own")

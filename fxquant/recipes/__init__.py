@@ -1,0 +1,56 @@
+"""Recipes: a quantizer for each role.
+
+A recipe is a value: it compares, hashes and prints by its settings, and can be copied and pickled. `get("mxfp8")`
+gives a named one; `CustomRecipe(qfactory=...)` asks a function of the user's, see also `fxquant.factories`.
+"""
+
+from fxquant.quantizers import Format
+from fxquant.recipes.base import (
+    RECIPES,
+    Answer,
+    AutoRecipe,
+    QuantizerFactory,
+    Recipe,
+    auto,
+    get,
+    of_operands,
+    resolve,
+    runs_as,
+)
+from fxquant.recipes.custom import CustomRecipe, Rule, Rules, ask
+from fxquant.recipes.named import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    HighPrecision,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+)
+
+__all__ = [
+    "RECIPES",
+    "Answer",
+    "AutoRecipe",
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "HighPrecision",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "QuantizerFactory",
+    "Recipe",
+    "Rule",
+    "Rules",
+    "ask",
+    "auto",
+    "get",
+    "of_operands",
+    "resolve",
+    "runs_as",
+]

@@ -1,0 +1,222 @@
+"""Recipes of the user's: a factory that answers for each role, or rules that do."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fxquant.errors import RecipeError
+from fxquant.quantizers import DelayedScalingRequest, Format, IdentityQuantizer, Quantizer, value_text
+from fxquant.recipes.base import (
+    NO_FP8_MHA,
+    Answer,
+    AutoRecipe,
+    QuantizerFactory,
+    Recipe,
+    check_override,
+    is_attention,
+    override_backward,
+    resolve,
+)
+from fxquant.roles import QuantizerRole
+
+
+def _hint(role: QuantizerRole) -> str:
+    return ". With CustomRecipe(fp8_dpa=False) it is not asked about attention" if is_attention(role) else ""
+
+
+def _checked(answer: object, asked: str, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+    """The answer. Raises RecipeError with the role and the name of the one asked if it is none."""
+    if answer is None:
+        raise RecipeError(
+            f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
+            f"{_hint(role)}"
+        )
+    if not isinstance(answer, (Quantizer, DelayedScalingRequest)):
+        raise RecipeError(f"{asked} returned a {type(answer).__name__} for role {role}: a Quantizer is expected")
+    return answer
+
+
+def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantizer | DelayedScalingRequest:
+    """The answer of a quantizer, request, recipe or factory for a role.
+
+    Raises RecipeError, with the role and the name of the one `asked`, for None and all else that is no quantizer, and
+    if the factory itself fails, as a HybridQuantizer with a part missing does, or a dictionary of answers.
+    """
+    if isinstance(answer, (Quantizer, DelayedScalingRequest)):
+        return answer
+    if isinstance(answer, (Recipe, str)):
+        return resolve(answer).quantizer(role)
+    try:
+        answered = answer(role)
+    except Exception as error:
+        if isinstance(error, RecipeError) and str(role) in str(error):
+            raise
+        what = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__} {error}"
+        raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}") from error
+    return _checked(answered, asked, role)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CustomRecipe(Recipe):
+    """Asks `qfactory(role)` for every operand.
+
+    The factory returns a quantizer for each role it is asked about, `IdentityQuantizer()` to keep one in high
+    precision; None is refused. It must give equal answers to equal roles. Two custom recipes are equal when their
+    factories are; partials of one function with equal arguments are equal too.
+
+    `fp8_dpa`: None quantizes the attention for which the factory returns FP8 (`module_type` ``dpa``), False asks for
+    none, and True refuses what is not for attention. `backward_override`: as on the named recipes, on top of the
+    factory's answers for linears. `fp8_format` is a note for readers, and `quantization_alignment` one for modules
+    that pad the rows of experts; fxquant needs no padding and uses neither.
+    """
+
+    _scaling = "custom"
+    qfactory: QuantizerFactory
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool | None = None
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    quantization_alignment: int = 128
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise RecipeError(f"qfactory must be callable with a QuantizerRole, not {type(self.qfactory).__name__}")
+        if self.fp8_mha:
+            raise RecipeError(NO_FP8_MHA)
+        check_override(self.backward_override, "CustomRecipe")
+        if self.quantization_alignment <= 0:
+            raise RecipeError(f"quantization_alignment must be positive, not {self.quantization_alignment}")
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        if role.module_type == "dpa" and self.fp8_dpa is False:
+            return IdentityQuantizer()
+        answer = ask(self.qfactory, role)
+        if self.backward_override is None or is_attention(role):
+            return answer
+        if isinstance(answer, DelayedScalingRequest):
+            raise RecipeError(
+                f"backward_override={self.backward_override!r} does not go with delayed scaling (role {role})"
+            )
+        return override_backward(answer, role, self.backward_override)
+
+    def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
+        return self.qfactory.unused(roles) if isinstance(self.qfactory, Rules) else []
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(_by_value(getattr(self, f.name)) for f in fields(self))
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, CustomRecipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def _by_value(value: Any) -> Any:
+    """Partials do not compare by value; this does, unless an argument cannot be hashed."""
+    if not isinstance(value, functools.partial):
+        return value
+    key = (functools.partial, value.func, value.args, tuple(sorted(value.keywords.items(), key=lambda item: item[0])))
+    try:
+        hash(key)
+    except TypeError:
+        return value
+    return key
+
+
+@dataclass(frozen=True, repr=False)
+class Rule:
+    """An answer and the roles it is for. Each given pattern must match the whole of its field.
+
+    The answer is a quantizer, or a recipe (or its name) or a factory, which are asked in their turn. `name` and the
+    others are regular expressions: ``Rule(IdentityQuantizer(), name=r"lm_head|.*\\.router")``.
+    """
+
+    quantizer: Answer
+    name: str | None = None
+    module_type: str | None = None
+    tensor_type: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantizer", _answer(self.quantizer, f"the rule for {self}"))
+        for key in _KEYS:
+            try:
+                re.compile(getattr(self, key) or "")
+            except re.error as error:
+                raise RecipeError(
+                    f"{key}={getattr(self, key)!r} of a rule is not a regular expression: {error}"
+                ) from error
+
+    def matches(self, role: QuantizerRole) -> bool:
+        """Returns True if every pattern that is not None matches."""
+        patterns = [(getattr(self, key), getattr(role, key)) for key in _KEYS]
+        return all(pattern is None or re.fullmatch(pattern, value) for pattern, value in patterns)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key}={value!r}" for key in _KEYS if (value := getattr(self, key)) is not None) or "any role"
+
+    def __repr__(self) -> str:
+        return value_text(self)
+
+
+_KEYS = ("name", "module_type", "tensor_type")
+
+
+def _answer(answer: Answer, whose: str) -> Answer:
+    """An answer of Rules with its names resolved. Raises RecipeError for what cannot answer."""
+    if isinstance(answer, str):
+        answer = resolve(answer)
+    if isinstance(answer, AutoRecipe):
+        raise RecipeError(
+            f"{whose} is {answer}, which weighs whole layers: wrap the whole recipe, auto(CustomRecipe(...))"
+        )
+    if not isinstance(answer, (Quantizer, DelayedScalingRequest, Recipe)) and not callable(answer):
+        hint = ": IdentityQuantizer() keeps operands in high precision" if answer is None else ""
+        raise RecipeError(f"{whose} must have a quantizer, a recipe or a factory, not a {type(answer).__name__}{hint}")
+    return answer
+
+
+@dataclass(frozen=True, repr=False)
+class Rules:
+    """A factory made of rules: the first that matches answers, `default` where none does.
+
+    `default` is whatever a rule can have, a recipe's name for example; a report names the rules that matched nothing.
+    """
+
+    rules: Sequence[Rule] = field(default=())
+    default: Answer = "high_precision"
+
+    def __post_init__(self) -> None:
+        for i, rule in enumerate(self.rules):
+            if not isinstance(rule, Rule):
+                raise RecipeError(f"rule {i} is a {type(rule).__name__}, not a Rule(quantizer, name=...)")
+        object.__setattr__(self, "rules", tuple(self.rules))
+        object.__setattr__(self, "default", _answer(self.default, "the default of Rules"))
+
+    def _index(self, role: QuantizerRole) -> int | None:
+        return next((i for i, rule in enumerate(self.rules) if rule.matches(role)), None)
+
+    def __call__(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        index = self._index(role)
+        if index is not None:
+            return ask(self.rules[index].quantizer, role, f"rule {index} ({self.rules[index]})")
+        return ask(self.default, role, "the default of Rules")
+
+    def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
+        """The rules that no role reached, with those of rules inside of rules."""
+        reached = [(self._index(role), role) for role in roles]
+        unused = []
+        for i, (rule, answer) in enumerate([*((r, r.quantizer) for r in self.rules), (None, self.default)]):
+            here = [role for index, role in reached if index == (i if rule else None)]
+            if rule is not None and not here:
+                unused.append(f"rule {i}: {rule}")
+            elif isinstance(answer, Rules):
+                unused += [f"{f'rule {i}' if rule else 'default'} > {text}" for text in answer.unused(here)]
+        return unused
+
+    def __repr__(self) -> str:
+        return value_text(self)

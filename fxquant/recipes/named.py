@@ -1,0 +1,345 @@
+"""The named recipes: one class for each kind of scaling, with TransformerEngine's keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from fxquant.errors import RecipeError
+from fxquant.quantizers import (
+    DelayedScalingRequest,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8HeadQuantizer,
+    Float8RowwiseQuantizer,
+    Format,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from fxquant.recipes.base import NO_FP8_MHA, RECIPES, Recipe, check_override, is_attention, override_backward
+from fxquant.roles import QuantizerRole
+
+
+def _is_linear(role: QuantizerRole) -> bool:
+    return role.module_type in ("linear", "grouped_linear")
+
+
+def _reject_e5m2(fp8_format: Format, name: str) -> None:
+    if fp8_format is Format.E5M2:
+        raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
+
+
+@dataclass(frozen=True, repr=False)
+class _WithAttention(Recipe):
+    """TransformerEngine's keywords for FP8 attention, which named recipes keep in high precision without `fp8_dpa`."""
+
+    _: KW_ONLY
+    fp8_dpa: bool = False
+    fp8_mha: bool = field(default=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.fp8_mha:
+            raise RecipeError(NO_FP8_MHA)
+        if self.fp8_dpa and type(self)._attention is _WithAttention._attention:
+            raise RecipeError(
+                f"{type(self).__name__} keeps attention in high precision: its format is not for attention, so "
+                "fp8_dpa=True is not supported. CustomRecipe can have another one for module_type 'dpa'"
+            )
+
+    def _attention(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        """The quantizer of a slot of an attention, or of a hint for its results."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class _LinearRecipe(_WithAttention):
+    """Quantizes linear layers, and attention with `fp8_dpa`.
+
+    `backward_override` runs the backward in high precision: ``high_precision`` from the original operands,
+    ``dequantized`` from the dequantized rowwise halves that the forward used.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_override(self._override, type(self).__name__)
+
+    @property
+    def _override(self) -> str | None:
+        override: str | None = getattr(self, "backward_override", None)
+        return override
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        if self.fp8_dpa and is_attention(role):
+            return self._attention(role)
+        if not _is_linear(role):
+            return IdentityQuantizer()
+        return override_backward(self._linear(role), role, self._override)
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        """The quantizer of a linear layer's operand."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How one kind of operand is quantized: TransformerEngine's name for the settings of a recipe's quantizer.
+
+    The last three are for FP4; recipes of FP8 refuse them.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class _Float32Scales(_LinearRecipe):
+    """FP8 with float32 scales, whose rounding and least amax each kind of operand may have for itself."""
+
+    _: KW_ONLY
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            params = getattr(self, name)
+            if params and (
+                params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization
+            ):
+                raise RecipeError(f"{name}={params} of {type(self).__name__} asks for what only FP4 has")
+
+    def _params(self, role: QuantizerRole, pow2: bool) -> tuple[bool, float]:
+        """Power-of-two scales and least amax of an operand, `pow2` and 0 unless its own are given."""
+        by_operand = {"weight": self.fp8_quant_fwd_weight, "grad_output": self.fp8_quant_bwd_grad}
+        params = by_operand.get(role.tensor_type, self.fp8_quant_fwd_inp)
+        return (pow2, 0.0) if params is None else (params.power_2_scale, params.amax_epsilon)
+
+
+@dataclass(frozen=True, repr=False)
+class HighPrecision(Recipe):
+    """Quantizes nothing: the compilation is the one of plain Inductor."""
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        return IdentityQuantizer()
+
+
+@dataclass(frozen=True, repr=False)
+class Float8CurrentScaling(_Float32Scales):
+    """Per-tensor FP8 from the tensor's own amax: e4m3 forward and e5m2 gradients (HYBRID)."""
+
+    _scaling = "current"
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        pow2, eps = self._params(role, self.use_power_2_scales)
+        return Float8CurrentScalingQuantizer(
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps
+        )
+
+    _attention = _linear
+
+
+@dataclass(frozen=True, repr=False)
+class DelayedScaling(_WithAttention):
+    """Per-tensor FP8 with scales from the amaxes of earlier steps: no pass over the tensor before its cast.
+
+    The state (scales and amax histories) belongs to the compiled model; see `fxquant.Backend.state_dict`. As in
+    TransformerEngine there is no `backward_override` but None.
+    """
+
+    _scaling = "delayed"
+    margin: float = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, object], Tensor] | None = None
+    reduce_amax: bool = True
+    backward_override: str | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backward_override is not None:
+            raise RecipeError(
+                f"DelayedScaling has no backward_override={self.backward_override!r}: Float8CurrentScaling has"
+            )
+        self.request()
+
+    def request(self) -> DelayedScalingRequest:
+        """The request that every linear operand gets."""
+        return DelayedScalingRequest(**{f.name: getattr(self, f.name) for f in fields(DelayedScalingRequest)})
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        if self.fp8_dpa and is_attention(role):
+            return self._attention(role)
+        return self.request() if _is_linear(role) else IdentityQuantizer()
+
+    def _attention(self, role: QuantizerRole) -> DelayedScalingRequest:
+        return self.request()
+
+
+@dataclass(frozen=True, repr=False)
+class Float8RowwiseScaling(_LinearRecipe):
+    """torchao's rowwise FP8: one power-of-two scale for each row of each direction, e4m3 throughout."""
+
+    _scaling = "row"
+    use_power_2_scales: bool = True
+    fp8_format: Format = Format.E4M3
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        return Float8RowwiseQuantizer(
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=self.use_power_2_scales
+        )
+
+    def _attention(self, role: QuantizerRole) -> Quantizer:
+        """One scale for each head, as in torchao's attention, and a backward in high precision."""
+        return Float8HeadQuantizer() if role.tensor_type in ("qkv", "s") else IdentityQuantizer()
+
+
+@dataclass(frozen=True, repr=False)
+class Float8BlockScaling(_Float32Scales):
+    """FP8 in blocks of 128: 1x128 inputs and gradients, 128x128 weights, power-of-two scales."""
+
+    _scaling = "block"
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        x, w, grad = dims
+        if any(dim not in (1, 2) for dim in dims):
+            raise RecipeError(f"block scaling dims must be 1 or 2, not {dims}")
+        if (x, w) == (2, 2) or (grad, w) == (2, 2) or (x, grad) == (2, 2):
+            raise RecipeError("2D by 2D block GEMM is not supported: make one operand of each pair 1-dimensional")
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        dim = {
+            "weight": self.w_block_scaling_dim,
+            "grad_output": self.grad_block_scaling_dim,
+        }.get(role.tensor_type, self.x_block_scaling_dim)
+        pow2, eps = self._params(role, not self.use_f32_scales)
+        return Float8BlockQuantizer(
+            self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps, block_scaling_dim=dim
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class MXFP8BlockScaling(_LinearRecipe):
+    """MXFP8: e8m0 scales for blocks of 32; `enable_2d_quantization` uses 32x32 tiles for weights."""
+
+    _scaling = "mxfp8"
+    fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+    backward_override: str | None = None
+    margin: float = field(default=0, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.margin:
+            raise RecipeError(f"the scales of MXFP8 have no margin: leave margin at 0, not {self.margin}")
+        _reject_e5m2(self.fp8_format, type(self).__name__)
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        tiles = self.enable_2d_quantization and role.tensor_type == "weight"
+        return MXFP8Quantizer(self.fp8_format.dtype(role.tensor_type), with_2d_quantization=tiles)
+
+    _attention = _linear
+
+
+_SCOPES = ("none", "weights", "activations", "all")
+"""The operands of NVFP4 that 4over6 is for."""
+
+
+@dataclass(frozen=True, repr=False)
+class NVFP4BlockScaling(_LinearRecipe):
+    """NVFP4 for all three GEMMs, by the recipe of "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
+
+    Inputs and gradients go through a randomized Hadamard transform before wgrad (`disable_rht`), gradients are rounded
+    stochastically (`disable_stochastic_rounding`; seed and step are state, see `fxquant.Backend.state_dict`), and
+    weights are scaled in 16x16 tiles, equal in both directions (`disable_2d_quantization`).
+
+    `row_scaled_activation` gives inputs an amax for each row. `nvfp4_4over6` (``weights``, ``activations``, ``all``)
+    maps the largest element of a block to 4 where that is nearer than 6, by `nvfp4_4over6_err_mode`; where
+    `nvfp4_4over6_e4m3_use_256` names them, block scales of these operands reach 256 in the place of 448. Gradients are
+    never 4over6. Both need `disable_rht`, 4over6 `disable_stochastic_rounding` too: RecipeError otherwise.
+    """
+
+    _scaling = "nvfp4"
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            if getattr(self, name) not in _SCOPES:
+                raise RecipeError(f"{name} must be one of {', '.join(_SCOPES)}, not {getattr(self, name)!r}")
+        wanted = [name for name in ("disable_rht", "disable_stochastic_rounding") if not getattr(self, name)]
+        if self.nvfp4_4over6 != "none" and wanted:
+            raise RecipeError(f"nvfp4_4over6 needs {' and '.join(f'{name}=True' for name in wanted)}")
+        if self.row_scaled_activation and not self.disable_rht:
+            raise RecipeError("row_scaled_activation needs disable_rht=True: a transformed column has no amax of a row")
+        for tensor_type in ("input", "weight", "grad_output"):
+            self._linear(QuantizerRole("linear", tensor_type))
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        gradient = role.tensor_type == "grad_output"
+        scope = "weights" if role.tensor_type == "weight" else "activations"
+        use_4over6 = not gradient and self.nvfp4_4over6 in (scope, "all")
+        blocks: dict[str, Any] = {
+            "nvfp4_use_4over6": use_4over6,
+            "nvfp4_e4m3_max": 256 if use_4over6 and self.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+        }
+        if role.tensor_type == "weight":
+            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization, **blocks)
+        return NVFP4Quantizer(
+            with_rht=not self.disable_rht,
+            with_post_rht_amax=not self.disable_rht,
+            stochastic_rounding=gradient and not self.disable_stochastic_rounding,
+            row_scaled_nvfp4=not gradient and self.row_scaled_activation,
+            **blocks,
+        )
+
+
+RECIPES.update(
+    {
+        "high_precision": HighPrecision(),
+        "current_scaling": Float8CurrentScaling(),
+        "delayed_scaling": DelayedScaling(),
+        "rowwise": Float8RowwiseScaling(),
+        "float8_blockwise": Float8BlockScaling(),
+        "mxfp8": MXFP8BlockScaling(),
+        "nvfp4": NVFP4BlockScaling(),
+    }
+)
