@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from fxquant.compat.patches import QuantizedGraphPass
 from fxquant.compat.private import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
 from fxquant.decisions import Decision
 from fxquant.kernels.linear import timing as gemm_timing
-from fxquant.passes.find.facts import Match, quantized
-from fxquant.passes.find.mha import expand_opaque
+from fxquant.passes.find.facts import Match, decisions_of, quantized
+from fxquant.passes.find.mha import open_modules
 from fxquant.passes.find.walk import find_matmuls
 from fxquant.passes.graph.log import run_pass
 from fxquant.passes.graph.names import is_fxquant
@@ -41,9 +42,9 @@ from fxquant.passes.lower.state.batch_amaxes import gather_records
 from fxquant.passes.lower.state.record_in_kernel import record_in_place
 from fxquant.passes.lower.state.split_scales import part_scales
 from fxquant.passes.plan.attention import SLOTS
-from fxquant.passes.plan.layers import assign_roles
+from fxquant.passes.plan.layers import name_layers
 from fxquant.passes.plan.resolve import resolve
-from fxquant.passes.plan.reuse import find_shared
+from fxquant.passes.plan.reuse import predict_reuse
 from fxquant.passes.plan.weigh import weigh
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
@@ -67,7 +68,7 @@ LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
 
 
 class Rewriter:
-    """find, assign roles, resolve, weigh, insert, find shared: over one captured graph and the bodies inside it.
+    """Finds, names layers, opens modules, resolves, weighs, inserts, predicts reuse: over a graph and its bodies.
 
     With `stored_weights` quantized weights are kept, and not cast in each call.
     """
@@ -92,32 +93,28 @@ class Rewriter:
 
         `autocast` has the dtypes of regions entered around the graph, by device type.
         """
-        matches = find_matmuls(gm, autocast=autocast)
-        assign_roles(matches, self.names)
-        if self.quantizes_inside(matches) and expand_opaque(matches):
-            matches = find_matmuls(gm, autocast=autocast)
-            assign_roles(matches, self.names)
+        matches = name_layers(find_matmuls(gm, autocast=autocast), self.names)
+        if self.quantizes_inside(matches) and open_modules(matches):
+            matches = name_layers(find_matmuls(gm, autocast=autocast), self.names)
         reached, slots = stateful_graphs(gm), Slots()
-        for match in matches:
-            match.takes_state = match.node.graph in reached
-        decisions, roles = resolve(
+        matches = [replace(match, takes_state=match.node.graph in reached) for match in matches]
+        matches, roles = resolve(
             matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site,
             stored_weights=self.stored_weights,
         )  # fmt: skip
         if self.recipe.only_profitable:
-            decisions = weigh(matches)
+            matches = weigh(matches)
             if not any(quantized(match) for match in matches):
                 slots = Slots()
         insert(matches)
         graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
         for module in graphs:
             module.recompile()
-        decisions = find_shared(graphs, decisions)
-        return decisions, roles, slots
+        return predict_reuse(graphs, decisions_of(matches)), roles, slots
 
     def quantizes_inside(self, matches: Sequence[Match]) -> bool:
         """Whether the recipe would quantize a linear, or the attention, inside a node that can be opened."""
-        closed = [match.name for match in matches if match.form == "multi_head_attention_forward"]
+        closed = [match.name for match in matches if match.can_open]
         roles = [
             QuantizerRole("linear", kind, f"{name}.{part}".strip("."))
             for name in closed

@@ -7,11 +7,9 @@ operand alone is a row (M), one of the right alone a column (N), one of all thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import chain
-from operator import mul
 from typing import Any
 
 import torch
@@ -19,73 +17,24 @@ from torch import fx
 
 from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.decisions import SkipReason
-from fxquant.passes.find.facts import Builder, Emit, Gemm2d, Match, Product
+from fxquant.passes.find.facts import (
+    Builder,
+    Contraction,
+    Emit,
+    Finish,
+    Gemm2d,
+    Label,
+    Match,
+    Operand,
+    Product,
+    product_of,
+)
 from fxquant.passes.find.flops import node_flops
 from fxquant.passes.find.weights import find_gather, find_weight
 from fxquant.passes.graph.names import ORDERS, calls, op_name
 from fxquant.passes.graph.values import Dim, value_of
 
-Label = Hashable
-Finish = Callable[[Builder, fx.Node], fx.Node]
-
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """A tensor, a label for each axis, and the axes' sizes; an axis labelled None repeats, and its first entry does.
-
-    `view` is applied first: labels and sizes are those of its result.
-    """
-
-    node: fx.Node
-    labels: tuple[Label, ...]
-    sizes: tuple[Dim, ...]
-    view: Finish | None = None
-
-    @classmethod
-    def of(cls, node: fx.Node, labels: Sequence[Label]) -> Operand:
-        return cls(node=node, labels=tuple(labels), sizes=tuple(value_of(node).shape))
-
-    @property
-    def kept(self) -> tuple[Label, ...]:
-        """The labels of the axes that do not repeat."""
-        return tuple(label for label in self.labels if label is not None)
-
-    def size(self, label: Label) -> Dim:
-        return self.sizes[self.labels.index(label)]
-
-    def viewed(self, builder: Builder, node: fx.Node) -> fx.Node:
-        """What stands in the place of `node` when the graph is rewritten, as the labels see it."""
-        return node if self.view is None else self.view(builder, node)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contraction:
-    """Two operands and their axes by what becomes of them; `out` is the order the result's axes have."""
-
-    left: Operand
-    right: Operand
-    out: tuple[Label, ...]
-    batch: tuple[Label, ...]
-    rows: tuple[Label, ...]
-    columns: tuple[Label, ...]
-    inner: tuple[Label, ...]
-
-    def size(self, label: Label) -> Dim:
-        """The size of an axis of the result."""
-        return (self.left if label in self.left.labels else self.right).size(label)
-
-    def product(self, rhs_is_weight: bool) -> Product:
-        return Product(
-            m=product_of(map(self.left.size, self.rows)),
-            k=product_of(map(self.left.size, self.inner)),
-            n=product_of(map(self.right.size, self.columns)),
-            batch=tuple(map(self.left.size, self.batch)),
-            lhs=self.left.node,
-            rhs=self.right.node,
-            rhs_is_weight=rhs_is_weight,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +70,6 @@ class Site:
         )  # fmt: skip
 
 
-def product_of(sizes: Any) -> Dim:
-    """The product of sizes; 1 for none."""
-    return reduce(mul, sizes, 1)
-
-
 def requires_grad(node: fx.Node) -> bool:
     """Whether a node's example value, or any tensor in it, gets a gradient."""
     value = value_of(node)
@@ -133,7 +77,9 @@ def requires_grad(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
 
 
-def plan(left: Operand, right: Operand, out: Sequence[Label], *, rhs_is_weight: bool = False) -> Contraction | str:
+def contraction_of(
+    left: Operand, right: Operand, out: Sequence[Label], *, rhs_is_weight: bool = False
+) -> Contraction | str:
     """Sorts the axes of two operands, or says why they are no matmul."""
     out = tuple(out)
     for operand in (left, right):
@@ -181,7 +127,7 @@ def contract(
     rhs_is_weight = rhs_is_weight or site.is_weight(right.node)
     if not rhs_is_weight and site.is_weight(left.node):
         left, right, rhs_is_weight = right, left, True
-    planned = plan(left, right, out, rhs_is_weight=rhs_is_weight)
+    planned = contraction_of(left, right, out, rhs_is_weight=rhs_is_weight)
     kind = "linear" if rhs_is_weight else "matmul"
     if rhs_is_weight and site.is_expert(right.node):
         kind = "grouped_linear"
@@ -209,9 +155,7 @@ def contract(
         result = multiply(builder, gemm, 0, planned, lhs, rhs, None if bias_slot is None else inputs[bias_slot])
         return settle(builder, result if finish is None else finish(builder, result))
 
-    match = site.match(kind, product, emit=emit)
-    match.plan = planned
-    return match
+    return replace(site.match(kind, product, emit=emit), contraction=planned)
 
 
 def _by_expert(site: Site, planned: Contraction, finish: Finish | None) -> Match | None:

@@ -1,8 +1,8 @@
-"""What the analysis passes know of a matmul: facts that rewriting passes read and never change."""
+"""Facts about the matmuls of a captured graph. They are frozen: each stage returns new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
@@ -17,12 +17,14 @@ from fxquant.formats import AttentionSpec, Step
 from fxquant.passes.graph.values import Dim, value_of
 from fxquant.quantizers import Quantizer
 
+Label = Hashable
+
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
     """One matmul of a node: lhs [*batch, M, K] x rhs [*batch, N, K], transposed, gives [*batch, M, N].
 
-    With `groups` the rows of lhs [M, K] are in so many groups, each with its own of rhs [groups, N, K].
+    With `groups` the rows of lhs [M, K] lie in that many groups, and each group has its own rhs [N, K].
 
     `lhs` and `rhs` are the graph nodes the operands come from (before any view), for dtypes, layouts and gradients.
     `rhs_is_weight` says that `rhs` is a parameter, seen through views and casts, or stands where only a weight can.
@@ -39,9 +41,9 @@ class Product:
 
     @property
     def weights(self) -> Dim | None:
-        """How many weights there are, where every group of rows or entry of the batch has its own."""
+        """The number of weights, where every group of rows or entry of the batch has its own."""
         if self.groups is None and self.batch and self.rhs_is_weight:
-            return reduce(mul, self.batch)
+            return product_of(self.batch)
         return self.groups
 
 
@@ -83,6 +85,9 @@ class Builder:
         return self.call(torch.ops.aten.sym_size.int, node, axis)
 
 
+Finish = Callable[[Builder, fx.Node], fx.Node]
+"""Adds operations on one node to the graph."""
+
 Emit = Callable[[Builder, Gemm2d], fx.Node]
 """Writes the products of a match and the views around them in front of its node; returns the node's replacement."""
 
@@ -93,14 +98,78 @@ class Attend(Protocol):
     def __call__(self, q: fx.Node, k: fx.Node, v: fx.Node, extras: Sequence[fx.Node]) -> fx.Node: ...
 
 
-@dataclass(kw_only=True)
-class Attention:
-    """One attention: what makes weights of its scores, and how it is written in front of the last of its nodes.
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor, a label for each axis, and the axes' sizes; an axis labelled None repeats, and its first entry does.
 
-    `inside` are nodes that nothing else reads, `axes` how many q has, `learned` says that a tensor of the steps gets a
-    gradient. `spec` is None until it is resolved, and where it stays as it is.
+    `view` is applied first: labels and sizes are those of its result.
     """
 
+    node: fx.Node
+    labels: tuple[Label, ...]
+    sizes: tuple[Dim, ...]
+    view: Finish | None = None
+
+    @classmethod
+    def of(cls, node: fx.Node, labels: Sequence[Label]) -> Operand:
+        return cls(node=node, labels=tuple(labels), sizes=tuple(value_of(node).shape))
+
+    @property
+    def kept(self) -> tuple[Label, ...]:
+        """The labels of the axes that do not repeat."""
+        return tuple(label for label in self.labels if label is not None)
+
+    def size(self, label: Label) -> Dim:
+        return self.sizes[self.labels.index(label)]
+
+    def viewed(self, builder: Builder, node: fx.Node) -> fx.Node:
+        """Adds the view to `node`, which stands for the operand when the graph is rewritten."""
+        return node if self.view is None else self.view(builder, node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contraction:
+    """Two operands and their axes by what becomes of them; `out` is the order of the result's axes."""
+
+    left: Operand
+    right: Operand
+    out: tuple[Label, ...]
+    batch: tuple[Label, ...]
+    rows: tuple[Label, ...]
+    columns: tuple[Label, ...]
+    inner: tuple[Label, ...]
+
+    def size(self, label: Label) -> Dim:
+        """The size of an axis of the result."""
+        return (self.left if label in self.left.labels else self.right).size(label)
+
+    def product(self, rhs_is_weight: bool) -> Product:
+        return Product(
+            m=product_of(map(self.left.size, self.rows)),
+            k=product_of(map(self.left.size, self.inner)),
+            n=product_of(map(self.right.size, self.columns)),
+            batch=tuple(map(self.left.size, self.batch)),
+            lhs=self.left.node,
+            rhs=self.right.node,
+            rhs_is_weight=rhs_is_weight,
+        )
+
+
+def product_of(sizes: Iterable[Dim]) -> Dim:
+    """The product of sizes; 1 for none."""
+    return reduce(mul, sizes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One attention: the steps that make weights of its scores, and how it is written in front of its last node.
+
+    Two matches share an attention that was found as two products: `node`, the last of its nodes, identifies it.
+    Nothing else reads the nodes `inside`; `axes` counts the axes of q; `learned` says that a tensor of the steps gets a
+    gradient. `spec` is None until the attention is resolved, and for one that stays in high precision.
+    """
+
+    node: fx.Node
     steps: tuple[Step, ...]
     dropout: float = 0.0
     emit: Callable[[Builder, Attend], fx.Node]
@@ -110,7 +179,7 @@ class Attention:
     spec: AttentionSpec | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Match:
     """A matmul-like node. Without `emit` it cannot be rewritten, and `skip` says why."""
 
@@ -123,34 +192,43 @@ class Match:
     name: str = ""
     autocast: torch.dtype | None = None
     takes_autocast: bool = True
-    """Whether autocast changes the dtypes of this op."""
+    """False for an operator whose dtypes autocast leaves alone."""
+    can_open: bool = False
+    """True for a module that was captured as one node, which `open_modules` can replace by the operators inside it."""
     attention: Attention | None = None
-    """Of an attention that can be quantized as one; its scores and its context share it where they are two matches."""
+    """The attention that this node is, or is one of the two products of."""
     remark: str = ""
-    """Of the product of two activations: why it is not quantized as part of an attention."""
-    plan: Any = None
-    """Of a product of two tensors: its `Contraction`."""
+    """The reason why a product of two activations is not quantized as part of an attention."""
+    contraction: Contraction | None = None
+    """The axes of a product of two tensors."""
     needs_grad: tuple[tuple[bool, bool], ...] = ()
     """For each product, whether (lhs, rhs) get a gradient."""
     takes_state: bool = True
-    """Whether the state of delayed scaling and stochastic rounding reaches this node's graph."""
-    resolved: list[Resolved] = field(default_factory=list)
+    """True if the state of delayed scaling and stochastic rounding can be passed to this node's graph."""
+    resolved: tuple[Resolved, ...] = ()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The quantizers of one product by operand (`input`, `weight`, `grad_output`); None keeps the product as it is."""
+    """The quantizers of one product by operand (`input`, `weight`, `grad_output`); None keeps the product as it is.
 
-    quantizers: dict[str, Quantizer] | None
-    decisions: list[Decision]
-    numbers: dict[str, int] = field(default_factory=dict)
-    """Where an operand is rounded stochastically, its number in the graph."""
+    `numbers` has the number in the graph of each operand that is rounded stochastically.
+    """
+
+    quantizers: Mapping[str, Quantizer] | None
+    decisions: tuple[Decision, ...]
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 def quantized(match: Match) -> bool:
-    """Whether anything of a resolved match is quantized."""
+    """Returns True if anything of a resolved match is quantized."""
     attention = match.attention is not None and match.attention.spec is not None
     return attention or any(resolved.quantizers is not None for resolved in match.resolved)
+
+
+def decisions_of(matches: Iterable[Match]) -> list[Decision]:
+    """The decisions of all matches, in their order."""
+    return [decision for match in matches for resolved in match.resolved for decision in resolved.decisions]
 
 
 def put_in_place(result: fx.Node, node: fx.Node) -> None:

@@ -36,15 +36,15 @@ PROJECTION = "fxquant_projection"
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-def expand_opaque(matches: Sequence[Match]) -> int:
-    """Opens the nodes that were found opaque and can be; returns their number. Matmuls must be found anew after it.
+def open_modules(matches: Sequence[Match]) -> int:
+    """Opens the modules that were captured as one node; returns their number. Matmuls must be found anew after it.
 
     Masks, dropout, returned weights and gradients are those of the node, since what replaces it is its own trace.
     """
-    return sum(_expand(match) for match in matches if match.node.target is F.multi_head_attention_forward)
+    return sum(_open(match) for match in matches if match.can_open)
 
 
-def _expand(match: Match) -> bool:
+def _open(match: Match) -> bool:
     node = match.node
     if any(user.target is not operator.getitem for user in node.users):
         return False

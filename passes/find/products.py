@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,21 +12,26 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import (
-    Contraction,
-    Finish,
-    Label,
-    Operand,
     Site,
     by_flops,
     contract,
+    contraction_of,
     multiply,
-    plan,
-    product_of,
     requires_grad,
     settle,
     transposed,
 )
-from fxquant.passes.find.facts import Builder, Gemm2d, Match, Product
+from fxquant.passes.find.facts import (
+    Builder,
+    Contraction,
+    Finish,
+    Gemm2d,
+    Label,
+    Match,
+    Operand,
+    Product,
+    product_of,
+)
 from fxquant.passes.graph.values import value_of
 
 aten = torch.ops.aten
@@ -158,7 +164,7 @@ def chain(site: Site, operands: Sequence[Operand], out: Sequence[Label]) -> Matc
         rest.remove(operand)
         needed = set(out).union(*(each.labels for each in rest))
         kept = tuple(dict.fromkeys(label for label in (*current.labels, *operand.labels) if label in needed))
-        step = plan(current, operand, kept if rest else out, rhs_is_weight=True)
+        step = contraction_of(current, operand, kept if rest else out, rhs_is_weight=True)
         linear_like = site.is_weight(operand.node) and not isinstance(step, str) and not step.batch
         if isinstance(step, str) or not linear_like or not step.columns or not step.inner:
             product = by_flops(site, operands[start].node, operand.node, any(weights))
@@ -281,8 +287,7 @@ def grouped_mm(
         match = _by_rows(site, input, mat2, offs)
     else:  # [G, M, K] x [K, N] in groups of columns is the transpose of rows in groups
         match = _by_rows(site, mat2, input, offs, columns=True)
-    match.takes_autocast = False
-    return match
+    return replace(match, takes_autocast=False)
 
 
 def _by_rows(site: Site, rows: fx.Node, weight: fx.Node, offs: fx.Node, columns: bool = False) -> Match:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fxquant.compat.private import (
     tree_leaves,
 )
 from fxquant.decisions import SkipReason
-from fxquant.passes.find.attention.fused import mark_chains
+from fxquant.passes.find.attention.pairs import join_attentions
 from fxquant.passes.find.contraction import by_flops, requires_grad
 from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import Form, Site, form_of
@@ -75,8 +76,7 @@ class _Walk:
             site = Site(node=node, outer=self.outer)
             match = opaque(site, self.free) if form is None else _described(site, form)
         if match is not None:
-            match.autocast = regions.get(_device(node)) if match.takes_autocast else None
-            yield match
+            yield replace(match, autocast=regions.get(_device(node)) if match.takes_autocast else None)
 
     def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:
         """Walks the graphs that a higher-order op calls."""
@@ -99,9 +99,7 @@ class _Walk:
 
 def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list[Match]:
     """All matches in graph order, a body's where its op stands. `autocast` has the regions entered outside."""
-    matches = list(_Walk().graph(gm, autocast or {}))
-    mark_chains(matches)
-    return matches
+    return join_attentions(list(_Walk().graph(gm, autocast or {})))
 
 
 def _described(site: Site, form: Form) -> Match | None:
@@ -119,8 +117,7 @@ def _described(site: Site, form: Form) -> Match | None:
             return site.match(kind, product, skip=skip)
     match = _bound(site, form, tensors)
     if match is not None and wrapped:
-        match.emit, match.plan = None, None
-        match.skip = SkipReason.LAYOUT, wrapped
+        return replace(match, emit=None, contraction=None, skip=(SkipReason.LAYOUT, wrapped))
     return match
 
 
@@ -137,9 +134,7 @@ def _bound(site: Site, form: Form, tensors: Sequence[fx.Node]) -> Match | None:
 def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:
     """The same matches, none of which is rewritten."""
     for match in matches:
-        match.emit = match.attention = None
-        match.skip = match.skip or (SkipReason.UNSUPPORTED_FORM, why)
-        yield match
+        yield replace(match, emit=None, attention=None, skip=match.skip or (SkipReason.UNSUPPORTED_FORM, why))
 
 
 def _region(device: Any, dtype: Any = None, enabled: Any = True, *_: Any) -> Regions:

@@ -1,4 +1,4 @@
-"""InsertAttention: puts `fxquant::attention` in the place of every attention that is quantized.
+"""Puts `fxquant::attention` in the place of every attention that is quantized.
 
     scores = torch.matmul(q, k.mT) / 8; out = torch.softmax(scores + mask, -1) @ v
     # becomes
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxquant.formats import IDENTITY
+from fxquant.formats import IDENTITY, AttentionSpec
 from fxquant.passes.find.facts import Attention, Builder, Match, erase_unused, put_in_place
 
 SITE = "fxquant_site"
@@ -23,19 +23,19 @@ SITE = "fxquant_site"
 
 def insert_attention(matches: Sequence[Match]) -> int:
     """Rewrites the graphs of the matches in place; returns how many attentions were replaced."""
-    last = {id(match.attention): match for match in matches if match.attention is not None}
-    chosen = [match for match in last.values() if match.attention is not None and match.attention.spec is not None]
-    for match in chosen:
-        assert match.attention is not None
-        inputs = _insert(match, match.attention)
-        erase_unused(inputs, keep=[each.node for each in matches])
-    return len(chosen)
+    count = 0
+    for match in matches:
+        attention = match.attention
+        if attention is not None and attention.node is match.node and attention.spec is not None:
+            inputs = _insert(match, attention, attention.spec)
+            erase_unused(inputs, keep=[other.node for other in matches])
+            count += 1
+    return count
 
 
-def _insert(match: Match, attention: Attention) -> list[fx.Node]:
-    """Returns what the attention's nodes read, of which nothing may be left to do, such as repeating the keys."""
-    spec, node, builder = attention.spec, match.node, Builder(match.node)
-    assert spec is not None
+def _insert(match: Match, attention: Attention, spec: AttentionSpec) -> list[fx.Node]:
+    """Returns the inputs of the attention's nodes; such as the repeating of keys has nothing left to do."""
+    node, builder = match.node, Builder(match.node)
     # a spec that gives the same shape and dtype: the delayed scales of the real one are bound later
     plain = str(spec.each(lambda _: IDENTITY))
 
@@ -47,12 +47,12 @@ def _insert(match: Match, attention: Attention) -> list[fx.Node]:
         return call
 
     result = attention.emit(builder, attend)
-    inputs = dict.fromkeys(x for each in (node, *attention.inside) for x in each.all_input_nodes)
+    inputs = dict.fromkeys(x for user in (node, *attention.inside) for x in user.all_input_nodes)
     put_in_place(result, node)
-    for each in reversed(list(builder.graph.nodes)):
-        if each in attention.inside and not each.users:
-            builder.graph.erase_node(each)
-    return [each for each in inputs if each not in attention.inside]
+    for inner in reversed(list(builder.graph.nodes)):
+        if inner in attention.inside and not inner.users:
+            builder.graph.erase_node(inner)
+    return [x for x in inputs if x not in attention.inside]
 
 
 __all__ = ["SITE", "insert_attention"]

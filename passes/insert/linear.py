@@ -1,4 +1,4 @@
-"""Insert: puts `fxquant::linear`, or `fxquant::grouped_linear`, in the place of every product that is quantized.
+"""Puts `fxquant::linear`, or `fxquant::grouped_linear`, in the place of every product that is quantized.
 
     linear = torch._C._nn.linear(x, w, b)
     # becomes
@@ -9,7 +9,8 @@ A match of which no product is quantized stays untouched, so that high precision
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from fxquant.quantizers import Quantizer
 _NONE = OperandSpec(IDENTITY, IDENTITY)
 
 
-def _spec(match: Match, quantizers: dict[str, Quantizer], numbers: dict[str, int]) -> str:
+def _spec(match: Match, quantizers: Mapping[str, Quantizer], numbers: Mapping[str, int]) -> str:
     input, weight, grad_output = (
         quantizers[op].operand_spec().numbered(numbers.get(op, 0)) if op in quantizers else _NONE
         for op in ("input", "weight", "grad_output")
@@ -38,12 +39,12 @@ def _autocast(match: Match) -> str:
 
 
 def _without_state(match: Match) -> str:
-    """A spec that gives the same shape and dtype: the delayed scales of the real one are bound later."""
+    """Returns a spec that gives the same shape and dtype: the delayed scales of the real one are bound later."""
     return str(LinearSpec(_NONE, _NONE, _NONE, _autocast(match), match.name))
 
 
 def _plain(builder: Builder, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None) -> fx.Node:
-    """A product of a rewritten node that itself stays in high precision."""
+    """Adds a product of a rewritten node that itself stays in high precision."""
     if value_of(rhs).ndim == 2:
         return builder.call(F.linear, lhs, rhs, bias)
     product = builder.call(torch.matmul, lhs, builder.call(torch.transpose, rhs, -2, -1))
@@ -54,32 +55,29 @@ def insert(matches: Sequence[Match]) -> int:
     """Rewrites the graphs of the matches in place; returns how many nodes were replaced."""
     count = insert_attention(matches)
     for match in matches:
-        if (
-            match.module_type == "dpa"
-            or match.emit is None
-            or all(resolved.quantizers is None for resolved in match.resolved)
-        ):
-            continue
-
-        def gemm(
-            builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None,
-            offs: fx.Node | None = None, *, match: Match = match,
-        ) -> fx.Node:  # fmt: skip
-            quantizers = match.resolved[index].quantizers
-            if quantizers is None:
-                return _plain(builder, lhs, rhs, bias)
-            grouped = match.products[index].weights is not None
-            target = torch.ops.fxquant.grouped_linear if grouped else torch.ops.fxquant.linear
-            third = offs if grouped else bias
-            node = builder.call(target.default, lhs, rhs, third, _without_state(match))
-            node.args = (lhs, rhs, third, _spec(match, quantizers, match.resolved[index].numbers))
-            node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
-            node.meta[SITE] = match.resolved[index].decisions[0].site
-            return node
-
-        apply_match(match, gemm)
-        count += 1
+        written = match.module_type != "dpa" and match.emit is not None
+        if written and any(resolved.quantizers is not None for resolved in match.resolved):
+            apply_match(match, partial(_gemm, match))
+            count += 1
     return count
+
+
+def _gemm(
+    match: Match, builder: Builder, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None,
+    offs: fx.Node | None = None,
+) -> fx.Node:  # fmt: skip
+    """Adds product `index` of a match; with `offs`, the ends of its groups of rows."""
+    resolved = match.resolved[index]
+    if resolved.quantizers is None:
+        return _plain(builder, lhs, rhs, bias)
+    grouped = match.products[index].weights is not None
+    target = torch.ops.fxquant.grouped_linear if grouped else torch.ops.fxquant.linear
+    third = offs if grouped else bias
+    node = builder.call(target.default, lhs, rhs, third, _without_state(match))
+    node.args = (lhs, rhs, third, _spec(match, resolved.quantizers, resolved.numbers))
+    node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
+    node.meta[SITE] = resolved.decisions[0].site
+    return node
 
 
 __all__ = ["SITE", "insert"]

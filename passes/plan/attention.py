@@ -1,4 +1,4 @@
-"""ResolveAttention: asks the recipe for the slots of every attention, and checks what may stand in them.
+"""Asks the recipe for the slots of an attention, and checks that its answers fit together.
 
 A slot is one tensor of a scaled-dot-product attention: `qkv` its operands, `s` the softmax, `do` the gradient of its
 output, `dp` that of its scores. `o` and `dqkv`, the results, are asked for by hints, roles of no module type whose
@@ -7,15 +7,16 @@ names end in ``.dpa_output`` and ``.dpa_grad_input``.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, AttentionSpec
-from fxquant.passes.find.facts import Attention, Match, Product
+from fxquant.passes.find.facts import Attention, Match
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, HybridQuantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
-from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
+from fxquant.roles import Direction, Gemm, QuantizerRole
 from fxquant.state import Slots
 
 SLOTS = ("qkv", "s", "do", "dp")
@@ -32,15 +33,22 @@ Skip = tuple[SkipReason, str]
 
 
 def attention_roles(name: str) -> dict[str, QuantizerRole]:
-    """The role of every slot and hint of an attention."""
+    """Returns the role of every slot and hint of an attention."""
     hints = {slot: QuantizerRole(name=f"{name}.{hint}".strip(".")) for slot, hint in HINTS.items()}
     return {slot: QuantizerRole("dpa", slot, name) for slot in SLOTS} | hints
 
 
-def resolve_attention(
-    attention: Attention, match: Match, recipe: Recipe, slots: Slots
-) -> tuple[dict[str, Quantizer], Skip | None]:
-    """Fills `attention.spec`; returns the quantizers by slot and, where the attention stays as it is, why.
+@dataclass(frozen=True, kw_only=True)
+class ResolvedAttention:
+    """The spec of an attention and the quantizers by slot; without a spec it stays as it is, and `skip` says why."""
+
+    spec: AttentionSpec | None = None
+    quantizers: Mapping[str, Quantizer] = field(default_factory=dict)
+    skip: Skip = (SkipReason.HIGH_PRECISION, "")
+
+
+def resolve_attention(attention: Attention, match: Match, recipe: Recipe, slots: Slots) -> ResolvedAttention:
+    """Asks the recipe for every slot of an attention. `match` is the last of its matches.
 
     An attention is quantized where the recipe returns FP8 for it. Raises RecipeError, naming layer and slot, for what
     cannot stand beside FP8 in its slot, and where the recipe has `fp8_dpa=True` for what is no FP8 at all.
@@ -49,7 +57,7 @@ def resolve_attention(
     answers = {slot: recipe.quantizer(roles[slot]) for slot in SLOTS}
     kinds = {slot: _kind(answer) for slot, answer in answers.items()}
     if all(kind == "identity" for kind in kinds.values()):
-        return {}, (SkipReason.HIGH_PRECISION, "")
+        return ResolvedAttention()
     for slot, kind in kinds.items():
         if kind == "other" and ("fp8" in kinds.values() or getattr(recipe, "fp8_dpa", None)):
             problem = (
@@ -58,26 +66,28 @@ def resolve_attention(
             raise _error(match, slot, f"{problem}, and MXFP8. Return one of these, or {_REMEDY}")
     if "fp8" not in kinds.values():
         slot = next(slot for slot, kind in kinds.items() if kind == "other")
-        return {}, (SkipReason.ATTENTION, f"{_text(answers[slot])} for {slot} is not for attention")
+        return ResolvedAttention(skip=(SkipReason.ATTENTION, f"{_text(answers[slot])} for {slot} is not for attention"))
     _check(match, answers, kinds)
     answers |= {slot: recipe.quantizer(roles[slot]) for slot in HINTS}
     delayed = [slot for slot, answer in answers.items() if isinstance(answer, DelayedScalingRequest)]
     if delayed and not match.takes_state:
-        return {}, (SkipReason.STATE, f"{', '.join(delayed)}: this region is called as a function of its own")
+        detail = f"{', '.join(delayed)}: this region is called as a function of its own"
+        return ResolvedAttention(skip=(SkipReason.STATE, detail))
     quantizers = {slot: _with_slot(answer, match.name, slot, slots) for slot, answer in answers.items()}
+    return ResolvedAttention(spec=_spec(attention, match, quantizers), quantizers=quantizers)
+
+
+def _spec(attention: Attention, match: Match, quantizers: Mapping[str, Quantizer]) -> AttentionSpec:
     specs = {slot: quantizer.spec(Direction.ROWWISE) for slot, quantizer in quantizers.items()}
     for slot, spec in specs.items():
         unused = spec.row.family not in _FAMILIES or (slot in HINTS and spec.row.family == "mxfp8")
         specs[slot] = IDENTITY if unused else spec
     autocast = str(match.autocast).removeprefix("torch.") if match.autocast else ""
-    attention.spec = AttentionSpec(
-        **specs, steps=attention.steps, dropout=attention.dropout, autocast=autocast, name=match.name
-    )
-    return quantizers, None
+    return AttentionSpec(**specs, steps=attention.steps, dropout=attention.dropout, autocast=autocast, name=match.name)
 
 
 def _kind(answer: Answer) -> str:
-    """``fp8`` for what attention takes, ``identity``, or ``other``."""
+    """Returns ``fp8`` for a quantizer that attention takes, ``identity``, or ``other``."""
     if isinstance(answer, DelayedScalingRequest):
         return "fp8"
     if isinstance(answer, HybridQuantizer):
@@ -85,15 +95,16 @@ def _kind(answer: Answer) -> str:
     spec = answer.spec(Direction.ROWWISE)
     if spec.is_identity:
         return "identity"
-    known = not spec.key and spec.row.family in _FAMILIES and spec.row.block[0] != 32
-    return "fp8" if known else "other"
+    taken = not spec.key and spec.row.family in _FAMILIES and spec.row.block[0] != 32
+    return "fp8" if taken else "other"
 
 
 def _check(match: Match, answers: dict[str, Answer], kinds: dict[str, str]) -> None:
+    """Raises RecipeError for quantizers that cannot be used together in one attention."""
     mxfp8 = {slot for slot in SLOTS if _is_mxfp8(answers[slot])}
     for slot in ("qkv", "s"):
         if kinds[slot] == "identity" and not (slot == "s" and "qkv" in mxfp8):
-            others = ", ".join(each for each in SLOTS if kinds[each] == "fp8")
+            others = ", ".join(other for other in SLOTS if kinds[other] == "fp8")
             problem = f"{_text(answers[slot])} stands beside FP8 in {others}"
             raise _error(match, slot, f"{problem}. Return an FP8 quantizer, or {_REMEDY}")
     if "qkv" in mxfp8:
@@ -129,31 +140,25 @@ def _with_slot(answer: Answer, layer: str, slot: str, slots: Slots) -> Quantizer
     return Float8Quantizer(dtype, slots.add(answer, (layer, slot, 0), dtype))
 
 
-def attention_decision(
-    match: Match, product: Product, first: bool, gemm: Gemm, index: int, quantizers: dict[str, Quantizer],
-    skip: Skip | None, base: Decision,
-) -> Decision:  # fmt: skip
-    """The decision for operand `index` of a GEMM; `base` has what does not depend on the slot."""
-    operand, _ = GEMM_OPERANDS[gemm][index]
-    slot = (SCORES if first else CONTEXT)[operand]
-    role = QuantizerRole("dpa", slot, match.name)
-    spec = match.attention.spec if match.attention is not None else None
+def attention_decision(base: Decision, answer: ResolvedAttention) -> Decision:
+    """Decides on an operand of an attention. `base` has its role, and all that does not depend on the recipe."""
+    slot, spec = base.role.tensor_type, answer.spec
     if spec is None:
-        reason, detail = skip or (SkipReason.HIGH_PRECISION, "")
-        return replace(base, role=role, quantizer=None, skip_reason=reason, detail=detail)
+        reason, detail = answer.skip
+        return replace(base, quantizer=None, skip_reason=reason, detail=detail)
     detail = ""
-    backward = gemm is not Gemm.FPROP
+    backward = base.gemm is not Gemm.FPROP
     if spec.qkv.row.family == "mxfp8" and slot in ("s", "dp"):
         detail = "MXFP8 attention leaves it unquantized"
     elif backward and slot == "s" and not spec.has_fp8_backward:
         detail = "computed again in high precision"
     elif not getattr(spec, slot).is_identity:
-        dequantized = backward and not spec.has_fp8_backward
-        return replace(
-            base, role=role, quantizer=quantizers[slot], skip_reason=None,
-            detail="as stored, dequantized" if dequantized else "",
-        )  # fmt: skip
-    return replace(base, role=role, quantizer=None, skip_reason=SkipReason.HIGH_PRECISION, detail=detail)
+        detail = "as stored, dequantized" if backward and not spec.has_fp8_backward else ""
+        return replace(base, quantizer=answer.quantizers[slot], skip_reason=None, detail=detail)
+    return replace(base, quantizer=None, skip_reason=SkipReason.HIGH_PRECISION, detail=detail)
 
 
-__all__ = ["CONTEXT", "HINTS", "SCORES", "SLOTS", "Skip", "attention_decision", "attention_roles", "resolve_attention"]
+__all__ = [
+    "CONTEXT", "HINTS", "SCORES", "SLOTS", "ResolvedAttention", "Skip", "attention_decision", "attention_roles",
+    "resolve_attention",
+]  # fmt: skip

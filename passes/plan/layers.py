@@ -1,9 +1,10 @@
-"""AssignRoles: gives every match its layer's name, the module path that users know."""
+"""Gives every match the name of its layer, the module path that users know."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -37,14 +38,17 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for key, (path, _) in reversed(stack.items()):
-        known = names.get(str(key).partition("@")[0])
-        found = clean_path(path) if known is None else known
-        return found or str(node.meta.get(LAYER, ""))
+        users_name = names.get(str(key).partition("@")[0])
+        name = clean_path(path) if users_name is None else users_name
+        return name or str(node.meta.get(LAYER, ""))
     return str(node.meta.get(LAYER, ""))
 
 
-def assign_roles(matches: Sequence[Match], names: Mapping[str, str]) -> None:
-    """Writes `name` into every match that has none."""
-    for match in matches:
-        path = (match.name or layer_name(match.node, names), match.node.meta.get(PROJECTION, ""))
-        match.name = ".".join(filter(None, path))
+def name_layers(matches: Sequence[Match], names: Mapping[str, str]) -> list[Match]:
+    """Returns the matches with the names of their layers."""
+    return [replace(match, name=_name(match, names)) for match in matches]
+
+
+def _name(match: Match, names: Mapping[str, str]) -> str:
+    parts = (match.name or layer_name(match.node, names), match.node.meta.get(PROJECTION, ""))
+    return ".".join(filter(None, parts))

@@ -1,25 +1,33 @@
-"""Resolve: asks the recipe for the quantizers of every product and checks that each GEMM's pair can multiply.
+"""Asks the recipe for the quantizers of every product and checks that each GEMM's pair can multiply.
 
 Everything that could go wrong in a GEMM, in the backward included, is found here, before anything runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import NoneType
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxquant.compat.device import capability, card_name
 from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
-from fxquant.passes.find.contraction import product_of
-from fxquant.passes.find.facts import Attention, Match, Product, Resolved
+from fxquant.passes.find.facts import Attention, Match, Product, Resolved, product_of
 from fxquant.passes.graph.values import Dim, value_of
-from fxquant.passes.plan.attention import Skip, attention_decision, attention_roles, resolve_attention
+from fxquant.passes.plan.attention import (
+    CONTEXT,
+    SCORES,
+    ResolvedAttention,
+    Skip,
+    attention_decision,
+    attention_roles,
+    resolve_attention,
+)
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
@@ -29,11 +37,6 @@ SMALLEST = 16
 """FP8 GEMMs want 16-byte rows: products with fewer input or output features stay as they are."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def tensor_type(operand: str, product: Product) -> str:
-    """The role's tensor type: the right operand of a product of two activations is an input as well."""
-    return "input" if operand == "weight" and not product.rhs_is_weight else operand
 
 
 def _sizes(*dims: Dim) -> tuple[Size, ...]:
@@ -51,8 +54,8 @@ def _flops(product: Product) -> int:
     return 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
 
 
-def _matmul(match: Match, product: Product, stored: bool, sources: dict[object, str]) -> Matmul | None:
-    """What the product's time depends on; None for attention, whose products are one kernel."""
+def _matmul(match: Match, product: Product, sources: _Sources, stored: bool) -> Matmul | None:
+    """Returns all that a product's time depends on; None for attention, whose products are one kernel."""
     lhs, rhs = value_of(product.lhs), value_of(product.rhs)
     if match.module_type == "dpa" or not isinstance(lhs, Tensor) or not isinstance(rhs, Tensor):
         return None
@@ -81,12 +84,12 @@ class _Sources(dict[object, str]):
 
 
 def gemms(needs_grad: tuple[bool, bool]) -> list[Gemm]:
-    """The GEMMs that a product runs, given whether (lhs, rhs) get a gradient."""
+    """Returns the GEMMs that a product runs; `needs_grad` says whether (lhs, rhs) get a gradient."""
     return [Gemm.FPROP] + [Gemm.DGRAD] * needs_grad[0] + [Gemm.WGRAD] * needs_grad[1]
 
 
-def _cannot(match: Match, product: Product, allow_float64: bool) -> tuple[SkipReason, str] | None:
-    """Why the tensors themselves cannot be quantized."""
+def _unusable_tensors(match: Match, product: Product, allow_float64: bool) -> Skip | None:
+    """Returns the reason why the tensors themselves cannot be quantized, if there is one."""
     if match.skip is not None:
         return match.skip
     for node in (product.lhs, product.rhs):
@@ -103,8 +106,9 @@ def _cannot(match: Match, product: Product, allow_float64: bool) -> tuple[SkipRe
     return None
 
 
-def _check_pairs(match: Match, quantizers: dict[str, Quantizer], wanted: list[Gemm]) -> None:
-    for gemm in wanted:
+def _check_pairs(match: Match, quantizers: Mapping[str, Quantizer], needed: Sequence[Gemm]) -> None:
+    """Raises RecipeError for a GEMM whose operands cannot multiply."""
+    for gemm in needed:
         (left, left_side), (right, right_side) = GEMM_OPERANDS[gemm]
         problem = gemm_mismatch(quantizers[left].spec(left_side), quantizers[right].spec(right_side))
         if problem is None:
@@ -117,52 +121,16 @@ def _check_pairs(match: Match, quantizers: dict[str, Quantizer], wanted: list[Ge
         )
 
 
-Answers = dict[str, Quantizer | DelayedScalingRequest]
-"""What the recipe answers, by operand. It is asked once for each."""
-
-
-Shared = dict[Any, int]
-"""The slots of tensors that several products may read, by the tensor."""
-
-
-def _with_slots(
-    answers: Answers, match: Match, product: Product, slots: Slots, groups: int, shared: Shared
-) -> dict[str, Quantizer]:
-    """The quantizers, with a slot of the graph's state for each group and request of delayed scaling.
-
-    Linears that read the same tensor, such as those of q, k and v, share its slot, and one quantization.
-    """
-    read = {"input": product.lhs, "weight": product.rhs} if match.form == "linear" else {}
-
-    def add(request: DelayedScalingRequest, operand: str, dtype: torch.dtype) -> int:
-        tensor = (read.get(operand), operand, match.autocast)
-        if tensor in shared:
-            slots.check(request, (match.name, operand, 0))
-            return shared[tensor]
-        first, *_ = (slots.add(request, (match.name, operand, 0), dtype) for _ in range(groups))
-        if operand in read:
-            shared[tensor] = first
-        return first
-
-    quantizers: dict[str, Quantizer] = {}
-    request: DelayedScalingRequest | None = None
-    for operand, answer in answers.items():
-        if isinstance(answer, DelayedScalingRequest):
-            request, dtype = answer, answer.fp8_format.dtype(operand)
-            answer = Float8Quantizer(dtype, add(answer, operand, dtype))
-        quantizers[operand] = answer
-    if request is not None and "grad_output" not in answers:
-        # without gradients nobody asks for it, but the slots stay those of the training graph
-        add(request, "grad_output", request.fp8_format.dtype("grad_output"))
-    return quantizers
+Answers = Mapping[str, Quantizer | DelayedScalingRequest]
+"""The recipe's answers by operand. It is asked once for each operand."""
 
 
 def _needs_state(answer: Quantizer | DelayedScalingRequest) -> bool:
     return isinstance(answer, DelayedScalingRequest) or answer.operand_spec().is_stochastic
 
 
-def _ungroupable(answers: Answers) -> tuple[SkipReason, str] | None:
-    """Why a quantizer of a grouped product cannot take all groups at once."""
+def _ungroupable(answers: Answers) -> Skip | None:
+    """Returns the reason why a quantizer cannot take all groups of a product at once, if there is one."""
     for operand, answer in answers.items():
         if isinstance(answer, DelayedScalingRequest):
             continue
@@ -173,63 +141,32 @@ def _ungroupable(answers: Answers) -> tuple[SkipReason, str] | None:
     return None
 
 
-def _resolve_product(
-    match: Match, index: int, site: int, recipe: Recipe, allow_float64: bool, roles: list[QuantizerRole], slots: Slots,
-    shared: Shared, matmul: Matmul | None,
-) -> Resolved:  # fmt: skip
-    product, wanted = match.products[index], gemms(match.needs_grad[index])
-    operands = ["input", "weight"] + ["grad_output"] * (len(wanted) > 1)
-    role_of = {op: QuantizerRole(match.module_type, tensor_type(op, product), match.name) for op in operands}
-    roles += role_of.values()
-    skip = _cannot(match, product, allow_float64)
-    quantizers: dict[str, Quantizer] | None = None
-    numbers: dict[str, int] = {}
-    groups = 1 if product.weights is None else product.weights
-    answers = {operand: recipe.quantizer(role) for operand, role in role_of.items()} if skip is None else {}
+def _unusable_answers(match: Match, product: Product, answers: Answers) -> Skip | None:
+    """Returns the reason why the recipe's answers cannot be used for this product, if there is one."""
     stateful = [answer for answer in answers.values() if _needs_state(answer)]
-    uncounted = not isinstance(groups, int) and any(isinstance(answer, DelayedScalingRequest) for answer in stateful)
-    if skip is None and stateful and (uncounted or not match.takes_state):
-        region = "this region is called as a function of its own"
-        skip = SkipReason.STATE, region if not uncounted else "the number of groups is not known"
-    if skip is None and product.weights is not None:
-        skip = _ungroupable(answers)
-    if skip is None:
-        quantizers = _with_slots(answers, match, product, slots, groups if isinstance(groups, int) else 1, shared)
-        _check_pairs(match, quantizers, wanted)
-        for operand, quantizer in quantizers.items():
-            if quantizer.operand_spec().is_stochastic:
-                numbers[operand] = slots.add_rounded((match.name, operand, 0))
-    decisions = []
-    for gemm in wanted:
-        for operand, direction in GEMM_OPERANDS[gemm]:
-            used, reason, detail = None, skip, ""
-            if quantizers is not None:
-                used = quantizers[operand].side(direction)
-                if direction is Direction.COLUMNWISE and quantizers[operand].operand_spec().from_rowwise:
-                    detail = "from the dequantized rowwise half"
-                detail = detail or match.remark
-                if quantizers[operand].spec(direction).is_identity:
-                    why = SkipReason.ATTENTION if match.remark else SkipReason.HIGH_PRECISION
-                    used, reason = None, (why, match.remark)
-            decisions.append(
-                Decision(
-                    role=role_of[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
-                    quantizer=used, skip_reason=reason[0] if used is None and reason else None,
-                    detail=reason[1] if used is None and reason and reason[1] else detail, form=match.form, site=site,
-                    flops=_flops(product), matmul=matmul,
-                )
-            )  # fmt: skip
-    if quantizers is not None and all(quantizers[op].is_identity for op in quantizers):
-        quantizers = None
-    return Resolved(quantizers=quantizers, decisions=decisions, numbers=numbers)
+    delayed = any(isinstance(answer, DelayedScalingRequest) for answer in stateful)
+    if delayed and not isinstance(product.weights, (int, NoneType)):
+        return SkipReason.STATE, "the number of groups is not known"
+    if stateful and not match.takes_state:
+        return SkipReason.STATE, "this region is called as a function of its own"
+    return None if product.weights is None else _ungroupable(answers)
 
 
-_Known = tuple[dict[str, Quantizer], Skip | None, Attended]
-"""What was resolved of an attention: its quantizers by slot or why it stays as it is, and what its time depends on."""
+def _outcome(
+    quantizer: Quantizer | None, direction: Direction, remark: str, skip: Skip | None
+) -> tuple[Quantizer | None, SkipReason | None, str]:
+    """Returns an operand's quantizer in one direction, or the reason why it has none, and the detail."""
+    if quantizer is None:
+        return None, *(skip or (SkipReason.HIGH_PRECISION, ""))
+    derived = direction is Direction.COLUMNWISE and quantizer.operand_spec().from_rowwise
+    detail = "from the dequantized rowwise half" if derived else ""
+    if quantizer.spec(direction).is_identity:
+        return None, SkipReason.ATTENTION if remark else SkipReason.HIGH_PRECISION, remark or detail
+    return quantizer.side(direction), None, detail or remark
 
 
 def _attended(whole: Sequence[Match], attention: Attention, site: int) -> Attended:
-    """What the time of an attention depends on, whose first product has this site."""
+    """Returns all that the time of an attention depends on; its first product has this site."""
     products = [product for match in whole for product in match.products]
     first, last = products[0], products[-1]
     q, k = value_of(first.lhs), value_of(first.rhs)
@@ -244,41 +181,131 @@ def _attended(whole: Sequence[Match], attention: Attention, site: int) -> Attend
     )  # fmt: skip
 
 
-def _resolve_attention(
-    match: Match, matches: Sequence[Match], site: int, recipe: Recipe, allow_float64: bool,
-    roles: list[QuantizerRole], slots: Slots, known: dict[int, _Known],
-) -> list[Resolved]:  # fmt: skip
-    """The products of a match that is an attention, or one half of one; `known` are attentions resolved already."""
-    whole = [match] if match.attention is None else [m for m in matches if m.attention is match.attention]
-    quantizers: dict[str, Quantizer] = {}
-    skip, attended = match.skip, None
-    if match.attention is not None:
-        if id(match.attention) not in known:
-            roles += attention_roles(match.name).values()
-            cannot = [_cannot(m, product, allow_float64) for m in whole for product in m.products]
-            skip = next(filter(None, cannot), None)
-            quantizers, skip = (
-                resolve_attention(match.attention, whole[-1], recipe, slots) if skip is None else ({}, skip)
-            )
-            known[id(match.attention)] = (quantizers, skip, _attended(whole, match.attention, site))
-        quantizers, skip, attended = known[id(match.attention)]
-    resolved = []
-    for index, product in enumerate(match.products):
-        first = index == 0 and match is whole[0]
-        decisions = [
-            attention_decision(
-                match, product, first, gemm, i, quantizers, skip,
+@dataclass(kw_only=True)
+class _Resolver:
+    """Resolves the matches of one graph, in order; `site` counts their products."""
+
+    matches: Sequence[Match]
+    recipe: Recipe
+    slots: Slots
+    site: int
+    allow_float64: bool
+    stored_weights: bool
+    sources: _Sources
+    roles: list[QuantizerRole] = field(default_factory=list)
+    shared: dict[object, int] = field(default_factory=dict)
+    """The slots of tensors that several products may read, by the tensor."""
+    attentions: dict[fx.Node, tuple[ResolvedAttention, Attended]] = field(default_factory=dict)
+
+    def match(self, match: Match) -> Match:
+        if match.module_type == "dpa" and not match.can_open:
+            return self.attention(match)
+        pairs = zip(match.products, match.needs_grad, strict=True)
+        return replace(match, resolved=tuple(self.product(match, product, grads) for product, grads in pairs))
+
+    def product(self, match: Match, product: Product, needs_grad: tuple[bool, bool]) -> Resolved:
+        """Asks for the quantizers of a product."""
+        matmul = _matmul(match, product, self.sources, self.stored_weights)
+        skip = _unusable_tensors(match, product, self.allow_float64)
+        operands = ("input", "weight", "grad_output")[: 3 if any(needs_grad) else 2]
+        roles = {operand: _role(operand, match, product) for operand in operands}
+        self.roles += roles.values()
+        answers = {} if skip else {operand: self.recipe.quantizer(role) for operand, role in roles.items()}
+        skip = skip or _unusable_answers(match, product, answers)
+        quantizers: dict[str, Quantizer] = {}
+        numbers: dict[str, int] = {}
+        if skip is None:
+            quantizers = self.with_slots(answers, match, product)
+            _check_pairs(match, quantizers, gemms(needs_grad))
+            for operand, quantizer in quantizers.items():
+                if quantizer.operand_spec().is_stochastic:
+                    numbers[operand] = self.slots.add_rounded((match.name, operand, 0))
+        decisions = []
+        for gemm in gemms(needs_grad):
+            for operand, direction in GEMM_OPERANDS[gemm]:
+                used, reason, detail = _outcome(quantizers.get(operand), direction, match.remark, skip)
+                decisions.append(
+                    Decision(
+                        role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
+                        quantizer=used, skip_reason=reason, detail=detail, form=match.form, site=self.site,
+                        flops=_flops(product), matmul=matmul,
+                    )
+                )  # fmt: skip
+        self.site += 1
+        quantized = not all(quantizer.is_identity for quantizer in quantizers.values())
+        return Resolved(quantizers=quantizers if quantized else None, decisions=tuple(decisions), numbers=numbers)
+
+    def with_slots(self, answers: Answers, match: Match, product: Product) -> dict[str, Quantizer]:
+        """Returns the quantizers, each request of delayed scaling with a slot of the graph's state for each group.
+
+        Linears that read the same tensor, such as those of q, k and v, share its slot, and one quantization.
+        """
+        sources = {"input": product.lhs, "weight": product.rhs} if match.form == "linear" else {}
+        groups = product.weights if isinstance(product.weights, int) else 1
+
+        def add(request: DelayedScalingRequest, operand: str, dtype: torch.dtype) -> int:
+            tensor = (sources.get(operand), operand, match.autocast)
+            if tensor in self.shared:
+                self.slots.check(request, (match.name, operand, 0))
+                return self.shared[tensor]
+            first, *_ = (self.slots.add(request, (match.name, operand, 0), dtype) for _ in range(groups))
+            if operand in sources:
+                self.shared[tensor] = first
+            return first
+
+        quantizers: dict[str, Quantizer] = {}
+        request: DelayedScalingRequest | None = None
+        for operand, answer in answers.items():
+            if isinstance(answer, DelayedScalingRequest):
+                request, dtype = answer, answer.fp8_format.dtype(operand)
+                answer = Float8Quantizer(dtype, add(answer, operand, dtype))
+            quantizers[operand] = answer
+        if request is not None and "grad_output" not in answers:
+            # without gradients nobody asks for it, but the slots stay those of the training graph
+            add(request, "grad_output", request.fp8_format.dtype("grad_output"))
+        return quantizers
+
+    def attention(self, match: Match) -> Match:
+        """Resolves a match that is an attention, or one of the two products of an attention."""
+        whole, answer, attended = [match], ResolvedAttention(skip=match.skip or (SkipReason.HIGH_PRECISION, "")), None
+        attention = match.attention
+        if attention is not None:
+            whole = [m for m in self.matches if m.attention is not None and m.attention.node is attention.node]
+            if attention.node not in self.attentions:
+                self.roles += attention_roles(match.name).values()
+                reasons = (_unusable_tensors(m, product, self.allow_float64) for m in whole for product in m.products)
+                skip = next(filter(None, reasons), None)
+                if skip is None:
+                    answer = resolve_attention(attention, whole[-1], self.recipe, self.slots)
+                else:
+                    answer = ResolvedAttention(skip=skip)
+                resolved = replace(attention, spec=answer.spec)
+                self.attentions[attention.node] = answer, _attended(whole, resolved, self.site)
+            answer, attended = self.attentions[attention.node]
+            attention = replace(attention, spec=answer.spec)
+        products = []
+        for index, (product, needs_grad) in enumerate(zip(match.products, match.needs_grad, strict=True)):
+            slot_of = SCORES if index == 0 and match is whole[0] else CONTEXT
+            decisions = [
                 Decision(
-                    role=QuantizerRole("dpa"), gemm=gemm, direction=direction, shape=_shape(operand, product),
-                    skip_reason=SkipReason.ATTENTION, form=match.form, site=site + index, flops=_flops(product),
-                    attention=attended,
-                ),
+                    role=QuantizerRole("dpa", slot_of[operand], match.name), gemm=gemm, direction=direction,
+                    shape=_shape(operand, product), skip_reason=SkipReason.ATTENTION, form=match.form, site=self.site,
+                    flops=_flops(product), attention=attended,
+                )
+                for gemm in gemms(needs_grad)
+                for operand, direction in GEMM_OPERANDS[gemm]
+            ]  # fmt: skip
+            self.site += 1
+            products.append(
+                Resolved(quantizers=None, decisions=tuple(attention_decision(d, answer) for d in decisions))
             )
-            for gemm in gemms(match.needs_grad[index])
-            for i, (operand, direction) in enumerate(GEMM_OPERANDS[gemm])
-        ]  # fmt: skip
-        resolved.append(Resolved(quantizers=None, decisions=decisions))
-    return resolved
+        return replace(match, attention=attention, resolved=tuple(products))
+
+
+def _role(operand: str, match: Match, product: Product) -> QuantizerRole:
+    """The right operand of a product of two activations is an input as well."""
+    kind = "input" if operand == "weight" and not product.rhs_is_weight else operand
+    return QuantizerRole(match.module_type, kind, match.name)
 
 
 def resolve(
@@ -289,32 +316,16 @@ def resolve(
     allow_float64: bool = False,
     first_site: int = 0,
     stored_weights: bool = False,
-) -> tuple[list[Decision], list[QuantizerRole]]:
-    """Fills `match.resolved` and returns all decisions, and all roles that were found.
+) -> tuple[list[Match], list[QuantizerRole]]:
+    """Returns the matches with their quantizers and decisions, and all roles that were found.
 
-    What asks for delayed scaling or rounds stochastically gets its place in `slots`. With `stored_weights` weights are
-    kept quantized.
+    Operands with delayed scaling or stochastic rounding get a place in `slots`. With `stored_weights` weights are kept
+    quantized.
 
     Raises RecipeError for a pair that cannot multiply, naming layer, GEMM and both quantizers.
     """
-    decisions: list[Decision] = []
-    roles: list[QuantizerRole] = []
-    slots = Slots() if slots is None else slots
-    site, shared, sources = first_site, Shared(), _Sources(first_site)
-    attentions: dict[int, _Known] = {}
-    for match in matches:
-        if match.module_type == "dpa" and match.form != "multi_head_attention_forward":
-            match.resolved = _resolve_attention(
-                match, matches, site, recipe, allow_float64, roles, slots, attentions
-            )  # fmt: skip
-            decisions += [decision for resolved in match.resolved for decision in resolved.decisions]
-            site += len(match.products)
-            continue
-        match.resolved = []
-        for index in range(len(match.products)):
-            matmul = _matmul(match, match.products[index], stored_weights, sources)
-            resolved = _resolve_product(match, index, site, recipe, allow_float64, roles, slots, shared, matmul)
-            match.resolved.append(resolved)
-            decisions += match.resolved[-1].decisions
-            site += 1
-    return decisions, roles
+    resolver = _Resolver(
+        matches=matches, recipe=recipe, slots=Slots() if slots is None else slots, site=first_site,
+        allow_float64=allow_float64, stored_weights=stored_weights, sources=_Sources(first_site),
+    )  # fmt: skip
+    return [resolver.match(match) for match in matches], resolver.roles

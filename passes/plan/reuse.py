@@ -1,6 +1,6 @@
-"""FindShared: which linears will get an operand as an attention beside them has quantized it.
+"""Predicts which linears will get an operand as an attention beside them has quantized it.
 
-Reads the rewritten graph, before autograd, and says it in the decisions. `share_quantized` does it, after autograd.
+Reads the rewritten graph, before autograd, and says it in the decisions; passes/joint/reuse.py does it, after autograd.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _Operand = tuple[int, str, Direction]
 """The site of a linear, one of its tensor types and a direction."""
 
 
-def find_shared(graphs: Iterable[fx.GraphModule], decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions, those of operands that are not quantized again marked as `shared` and with a remark."""
-    shared = dict(each for gm in graphs for each in _shared(gm.graph))
-    found = []
+def predict_reuse(graphs: Iterable[fx.GraphModule], decisions: Sequence[Decision]) -> list[Decision]:
+    """Returns the decisions; those of operands that are not quantized again are marked as `shared`, with a detail."""
+    shared = dict(pair for gm in graphs for pair in _shared(gm.graph))
+    marked = []
     for d in decisions:
         name = shared.get((d.site, d.role.tensor_type, d.direction))
         if name is not None and d.quantizer is not None:
@@ -33,12 +33,12 @@ def find_shared(graphs: Iterable[fx.GraphModule], decisions: Sequence[Decision])
             turned = ", transposed" if d.direction is Direction.COLUMNWISE else ""
             detail = f"as attention {name or '<model>'} quantized its {what}{turned}"
             d = replace(d, shared=True, detail=detail)
-        found.append(d)
-    return found
+        marked.append(d)
+    return marked
 
 
 def _shared(graph: fx.Graph) -> Iterator[tuple[_Operand, str]]:
-    """The shared operands, with the name of the attention that quantizes them."""
+    """Yields the shared operands, with the name of the attention that quantizes them."""
     for node in graph.nodes:
         if is_fxquant(node, "linear"):
             source = node.args[0]
@@ -58,7 +58,7 @@ def _shared(graph: fx.Graph) -> Iterator[tuple[_Operand, str]]:
 
 
 def _moved(node: fx.Node) -> fx.Node | None:
-    """What a node moves the elements of; None where it does something else."""
+    """Returns the node whose elements this one only moves; None where it does something else."""
     if not calls(node, SAME_ELEMENTS):
         return None
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
@@ -72,7 +72,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def _sides(
     linear: fx.Node, tensor_type: str, spec: QuantSpec, name: str, matrix: fx.Node, attention: fx.Node
 ) -> Iterator[tuple[_Operand, str]]:
-    """The directions in which a linear wants what an attention quantizes as `spec`."""
+    """Yields the directions in which a linear quantizes as the attention does, which is `spec`."""
     operand: OperandSpec = getattr(LinearSpec.parse(str(linear.args[3])), tensor_type)
     alike = len({value_of(node).dtype for node in (linear, matrix, attention)}) == 1
     if spec.row.family != "per_tensor" or spec.is_delayed or not alike:

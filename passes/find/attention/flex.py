@@ -15,6 +15,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,8 +61,7 @@ def flex(
         mods = (_body(score_mod), (*score_buffers,)), (_body(block_mask[-1]), (*mask_buffers,))
         steps = [("mul", float(scale), None), *_of_scores(*mods[0]), *_of_mask(*mods[1])]
     except Unknown as unknown:
-        match.skip = (SkipReason.ATTENTION, f"flex_attention: {unknown}")
-        return match
+        return replace(match, skip=(SkipReason.ATTENTION, f"flex_attention: {unknown}"))
     node, built = site.node, [each for each in steps if each[2] is not None]
     numbered, slots = iter(range(len(built))), [node.all_input_nodes.index(each) for each in (query, key, value)]
 
@@ -75,12 +75,12 @@ def flex(
             node.graph.erase_node(user)
         return made
 
-    match.attention = Attention(
-        steps=tuple(Step(kind, number, -1 if each is None else next(numbered)) for kind, number, each in steps),
-        emit=emit, axes=q.ndim,
+    attention = Attention(
+        node=node, emit=emit, axes=q.ndim,
+        steps=tuple(Step(kind, number, -1 if tensor is None else next(numbered)) for kind, number, tensor in steps),
         learned=any(isinstance(each, fx.Node) and requires_grad(each) for each in (*score_buffers, *mask_buffers)),
     )  # fmt: skip
-    return match
+    return replace(match, attention=attention)
 
 
 def _result(node: fx.Node) -> fx.Node:

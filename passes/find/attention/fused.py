@@ -1,10 +1,8 @@
-"""Attention: fused, as a higher-order op, as an opaque module, and written by hand as product, softmax, product."""
+"""Attention that is one node of the graph: `scaled_dot_product_attention`, and the module that is not opened."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,19 +11,10 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
-from fxquant.passes.find.attention.written_out import read_chain, without_repeats
-from fxquant.passes.find.contraction import Site, product_of, requires_grad, settle
-from fxquant.passes.find.facts import Attend, Attention, Builder, Match, Product
-from fxquant.passes.graph.names import SAME_VALUES, op_name
+from fxquant.passes.find.attention.written_out import without_repeats
+from fxquant.passes.find.contraction import Site, requires_grad, settle
+from fxquant.passes.find.facts import Attend, Attention, Builder, Match, Product, product_of
 from fxquant.passes.graph.values import Dim, value_of
-
-_BETWEEN = SAME_VALUES | frozenset(
-    """mul div truediv true_divide add sub neg masked_fill where tanh cat concat concatenate dropout amax max clamp
-    maximum minimum nan_to_num imul iadd isub itruediv sum native_dropout""".split()
-)
-"""What may stand between the products of an attention, besides the softmax: scale, mask, bias, cap, sink, dropout."""
-
-_SOFTMAX = frozenset(("softmax", "_softmax", "log_softmax", "_log_softmax", "exp", "_safe_softmax", "special_softmax"))
 
 
 def fused(
@@ -40,12 +29,15 @@ def fused(
     enable_gqa: bool = False,
 ) -> Match:
     """`scaled_dot_product_attention`."""
-    match = site.match("dpa", *attention_products(query, key, value))
     q, k, v = map(value_of, (query, key, value))
     *batch, _, width = q.shape
     trained = requires_grad(site.node)
     weights = trained and any(requires_grad(x) for x in (query, key, attn_mask) if x is not None)
-    match.needs_grad = (match.needs_grad[0], (weights, trained and requires_grad(value)))
+    needs_grad = (
+        (trained and requires_grad(query), trained and requires_grad(key)),
+        (weights, trained and requires_grad(value)),
+    )
+    match = site.match("dpa", *attention_products(query, key, value), needs_grad=needs_grad)
     same = batch == list(k.shape[:-2]) == list(v.shape[:-2])
     fewer = k.ndim > 2 and (enable_gqa or statically_known_true(k.shape[-3] == 1))  # one head is broadcast
     grouped = fewer and k.shape[:-2] == v.shape[:-2] and batch[:-1] == list(k.shape[:-3])
@@ -57,8 +49,7 @@ def fused(
     elif scale is None and not isinstance(width, int):
         problem = "the head dimension is dynamic"
     if problem:
-        match.skip = (SkipReason.ATTENTION, problem)
-        return match
+        return replace(match, skip=(SkipReason.ATTENTION, problem))
     steps = [Step("mul", width**-0.5 if scale is None else float(scale))]
     if attn_mask is not None:
         steps.append(Step("keep" if value_of(attn_mask).dtype == torch.bool else "add", extra=0))
@@ -71,11 +62,11 @@ def fused(
         query, key, value, *extras = (builder.anchor.all_input_nodes[slot] for slot in slots)
         return settle(builder, attend(query, *without_repeats(key, value), extras))
 
-    match.attention = Attention(
-        steps=tuple(steps), dropout=float(dropout_p), emit=emit, axes=q.ndim,
+    attention = Attention(
+        node=site.node, steps=tuple(steps), dropout=float(dropout_p), emit=emit, axes=q.ndim,
         learned=attn_mask is not None and requires_grad(attn_mask),
     )  # fmt: skip
-    return match
+    return replace(match, attention=attention)
 
 
 def attention_products(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[Product, Product]:
@@ -122,56 +113,4 @@ def multi_head(
     products.append(Product(m=length, k=seen, n=head, batch=many, lhs=query, rhs=value, rhs_is_weight=False))
     products.append(Product(m=product_of(rows), k=width, n=width, lhs=query, rhs=out_proj_weight))
     detail = "multi_head_attention_forward was not opened"
-    return site.match("dpa", *products, skip=(SkipReason.OPAQUE, detail))
-
-
-def mark_chains(matches: Sequence[Match]) -> None:
-    """Makes attention of every pair of activation products with a softmax, and nothing but its trimmings, between.
-
-    What cannot be one attention stays two products, with a remark that says why.
-    """
-    for match in matches:
-        if match.module_type == "matmul":
-            _name_writes(match.node)
-    products = {match.node: match for match in matches if match.module_type == "matmul"}
-    pairs = [(first, second) for first in products for second in _reached(first, products)]
-    for first, second in pairs:
-        both = (products[first], products[second])
-        alone = all(sum(node in pair for pair in pairs) == 1 for node in (first, second))
-        found = read_chain(*both) if alone else "its products belong to several attentions"
-        for match in both:
-            if isinstance(found, Attention):
-                match.module_type, match.attention = "dpa", found
-            else:
-                match.remark = f"attention of {first.name} and {second.name}: {found}"
-
-
-def _name_writes(node: fx.Node) -> None:
-    """Makes what is read after ``scores.mul_(2)`` that operation's result, which is the same tensor."""
-    while True:
-        writes = [user for user in node.users if op_name(user).endswith("_") and user.args[:1] == (node,)]
-        writes = [user for user in writes if user.op == "call_method" and not user.users]
-        if not writes:
-            return
-        first = min(writes)
-        node.replace_all_uses_with(first, partial(operator.lt, first))
-        node = first
-
-
-def _reached(first: fx.Node, products: dict[fx.Node, Match]) -> list[fx.Node]:
-    """The products that a softmax of this product's result goes into."""
-    found: list[fx.Node] = []
-    seen: set[tuple[fx.Node, bool]] = set()
-    queue = [(user, False) for user in first.users]
-    while queue:
-        node, soft = queue.pop()
-        if (node, soft) in seen:
-            continue
-        seen.add((node, soft))
-        name = op_name(node).strip("_") if node.op in ("call_function", "call_method") else ""
-        if node in products:
-            if soft:
-                found.append(node)
-        elif name in _BETWEEN or name in _SOFTMAX or op_name(node) in _BETWEEN:
-            queue += [(user, soft or name in _SOFTMAX) for user in node.users]
-    return found
+    return replace(site.match("dpa", *products, skip=(SkipReason.OPAQUE, detail)), can_open=True)

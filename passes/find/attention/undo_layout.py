@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from torch import fx
 
-from fxquant.passes.find.contraction import Contraction, Label, Operand, plan
-from fxquant.passes.find.facts import Builder
+from fxquant.passes.find.contraction import contraction_of
+from fxquant.passes.find.facts import Builder, Contraction, Label, Operand
 from fxquant.passes.graph.axes import Parts, same
 from fxquant.passes.graph.names import COPIES, op_name
 from fxquant.passes.graph.values import Dim, value_of
@@ -63,7 +63,7 @@ def _planned(written: Contraction, left: _Undone, right: _Undone) -> Contraction
         return replace(written, left=left.operand, right=right.operand)
     batch, *rest = written.out
     parts = [(batch, part) for part in range(len(left.batch))]
-    found = plan(left.operand, right.operand, (*parts, *rest))
+    found = contraction_of(left.operand, right.operand, (*parts, *rest))
     return found if isinstance(found, Contraction) else None
 
 

@@ -21,8 +21,8 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import Step
 from fxquant.passes.find.attention.undo_layout import undone, undone_like
-from fxquant.passes.find.contraction import Contraction, Label, arrange, permute, product_of, requires_grad, settle
-from fxquant.passes.find.facts import Attend, Attention, Builder, Match
+from fxquant.passes.find.contraction import arrange, permute, requires_grad, settle
+from fxquant.passes.find.facts import Attend, Attention, Builder, Contraction, Label, Match, product_of
 from fxquant.passes.graph.axes import order_before, same
 from fxquant.passes.graph.names import COPIES, EXPANDS, PICKS, RESHAPES, SAME_PLACES, UNIT_AXES, op_name
 from fxquant.passes.graph.values import Dim, value_of
@@ -118,41 +118,39 @@ class _Chain:
 
 def read_chain(first: Match, second: Match) -> Attention | str:
     """The attention of two products of activations with a softmax between them, or why they are none."""
-    if first.plan is None or second.plan is None:
+    if first.contraction is None or second.contraction is None:
         return "one of its products is not a plain matmul"
     reason = ""
     try:
-        chain, scores, context = _read(first, second)
+        chain, scores, context = _read(first.node, first.contraction, second.contraction)
     except Unknown as unknown:
         return str(unknown)
     before, scale = undone(scores)
     lead = [before.size(label) for label in before.out[:-2]]
     for plans in ((before, undone_like(context, lead)), (scores, context)):
         try:
-            return _attention(first, second, chain, plans, scale if plans[0] is before else 1.0)
+            return _attention(chain, second, plans, scale if plans[0] is before else 1.0)
         except Unknown as unknown:
             reason = str(unknown)
     return reason
 
 
-def _read(first: Match, second: Match) -> tuple[_Chain, Contraction, Contraction]:
+def _read(first: fx.Node, product: Contraction, context: Contraction) -> tuple[_Chain, Contraction, Contraction]:
     """What is between the products, and both: of queries and keys, with the result's axes so, of weights and values."""
-    context: Contraction = second.plan
-    reached = _reached([first.node])
+    reached = _reached([first])
     if context.left.node not in reached:
         context = _exchanged(context)
     start = context.left.node
     path = reached & _backward(start)
     if start not in path or context.right.node in reached:
         raise Unknown("the softmax is not one operand of the second product")
-    chain = _Chain(first.node, path, _order_of_weights(context))
+    chain = _Chain(first, path, _order_of_weights(context))
     node = _scores_of_weights(chain, start)
-    while node is not first.node:
+    while node is not first:
         node = _before(chain, node)
-    _of_product(chain, first.node)
-    out = tuple(first.plan.out[axis] for axis in chain.order)
-    scores = replace(first.plan, out=out)
-    return chain, scores if out[-1] in scores.columns else _exchanged(scores), context
+    _of_product(chain, first)
+    scores = replace(product, out=tuple(product.out[axis] for axis in chain.order))
+    return chain, scores if scores.out[-1] in scores.columns else _exchanged(scores), context
 
 
 def _exchanged(plan: Contraction) -> Contraction:
@@ -170,11 +168,10 @@ def _order_of_weights(context: Contraction) -> tuple[int, ...]:
     return (*batch, *rows, labels.index(context.inner[0]))
 
 
-def _attention(
-    first: Match, second: Match, chain: _Chain, plans: tuple[Contraction, Contraction], scale: float
-) -> Attention:
-    scores, context = plans
-    into, out_of = _Scores(scores), _Context(context, second.plan)
+def _attention(chain: _Chain, second: Match, plans: tuple[Contraction, Contraction], scale: float) -> Attention:
+    first, (scores, context) = chain.first, plans
+    assert second.contraction is not None
+    into, out_of = _Scores(scores), _Context(context, len(second.contraction.out))
     inside = _closed(chain, second.node)
     for _, _, extra in chain.steps:
         if extra is not None and extra.user.all_input_nodes[extra.slot] in inside:
@@ -199,17 +196,18 @@ def _attention(
     repeated = [extra.repeated() for extra in extras if not _same(extra.lead, lead)]
     if len(_unknown(out_of.lead, lead)) > 1 or any(_unknown(each, lead) for each in repeated):
         raise Unknown("batch axes are reshaped and dynamic")
-    slots = [_slots(first.node, scores), _slots(second.node, context)]
+    slots = [_slots(first, scores), _slots(second.node, context)]
 
     def emit(builder: Builder, attend: Attend) -> fx.Node:
-        q, k = into.operands(builder, *(first.node.all_input_nodes[slot] for slot in slots[0]))
+        q, k = into.operands(builder, *(first.all_input_nodes[slot] for slot in slots[0]))
         v = _with_lead(builder, out_of.operand(builder, second.node.all_input_nodes[slots[1][1]]), into.shared, k)
         k, v = without_repeats(k, v)
         result = attend(q, k, v, [extra.build(builder, lead, q) for extra in extras])
         return settle(builder, out_of.result(builder, _with_lead(builder, result, out_of.lead, result)))
 
     return Attention(
-        steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first.node}, axes=len(lead) + 2,
+        node=second.node, steps=tuple(steps), dropout=chain.dropout, emit=emit, inside=inside | {first},
+        axes=len(lead) + 2,
         learned=any(requires_grad(extra.user.all_input_nodes[extra.slot]) for extra in extras),
     )  # fmt: skip
 
@@ -260,13 +258,13 @@ class _Scores:
 class _Context:
     """The second product: of weights [*lead, queries, keys]."""
 
-    def __init__(self, plan: Contraction, written: Contraction) -> None:
+    def __init__(self, plan: Contraction, axes: int) -> None:
         shared = [label for label in plan.left.kept if label in plan.batch]
         *outer, self.row = (label for label in plan.left.kept if label in plan.rows)
         if len(plan.columns) != 1:
             raise Unknown("its second product does not contract the keys")
         self.labels = [*shared, *outer]
-        self.plan, self.written, self.shared_labels = plan, written, shared
+        self.plan, self.axes, self.shared_labels = plan, axes, shared
         self.lead = tuple(map(plan.left.size, self.labels))
 
     @property
@@ -284,7 +282,7 @@ class _Context:
     def result(self, builder: Builder, node: fx.Node) -> fx.Node:
         have: tuple[Label, ...] = (*self.labels, self.row, *self.plan.columns)
         result = permute(builder, node, have, self.plan.out)
-        merged = len(self.plan.out) - len(self.written.out)
+        merged = len(self.plan.out) - self.axes
         return builder.call(torch.flatten, result, 0, merged) if merged else result
 
 

@@ -19,7 +19,7 @@ from fxquant.compat.values import size_hint
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Builder, Match, Product
 from fxquant.passes.find.forms import apply_match
-from fxquant.passes.find.mha import PROJECTION, expand_opaque
+from fxquant.passes.find.mha import PROJECTION, open_modules
 from fxquant.passes.find.walk import find_matmuls
 from fxquant.passes.graph.values import value_of
 
@@ -70,7 +70,7 @@ class Rewrite:
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         matches = find_matmuls(gm, autocast=self.autocast)
-        if self.open_attention and expand_opaque(matches):
+        if self.open_attention and open_modules(matches):
             matches = find_matmuls(gm, autocast=self.autocast)
         self.found += matches
         for match in matches:

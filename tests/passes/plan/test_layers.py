@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import captured
 from torch import nn
 
 from fxquant.passes.find.walk import find_matmuls
-from fxquant.passes.plan.layers import assign_roles, clean_path, layer_name
+from fxquant.passes.plan.layers import clean_path, layer_name, name_layers
 
 
 @pytest.mark.parametrize(
@@ -46,24 +48,21 @@ class Nested(nn.Module):
 
 def test_a_match_is_named_after_its_innermost_module() -> None:
     (gm,) = captured(Nested(), torch.randn(16, 16))
-    matches = find_matmuls(gm)
-    assign_roles(matches, {})
+    matches = name_layers(find_matmuls(gm), {})
     assert [match.name for match in matches] == ["blocks.0.0", ""]
 
 
 def test_the_users_names_win() -> None:
     model = Nested()
     (gm,) = captured(model, torch.randn(16, 16))
-    matches = find_matmuls(gm)
-    assign_roles(matches, {str(id(model.blocks[0][0])): "whole.model.blocks.0.0"})
+    matches = name_layers(find_matmuls(gm), {str(id(model.blocks[0][0])): "whole.model.blocks.0.0"})
     assert [match.name for match in matches] == ["whole.model.blocks.0.0", ""]
     assert layer_name(matches[0].node, {}) == "blocks.0.0"
 
 
 def test_names_that_are_set_stay() -> None:
     (gm,) = captured(Nested(), torch.randn(16, 16))
-    matches = find_matmuls(gm)
-    matches[0].name = "mine"
+    matches = [replace(match, name="mine") for match in find_matmuls(gm)]
     for _ in range(2):
-        assign_roles(matches, {})
+        matches = name_layers(matches, {})
     assert matches[0].name == "mine"

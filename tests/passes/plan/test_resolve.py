@@ -22,8 +22,9 @@ from fxquant import (
     SkipReason,
     recipes,
 )
+from fxquant.passes.find.facts import decisions_of
 from fxquant.passes.find.walk import find_matmuls
-from fxquant.passes.plan.layers import assign_roles
+from fxquant.passes.plan.layers import name_layers
 from fxquant.passes.plan.resolve import gemms, resolve
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
@@ -33,9 +34,8 @@ ROWS, E5M2 = Float8RowwiseQuantizer(), torch.float8_e5m2
 
 def resolved(recipe: Recipe | str, run: Callable, *args, **options) -> list[Decision]:
     (gm,) = captured(run, *args)
-    matches = find_matmuls(gm)
-    assign_roles(matches, {})
-    return resolve(matches, recipes.resolve(recipe), **options)[0]
+    matches = name_layers(find_matmuls(gm), {})
+    return decisions_of(resolve(matches, recipes.resolve(recipe), **options)[0])
 
 
 class Model(nn.Module):
@@ -187,10 +187,9 @@ def test_none_from_a_factory_names_the_role() -> None:
 
 def test_resolving_twice_changes_nothing() -> None:
     (gm,) = captured(Model(), x())
-    matches = find_matmuls(gm)
-    assign_roles(matches, {})
-    assert resolve(matches, recipes.get("mxfp8")) == resolve(matches, recipes.get("mxfp8"))
-    assert [len(match.resolved) for match in matches] == [1]
+    once, roles = resolve(name_layers(find_matmuls(gm), {}), recipes.get("mxfp8"))
+    assert resolve(once, recipes.get("mxfp8")) == (once, roles)
+    assert [len(match.resolved) for match in once] == [1]
 
 
 def test_dynamic_sizes_are_shown_as_symbols() -> None:

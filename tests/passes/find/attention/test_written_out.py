@@ -18,7 +18,7 @@ from fxquant.compat.private import flex_attention_op
 from fxquant.decisions import SkipReason
 from fxquant.formats import AttentionSpec
 from fxquant.passes.find.facts import Builder, Match
-from fxquant.passes.find.mha import expand_opaque
+from fxquant.passes.find.mha import open_modules
 from fxquant.passes.find.walk import find_matmuls
 
 
@@ -28,10 +28,10 @@ class Attends(Rewrite):
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         matches = find_matmuls(gm)
-        if self.open_attention and expand_opaque(matches):
+        if self.open_attention and open_modules(matches):
             matches = find_matmuls(gm)
         self.found += matches
-        for match in {id(m.attention): m for m in matches if m.attention is not None}.values():
+        for match in {m.attention.node: m for m in matches if m.attention is not None}.values():
             write(match)
         gm.graph.lint()
         gm.recompile()
@@ -39,7 +39,7 @@ class Attends(Rewrite):
         return gm.forward
 
     def steps(self) -> str:
-        (attention,) = {id(m.attention): m.attention for m in self.found if m.attention is not None}.values()
+        (attention,) = {m.attention.node: m.attention for m in self.found if m.attention is not None}.values()
         return " ".join(f"{s.kind}{'' if s.extra < 0 else s.extra}" for s in attention.steps)
 
 
@@ -261,7 +261,7 @@ def test_exported_attention_is_found_before_and_after_decomposition() -> None:
     for form in (program, program.run_decompositions()):
         gm = form.graph_module
         matches = find_matmuls(gm)
-        attentions = {id(m.attention): m for m in matches if m.attention is not None}
+        attentions = {m.attention.node: m for m in matches if m.attention is not None}
         assert len(attentions) == 3 and {m.module_type for m in matches} == {"dpa"}
         for match in attentions.values():
             write(match)
@@ -291,7 +291,7 @@ def test_decomposed_attention_with_a_dynamic_batch_is_found(name: str) -> None:
     model = Calls(EXPORTED[name])
     gm = torch.export.export(model, tuple(inputs), dynamic_shapes=shapes).run_decompositions().graph_module
     matches = find_matmuls(gm)
-    (attention,) = {id(m.attention): m for m in matches if m.attention is not None}.values()
+    (attention,) = {m.attention.node: m for m in matches if m.attention is not None}.values()
     assert attention.attention.axes == 4
     write(attention)
     gm.recompile()
