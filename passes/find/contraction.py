@@ -30,7 +30,7 @@ from fxquant.passes.find.facts import (
     product_of,
 )
 from fxquant.passes.find.flops import node_flops
-from fxquant.passes.find.weights import find_gather, find_weight
+from fxquant.passes.find.weights import expanded_from, find_gather, find_weight
 from fxquant.passes.graph.names import ORDERS, calls, op_name
 from fxquant.passes.graph.values import Dim, value_of
 
@@ -313,8 +313,11 @@ def _shape(operand: Operand) -> str:
 
 def arrange(builder: Builder, node: fx.Node, operand: Operand, groups: list[tuple[Label, ...]]) -> fx.Node:
     """Puts the axes in the order of `groups` and makes each group one axis."""
-    for axis in reversed([axis for axis, label in enumerate(operand.labels) if label is None]):
+    repeating = [axis for axis, label in enumerate(operand.labels) if label is None]
+    source = expanded_from(node, repeating)
+    for axis in reversed(repeating if source is None else []):
         node = builder.call(torch.select, node, axis, 0)
+    node = node if source is None else source
     node = permute(builder, node, operand.kept, tuple(chain.from_iterable(groups)))
     for axis, group in enumerate(groups):
         if not group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from fxquant.compat.values import statically_known_true
 from fxquant.passes.graph.axes import order_of
 from fxquant.passes.graph.names import (
     DETACHES,
+    EXPANDS,
     GATHERS,
     PICKS,
     RESHAPES,
@@ -98,6 +99,21 @@ def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | Non
         ):
             return None
         node = source
+
+
+def expanded_from(node: fx.Node, repeating: Collection[int]) -> fx.Node | None:
+    """Returns the tensor that was expanded along the axes `repeating`, if it has the other axes and no more.
+
+    Unlike an entry of the expanded tensor it does not depend on a dynamic size, so that a weight stays a constant.
+    """
+    expanded = value_of(node).shape
+    shape = torch.Size([size for axis, size in enumerate(expanded) if axis not in repeating])
+    repeats = any(not statically_known_true(expanded[axis] == 1) for axis in repeating)
+    while repeats and calls(node, EXPANDS | RESHAPES | UNIT_AXES) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if value_of(node).ndim == len(shape) and _same(value_of(node).shape, shape):
+            return node
+    return None
 
 
 def _index_of(node: fx.Node) -> fx.Node | None:
