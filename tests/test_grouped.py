@@ -56,6 +56,7 @@ from fxquant import (
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped import fp8 as grouped_gemm
+from fxquant.kernels.grouped import high_precision
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import aten_grouped_mm, grouped_mm, portable_grouped_mm
 from fxquant.passes.lower.lower import lower
@@ -775,7 +776,7 @@ def scaled_grouped_mm(
 @pytest.mark.parametrize("name", [*NAMES, "f32 block scales", "e4m3 per tensor", "nvfp4 row-scaled", "nvfp4 4over6"])
 def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts and scales that the device's GEMMs get, with their meaning in the place of them."""
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(grouped_gemm, "torch_scaled_grouped_mm", scaled_grouped_mm)
     tensor = Float8CurrentScalingQuantizer()
     recipe = RECIPES.get(name) or per_role(input=tensor, weight=tensor, grad_output=tensor)
     roles = {t: QuantizerRole("grouped_linear", t, "") for t in ("input", "weight", "grad_output")}
@@ -923,7 +924,7 @@ def test_torchs_grouped_mm_gets_groups_at_addresses_that_it_takes(
                 assert not any(end % 8 for end in offs[:-1].tolist())
         return multiply(a, b, offs=offs)
 
-    monkeypatch.setattr(torch, "_grouped_mm", checked)
+    monkeypatch.setattr(high_precision, "torch_grouped_mm", checked)
     k, n = sizes
     for offs in SPLITS.values():
         x, w = torch.randn(offs[-1] + TAIL, k).bfloat16(), torch.randn(len(offs), n, k).bfloat16()

@@ -6,9 +6,11 @@ import ast
 import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import fx, nn
 
 import fxquant
 import fxquant.kernels
@@ -109,6 +111,31 @@ def test_private_torch_modules_are_imported_in_one_package(module: str) -> None:
         parts = target.split(".")
         private = any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
         assert parts[0] != "torch" or not private, f"{module} imports {target}: that belongs in fxquant/compat"
+
+
+def private_torch_names() -> set[str]:
+    """The private attributes of torch and of what graphs are made of, those that Dynamo adds among them."""
+    x = torch.ones(1)
+    objects: list[Any] = [torch, x, x.untyped_storage(), fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph().output(())]
+    objects += [torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond]
+    names = {name for thing in objects for name in dir(thing) if name.startswith("_") and not name.startswith("__")}
+    return names | {"_dynamo_source", "_param_name_to_source"}
+
+
+def attributes(path: Path) -> Iterator[str]:
+    """The attributes that a file asks of other objects than `self` and `cls`, operators of torch.ops left out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            if not ast.unparse(node.value).endswith(("self", "cls", "aten")):
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "attrgetter"):
+            yield from (str(argument.value) for argument in node.args if isinstance(argument, ast.Constant))
+
+
+@pytest.mark.parametrize("module", [m for m in OUTSIDE_COMPAT if not m.startswith("fxquant.passes.graph.")])
+def test_private_attributes_of_torch_are_read_by_compat_and_names_of_nodes(module: str) -> None:
+    private = private_torch_names().intersection(attributes(FILES[module]))
+    assert not private, f"{module} reads {private}: that belongs in fxquant/compat"
 
 
 @pytest.mark.parametrize("module", OUTSIDE_COMPAT)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.private import make_fx
+from fxquant.compat.values import version
 from fxquant.passes.insert.cache_weights import Taken, Weight
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -113,8 +114,8 @@ class WeightCache:
 
 def _state(parameter: Tensor) -> tuple[Any, ...]:
     """What changes when a parameter does. Inference tensors have no version, and never the same state twice."""
-    version = object() if parameter.is_inference() else parameter._version
-    return version, parameter.data_ptr(), parameter.dtype, parameter.shape, _optimizer_steps[0]
+    writes = object() if parameter.is_inference() else version(parameter)
+    return writes, parameter.data_ptr(), parameter.dtype, parameter.shape, _optimizer_steps[0]
 
 
 __all__ = ["WeightCache"]

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from fxquant.bench.inference import Inference
 from fxquant.bench.providers import CALIBRATED
 from fxquant.bench.rounds import Row
+from fxquant.compat.patches import compile_package
+from fxquant.compat.private import aoti_load_package
 from fxquant.export.program import aoti_compile_and_package, quantize_program
 
 PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise")
@@ -120,8 +122,8 @@ def package(provider: str, program: torch.export.ExportedProgram) -> Callable[..
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "block.pt2")
         if provider == "bf16":
-            torch._inductor.aoti_compile_and_package(program, package_path=path)
+            compile_package(program, path, {})
         else:
             aoti_compile_and_package(program, package_path=path)
         # locks between threads cannot be captured in a graph
-        return torch._inductor.aoti_load_package(path, run_single_threaded=True)
+        return aoti_load_package(path, run_single_threaded=True)

@@ -20,7 +20,7 @@ from fxquant.bench.export import DecoderBlock
 from fxquant.bench.linear import Linear, floors
 from fxquant.bench.providers import CACHED, LEAST, TORCHAO, gemms, recipe_of
 from fxquant.bench.rounds import Contender, Row, Turns, attempt, medians, time_in_turn, times_text, wait
-from fxquant.compat.private import inductor_config, unlimited_recompiles
+from fxquant.compat.private import inductor_config, torch_grouped_mm, unlimited_recompiles
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         share = torch.rand(size.experts, generator=generator, device="cpu") + 0.5
         ends = (share.cumsum(0) / share.sum() * (size.m // 16)).round() * 16  # torchao takes no other sizes
         self.register_buffer("offs", ends.to(torch.int32).to(self.weight.device))
-        self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = torch._grouped_mm
+        self.multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = torch_grouped_mm
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.weight.transpose(-2, -1), self.offs)

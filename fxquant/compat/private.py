@@ -23,7 +23,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_mutation,
 )
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch._inductor import inductor_prims
+from torch._inductor import aoti_load_package, inductor_prims
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
@@ -40,6 +40,9 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 
 force_stride_order = inductor_prims.force_stride_order
+torch_grouped_mm = torch._grouped_mm
+torch_scaled_grouped_mm = torch._scaled_grouped_mm
+torch_scaled_mm = torch._scaled_mm
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -166,11 +169,11 @@ def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
-def artificial_source(name: str) -> Any:
-    """What Dynamo wants to know of an input that no Python frame holds."""
+def name_source(node: fx.Node, name: str) -> None:
+    """Says of an input that no Python frame holds it, which Dynamo wants to know of each."""
     from torch._dynamo.source import ConstantSource
 
-    return ConstantSource(name)
+    node._dynamo_source = ConstantSource(name)
 
 
 def mark_static(node: fx.Node) -> None:
@@ -201,11 +204,14 @@ def save_without_version(node: fx.Node) -> None:
     node.meta["saved_tensor_with_no_vc_check"] = True
 
 
-def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule) -> None:
-    """Gives a changed copy of a captured graph what tells AOTAutograd that it was captured.
+def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule, copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Gives a changed copy of a captured graph, and the copies of its nodes, what says where they come from.
 
     Without it the parameters are not known as such, and the partitioner saves what is made of them.
     """
+    for old, new in copies.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
     if hasattr(gm, "_param_name_to_source"):
         copy._param_name_to_source = gm._param_name_to_source
 
@@ -241,7 +247,7 @@ __all__ = [
     "RunsBesideDynamo",
     "ScalingType",
     "aot_autograd",
-    "artificial_source",
+    "aoti_load_package",
     "changed_inputs",
     "compile_to_look",
     "compiles_backwards",
@@ -270,12 +276,16 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "must_recompute",
     "must_save",
+    "name_source",
     "no_modes",
     "operator_library",
     "own_errors",
     "replacements",
     "save_without_version",
     "tag_activation_checkpoint",
+    "torch_grouped_mm",
+    "torch_scaled_grouped_mm",
+    "torch_scaled_mm",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",

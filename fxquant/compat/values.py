@@ -31,6 +31,21 @@ def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any])
     return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns a number that tensors in the same memory share, fake ones too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was written in place; inference tensors do not count it."""
+    return int(tensor._version)
+
+
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that this one is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The number a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
@@ -67,6 +82,9 @@ __all__ = [
     "size_hint",
     "static_fakes",
     "statically_known_true",
+    "storage_key",
     "unguarded_sizes",
     "upper_bound",
+    "version",
+    "viewed",
 ]

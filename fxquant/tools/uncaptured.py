@@ -6,7 +6,7 @@ model gives each of these matmuls its decisions, so that the report has all of a
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from fxquant.compat.private import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
+from fxquant.compat.values import viewed
 from fxquant.decisions import Decision, SkipReason
 from fxquant.passes.find.flops import RECURRENT, recurrent_flops
 from fxquant.passes.find.opaque import tells
@@ -107,10 +108,10 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         left, right = tensors[-2:] if op in _PRODUCTS else tensors[:2]
         known = op in _PRODUCTS
         *batch, m, k = left.shape if known else (flops // 2, 1)
-        weight = right if right._base is None else right._base
+        weight = viewed(right)
         needs_grad = (left.requires_grad, right.requires_grad) if torch.is_grad_enabled() else (False, False)
         return _Product(
-            layer=_layer(sys._getframe(2), self.names), op=op, batch=tuple(batch), m=m, k=k,
+            layer=_layer(inspect.currentframe(), self.names), op=op, batch=tuple(batch), m=m, k=k,
             n=right.shape[-1] if known else 1, has_weight=isinstance(weight, nn.Parameter), needs_grad=needs_grad,
             flops=flops,
         )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import capability
+from fxquant.compat.private import torch_scaled_grouped_mm
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped.high_precision import grouped_mm, unmasked_grouped_mm
@@ -111,7 +112,7 @@ def _fp8(
     ends = padded_ends(offs, a_spec.row.alignment) if weight_gradient else offs
     if weight_gradient:
         a_scale, b_scale = a_scale.reshape(-1), b_scale.reshape(-1)
-    out = torch._scaled_grouped_mm(
+    out = torch_scaled_grouped_mm(
         left, right.mT, a_scale.contiguous(), b_scale.contiguous(), offs=ends, out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.compat.private import fake_kernel, operator_library
+from fxquant.compat.private import fake_kernel, operator_library, torch_grouped_mm
 from fxquant.compat.values import statically_known_true
 
 _library = operator_library("fxquant_kernels", more=True)
@@ -69,7 +69,7 @@ def unmasked_grouped_mm(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) 
         left, right = _aligned(a), _rows_aligned(_aligned(b), multiple).mT
     else:
         left, right = _aligned(a.mT).mT, _aligned(b.mT)
-    out = torch._grouped_mm(left, right, offs=offs)
+    out = torch_grouped_mm(left, right, offs=offs)
     if b.ndim == 2 and not statically_known_true(out.shape[1] == a.shape[0]):
         out = out[:, : a.shape[0]]
     return out if statically_known_true(out.shape[-1] == b.shape[-2]) else out[..., : b.shape[-2]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import capability
-from fxquant.compat.private import ScalingType
+from fxquant.compat.private import ScalingType, torch_scaled_mm
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
@@ -75,18 +75,18 @@ def _fp8_mm(
         # one scale for the tensor is the same scale for each of its rows
         left = a_scale if a_scale.ndim > 1 else a_scale.expand(a_data.shape[0], 1).contiguous()
         right = b_scale if b_scale.ndim > 1 else b_scale.expand(b_data.shape[0], 1).contiguous()
-        out = torch._scaled_mm(
+        out = torch_scaled_mm(
             a_data, b_data.t(), scale_a=left, scale_b=right.t(), bias=fused_bias, out_dtype=out_dtype,
             use_fast_accum=fast_accum,
         )  # fmt: skip
     elif per_row:
         one = torch.ones([], dtype=torch.float32, device=a_data.device)
-        out = torch._scaled_mm(
+        out = torch_scaled_mm(
             a_data, b_data.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accum
         )
         out = out * a_scale * b_scale.reshape(-1)
     else:
-        out = torch._scaled_mm(
+        out = torch_scaled_mm(
             a_data, b_data.t(), scale_a=a_scale.reshape([]), scale_b=b_scale.reshape([]), bias=fused_bias,
             out_dtype=out_dtype, use_fast_accum=fast_accum,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def portable_block_mm(
         a = torch.nn.functional.pad(a.view(torch.uint8), (0, spare)).view(a.dtype)
         b = torch.nn.functional.pad(b.t().view(torch.uint8), (0, spare)).view(b.dtype).t()
         left = torch.nn.functional.pad(left.t(), (0, 0, 0, spare // 128)).t()
-    return torch._scaled_mm(a, b, scale_a=left, scale_b=right, out_dtype=out_dtype)
+    return torch_scaled_mm(a, b, scale_a=left, scale_b=right, out_dtype=out_dtype)
 
 
 def _by_columns(scale: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from fxquant.compat.values import fake_mode_of
 from fxquant.passes.find.mha import PROJECTION
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.bodies import Bodies
+from fxquant.passes.graph.names import higher_order_op, op_name
 from fxquant.passes.plan.layers import LAYER
 
 
@@ -81,13 +82,13 @@ def _gets_grad(node: fx.Node, own: bool, bodies: Bodies, grads: set[fx.Node]) ->
         return not any(_stops_grad(call.node) for call in calls) and any(each in grads for each in bodies.passed(node))
     if _stops_grad(node):
         return False
-    if isinstance(node.target, OpOverload) and node.target._schema.name == "aten::detach":
+    if isinstance(node.target, OpOverload) and op_name(node) == "detach":
         return False
     return any(each in grads for each in node.all_input_nodes)
 
 
 def _stops_grad(node: fx.Node) -> bool:
-    return getattr(node.target, "_name", "") == "wrap_with_set_grad_enabled" and node.args[0] is False
+    return higher_order_op(node) == "wrap_with_set_grad_enabled" and node.args[0] is False
 
 
 def _described(value: Tensor, is_parameter: bool, grad: bool) -> Tensor:

@@ -22,11 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import OpOverload, enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
+from fxquant.compat.private import (
+    OpOverload,
+    OpOverloadPacket,
+    enable_python_dispatcher,
+    make_fx,
+    tree_flatten,
+    tree_unflatten,
+)
 from fxquant.compat.values import fake_mode_of
 from fxquant.kernels import custom
 from fxquant.passes.find.facts import Builder
-from fxquant.passes.graph.names import PICKS, VIEWS, is_fxquant, op_name
+from fxquant.passes.graph.names import PICKS, VIEWS, higher_order_op, is_fxquant, op_name, writes
 from fxquant.passes.graph.values import value_of
 from fxquant.passes.insert.linear import SITE
 
@@ -67,15 +74,14 @@ def _is_function(node: fx.Node) -> bool:
     """Whether a node calls a Python function on tensors."""
     target = node.target
     module = getattr(target, "__module__", None) or ""
-    is_operator = isinstance(target, OpOverload) or module == "_operator" or hasattr(target, "_overload_names")
+    is_operator = isinstance(target, (OpOverload, OpOverloadPacket)) or module == "_operator"
     own = module in _FUNCTION_MODULES or type(target).__name__ in ("builtin_function_or_method", "method_descriptor")
     return not is_operator and own and isinstance(value_of(node), Tensor)
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node may change a tensor that it is given."""
-    target = node.target
-    return target._schema.is_mutable if isinstance(target, OpOverload) else hasattr(target, "_name")
+    """Returns True if a node may change a tensor that it is given."""
+    return writes(node) or higher_order_op(node) != ""
 
 
 def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:

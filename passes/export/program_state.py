@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 
 from fxquant.compat.private import OpOverload
-from fxquant.compat.values import FakeTensorMode, fake_mode_of
+from fxquant.compat.values import FakeTensorMode, fake_mode_of, storage_key
 from fxquant.passes.graph.bodies import Bodies
-from fxquant.passes.graph.names import SAME_VALUES, calls, is_fxquant, op_name
+from fxquant.passes.graph.names import SAME_VALUES, calls, is_fxquant, op_name, writes, written_arguments
 
 Value = tuple[Tensor, frozenset[fx.Node]]
 Values = dict[fx.Node, Value | None]
@@ -40,7 +40,7 @@ class StateTensors:
         self._rewritten: set[fx.Node] = set()
         for gm in bodies.modules:
             for node in gm.graph.nodes:
-                for target in _written(node):
+                for target in written_arguments(node):
                     self._rewritten |= set(_viewed(target))
                     self._changing |= {self._specs[root.name].target for root in self.roots(target)}
 
@@ -203,11 +203,11 @@ class StateTensors:
 
     def drop_unused(self, replaced: set[fx.Node]) -> list[str]:
         """Removes those of the `replaced` tensors that nothing reads any more, under all their names."""
-        storages = {_storage(tensor) for node in replaced if (tensor := self._tensor(node)) is not None}
+        storages = {storage_key(tensor) for node in replaced if (tensor := self._tensor(node)) is not None}
         dropped: list[str] = []
         for node in list(self.placeholders.values()):
             tensor = self._tensor(node) if node.name in self._specs else None
-            if node.users or tensor is None or _storage(tensor) not in storages:
+            if node.users or tensor is None or storage_key(tensor) not in storages:
                 continue
             spec = self._specs.pop(node.name)
             self.inputs.remove(spec)
@@ -237,7 +237,7 @@ def obstacle(node: fx.Node) -> str:
         return ""
     if not isinstance(target, OpOverload) or is_fxquant(node):
         return f"{op_name(node) or node.target} cannot be computed beforehand"
-    if target._schema.is_mutable:
+    if writes(node):
         return f"{op_name(node)} writes in place"
     if torch.Tag.nondeterministic_seeded in target.tags:
         return f"{op_name(node)} draws random numbers"
@@ -254,27 +254,9 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _body_start(graph: fx.Graph) -> fx.Node:
     node: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return node
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes into."""
-    target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
-        return []
-    written: list[fx.Node] = []
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            values = value if isinstance(value, (list, tuple)) else [value]
-            written += [each for each in values if isinstance(each, fx.Node)]
-    return written
 
 
 __all__ = ["StateTensors"]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxquant.compat.private import OpOverload, OpOverloadPacket, flex_attention_op
+from fxquant.compat.private import OpOverload, OpOverloadPacket, flex_attention_op, torch_grouped_mm
 from fxquant.passes.find import products
 from fxquant.passes.find.attention import fused as attention
 from fxquant.passes.find.attention.flex import flex
@@ -91,7 +91,7 @@ FUNCTIONS: dict[Callable[..., Any], str] = {
     torch.conv_transpose1d: "conv_transpose1d",
     torch.conv_transpose2d: "conv_transpose2d",
     torch.conv_transpose3d: "conv_transpose3d",
-    torch._grouped_mm: "_grouped_mm",
+    torch_grouped_mm: "_grouped_mm",
     F.scaled_dot_product_attention: "scaled_dot_product_attention",
     flex_attention_op: "flex_attention",
     F.multi_head_attention_forward: "multi_head_attention_forward",

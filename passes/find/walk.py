@@ -27,6 +27,7 @@ from fxquant.passes.find.contraction import by_flops, requires_grad
 from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import Form, Site, form_of
 from fxquant.passes.find.opaque import opaque
+from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import value_of
 
 Regions = Mapping[str, torch.dtype | None]
@@ -69,7 +70,7 @@ class _Walk:
     def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
         form = form_of(node)
         if form is None and isinstance(node.target, HigherOrderOperator):
-            yield from self.bodies(node, str(node.target._name), regions)
+            yield from self.bodies(node, higher_order_op(node), regions)
             return
         match = None
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(_maybe_value(node))):

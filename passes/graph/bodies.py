@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.compat.private import HigherOrderOperator, tree_leaves
+from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import value_of
 
 _LAST_TUPLE = frozenset(("cond", "while_loop", "scan", "map_impl"))
@@ -33,13 +34,13 @@ class Call:
     @property
     def takes_more(self) -> bool:
         """Whether `append` knows where this op's operands end."""
-        name = _name(self.node)
+        name = higher_order_op(self.node)
         return name in _FLAT or (name in _LAST_TUPLE and isinstance(self.node.args[-1], (tuple, list)))
 
     def append(self, operand: fx.Node) -> None:
         """Passes one more tensor to every body. The placeholders for it are the caller's to add."""
         args = self.node.args
-        if _name(self.node) in _FLAT:
+        if higher_order_op(self.node) in _FLAT:
             self.node.args = (*args, operand)
         else:
             last = args[-1]
@@ -48,10 +49,10 @@ class Call:
 
     def _own(self) -> int:
         """How many operands, counted from the end, can be removed."""
-        if _name(self.node) in _LAST_TUPLE:
+        if higher_order_op(self.node) in _LAST_TUPLE:
             last = self.node.args[-1]
             return len(last) if isinstance(last, (tuple, list)) else 0
-        return len(self.operands) if _name(self.node) in _FLAT else 0
+        return len(self.operands) if higher_order_op(self.node) in _FLAT else 0
 
     def drop_unused(self) -> int:
         """Stops passing what no body reads; returns the number of operands dropped."""
@@ -71,7 +72,7 @@ class Call:
 
     def _remove(self, place: int) -> None:
         args = self.node.args
-        if _name(self.node) in _FLAT:
+        if higher_order_op(self.node) in _FLAT:
             self.node.args = (*args[: len(args) - place], *args[len(args) - place + 1 :])
         else:
             last: Any = args[-1]
@@ -154,10 +155,6 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
         made = graph.placeholder(node.name)
     made.meta = dict(node.meta)
     return made
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_name", ""))
 
 
 def _value(node: fx.Node) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat.private import OpOverload, OpOverloadPacket
+from fxquant.compat.private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 FXQUANT_OPS = "fxquant"
 """The namespace of the operators of this project."""
@@ -102,10 +102,37 @@ def calls(node: Any, names: Collection[str]) -> bool:
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and op_name(node) in names
 
 
+def fxquant_op(node: fx.Node) -> str:
+    """Returns the name of the operator of fxquant that a node calls, without namespace; "" for another node."""
+    if node.op != "call_function":
+        return ""
+    packet = getattr(node.target, "overloadpacket", node.target)  # Dynamo records what a user wrote: often a packet
+    space, _, name = getattr(packet, "_qualified_op_name", "").partition("::")
+    return name if space == FXQUANT_OPS else ""
+
+
 def is_fxquant(node: fx.Node, name: str | None = None) -> bool:
     """Returns True if a node calls an operator of fxquant, or the one called `name`."""
-    if node.op != "call_function":
-        return False
-    packet = getattr(node.target, "overloadpacket", node.target)  # Dynamo records what a user wrote: often a packet
-    space, _, operator = getattr(packet, "_qualified_op_name", "").partition("::")
-    return space == FXQUANT_OPS and name in (None, operator)
+    operator = fxquant_op(node)
+    return operator != "" and name in (None, operator)
+
+
+def higher_order_op(node: fx.Node) -> str:
+    """Returns the name of the operator over graphs that a node calls; "" for another node."""
+    return str(node.target._name) if isinstance(node.target, HigherOrderOperator) else ""
+
+
+def writes(node: fx.Node) -> bool:
+    """Returns True if a node calls an operator that writes into its arguments."""
+    return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Returns the arguments that a node writes into."""
+    written: list[fx.Node] = []
+    for index, argument in enumerate(node.target._schema.arguments if isinstance(node.target, OpOverload) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            written += [value for value in values if isinstance(value, fx.Node)]
+    return written

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import artificial_source, copy_sources, mark_static, tag_activation_checkpoint
+from fxquant.compat.private import copy_sources, mark_static, name_source, tag_activation_checkpoint
 from fxquant.compat.values import fake_mode_of
 from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.passes.graph.names import is_fxquant
@@ -87,11 +87,9 @@ def bind_state(
             if slots.rounded:
                 bound = replace(bound, random=_next_step(graph, inputs["random"], training))
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        if hasattr(node, "_dynamo_source"):
-            copies[node]._dynamo_source = node._dynamo_source
     bound_gm = fx.GraphModule(gm, graph)
     bound_gm.meta = dict(gm.meta)
-    copy_sources(gm, bound_gm)
+    copy_sources(gm, bound_gm, copies)
     _bind(bound_gm, bound)
     added = [node for node in graph.nodes if node not in set(copies.values())]
     _add_values(added, dict(zip(inputs.values(), tensors.values(), strict=True)), gm)
@@ -116,7 +114,7 @@ def _add_values(added: Sequence[fx.Node], tensors: Mapping[fx.Node, Tensor], gm:
 
 def _input(graph: fx.Graph, name: str) -> fx.Node:
     node = graph.placeholder(f"fxquant_{name}")
-    node._dynamo_source = artificial_source(f"fxquant_{name}")
+    name_source(node, f"fxquant_{name}")
     mark_static(node)
     return node
 

@@ -20,11 +20,12 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxquant.compat.private import (
-    artificial_source,
     copy_sources,
     is_traceable_wrapper_subclass,
+    name_source,
     tag_activation_checkpoint,
 )
+from fxquant.compat.values import version
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.grouped.ops import quantize_groups
@@ -72,12 +73,9 @@ def cache_weights(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Taken], list
     """A copy of `gm` that takes quantized weights behind its own inputs, what they are, and their examples."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, copies))
-    for old, new in copies.items():
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
     made = fx.GraphModule(gm, graph)
     made.meta = dict(gm.meta)
-    copy_sources(gm, made)
+    copy_sources(gm, made, copies)
     inputs = _Inputs(graph)
     inputs.written = _written(gm)
     inputs.bind(made, {})
@@ -182,7 +180,7 @@ class _Inputs:
                 with self.graph.inserting_after(self.last):
                     name = f"fxquant_weight_{len(self.taken)}_{i}"
                     self.last = self.graph.placeholder(name)
-                self.last._dynamo_source = artificial_source(name)
+                name_source(self.last, name)
                 self.last.meta["example_value"] = fake
                 nodes.append(self.last)
             self.nodes[key] = nodes
@@ -194,7 +192,7 @@ def _written(gm: fx.GraphModule) -> set[StorageWeakRef]:
     """The memory that a captured graph or a body in it writes into: capturing has counted the writes."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     values = [node.meta.get("example_value") for graph in graphs for node in graph.nodes]
-    changed = [x for x in values if isinstance(x, Tensor) and not x.is_inference() and x._version > 0]
+    changed = [x for x in values if isinstance(x, Tensor) and not x.is_inference() and version(x) > 0]
     return {_memory(x) for x in changed if x.layout == torch.strided}
 
 

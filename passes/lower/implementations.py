@@ -28,7 +28,7 @@ from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear import cublas as gemm
 from fxquant.passes.graph.match import behind_views
-from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.names import fxquant_op, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import in_memory
 from fxquant.passes.lower import few_rows
@@ -49,7 +49,7 @@ def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) 
 
     `portable` and `kernels` are those of `lower`.
     """
-    name = str(getattr(node.target, "_opname"))  # noqa: B009
+    name = fxquant_op(node)
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     lies = name in _READS_VALUES and in_memory(node.args[0])
     if device.type == "cuda":

@@ -29,7 +29,7 @@ from fxquant.compat.values import faking, statically_known_true, unguarded_sizes
 from fxquant.errors import GraphVerificationError
 from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
-from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.names import is_fxquant, writes
 from fxquant.passes.graph.values import val
 from fxquant.passes.lower import few_rows
 from fxquant.passes.lower.implementations import implementation
@@ -148,7 +148,7 @@ def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
         args, kwargs = _values_apart(node)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
-            traced[key] = _trace(run, args, kwargs, portable, _writes(node))
+            traced[key] = _trace(run, args, kwargs, portable, writes(node))
         outputs = _inline(node, traced[key])
         if isinstance(val(node), (list, tuple)):
             for item in list(node.users):
@@ -163,12 +163,6 @@ def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
         raise GraphVerificationError(f"operators left after lowering: {left}")
     graph.lint()
     return count
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether an operator writes into its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _values_apart(node: fx.Node) -> Any:
