@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxquant.compat.values import statically_known_true
-from fxquant.passes.graph.axes import order_of
+from fxquant.passes.graph.axes import order_of, same, same_sizes
 from fxquant.passes.graph.names import (
     DETACHES,
     EXPANDS,
@@ -95,7 +94,7 @@ def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | Non
         if order_of(node, before.ndim) == [*range(before.ndim - 2), before.ndim - 1, before.ndim - 2]:
             transposed = not transposed
         elif not calls(node, SAME_PLACES | DETACHES) and not (
-            calls(node, RESHAPES | UNIT_AXES) and after.ndim > 2 and _same(before.shape[-2:], after.shape[-2:])
+            calls(node, RESHAPES | UNIT_AXES) and after.ndim > 2 and same_sizes(before.shape[-2:], after.shape[-2:])
         ):
             return None
         node = source
@@ -108,10 +107,10 @@ def expanded_from(node: fx.Node, repeating: Collection[int]) -> fx.Node | None:
     """
     expanded = value_of(node).shape
     shape = torch.Size([size for axis, size in enumerate(expanded) if axis not in repeating])
-    repeats = any(not statically_known_true(expanded[axis] == 1) for axis in repeating)
+    repeats = any(not same(expanded[axis], 1) for axis in repeating)
     while repeats and calls(node, EXPANDS | RESHAPES | UNIT_AXES) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        if value_of(node).ndim == len(shape) and _same(value_of(node).shape, shape):
+        if same_sizes(value_of(node).shape, shape):
             return node
     return None
 
@@ -129,10 +128,6 @@ def _index_of(node: fx.Node) -> fx.Node | None:
     value = value_of(index) if isinstance(index, fx.Node) else None
     whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
     return index if whole and isinstance(index, fx.Node) else None
-
-
-def _same(a: torch.Size, b: torch.Size) -> bool:
-    return all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def _indexes_by_tensor(node: fx.Node) -> bool:

@@ -141,4 +141,9 @@ def same(a: Dim, b: Dim) -> bool:
     return statically_known_true(a == b)
 
 
-__all__ = ["Parts", "order_before", "order_of", "same"]
+def same_sizes(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+    """Returns True if all sizes are equal, as far as is known without deciding on dynamic ones."""
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+__all__ = ["Parts", "order_before", "order_of", "same", "same_sizes"]

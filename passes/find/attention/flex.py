@@ -24,8 +24,8 @@ from torch import fx
 from fxquant.compat.values import fake_mode_of
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
+from fxquant.passes.find.attention.emit import Unknown, without_repeats
 from fxquant.passes.find.attention.fused import attention_products
-from fxquant.passes.find.attention.written_out import Unknown, without_repeats
 from fxquant.passes.find.contraction import Site, requires_grad, settle
 from fxquant.passes.find.facts import Attend, Attention, Builder, Match
 from fxquant.passes.graph.names import op_name

@@ -11,7 +11,7 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
-from fxquant.passes.find.attention.written_out import without_repeats
+from fxquant.passes.find.attention.emit import without_repeats
 from fxquant.passes.find.contraction import Site, requires_grad, settle
 from fxquant.passes.find.facts import Attend, Attention, Builder, Match, Product, product_of
 from fxquant.passes.graph.values import Dim, value_of

@@ -1,0 +1,190 @@
+"""Writes an attention that was found as two products: q, k and v in canonical axes, and the tensors of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxquant.passes.find.contraction import arrange, permute
+from fxquant.passes.find.facts import Builder, Contraction, Label, product_of
+from fxquant.passes.graph.axes import same, same_sizes
+from fxquant.passes.graph.names import COPIES, EXPANDS, PICKS, RESHAPES, UNIT_AXES, op_name
+from fxquant.passes.graph.values import Dim, value_of
+
+
+class Unknown(Exception):
+    """A chain cannot be read; says why."""
+
+
+Change = Callable[[Builder, fx.Node], fx.Node]
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Input `slot` of `user`, taken when the chain is rewritten, in a place where the scores have these batch sizes."""
+
+    user: fx.Node
+    slot: int
+    lead: tuple[Dim, ...]
+    change: Change | None = None
+    order: tuple[int, ...] = ()
+
+    @property
+    def node(self) -> fx.Node:
+        return self.user.all_input_nodes[self.slot]
+
+    def repeated(self) -> tuple[Dim, ...]:
+        """The batch sizes along which the tensor must be repeated before its batch axes can be reshaped."""
+        shape = tuple(value_of(self.node).shape)
+        if self.order:
+            shape = (1,) * (len(self.order) - len(shape)) + shape
+            shape = tuple(shape[axis] for axis in self.order)
+        outer = shape[:-2]
+        if all(isinstance(size, int) and size == 1 for size in outer):
+            return ()
+        outer = (1,) * (len(self.lead) - len(outer)) + outer
+        return tuple(wide for wide, size in zip(self.lead, outer, strict=True) if not same(wide, size))
+
+    def build(self, builder: Builder, lead: tuple[Dim, ...], like: fx.Node) -> fx.Node:
+        """The tensor for scores whose batch sizes are `lead`, those of `like` [*lead, _, _]."""
+        repeated = self.repeated()
+        node = self.node if self.change is None else self.change(builder, self.node)
+        outer = value_of(node).shape[:-2]
+        if same_sizes(self.lead, lead) or not outer:
+            return node
+        if all(isinstance(size, int) and size == 1 for size in outer):
+            return builder.call(torch.reshape, node, [builder.size(node, axis) for axis in (-2, -1)])
+        if repeated:
+            sizes = [*_sizes(builder, self.lead, like), -1, -1]
+            node = builder.call(torch.Tensor.expand, node, sizes)
+        return with_lead(builder, node, lead, like)
+
+
+class Scores:
+    """The first product: the scores are [*lead, queries, keys]."""
+
+    def __init__(self, plan: Contraction) -> None:
+        *self.labels, self.row, column = plan.out
+        outer = [label for label in self.labels if label in plan.rows]
+        shared = [label for label in self.labels if label in plan.batch]
+        if (
+            plan.columns != (column,) or self.row not in plan.rows or len(plan.inner) != 1
+            or self.labels != [*shared, *outer]
+        ):  # fmt: skip
+            raise Unknown("its scores are not [*batch, queries, keys]")
+        self.plan, self.shared_labels, self.outer = plan, shared, outer
+        self.lead = tuple(map(plan.left.size, self.labels))
+
+    @property
+    def shared(self) -> tuple[Dim, ...]:
+        """The batch sizes of k and v: of one head, where queries alone have heads."""
+        sizes = tuple(map(self.plan.left.size, self.shared_labels))
+        return (*sizes, 1) if self.outer and len(sizes) < 2 else sizes
+
+    def canonical(self) -> tuple[Dim, ...]:
+        """The batch sizes of q: those of k, the last one times the heads that only queries have."""
+        if not self.outer:
+            return self.lead
+        *batch, heads = self.shared
+        return (*batch, heads * product_of(map(self.plan.left.size, self.outer)))
+
+    def operands(self, builder: Builder, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
+        plan, batch = self.plan, len(self.shared) - 1
+        left, right = (operand.viewed(builder, node) for operand, node in ((plan.left, left), (plan.right, right)))
+        q = arrange(builder, left, plan.left, [*((label,) for label in self.labels), (self.row,), plan.inner])
+        k = arrange(builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.columns, plan.inner])
+        if len(self.shared) > len(self.shared_labels):
+            k = builder.call(torch.unsqueeze, k, batch)
+        return q if len(self.labels) == len(self.shared) else builder.call(torch.flatten, q, batch, -3), k
+
+
+class Context:
+    """The second product: of weights [*lead, queries, keys]."""
+
+    def __init__(self, plan: Contraction, axes: int) -> None:
+        shared = [label for label in plan.left.kept if label in plan.batch]
+        *outer, self.row = (label for label in plan.left.kept if label in plan.rows)
+        if len(plan.columns) != 1:
+            raise Unknown("its second product does not contract the keys")
+        self.labels = [*shared, *outer]
+        self.plan, self.axes, self.shared_labels = plan, axes, shared
+        self.lead = tuple(map(plan.left.size, self.labels))
+
+    @property
+    def shared(self) -> tuple[Dim, ...]:
+        """The batch sizes of v."""
+        return tuple(map(self.plan.left.size, self.shared_labels))
+
+    def operand(self, builder: Builder, right: fx.Node) -> fx.Node:
+        plan = self.plan
+        right = plan.right.viewed(builder, right)
+        return arrange(
+            builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.inner, plan.columns]
+        )
+
+    def result(self, builder: Builder, node: fx.Node) -> fx.Node:
+        have: tuple[Label, ...] = (*self.labels, self.row, *self.plan.columns)
+        result = permute(builder, node, have, self.plan.out)
+        merged = len(self.plan.out) - self.axes
+        return builder.call(torch.flatten, result, 0, merged) if merged else result
+
+
+def with_lead(builder: Builder, node: fx.Node, lead: tuple[Dim, ...], like: fx.Node) -> fx.Node:
+    """A tensor [*batch, S, D] with its batch axes in other sizes, of which at most one is not of `like`."""
+    if same_sizes(value_of(node).shape[:-2], lead):
+        return node
+    sizes = _sizes(builder, lead, like)
+    return builder.call(torch.reshape, node, [*sizes, builder.size(node, -2), builder.size(node, -1)])
+
+
+def _sizes(builder: Builder, sizes: Sequence[Dim], like: fx.Node) -> list[int | fx.Node]:
+    """Numbers, or nodes of the same sizes of `like`, or -1."""
+    nodes: list[int | fx.Node] = []
+    for size in sizes:
+        axes = [axis for axis, x in enumerate(value_of(like).shape) if same(size, x)]
+        nodes.append(size if isinstance(size, int) else builder.size(like, axes[0]) if axes else -1)
+    return nodes
+
+
+def unknown_sizes(sizes: Sequence[Dim], among: Sequence[Dim]) -> list[Dim]:
+    """The dynamic ones of the sizes that are not among others."""
+    return [size for size in sizes if not isinstance(size, int) and not any(same(size, x) for x in among)]
+
+
+def without_repeats(key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Keys and values [B, H, S, D] before each of their heads was repeated for several queries, if both were."""
+    before = [_unrepeated(node) for node in (key, value)]
+    if before[0] is None or before[1] is None:
+        return key, value
+    alike = same_sizes(value_of(before[0]).shape[:2], value_of(before[1]).shape[:2])
+    return (before[0], before[1]) if alike else (key, value)
+
+
+def _unrepeated(node: fx.Node) -> fx.Node | None:
+    shape = value_of(node).shape
+    if len(shape) != 4:
+        return None
+    name, args = op_name(node), node.args
+    if name == "repeat_interleave":
+        times, axis = (*args[1:], node.kwargs.get("dim"))[:2] if len(args) > 1 else (None, None)
+        source = args[0]
+        return source if isinstance(times, int) and axis in (1, -3) and isinstance(source, fx.Node) else None
+    chain: list[fx.Node] = []
+    for names in (RESHAPES, COPIES | {""}, EXPANDS, PICKS | UNIT_AXES):
+        if op_name(node) in names:
+            chain.append(node)
+            source = node.args[0]
+            if not isinstance(source, fx.Node):
+                return None
+            node = source
+        elif "" not in names:
+            return None
+    *_, expanded, one = chain
+    wide, narrow = value_of(expanded).shape, value_of(node).shape
+    if len(wide) != 5 or len(narrow) != 4 or value_of(one).shape[2] != 1:
+        return None
+    whole = same_sizes(narrow, (*wide[:2], *wide[3:])) and same_sizes(shape, (wide[0], wide[1] * wide[2], *wide[3:]))
+    return node if whole else None
