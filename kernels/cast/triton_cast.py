@@ -10,7 +10,6 @@ left to Inductor, which takes it where the tensor is produced.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,270 +22,18 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.patches import declare_written
-from fxquant.formats import MX_MODES, QuantSpec
+from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_producers
-from fxquant.kernels.cast.codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, codes
+from fxquant.kernels.cast.codes import codes
 from fxquant.kernels.cast.producers import PRODUCERS
 from fxquant.kernels.cast.triton_producers import load_pair, load_tile
+from fxquant.kernels.cast.triton_scales import NONE, PER_ROW, side_constants, side_factors
+from fxquant.kernels.cast.triton_tile import axis_range, four_columns, raise_columns, raise_rows
 
-_NONE, _GIVEN, _PER_TENSOR, _PER_ROW, _BLOCK, _MX = (tl.constexpr(i) for i in range(6))
-"""How a side is scaled: not wanted, by a multiplier, from an amax of the tensor or of each row, or in blocks."""
 _UNRECORDED, _RECORD, _SINCE = (tl.constexpr(i) for i in range(3))
 """Amaxes are not taken, or as in `delayed.record`, or as in `delayed.record_since`."""
-_KINDS = {"per_tensor": _PER_TENSOR, "per_row": _PER_ROW, "block": _BLOCK, "mxfp8": _MX}
-_RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
-assert MX_MODES == ("rceil", "floor", "ceil", "even")
-_KIND, _P, _Q, _FMAX, _LOG, _MANTISSA, _MODE, _LARGEST, _EPS, _POW2, _BELOW, _MOST = (
-    tl.constexpr(i) for i in range(12)
-)
-"""What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
 _AMAX_LAYOUT, _AMAX_LAYOUT_OF_PRODUCERS = (16, 2, 8), (8, 2, 4)
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
-
-
-@triton.jit
-def _quotient(m):
-    """1.75 / m rounded to nearest, for m in [1, 2), without the branches of a division that takes every operand.
-
-    A reciprocal refined once, and a quotient once with the remainder, are those of the rounded division (Markstein,
-    1990); they give its bits for all 2^23 values of m.
-    """
-    if INTERPRETED:
-        return tl.div_rn(tl.full(m.shape, 1.75, tl.float32), m)
-    y = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], dtype=tl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-    y = tl.fma(tl.fma(-m, y, 1.0), y, y)
-    q = 1.75 * y
-    return tl.fma(tl.fma(-q, m, 1.75), y, q)
-
-
-@triton.jit
-def _multiplier(amax, SIDE: tl.constexpr):
-    """`reference.multiplier_from_amax`. torchao's float64 quotient rounds to the same float32 as this one.
-
-    (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
-    """
-    LOG: tl.constexpr = SIDE[_LOG]
-    LARGEST: tl.constexpr = SIDE[_LARGEST]
-    EPS: tl.constexpr = SIDE[_EPS]
-    POW2: tl.constexpr = SIDE[_POW2]
-    BELOW: tl.constexpr = SIDE[_BELOW]
-    MOST: tl.constexpr = SIDE[_MOST]
-    tl.static_assert(SIDE[_FMAX] == 1.75 * 2**LOG)
-    if EPS > 0:
-        amax = tl.where(amax < EPS, EPS, amax)
-    bits = amax.to(tl.int32, bitcast=True)
-    if POW2:  # the exponent of 1.75 / m, which rounding does not change
-        quotient = (127 - (((bits & 0x7FFFFF) + 0x1FFFFF) >> 23)) << 23
-    else:
-        quotient = _quotient(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
-        quotient = quotient.to(tl.int32, bitcast=True)
-    exponent = (LOG + 127) - (bits >> 23)
-    scale = (quotient + (exponent << 23)).to(tl.float32, bitcast=True)
-    if BELOW > 0:  # torchao's
-        most = tl.full(amax.shape, MOST, tl.float32)
-        if POW2:
-            most = (most.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-        scale = tl.where(amax < BELOW, most, scale)
-        scale = tl.where(amax < float("inf"), scale, 0.0)
-    else:
-        largest = tl.full(amax.shape, LARGEST, tl.float32)
-        if POW2:
-            largest = (largest.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-        # an exponent of 128 is infinity; of subnormal amaxes, whose quotient is infinite, it is no less
-        scale = tl.where((quotient >> 23) + exponent > 254, largest, scale)
-        scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
-    return scale
-
-
-@triton.jit
-def _power(exponent):
-    """2^(exponent - 127) in float32, for exponents from 0 to 254."""
-    return tl.maximum(exponent << 23, 0x00400000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(factor, SIDE: tl.constexpr):
-    """What dequantization multiplies by: 1 / factor."""
-    if SIDE[_POW2] and SIDE[_BELOW] == 0:
-        return _power(254 - (factor.to(tl.int32, bitcast=True) >> 23))
-    return tl.div_rn(1.0, factor)
-
-
-@triton.jit
-def _e8m0(amax, SIDE: tl.constexpr):
-    """`reference.e8m0_from_amax`."""
-    MODE: tl.constexpr = SIDE[_MODE]
-    if MODE == _RCEIL:
-        bits = (amax * (1.0 / SIDE[_FMAX])).to(tl.int32, bitcast=True)
-        code = tl.where(bits <= 0x00400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
-    else:
-        bits = amax.to(tl.int32, bitcast=True)
-        if MODE == _CEIL:
-            bits = bits + 0x7FFFFF
-        elif MODE == _EVEN:
-            bits = bits + (1 << (22 - SIDE[_MANTISSA]))
-        code = tl.maximum((bits >> 23) - SIDE[_LOG], 0)
-    return code
-
-
-@triton.jit
-def _axis(SIZE: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr = 5):
-    """0, 1, ... along an axis of a tensor. (Through a reshape Triton would not see what is contiguous.)"""
-    i = tl.arange(0, SIZE)
-    for axis in tl.static_range(RANK):
-        if axis != AXIS:
-            i = tl.expand_dims(i, axis)
-    return i
-
-
-@triton.jit
-def _four(x, N: tl.constexpr, LAYOUT: tl.constexpr):
-    """[LK, LM, WK, WM, 4 N] as the first, second, third and fourth of every four neighbours."""
-    even, odd = tl.split(tl.reshape(x, (LAYOUT[0], LAYOUT[1], LAYOUT[2], LAYOUT[3], N, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
-    """The amaxes, NaN ignored, of blocks of P rows and Q columns; an axis keeps what it has in blocks."""
-    LK: tl.constexpr = LAYOUT[0]
-    LM: tl.constexpr = LAYOUT[1]
-    WK: tl.constexpr = LAYOUT[2]
-    WM: tl.constexpr = LAYOUT[3]
-    R: tl.constexpr = LAYOUT[4]
-    tl.static_assert((P <= R * LM) | (P == R * LM * WM))
-    tl.static_assert((Q <= 4 * LK) | (Q == 4 * LK * WK))
-    amax = tl.abs(x)
-    if P > 1:
-        amax = tl.max(amax, axis=4, keep_dims=True)
-    if Q >= 4 * LK:
-        amax = tl.max(amax, axis=0, keep_dims=True)
-    elif Q > 4:
-        amax = tl.max(tl.reshape(amax, (4 * LK // Q, Q // 4, LM, WK, WM, amax.shape[4])), axis=1)
-    if P >= R * LM:
-        amax = tl.max(amax, axis=1, keep_dims=True)
-    elif P > R:
-        amax = tl.max(tl.reshape(amax, (amax.shape[0], LM * R // P, P // R, WK, WM, 1)), axis=2)
-    if P > R * LM:
-        amax = tl.max(amax, axis=3, keep_dims=True)
-    if Q > 4 * LK:
-        amax = tl.max(amax, axis=2, keep_dims=True)
-    return tl.maximum(amax, 0.0)  # of NaN alone
-
-
-@triton.jit
-def _spread(v, LAYOUT: tl.constexpr):
-    """What blocks have, for the threads of a warp that share them, where these are not all beside each other."""
-    LK: tl.constexpr = LAYOUT[0]
-    LM: tl.constexpr = LAYOUT[1]
-    A: tl.constexpr = v.shape[0]
-    B: tl.constexpr = v.shape[1]
-    C: tl.constexpr = v.shape[2]
-    D: tl.constexpr = v.shape[3]
-    E: tl.constexpr = v.shape[4]
-    if A > 1 and A < LK:
-        v = tl.reshape(tl.broadcast_to(tl.expand_dims(v, 1), (A, LK // A, B, C, D, E)), (LK, B, C, D, E))
-    if B > 1 and B < LM:
-        F: tl.constexpr = v.shape[0]
-        v = tl.reshape(tl.broadcast_to(tl.expand_dims(v, 2), (F, B, LM // B, C, D, E)), (F, LM, C, D, E))
-    return v
-
-
-@triton.jit
-def _block_scale(amax, SIDE: tl.constexpr):
-    """What elements of blocks with these amaxes are multiplied by, and the scales to store."""
-    if SIDE[_KIND] == _MX:
-        code = _e8m0(amax, SIDE)
-        factor, stored = _power(254 - code), code.to(tl.uint8)
-    else:
-        factor = _multiplier(amax, SIDE)
-        stored = _inverse(factor, SIDE)
-    return factor, stored
-
-
-@triton.jit
-def _store_scales(
-    v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
-):  # fmt: skip
-    """Stores scales v [LK, LM, WK, WM, R, 2, 2], the last axes for four columns, from a row and a column on.
-
-    Each stands in DOWN rows and ACROSS columns.
-    """
-    A: tl.constexpr = v.shape[3] * v.shape[1] * v.shape[4]
-    B: tl.constexpr = v.shape[2] * v.shape[0] * v.shape[5] * v.shape[6]
-    if A * DOWN * B * ACROSS == 1:  # as a tensor of one, Triton computes it from the whole tile in each thread
-        row, column, v = first_row, first_column, tl.max(v)
-    else:
-        v = tl.reshape(tl.permute(v, (3, 1, 4, 2, 0, 5, 6)), (A, 1, B, 1))
-        v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
-        row = first_row + tl.arange(0, A * DOWN)[:, None]
-        column = first_column + tl.arange(0, B * ACROSS)[None, :]
-    place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
-    tl.store(scale + place, v, mask=(row < rows) & (column < columns))
-
-
-@triton.jit
-def _line_factor(amax, scale, at, length, first, SIDE: tl.constexpr):
-    """What the lines `at` of an axis of `length` are multiplied by; the `first` tile stores their scales."""
-    inside = at < length
-    factor = _multiplier(tl.load(amax + at, mask=inside, other=1.0), SIDE)
-    if first:
-        tl.store(scale + at, _inverse(factor, SIDE), mask=inside)
-    return factor
-
-
-@triton.jit
-def _factors(
-    parts, arg, scale, rows, columns, row_step, column_step, first_row, first_column, down, across, M, K,
-    COLUMN: tl.constexpr, SIDE: tl.constexpr, LAYOUT: tl.constexpr,
-):  # fmt: skip
-    """What the four parts of a tile are multiplied by for one side, whose scales it stores.
-
-    `scale` has `rows` x `columns` of them in tile order. `arg` holds what the scales are made of, if not of the tile.
-    """
-    KIND: tl.constexpr = SIDE[_KIND]
-    P: tl.constexpr = SIDE[_P]
-    Q: tl.constexpr = SIDE[_Q]
-    if KIND == _GIVEN or KIND == _PER_TENSOR:
-        f = tl.load(arg)
-        if KIND == _PER_TENSOR:
-            f = _multiplier(f, SIDE)
-        if (first_row == 0) & (first_column == 0):
-            tl.store(scale, tl.div_rn(1.0, f))
-        factors = (f, f, f, f)
-    elif KIND == _PER_ROW and COLUMN:
-        factors = ()
-        for j in tl.static_range(4):
-            factors += (_line_factor(arg, scale, first_column + across + j, K, first_row == 0, SIDE),)
-    elif KIND == _PER_ROW:
-        f = _line_factor(arg, scale, first_row + down, M, first_column == 0, SIDE)
-        factors = (f, f, f, f)
-    else:
-        if Q > 1:
-            a, b, c, d = parts
-            amax = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-            factor, stored = _block_scale(_amax(amax, P, Q, LAYOUT), SIDE)
-            f = _spread(factor, LAYOUT)
-            factors = (f, f, f, f)
-            stored = tl.expand_dims(tl.expand_dims(stored, 5), 6)
-        else:
-            factors = ()
-            scales = ()
-            for j in tl.static_range(4):
-                factor, stored = _block_scale(_amax(parts[j], P, Q, LAYOUT), SIDE)
-                factors += (_spread(factor, LAYOUT),)
-                scales += (stored,)
-            stored = tl.join(tl.join(scales[0], scales[2]), tl.join(scales[1], scales[3]))
-        # a 32x32 tile's code stands in each of its rows, of the side's own orientation
-        DOWN: tl.constexpr = P if KIND == _MX and Q > 1 and not COLUMN else 1
-        ACROSS: tl.constexpr = Q if KIND == _MX and P > 1 and COLUMN else 1
-        row, column = first_row // P * DOWN, first_column // Q * ACROSS
-        _store_scales(stored, scale, row, column, rows, columns, row_step, column_step, DOWN, ACROSS)
-    return factors
 
 
 @triton.jit
@@ -338,10 +85,10 @@ def cast_kernel(
     tiles_across = tl.cdiv(padded_K, 4 * LK * WK)
     first_row = (program // tiles_across) * (R * LM * WM)
     first_column = (program % tiles_across) * (4 * LK * WK)
-    first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
-    down = first_down + _axis(R, 4)
-    across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
-    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
+    first_down = (axis_range(WM, 3) * LM + axis_range(LM, 1)) * R
+    down = first_down + axis_range(R, 4)
+    across = (axis_range(WK, 2) * LK + axis_range(LK, 0)) * 4
+    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + axis_range(4, 5, 6)
     if AT_ONCE:
         tiles = load_pair(x, in1, in2, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER)
     else:
@@ -353,7 +100,7 @@ def cast_kernel(
         )  # fmt: skip
     for i in tl.static_range(2 if AT_ONCE else 1):
         result = first_result + i
-        parts = _four(tiles[i].to(tl.float32), R, LAYOUT)
+        parts = four_columns(tiles[i].to(tl.float32), R, LAYOUT)
         if RECORD:
             a, b, c, d = parts
             largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
@@ -363,9 +110,9 @@ def cast_kernel(
                 tl.atomic_max(recorded + place, (tl.load(step) << 32) + bits.to(tl.int64), sem="relaxed")
             else:
                 tl.atomic_max(recorded.to(tl.pointer_type(tl.int32), bitcast=True) + place, bits, sem="relaxed")
-        if ROW_KIND != _NONE:
-            factors = _factors(
-                parts, row_arg + result * (M if ROW_KIND == _PER_ROW else 1), row_scale + result * row_scale_size,
+        if ROW_KIND != NONE:
+            factors = side_factors(
+                parts, row_arg + result * (M if ROW_KIND == PER_ROW else 1), row_scale + result * row_scale_size,
                 row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, first_row, first_column, down,
                 across, M, K, False, ROW, LAYOUT,
             )  # fmt: skip
@@ -376,18 +123,18 @@ def cast_kernel(
             # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
             place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
             tl.store(out + place, words, mask=(first_row + down < M) & (first_column + across < padded_K))
-        if COLUMN_KIND != _NONE:
-            factors = _factors(
-                parts, column_arg + result * (K if COLUMN_KIND == _PER_ROW else 1),
+        if COLUMN_KIND != NONE:
+            factors = side_factors(
+                parts, column_arg + result * (K if COLUMN_KIND == PER_ROW else 1),
                 column_scale + result * column_scale_size, column_scale_rows, column_scale_columns, column_scale_step,
                 column_scale_column_step, first_row, first_column, down, across, M, K, True, COLUMN, LAYOUT,
             )  # fmt: skip
             out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
             out += ((first_column.to(tl.int64) + result * K) * padded_M + first_row) // 4
             for j in tl.static_range(4):
-                a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
+                a, b, c, d = four_columns(parts[j] * factors[j], R // 4, LAYOUT)
                 words = codes(a, b, c, d, COLUMN_MANTISSA == 2)
-                place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
+                place = (across + j) * (padded_M // 4) + first_down // 4 + axis_range(R // 4, 4)
                 mask = (first_column + across + j < K) & (first_row + first_down < padded_M)
                 tl.store(out + place, words, mask=mask)
 
@@ -408,8 +155,8 @@ def amax_kernel(
     tiles_across = tl.cdiv(K, 256)
     first_row = (tl.program_id(0) // tiles_across) * (W * R * STEPS)
     first_column = (tl.program_id(0) % tiles_across) * 256
-    down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
-    across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
+    down = axis_range(W, 1, 4) * R + axis_range(R, 2, 4)
+    across = axis_range(32, 0, 4) * 8 + axis_range(8, 3, 4)
     largest = tl.zeros((32, W, 1, 8), tl.float32)
     largest_of_second = tl.zeros((32, W, 1, 8), tl.float32)
     for step in range(STEPS):
@@ -421,204 +168,17 @@ def amax_kernel(
             tile = load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, 0, PRODUCER, S, D)
             tile = tl.abs(tile)
         if ROW:
-            _raise_rows(tile, row_amax, row, down, M)
+            raise_rows(tile, row_amax, row, down, M)
             if RESULTS == 2:
-                _raise_rows(other, row_amax + M, row, down, M)
+                raise_rows(other, row_amax + M, row, down, M)
         if COLUMN:
             largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
             if RESULTS == 2:
                 largest_of_second = tl.maximum(largest_of_second, tl.max(other, axis=2, keep_dims=True))
     if COLUMN:
-        _raise_columns(largest, column_amax, first_column, across, K)
+        raise_columns(largest, column_amax, first_column, across, K)
         if RESULTS == 2:
-            _raise_columns(largest_of_second, column_amax + K, first_column, across, K)
-
-
-@triton.jit
-def _raise_rows(tile, row_amax, row, down, M):
-    amax = tl.max(tl.max(tile, axis=3, keep_dims=True), axis=0, keep_dims=True)
-    bits = tl.maximum(amax, 0.0).to(tl.int32, bitcast=True)
-    out = row_amax.to(tl.pointer_type(tl.int32), bitcast=True) + row
-    tl.atomic_max(out + down, bits, mask=row + down < M, sem="relaxed")
-
-
-@triton.jit
-def _raise_columns(largest, column_amax, first_column, across, K):
-    bits = tl.max(largest, axis=1, keep_dims=True).to(tl.int32, bitcast=True)
-    out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + first_column
-    tl.atomic_max(out + across, bits, mask=first_column + across < K, sem="relaxed")
-
-
-@triton.jit
-def take_amaxes(
-    x, row_amax, column_amax, group, first, end, first_column, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    GROUP: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Adds a strip of 256 columns to the amaxes of rows [M] and of the columns of groups [G, K], NaN ignored.
-
-    With GROUP alone to those of groups, [G], in the place of the latter.
-
-    Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as `amax_kernel` does.
-    """
-    down = _axis(W, 1, 4) * R + _axis(R, 2, 4)
-    across = _axis(32, 0, 4) * 8 + _axis(8, 3, 4)
-    in_k = first_column + across < K
-    largest = tl.zeros((32, W, 1, 8), tl.float32)
-    for step in range(STRIP // (W * R)):
-        row = first + step * (W * R)
-        source = x + (row.to(tl.int64) * x_step + first_column)
-        tile = tl.load(source + (down * x_step + across), mask=(row + down < end) & in_k, other=0.0)
-        tile = tl.abs(tile.to(tl.float32))
-        if ROW:
-            _raise_rows(tile, row_amax, row, down, end)
-        if COLUMN or GROUP:
-            largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
-    if GROUP:
-        bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
-        tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + group, bits, sem="relaxed")
-    if COLUMN:
-        bits = tl.maximum(tl.max(largest, axis=1, keep_dims=True), 0.0).to(tl.int32, bitcast=True)
-        out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + (group.to(tl.int64) * K + first_column)
-        tl.atomic_max(out + across, bits, mask=in_k, sem="relaxed")
-
-
-@triton.jit
-def cast_rows(
-    x, row_data, row_scale, column_amax, group, first, last, K, row_units, x_step, SIDE: tl.constexpr,
-    COLUMN: tl.constexpr, STEPS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Quantizes rows of x [M, K], of one group, by their amaxes, and with COLUMN adds them to those of columns [G, K].
-
-    NaN is ignored. Each is read once, R at a time in STEPS, eight columns for each thread of W warps side by side: all
-    columns, and the next rows are asked for before these are scaled.
-    """
-    padded_K = row_units * 16
-    thread = _axis(W, 1, 4) * 32 + _axis(32, 0, 4)
-    down, across, words_across = _axis(R, 2, 4), thread * 8 + _axis(8, 3, 4), thread * 2 + _axis(2, 3, 4)
-    in_k, words_in_k = across < K, 4 * words_across < padded_K
-    source = x + first.to(tl.int64) * x_step + (down * x_step + across)
-    out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True) + first.to(tl.int64) * (padded_K // 4)
-    out += down * (padded_K // 4) + words_across
-    largest = tl.zeros((32, W, 1, 8), tl.float32)
-    tile = tl.load(source, mask=(first + down < last) & in_k, other=0.0)
-    for step in range(STEPS):
-        row = first + step * R
-        source += R * x_step
-        following = tl.load(source, mask=(row + R + down < last) & in_k, other=0.0)
-        values = tile.to(tl.float32)
-        size = tl.abs(values)
-        amax = tl.max(tl.max(tl.max(size, axis=3, keep_dims=True), axis=0, keep_dims=True), axis=1, keep_dims=True)
-        factor = _multiplier(tl.maximum(amax, 0.0), SIDE)
-        inside = row + down < last
-        tl.store(row_scale + row + down, _inverse(factor, SIDE), mask=inside)
-        even, odd = tl.split(tl.reshape(values * factor, (32, W, R, 2, 2, 2)))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        tl.store(out, codes(a, b, c, d, SIDE[_MANTISSA] == 2), mask=inside & words_in_k)
-        out += R * (padded_K // 4)
-        if COLUMN:
-            largest = tl.maximum(largest, tl.max(size, axis=2, keep_dims=True))
-        tile = following
-    if COLUMN:
-        bits = tl.maximum(largest, 0.0).to(tl.int32, bitcast=True)
-        bits = tl.reshape(tl.permute(bits, (1, 0, 2, 3)), (W * 256,))
-        column = tl.max_contiguous(tl.arange(0, W * 256), 1)  # threads of a warp side by side, not eight columns each
-        to = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + group.to(tl.int64) * K
-        tl.atomic_max(to + column, bits, mask=column < K, sem="relaxed")
-
-
-@triton.jit
-def cast_tile(
-    x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
-    row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
-    column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):  # fmt: skip
-    """Quantizes the tile at the row `local` of a group, whose place is as `triton_grouped_cast.strip_of` gives it.
-
-    IN_STEP that row may be before the group's first, which it is in one tile of each column.
-
-    Tiles, their layout, scales and units are those of `cast_kernel`. A group's scales, and what they come
-    from, are `*_scale_group` apart.
-    """
-    LK: tl.constexpr = LAYOUT[0]
-    LM: tl.constexpr = LAYOUT[1]
-    WK: tl.constexpr = LAYOUT[2]
-    WM: tl.constexpr = LAYOUT[3]
-    R: tl.constexpr = LAYOUT[4]
-    padded_M = column_units * 16
-    padded_K = row_units * 16
-    padded_size = padded_end - padded_start
-    first_row = start + local
-    first_down = (_axis(WM, 3) * LM + _axis(LM, 1)) * R
-    down = first_down + _axis(R, 4)
-    across = (_axis(WK, 2) * LK + _axis(LK, 0)) * 4
-    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + _axis(4, 5, 6)
-    left = end - first_row
-    wide_row = first_row.to(tl.int64)
-    source = x + (wide_row * x_step + first_column)
-    inside = (down_6 < left) & (first_column + across_6 < K)
-    if IN_STEP:
-        inside &= down_6 >= -local
-    tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
-    parts = _four(tile, R, LAYOUT)
-    known = tl.minimum(group, G - 1).to(tl.int64)
-    once = tl.maximum(local, 0) + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
-    if ROW[_KIND] != _NONE:
-        row_at = 0
-        row_left = left
-        row_scale += known * row_scale_group
-        if ROW[_KIND] == _GIVEN:
-            row_at = once
-            row_arg += known
-        elif ROW[_P] > 1:
-            row_at = local
-            row_left = row_scale_rows
-        elif ROW[_KIND] == _PER_ROW:
-            row_arg += wide_row
-            row_scale += wide_row
-        else:
-            row_scale += wide_row * row_scale_step
-        factors = _factors(
-            parts, row_arg, row_scale, row_left, row_scale_columns, row_scale_step, row_scale_column_step, row_at,
-            first_column, down, across, left, K, False, ROW, LAYOUT,
-        )  # fmt: skip
-        a, b, c, d = parts
-        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW[_MANTISSA] == 2)
-        out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (wide_row * padded_K + first_column) // 4
-        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
-        in_group = (down < left) & (down >= -local) if IN_STEP else down < left
-        tl.store(out + place, words, mask=in_group & (first_column + across < padded_K))
-    if COLUMN[_KIND] != _NONE:
-        column_at = once
-        blocks_left = 0
-        column_scale += known * column_scale_group
-        if COLUMN[_KIND] == _BLOCK or COLUMN[_KIND] == _MX:
-            column_at = 0
-            blocks_left = (padded_size - local) // COLUMN[_P]  # those behind are of the next group
-            column_scale += ((padded_start + local) // COLUMN[_P]).to(tl.int64) * column_scale_step
-        else:
-            column_arg += known * column_scale_group
-        factors = _factors(
-            parts, column_arg, column_scale, blocks_left, column_scale_columns, column_scale_step,
-            column_scale_column_step, column_at, first_column, down, across, left, K, True, COLUMN, LAYOUT,
-        )  # fmt: skip
-        column = first_column.to(tl.int64)
-        if BATCH:
-            column += known * K
-        first = tl.multiple_of(padded_start + local, 16)
-        out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (column * padded_M + first) // 4
-        for j in tl.static_range(4):
-            a, b, c, d = _four(parts[j] * factors[j], R // 4, LAYOUT)
-            words = codes(a, b, c, d, COLUMN[_MANTISSA] == 2)
-            place = (across + j) * (padded_M // 4) + first_down // 4 + _axis(R // 4, 4)
-            mask = (first_column + across + j < K) & (local + first_down < padded_size)
-            if IN_STEP:
-                mask &= first_down >= -local
-            tl.store(out + place, words, mask=mask)
+            raise_columns(largest_of_second, column_amax + K, first_column, across, K)
 
 
 @dataclass(frozen=True)
@@ -852,28 +412,6 @@ def _make_side(
     if columnwise:
         return _Side(data, scale, unread, constants, (scale_columns, scale_rows), steps[::-1], transposed, results)
     return _Side(data, scale, unread, constants, (scale_rows, scale_columns), steps, transposed, results)
-
-
-def side_constants(
-    spec: QuantSpec | None, dtype: torch.dtype, *, columnwise: bool = False, given: bool = False
-) -> tuple[Any, ...]:
-    """What a kernel is told of the scaling of one side of an x of this dtype; None for a side that is not wanted.
-
-    `given` says that the multiplier of a tensor is, and not its amax.
-    """
-    if spec is None:
-        return (_NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0)
-    element = spec.row.element
-    assert element is not None
-    kind = _GIVEN if given else _KINDS[spec.row.family]
-    block_rows, block_columns = spec.row.block
-    p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
-    largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max
-    below, most = (TORCHAO_BELOW, element.max / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
-    return (
-        kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
-        MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
-    )  # fmt: skip
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:

@@ -22,8 +22,9 @@ from torch.library import wrap_triton
 from fxquant.compat.patches import declare_written
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_cast
-from fxquant.kernels.cast.triton_cast import cast_rows, cast_tile, take_amaxes
+from fxquant.kernels.cast.triton_scales import side_constants
 from fxquant.kernels.grouped import reference as grouped_reference
+from fxquant.kernels.grouped.triton_tile import cast_rows, cast_tile, take_amaxes
 
 _STRIP = 128
 """Rows of a strip."""
@@ -367,7 +368,7 @@ def _whole_rows(
     warps = triton.next_power_of_2(_cdiv(inner, 256))
     wrap_triton(whole_rows_kernel)[(count * (_STRIP // _HEIGHT),)](
         x, data, scale, unread if column_amax is None else column_amax, place.strips, rows, size, inner, units,
-        x.stride(-2), *triton_cast.side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
+        x.stride(-2), *side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
         _ROWS_AT_ONCE if warps < _MOST_WARPS else _ROWS_AT_ONCE_OF_MOST, warps, num_warps=warps,
     )  # fmt: skip
     return [data, scale]
@@ -391,7 +392,7 @@ def _side_of(
     padded_rows: Any, unread: Tensor, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
-        constants = triton_cast.side_constants(None, x.dtype)
+        constants = side_constants(None, x.dtype)
         return _Side(unread, unread, unread, (0, 0, 0, 0, 0), constants, [])
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
@@ -399,7 +400,7 @@ def _side_of(
     groups = x.shape[0] if offs is None else offs.shape[0]
     lines, length = (inner, padded_rows) if columnwise else (x.shape[-2], _up(inner, row.alignment))
     data = torch.empty([*batch, lines, length], dtype=row.element.dtype, device=x.device)
-    constants = triton_cast.side_constants(spec, x.dtype, columnwise=columnwise, given=row.family == "per_tensor")
+    constants = side_constants(spec, x.dtype, columnwise=columnwise, given=row.family == "per_tensor")
     if row.family == "per_tensor":
         scale = torch.empty((groups,), dtype=torch.float32, device=x.device)
         return _Side(data, scale, given(spec, state), (1, 0, 0, 0, 0), constants, [data, scale])
