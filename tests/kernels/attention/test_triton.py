@@ -17,8 +17,11 @@ from triton.compiler import ASTSource
 
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
+from fxquant.formats import AttentionSpec, QuantSpec, Step
+from fxquant.kernels.attention import choice
 from fxquant.kernels.attention import triton as attention
 from fxquant.kernels.attention import triton_cast as head_cast
+from fxquant.kernels.attention.choice import HEAD_DIMS, AttentionFacts, AttentionKernel
 
 
 def test_values_in_the_interpreter() -> None:
@@ -71,7 +74,7 @@ def compiled_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str,
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool) -> None:
     sizes = "heads kv_heads batch_heads batches q_len kv_len v_len most_heads"
     steps = "mask_batch_step mask_head_step mask_row_step mask_column_step seen_batch_step seen_head_step"
@@ -104,16 +107,26 @@ def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool)
 
 
 def test_what_is_taken() -> None:
-    cuda = torch.device("cuda")
+    heads = QuantSpec(format="per_head_e4m3")
 
-    def taken(head_dim: int = 128, dropout: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return attention.supports(head_dim=head_dim, kv_len=100, dropout=dropout, dtype=dtype, device=cuda)
+    def taken(width: int = 128, dropout: float = 0.0, dtype: torch.dtype = torch.bfloat16, keys: int = 100) -> bool:
+        facts = AttentionFacts(
+            spec=AttentionSpec(qkv=heads, s=heads, steps=(Step("mul", 0.125),), dropout=dropout),
+            axes=4,
+            width=width,
+            features=width,
+            dtype=dtype,
+            capability=(9, 0),
+            keys=keys,
+        )
+        return choice.forward(facts).kernel is not AttentionKernel.REFERENCE
 
     assert all(taken(head_dim) for head_dim in (64, 128, 256))
     assert not taken(96)
     assert taken(dropout=0.1)
     assert not taken(dropout=1.0)
     assert not taken(dtype=torch.float32)
+    assert not taken(keys=0)
 
 
 def test_a_negative_scale_is_refused() -> None:
