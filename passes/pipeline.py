@@ -1,151 +1,188 @@
-"""The passes, in the order they run. Analysis writes facts, rewriting reads them.
+"""Every stage, as the passes that it consists of, in order.
 
-On the captured graph, before autograd: `Rewriter`. On the joint graph: `Partition`. On the forward and the backward
-graph, after partitioning: `LOWER`.
-On exported programs, by `fxquant.program`: describe, `Rewriter`, open_calls, fold, calibrate.
+captured   the graph of torch.compile before autograd
+bound      a copy of it with more inputs
+joint      forward and backward in one graph, before torch cuts it
+meaning    the forward or the backward, for `inner="aot_eager"`: what runs are the operators' meanings
+split      the forward or the backward, inside Inductor, also of a package
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 import fxquant
-from fxquant.compat.patches import QuantizedGraphPass
-from fxquant.compat.private import CustomGraphPass, get_hash_for_files, tag_activation_checkpoint
-from fxquant.decisions import Decision
-from fxquant.kernels.linear import timing as gemm_timing
-from fxquant.passes.find.facts import Match, decisions_of, quantized
-from fxquant.passes.find.mha import open_modules
-from fxquant.passes.find.walk import find_matmuls
-from fxquant.passes.graph.log import run_pass
-from fxquant.passes.graph.names import is_fxquant
-from fxquant.passes.insert.bind_state import bind_state, stateful_graphs
-from fxquant.passes.insert.cache_weights import cache_weights
-from fxquant.passes.insert.linear import insert
-from fxquant.passes.joint.partition import SAVE, Partition
-from fxquant.passes.joint.reuse import share_quantized
-from fxquant.passes.lower.amax_before_views import measure_unviewed
-from fxquant.passes.lower.directions import merge
+from fxquant.compat.patches import QuantizedGraphPass, recomputable
+from fxquant.compat.private import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    compiles_backwards,
+    get_hash_for_files,
+    lazy_format_graph_code,
+    min_cut_rematerialization_partition,
+    observed,
+)
+from fxquant.kernels.linear import timing
+from fxquant.passes.captured import (
+    bind_state,
+    cache_weights,
+    drop_unprofitable,
+    find,
+    insert,
+    name_layers,
+    open_modules,
+    predict_reuse,
+    resolve,
+)
+from fxquant.passes.joint.repeat import allow_later_writes, mark_recompute
+from fxquant.passes.joint.reuse import reuse_attention_payload
+from fxquant.passes.joint.scales import REPEATABLE, save_column_amaxes, save_scales
+from fxquant.passes.lower.amax_before_views import amax_before_views
+from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.epilogues import fuse_epilogues
+from fxquant.passes.lower.few_rows import few_rows
 from fxquant.passes.lower.lower import lower
-from fxquant.passes.lower.materialize import write_once
+from fxquant.passes.lower.materialize import materialize_shared_inputs
 from fxquant.passes.lower.producers import fuse_producers
 from fxquant.passes.lower.state.advance import advance_state
-from fxquant.passes.lower.state.batch_amaxes import gather_records
-from fxquant.passes.lower.state.record_in_kernel import record_in_place
-from fxquant.passes.lower.state.split_scales import part_scales
-from fxquant.passes.plan.attention import SLOTS
-from fxquant.passes.plan.layers import name_layers
-from fxquant.passes.plan.resolve import resolve
-from fxquant.passes.plan.reuse import predict_reuse
-from fxquant.passes.plan.weigh import weigh
-from fxquant.quantizers import IdentityQuantizer
-from fxquant.recipes import Recipe
-from fxquant.roles import QuantizerRole
-from fxquant.state import Slots
+from fxquant.passes.lower.state.batch_amaxes import batch_amaxes
+from fxquant.passes.lower.state.record_in_kernel import record_in_kernel
+from fxquant.passes.lower.state.split_scales import split_scales
+from fxquant.passes.settings import Settings
 
-LOWER: tuple[tuple[str, Callable[[fx.Graph], int]], ...] = (
-    ("gather_records", gather_records),
-    ("advance_state", advance_state),
-    ("part_scales", part_scales),
-    ("share_quantized", share_quantized),
-    ("merge", merge),
-    ("fuse_producers", fuse_producers),
-    ("fuse_epilogues", fuse_epilogues),
-    ("measure_unviewed", measure_unviewed),
-    ("record_in_place", record_in_place),
-    ("lower", lower),
-    ("write_once", write_once),
-)
-"""Passes over ATen graphs, in order."""
+log = logging.getLogger(__name__)
+S = TypeVar("S")
 
 
-class Rewriter:
-    """Finds, names layers, opens modules, resolves, weighs, inserts, predicts reuse: over a graph and its bodies.
+@dataclass(frozen=True)
+class Pass:
+    """One step of a stage.
 
-    With `stored_weights` quantized weights are kept, and not cast in each call.
+    `run(subject, settings)` changes a graph in place and returns how many places it changed, or it returns a new value
+    in the place of `subject`. `because` says why the pass stands where it stands. One that is not `portable` writes
+    operators that need fxquant at run time; one that is `training_only` finds nothing to do in inference.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        allow_float64: bool = False,
-        names: Mapping[str, str] | None = None,
-        stored_weights: bool = False,
-    ) -> None:
-        self.recipe = recipe
-        self.allow_float64 = allow_float64
-        self.names = names or {}
-        self.stored_weights = stored_weights
+    run: Callable[[Any, Settings], Any]
+    because: str
+    portable: bool = True
+    training_only: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    def runs(self, settings: Settings) -> bool:
+        """Returns True if a graph of these settings takes this pass: a portable one is for inference elsewhere."""
+        return not settings.portable or (self.portable and not self.training_only)
+
+
+CAPTURED = (
+    Pass(find, "everything else reads matmuls as facts"),
+    Pass(name_layers, "a recipe answers by the names of layers"),
+    Pass(open_modules, "the recipe is asked, by name, whether something inside would be quantized"),
+    Pass(find, "opened modules have products of their own"),
+    Pass(name_layers, "and so have those the names of their layers"),
+    Pass(resolve, "all facts are there, and the graph is as it was: pairs are checked before anything is written"),
+    Pass(drop_unprofitable, "only complete decisions have a time"),
+    Pass(insert, "nothing is decided any more"),
+    Pass(predict_reuse, "linears and attentions stand beside each other as operators only now"),
+)
+BOUND = (
+    Pass(bind_state, "the operators that take state are written; a copy of the graph has its tensors as inputs"),
+    Pass(cache_weights, "a weight that is scaled by state differs in every step, and is left alone"),
+)
+JOINT = (
+    Pass(reuse_attention_payload, "a payload that is reused needs no scale, and is saved once for both"),
+    Pass(save_scales, "forward and backward quantize one tensor by one scale, whatever is computed again"),
+    Pass(save_column_amaxes, "the forward has the amaxes of the backward's columns for nothing"),
+    Pass(mark_recompute, "reads what will be saved: all scales are in the graph", training_only=True),
+    Pass(allow_later_writes, "marks inputs alone, whose writes no pass before changes", training_only=True),
+)
+MEANING = (
+    Pass(reuse_attention_payload, "what autograd did not show: a linear of the backward in front of an attention"),
+    Pass(pair_directions, "the partitioner has placed each direction, and equal quantizations are left"),
+)
+SPLIT = (
+    Pass(batch_amaxes, "AOTAutograd writes one record for each amax; the passes below want one", training_only=True),
+    Pass(advance_state, "looks for the update and all its writes, before fusions take over parts of them",
+         portable=False, training_only=True),
+    Pass(split_scales, "kernels that are fused below take scales as tensors of their own"),
+    Pass(reuse_attention_payload, "before pairs: one direction may be reused, and the other not"),
+    Pass(pair_directions, "the partitioner has placed each direction; fusions below serve both at once"),
+    Pass(fuse_producers, "knows by now which directions of a tensor one kernel writes", portable=False),
+    Pass(fuse_epilogues, "takes amaxes that no producer has taken", portable=False),
+    Pass(amax_before_views, "for amaxes that are left to Inductor"),
+    Pass(record_in_kernel, "all kernels that have amaxes are there", portable=False, training_only=True),
+    Pass(few_rows, "takes quantizations and sums that no fusion above has taken"),
+    Pass(lower, "no pass reads fxquant's operators any more"),
+    Pass(materialize_shared_inputs, "launches of kernels stand in the graph only now"),
+)  # fmt: skip
+
+
+def run(stage: Sequence[Pass], subject: S, settings: Settings) -> S:
+    """Runs the passes of a stage on a graph, or on facts; returns what they have made of it."""
+    for step in stage:
+        if not step.runs(settings):
+            continue
+        start = time.perf_counter()
+        if isinstance(subject, fx.Graph):
+            outcome = _change(subject, step, settings)
+        else:
+            subject, outcome = step.run(subject, settings), "done"
+        log.info("%s: %s in %.1f ms", step.name, outcome, (time.perf_counter() - start) * 1e3)
+    return subject
+
+
+def _change(graph: fx.Graph, step: Pass, settings: Settings) -> str:
+    """Runs a pass on a graph; returns how many nodes it has changed, as text."""
+    changed = observed(graph, step.name, lambda graph: step.run(graph, settings))
+    if changed and graph.owning_module is not None:
+        log.debug("%s", lazy_format_graph_code(f"fxquant {step.name}", graph.owning_module))
+    return "disabled" if changed is None else f"{changed} nodes"
+
+
+class Partition(CustomPartitionerFn):
+    """The stage `JOINT`, and behind it the partitioner: `inner`, or torch's min-cut."""
+
+    def __init__(self, settings: Settings, inner: Any = None) -> None:
+        self.settings = settings
+        self.inner = inner
 
     def __call__(
-        self, gm: fx.GraphModule, *, autocast: Mapping[str, torch.dtype] | None, first_site: int = 0
-    ) -> tuple[list[Decision], list[QuantizerRole], Slots]:
-        """Rewrites `gm` in place; returns every decision, every role, and the slots of its state.
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        run(JOINT, gm.graph, self.settings)
+        gm.recompile()
+        again = [getattr(torch.ops.fxquant, name) for name in REPEATABLE] if self.settings.save == "least" else []
+        with recomputable(again) if again else contextlib.nullcontext():
+            return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
 
-        `autocast` has the dtypes of regions entered around the graph, by device type.
-        """
-        matches = name_layers(find_matmuls(gm, autocast=autocast), self.names)
-        if self.quantizes_inside(matches) and open_modules(matches):
-            matches = name_layers(find_matmuls(gm, autocast=autocast), self.names)
-        reached, slots = stateful_graphs(gm), Slots()
-        matches = [replace(match, takes_state=match.node.graph in reached) for match in matches]
-        matches, roles = resolve(
-            matches, self.recipe, slots, allow_float64=self.allow_float64, first_site=first_site,
-            stored_weights=self.stored_weights,
-        )  # fmt: skip
-        if self.recipe.only_profitable:
-            matches = weigh(matches)
-            if not any(quantized(match) for match in matches):
-                slots = Slots()
-        insert(matches)
-        graphs = [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-        for module in graphs:
-            module.recompile()
-        return predict_reuse(graphs, decisions_of(matches)), roles, slots
-
-    def quantizes_inside(self, matches: Sequence[Match]) -> bool:
-        """Whether the recipe would quantize a linear, or the attention, inside a node that can be opened."""
-        closed = [match.name for match in matches if match.can_open]
-        roles = [
-            QuantizerRole("linear", kind, f"{name}.{part}".strip("."))
-            for name in closed
-            for part in ("in_proj", "out_proj")
-            for kind in ("input", "weight", "grad_output")
-        ]
-        roles += [QuantizerRole("dpa", slot, name) for name in closed for slot in SLOTS]
-        return any(self.recipe.quantizer(role) != IdentityQuantizer() for role in roles)
+    def uuid(self) -> Any:
+        inner = None if self.inner is None else self.inner.uuid()
+        if self.inner is not None and inner is None:
+            return None
+        return _key(self.settings, inner, compiles_backwards())
 
 
 class Lowering(QuantizedGraphPass):
-    """`LOWER` as one Inductor pass, and behind it the pass that the user had in the same place.
+    """The stage `SPLIT` as one Inductor pass, and behind it what the user had in the same place."""
 
-    `gemm`, one of `choice.GEMM`, says how it is decided between cuBLAS and Triton.
-    """
-
-    def __init__(self, fingerprint: str, after: Any = None, *, portable: bool = False, gemm: str = "auto") -> None:
-        self.fingerprint = fingerprint
-        self.portable = portable
-        self.gemm = gemm
+    def __init__(self, settings: Settings, after: Any = None) -> None:
+        self.settings = settings
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
     def __call__(self, graph: fx.Graph) -> None:
-        for name, run in LOWER:
-            if self.portable and run in (advance_state, fuse_producers, fuse_epilogues, record_in_place):
-                continue  # they serve training, or need fxquant at run time
-            if self.portable and run is lower:
-                run = functools.partial(lower, portable=True, kernels=True)
-            elif run is fuse_epilogues:
-                run = functools.partial(fuse_epilogues, gemm=self.gemm)
-            run_pass(name, run, graph)
+        run(SPLIT, graph, self.settings)
         for other in self.after:
             other(graph)
 
@@ -153,33 +190,21 @@ class Lowering(QuantizedGraphPass):
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.after]
         if None in others:
             return None
-        known = gemm_timing.all_remembered() if self.gemm in ("auto", "autotune") else ""
-        return get_hash_for_files(_sources(), repr((self.fingerprint, self.portable, self.gemm, known, others)))
-
-    @staticmethod
-    def merge(graph: fx.Graph) -> None:
-        """The part of lowering that keeps the meaning visible."""
-        run_pass("share_quantized", share_quantized, graph)
-        run_pass("merge", merge, graph)
+        times = timing.all_remembered() if self.settings.gemm in ("auto", "autotune") else ""
+        return _key(self.settings, times, others)
 
 
-def quantizes(gm: fx.GraphModule, *, recomputed: bool = False) -> bool:
-    """Whether a rewritten graph has a quantized matmul; with `recomputed`, one inside an activation checkpoint."""
-    if not recomputed and any(is_fxquant(node) for node in gm.graph.nodes):
-        return True
-    for node in gm.graph.nodes:
-        for attribute in (n for n in node.all_input_nodes if n.op == "get_attr"):
-            body = getattr(gm, str(attribute.target), None)
-            again = recomputed and node.target is not tag_activation_checkpoint
-            if isinstance(body, fx.GraphModule) and quantizes(body, recomputed=again):
-                return True
-    return False
+def _key(*parts: Any) -> Any:
+    """Equal where the same source does the same by the same settings."""
+    return get_hash_for_files(sources(), repr(parts))
 
 
-def _sources() -> tuple[str, ...]:
-    """The files that decide what a lowered graph does."""
-    folders = (Path(__file__).parent, Path(fxquant.kernels.__file__).parent, Path(fxquant.__file__).parent)
-    return tuple(sorted(str(path) for folder in folders for path in folder.rglob("*.py")))
+def sources() -> tuple[str, ...]:
+    """The files that decide what becomes of a graph."""
+    return tuple(sorted({str(path) for folder in FOLDERS for path in folder.rglob("*.py")}))
 
 
-__all__ = ["LOWER", "SAVE", "Lowering", "Partition", "Rewriter", "bind_state", "cache_weights", "quantizes"]
+FOLDERS = (Path(__file__).parent, Path(fxquant.kernels.__file__).parent, Path(fxquant.__file__).parent)
+"""The folders with the source of fxquant, which lie in each other when it is installed."""
+
+__all__ = ["BOUND", "CAPTURED", "JOINT", "MEANING", "SPLIT", "Lowering", "Partition", "Pass", "run"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant import Backend
-from fxquant.backend.backend import inductor_settings
+from fxquant.backend.inductor import inductor_settings
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.passes.pipeline import Partition
 
@@ -26,7 +26,7 @@ class SavedTensors(Backend):
     saved: list[Tensor]
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        settings = inductor_settings("", {}, recomputed=False, save=self.save)
+        settings = inductor_settings(self.settings, {}, recomputed=False)
 
         class Record(Partition):
             def __call__(_, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,9 @@ class SavedTensors(Backend):
                 raise _Partitioned
 
         return compile_with_inductor(
-            gm, example_inputs, {**settings, "custom_partitioner_fn": Record(self.save), "force_disable_caches": True}
+            gm,
+            example_inputs,
+            {**settings, "custom_partitioner_fn": Record(self.settings), "force_disable_caches": True},
         )
 
     def note(self) -> None:

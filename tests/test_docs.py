@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from fxquant.backend.backend import OPTIONS, Backend
+from fxquant.backend.options import Options
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,8 +50,7 @@ def test_generated_parts_are_current(name: str) -> None:
 def test_options_are_all_explained() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("\n## Options\n")[2]
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)`", text, re.MULTILINE))
-    options = inspect.signature(Backend).parameters.values()
-    defaults = {each.name: each.default for each in options if each.name in OPTIONS and each.name != "recipe"}
+    defaults = {field.name: field.default for field in fields(Options) if field.name != "recipe"}
     assert rows.pop("inductor") == "{}" and defaults.pop("inductor") is None
     assert {name: ast.literal_eval(text) for name, text in rows.items()} == defaults
 

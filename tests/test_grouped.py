@@ -60,6 +60,7 @@ from fxquant.kernels.grouped import high_precision
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import aten_grouped_mm, grouped_mm, portable_grouped_mm
 from fxquant.passes.lower.lower import lower
+from fxquant.passes.settings import Settings
 from fxquant.quantizers import QuantizedOperand
 
 ops = torch.ops.fxquant
@@ -726,7 +727,7 @@ def test_lowered_groups_have_the_same_bytes_and_no_semantic_operator(spec: str) 
 
     inputs = torch.randn(70, 50).bfloat16(), torch.randn(4, 50, 40), ends(3, 3, 40, 60)
     gm = make_fx(run, tracing_mode="fake")(*inputs)
-    assert lower(gm.graph) == 4
+    assert lower(gm.graph, Settings()) == 4
     gm.recompile()
     assert not [n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fxquant"]
     assert all(same(a, b) for a, b in zip(gm(*inputs), run(*inputs), strict=True))
@@ -748,7 +749,7 @@ def test_lowered_gemms_have_the_same_bits(spec: str) -> None:
     for mode in ("fake", "symbolic"):
         gm = make_fx(run, tracing_mode=mode)(*inputs)
         with enable_python_dispatcher():  # as in Inductor
-            lower(gm.graph)
+            lower(gm.graph, Settings())
         gm.recompile()
         assert all(same(a, b) for a, b in zip(gm(*inputs), run(*inputs), strict=True))
 

@@ -10,31 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.backend.inductor import inductor_settings, memory_settings
+from fxquant.backend.options import Options
 from fxquant.backend.weight_cache import WeightCache
-from fxquant.compat.patches import STATIC_LAUNCH, compile_with_inductor
-from fxquant.compat.private import (
-    aot_autograd,
-    inductor_config,
-    inductor_mode_options,
-    is_inductor_option,
-    make_boxed_func,
-)
+from fxquant.compat.patches import compile_with_inductor
+from fxquant.compat.private import aot_autograd, make_boxed_func
 from fxquant.compat.values import static_fakes
 from fxquant.decisions import Decision
-from fxquant.errors import OptionError
-from fxquant.kernels.linear.choice import GEMM
-from fxquant.passes.insert.bind_state import bind_state
-from fxquant.passes.insert.cache_weights import Taken, cache_weights
-from fxquant.passes.pipeline import SAVE, Lowering, Partition, Rewriter, quantizes
+from fxquant.passes.captured import Bound, Captured, quantizes
+from fxquant.passes.insert.cache_weights import Taken
+from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
 from fxquant.passes.plan.layers import clean_path
-from fxquant.recipes import RECIPES, Recipe, resolve
+from fxquant.passes.settings import Settings
+from fxquant.recipes import Recipe, resolve
 from fxquant.report.report import Report
 from fxquant.state import Slots, State, StateStore
 
 log = logging.getLogger(__name__)
-
-INNER = ("inductor", "aot_eager")
-OPTIONS = ("recipe", "inner", "allow_float64", "inductor", "amax_group", "save", "cache_weights", "gemm")
 
 
 class Backend:
@@ -63,42 +55,17 @@ class Backend:
         self,
         recipe: Recipe | str,
         *,
-        inner: str = "inductor",
-        allow_float64: bool = False,
         mode: str | None = None,
-        inductor: Mapping[str, Any] | None = None,
-        save: str = "quantized",
-        cache_weights: bool = False,
-        gemm: str = "auto",
         model: nn.Module | None = None,
-        amax_group: Any = None,
         states: StateStore | None = None,
+        **options: Any,
     ) -> None:
+        self.options = Options(recipe=recipe, **options)
         self.recipe = resolve(recipe)
-        if inner not in INNER:
-            raise OptionError(f"unknown inner compiler {inner!r}; known: {', '.join(INNER)}")
-        if save not in SAVE:
-            raise OptionError(f"unknown choice {save!r} of what to save; known: {', '.join(SAVE)}")
-        if gemm not in GEMM:
-            raise OptionError(f"unknown choice {gemm!r} of GEMMs; known: {', '.join(GEMM)}")
-        if not isinstance(inductor, Mapping | None):
-            raise OptionError(f"Inductor's settings are a dict, not {inductor!r}")
-        for name, switch in (("allow_float64", allow_float64), ("cache_weights", cache_weights)):
-            if not isinstance(switch, bool):
-                raise OptionError(f"{name} is True or False, not {switch!r}")
-        if amax_group is not None and not hasattr(amax_group, "group_name"):
-            raise OptionError(f"amax_group is a process group, not {amax_group!r}")
-        self.inner = inner
-        self.save = save
-        self.gemm = gemm
-        self.allow_float64 = allow_float64
-        self.inductor = {**inductor_mode_options(mode), **(inductor or {})}
-        for option in self.inductor:
-            if not is_inductor_option(option):
-                raise OptionError(f"Inductor has no setting {option!r}")
-        self.amax_group = None if amax_group is None else amax_group.group_name
+        self.inductor = self.options.for_inductor(mode)
+        self.settings = self.options.for_passes()
         self.states = states or StateStore()
-        self.weights = WeightCache(self._compile_quantization) if cache_weights else None
+        self.weights = self._weight_cache()
         self.captured = 0
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
@@ -113,32 +80,29 @@ class Backend:
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         states = self.states.get(slots, device)
-        tensors: list[Tensor] = []
-        if states:
-            self._states += states
-            gm, tensors = bind_state(gm, slots, states, training=torch.is_grad_enabled(), group=self.amax_group)
-            # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
-            copies = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors
-            ]
-            example_inputs = [*example_inputs, *static_fakes(copies, example_inputs)]
-        taken: list[Taken] = []
-        if self.weights is not None:
-            gm, taken, parts = cache_weights(gm)
-            example_inputs = [*example_inputs, *parts]
-        run = self.compile(gm, example_inputs)
-        if not tensors and not taken:
-            return run
-        return lambda *inputs: self._call(run, inputs, tensors, taken)
+        self._states += states
+        group = self.options.amax_group
+        bound = Bound(gm=gm, slots=slots, states=states, group=None if group is None else group.group_name)
+        bound = run(BOUND, bound, self.settings)
+        # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
+        copies = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in bound.tensors
+        ]
+        compiled = self.compile(bound.gm, [*example_inputs, *static_fakes(copies, example_inputs), *bound.parts])
+        if not bound.tensors and not bound.taken:
+            return compiled
+        return lambda *inputs: self._call(compiled, inputs, bound.tensors, bound.taken)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts with: the settings and the states, and nothing of what is compiled."""
-        made = {"captured": 0, "_decisions": [], "_roles": [], "_names": dict}
-        return {**vars(self), **made, "weights": self.weights is not None}
+        """The settings and the states, with which a copy starts; nothing of what is compiled."""
+        return {**vars(self), "captured": 0, "_decisions": [], "_roles": [], "_names": dict, "weights": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self.weights = WeightCache(self._compile_quantization) if state["weights"] else None
+        self.weights = self._weight_cache()
+
+    def _weight_cache(self) -> WeightCache | None:
+        return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
 
     def _call(
         self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor], taken: Sequence[Taken]
@@ -149,34 +113,35 @@ class Backend:
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
         """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""
-        rewriter = Rewriter(
-            self.recipe, allow_float64=self.allow_float64, names=self._names(), stored_weights=self.weights is not None
+        captured = Captured(
+            gm=gm,
+            recipe=self.recipe,
+            autocast=_ambient_autocast(example_inputs),
+            names=self._names(),
+            first_site=1 + max((d.site for d in self._decisions), default=-1),
         )
-        first = 1 + max((d.site for d in self._decisions), default=-1)
-        decisions, roles, slots = rewriter(gm, autocast=_ambient_autocast(example_inputs), first_site=first)
-        self._decisions += decisions
-        self._roles += roles
-        log.info("%s", Report(recipe=str(self.recipe), decisions=decisions).totals())
-        return slots
+        captured = run(CAPTURED, captured, self.settings)
+        self._decisions += captured.decisions
+        self._roles += captured.roles
+        log.info("%s", Report(recipe=str(self.recipe), decisions=[*captured.decisions]).totals())
+        return captured.slots
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
-        if self.inner == "aot_eager":
-            return compile_eager(gm, example_inputs, lambda graph_module, _inputs: graph_module, Partition(self.save))
+        if self.options.inner == "aot_eager":
+            return compile_eager(gm, example_inputs, lambda module, _inputs: module, Partition(self.settings))
         if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
             return compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
-        recomputed = self.save == "least" or quantizes(gm, recomputed=True)
+        recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
         given = {**memory_settings(example_inputs), **self.inductor}
-        patches = inductor_settings(
-            self.recipe.fingerprint(), given, recomputed=recomputed, save=self.save, gemm=self.gemm
-        )
+        patches = inductor_settings(self.settings, given, recomputed=recomputed)
         return compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles the quantization of one weight."""
-        if self.inner == "aot_eager":
+        if self.options.inner == "aot_eager":
             return gm
-        patches = inductor_settings(self.recipe.fingerprint(), self.inductor, recomputed=False)
+        patches = inductor_settings(self.settings, self.inductor, recomputed=False)
         return compile_with_inductor(gm, inputs, patches)  # type: ignore[no-any-return]
 
     def clear_cache(self) -> None:
@@ -202,73 +167,27 @@ class Backend:
         return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles))
 
 
-def inductor_settings(
-    fingerprint: str,
-    given: Mapping[str, Any],
-    *,
-    recomputed: bool,
-    save: str = "quantized",
-    portable: bool = False,
-    gemm: str = "auto",
-) -> dict[str, Any]:
-    """The settings under which Inductor compiles a quantized graph; those `given` by the user come first.
-
-    `recomputed` says that the backward computes quantized activations again, `portable` that the result runs where
-    fxquant is not.
-    """
-    return {
-        "eager_numerics.division_rounding": True,  # scales are true quotients
-        "cpp.enable_loop_tail_vec": False,  # with it, a dynamic tail of a one-byte store loses lanes (torch 2.13)
-        # a launch takes the host less time, and a later process loads the kernel from Inductor's cache, unparsed
-        STATIC_LAUNCH: True,
-        # where an activation is recomputed it must come out with the bits that the forward quantized
-        "emulate_precision_casts": recomputed or inductor_config.emulate_precision_casts,
-        # side by side with what is recomputed, transposed tiles are written in part (C++ backend of torch 2.13)
-        **({"cpp.max_horizontal_fusion_size": 1} if recomputed else {}),
-        **given,
-        "custom_partitioner_fn": Partition(
-            save, given.get("custom_partitioner_fn", inductor_config.custom_partitioner_fn)
-        ),
-        "post_grad_custom_post_pass": Lowering(
-            fingerprint,
-            given.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass),
-            portable=portable,
-            gemm=gemm,
-        ),
-    }
-
-
-def memory_settings(example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """What keeps the peak of a training step low on a GPU.
-
-    Inductor holds what it will use again for a tensor of the same size, unless that raises the peak as it estimates it,
-    which it does far too high where kernels that have been fused keep tensors to themselves.
-    """
-    tensors = [x for x in example_inputs if isinstance(x, Tensor)]
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return {"allow_buffer_reuse": False} if trains and any(x.is_cuda for x in tensors) else {}
-
-
 def compile_eager(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
     partition: Partition | None = None,
 ) -> Callable[..., Any]:
-    """AOTAutograd with the partitioner that Inductor uses, merged graphs, and `inner` as their compiler."""
+    """AOTAutograd with the partitioner that Inductor uses, and `inner` to compile the stage `MEANING`."""
+    partition = partition or Partition(Settings())
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        Lowering.merge(graph_module.graph)
+        run(MEANING, graph_module.graph, partition.settings)
         graph_module.recompile()
         return make_boxed_func(inner(graph_module, inputs))
 
-    run = aot_autograd(
+    compiled = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         inference_compiler=compiler,
-        partition_fn=partition or Partition(),
+        partition_fn=partition,
     )
-    return run(gm, list(example_inputs))
+    return compiled(gm, list(example_inputs))
 
 
 def _as_it_is(saved: Tensor) -> Tensor:
@@ -315,15 +234,13 @@ def fxquant_backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
-    Options: `recipe` (required: a name or a Recipe), `inner`, `allow_float64`, `inductor`, `amax_group`, `save`,
-    `cache_weights`, `gemm`. Raises OptionError for another and RecipeError for an unknown recipe, each with the list of
-    those that are known.
+    `options` are those of `Options`, of which `recipe` (a name or a Recipe) is required. Raises OptionError for another
+    and RecipeError for an unknown recipe, each with the list of those that are known.
     """
     options = {} if options is None else options
-    check_options(options)
-    settings = {name: value for name, value in options.items() if name != "recipe"}
+    Options.of(options)
     states = _states_of(options)
-    backend = Backend(options["recipe"], mode=mode, states=states, **settings)
+    backend = Backend(**options, mode=mode, states=states)
     states.weights = backend.weights = states.weights or backend.weights
     return backend(gm, example_inputs)
 
@@ -336,26 +253,4 @@ def _states_of(options: Mapping[str, Any]) -> _OptionStates:
     return _stores.setdefault(id(options), _OptionStates(options))
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises OptionError for an unknown option, or when no recipe is given."""
-    if not isinstance(options, Mapping):
-        raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not a {type(options).__name__}")
-    unknown = [key for key in options if key not in OPTIONS]
-    if unknown:
-        raise OptionError(f"unknown options {unknown}; known options: {', '.join(OPTIONS)}")
-    if "recipe" not in options:
-        raise OptionError(
-            f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}"
-        )
-
-
-__all__ = [
-    "INNER",
-    "OPTIONS",
-    "Backend",
-    "check_options",
-    "compile_eager",
-    "fxquant_backend",
-    "inductor_settings",
-    "memory_settings",
-]
+__all__ = ["Backend", "compile_eager", "fxquant_backend"]

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.backend.backend import Backend, check_options
+from fxquant.backend.backend import Backend
+from fxquant.backend.options import Options
 from fxquant.compat.private import isolated, own_errors
 from fxquant.errors import OptionError
 from fxquant.recipes import HighPrecision, Recipe, resolve
@@ -185,9 +186,9 @@ def _check_arguments(model: Any, recipe: Recipe | str, options: Any, kwargs: Map
     if isinstance(options, Mapping):
         if "recipe" in options:
             raise OptionError("the recipe is an argument of its own: drop it from the options")
-        check_options({**options, "recipe": recipe})
+        Options.of({**options, "recipe": recipe})
     elif options is not None:
-        check_options(options)
+        Options.of(options)
 
 
 def _compiled_again(

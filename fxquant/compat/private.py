@@ -29,6 +29,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxquant.errors import FxQuantError, OptionError
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 force_stride_order = inductor_prims.force_stride_order
@@ -50,6 +52,14 @@ def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
+
+
+def observed(graph: fx.Graph, name: str, run: Callable[[fx.Graph], _Result]) -> _Result | None:
+    """The result of a pass over a graph, timed and logged as torch's own; None if it is disabled or bisected away."""
+    if graph.owning_module is None:
+        return run(graph)
+    observer = GraphTransformObserver(graph.owning_module, name, "post_grad_passes")
+    return observer.apply_graph_pass(lambda _: run(graph))
 
 
 def inductor_cache() -> str:

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec
 
-from fxquant.backend.backend import inductor_settings
+from fxquant.backend.inductor import inductor_settings
 from fxquant.calibration import Calibration, arguments
 from fxquant.compat.patches import compile_package
 from fxquant.compat.private import is_inductor_option, replacements, tree_map_only
@@ -34,6 +34,7 @@ from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
 from fxquant.files import check_place, in_its_place
 from fxquant.kernels.onnx import MEANINGS, OPSET
+from fxquant.passes.captured import Captured
 from fxquant.passes.export.annotate import describe, forget
 from fxquant.passes.export.calibrate import calibrate
 from fxquant.passes.export.concatenate import join
@@ -44,7 +45,8 @@ from fxquant.passes.export.store_weights import Folded, fold
 from fxquant.passes.graph.bodies import Bodies
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.lower.lower import lower
-from fxquant.passes.pipeline import Rewriter
+from fxquant.passes.pipeline import CAPTURED, run
+from fxquant.passes.settings import Settings
 from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuantizer, Quantizer
 from fxquant.recipes import Recipe, resolve
 from fxquant.report.report import Report
@@ -91,9 +93,9 @@ def quantize_program(
     asked = _Inference(recipe) if given is not None else recipe
     bodies = Bodies(gm)
     describe(bodies, signature.inputs_to_parameters, trained=not fold_weights)
-    rewriter = Rewriter(asked, stored_weights=fold_weights)
     with replacements(gm) as names, unguarded_sizes():
-        decisions, roles, slots = rewriter(gm, autocast=None)
+        captured = run(CAPTURED, Captured(gm=gm, recipe=asked), Settings(stored_weights=fold_weights))
+        decisions, roles, slots = captured.decisions, captured.roles, captured.slots
         _check(decisions, gm)
         _check_state(slots)
         for module in bodies.modules:
@@ -114,7 +116,7 @@ def quantize_program(
         decisions = [_calibrated(d, d.site in static) for d in _with_details(decisions, 0, told)]
         unused += given.unused({decision.layer for decision in decisions})
         bodies.recompile()
-    gm.meta[REPORT] = Report(recipe=str(recipe), decisions=decisions, unused=unused)
+    gm.meta[REPORT] = Report(recipe=str(recipe), decisions=[*decisions], unused=unused)
     return _program(ep, gm, state, signature, names)
 
 
@@ -131,7 +133,7 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
         for module in bodies.modules:
             open_calls(module.graph, linears=True)
             forget(bodies)
-            lowered += lower(module.graph, portable=True)
+            lowered += lower(module.graph, Settings(portable=True, kernels=False))
     signature = copy.deepcopy(program.graph_signature)
     state = StateTensors(bodies, signature, program.state_dict, program.constants)
     state.lift_constants()
@@ -159,7 +161,7 @@ def aoti_compile_and_package(
         raise ProgramError("the program has no example inputs, which compiling a package needs: export it again")
     if not str(package_path).endswith(".pt2"):
         raise OptionError(f"a package's path ends in .pt2, unlike {str(package_path)!r}")
-    settings = inductor_settings("program", given, recomputed=False, portable=True)
+    settings = inductor_settings(Settings(recipe="program", portable=True), given, recomputed=False)
     with in_its_place(package_path) as path:
         compile_package(_joined(program), str(path), settings)
     return str(package_path)

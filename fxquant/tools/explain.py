@@ -11,8 +11,15 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
 from fxquant.compat.device import card_name
-from fxquant.compat.private import changed_inputs, compile_to_look, graph_breaks, own_errors, tree_map_only
-from fxquant.passes.joint.partition import products_to_repeat
+from fxquant.compat.private import (
+    changed_inputs,
+    compile_to_look,
+    graph_breaks,
+    min_cut_rematerialization_partition,
+    own_errors,
+    tree_map_only,
+)
+from fxquant.passes.joint.repeat import products_to_repeat
 from fxquant.passes.lower.epilogues import problems
 from fxquant.passes.pipeline import Partition
 from fxquant.passes.plan.layers import layer_name
@@ -59,12 +66,11 @@ class _Explainer(Backend):
 
             return zeros
 
-        class Noting(Partition):
-            def repeated(_, graph: fx.Graph) -> list[fx.Node]:
-                self.again += [layer_name(node, self._names()) for node in products_to_repeat(graph)]
-                return []
+        def cut(graph_module: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            self.again += [layer_name(node, self._names()) for node in products_to_repeat(graph_module.graph)]
+            return min_cut_rematerialization_partition(graph_module, joint_inputs, **kwargs)
 
-        return compile_eager(gm, example_inputs, record, Noting())
+        return compile_eager(gm, example_inputs, record, Partition(self.settings, cut))
 
 
 def _zeros(fake: Tensor) -> Tensor:

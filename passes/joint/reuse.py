@@ -1,4 +1,4 @@
-"""ShareQuantized: one quantized tensor where an attention's result, quantized, goes into a linear that wants it so.
+"""Reuse an attention's payload: a linear that wants its result quantized takes it as the attention has it.
 
     o = fxquant.dequantize_heads([data, scale], "per_tensor_e4m3", 1, False, [S, D], bf16)      # [B, H, S, D]
     row = fxquant.quantize(view(transpose(o, 1, 2), [B * S, H * D]), "per_tensor_e4m3", "rowwise")
@@ -26,11 +26,12 @@ from fxquant.compat.values import faking, statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.passes.graph.names import SAME_ELEMENTS, calls, is_fxquant
 from fxquant.passes.graph.values import val
+from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
 
 
-def share_quantized(graph: fx.Graph) -> int:
+def reuse_attention_payload(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites a graph in place, joint or of one direction; returns how many quantizations went away."""
     count = 0
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""MeasureUnviewed: the amax of a tensor is taken of it as it is made, and not of a view.
+"""Amax before views: the amax of a tensor is taken of it as it is made, and not of a view.
 
     y = grad + norm_backward(...)                         # [B, S, K]
     parts = fxquant.quantize(view(y, [B * S, K]), "per_tensor_e4m3", "rowwise")
@@ -17,17 +17,18 @@ from torch import fx
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import RESHAPES, is_fxquant
 from fxquant.passes.graph.values import val
-from fxquant.passes.joint.partition import scale_of
+from fxquant.passes.joint.scales import scale_of
 from fxquant.passes.joint.sides import in_memory, sides_of
+from fxquant.passes.settings import Settings
 
 
-def measure_unviewed(graph: fx.Graph, device: str = "cuda") -> int:
-    """Rewrites `graph` in place, for tensors on `device`; returns how many amaxes or quantizations it concerns."""
+def amax_before_views(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites `graph` in place; returns how many amaxes or quantizations it concerns."""
     count = 0
     for node in list(graph.nodes):
         sides = sides_of(node)
         base = behind_views(node.args[0], RESHAPES) if sides or is_fxquant(node, "amax") else None
-        if base is None or base is node.args[0] or in_memory(base) or val(base).device.type != device:
+        if base is None or base is node.args[0] or in_memory(base) or val(base).device.type != settings.device:
             continue
         if sides:
             count += _give_scales(node, base)

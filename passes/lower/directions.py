@@ -1,4 +1,4 @@
-"""Merge: quantizes each tensor once, and in both directions at once where both are wanted in one graph.
+"""Pair directions: quantizes each tensor once, and in both directions at once where both are wanted in one graph.
 
     row = fxquant.quantize(x, "mxfp8_e4m3", "rowwise")
     column = fxquant.quantize(x, "mxfp8_e4m3", "columnwise")
@@ -20,9 +20,10 @@ import torch
 from torch import fx
 
 from fxquant.passes.graph.names import VIEWS, calls, is_fxquant
+from fxquant.passes.settings import Settings
 
 
-def merge(graph: fx.Graph) -> int:
+def pair_directions(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites `graph` in place; returns how many nodes went away."""
     before = len(graph.nodes)
     _merge_views(graph)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.device import card_name, is_hopper
-from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx
+from fxquant.compat.private import inductor_decompositions, make_fx
 from fxquant.compat.values import faking, size_hint, statically_known_true
 from fxquant.cost.estimate import choose_gemm
 from fxquant.formats import QuantSpec
@@ -40,6 +40,7 @@ from fxquant.passes.graph.names import RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import sides_of
 from fxquant.passes.lower.few_rows import decodes
+from fxquant.passes.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -60,25 +61,22 @@ class Epilogue:
     """What takes the amax of the whole tensor: `amax`, or a quantization that is not told its scale."""
 
 
-def fuse_epilogues(graph: fx.Graph, gemm: str = "auto", device: str = "cuda") -> int:
-    """Rewrites `graph` in place, for GEMMs on `device`; returns how many were rewritten.
-
-    `gemm` is one of `choice.GEMM`.
-    """
+def fuse_epilogues(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites `graph` in place; returns how many GEMMs were rewritten."""
     # the C++ wrapper of torch 2.11 has workspace for the descriptors of one program alone
-    fuses = not (inductor_config.emulate_precision_casts or inductor_config.cpp_wrapper)
-    if gemm == "cublas" or (gemm == "triton" and not fuses):
+    fuses = not (settings.exact_recompute or settings.cpp_wrapper)
+    if settings.gemm == "cublas" or (settings.gemm == "triton" and not fuses):
         return 0
     count = 0
     scales: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in _gemms(graph):
         where = val(node).device
-        if where.type != device or (device == "cuda" and not is_hopper(where)) or decodes(node):
+        if where.type != settings.device or (where.type == "cuda" and not is_hopper(where)) or decodes(node):
             continue
         # of the graph as it is by now: a sum has one GEMM that takes it
         epilogue = _epilogue(node) if fuses else Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
         problem = _problem(node, epilogue)
-        chosen = _choose(problem, gemm, where)
+        chosen = _choose(problem, settings.gemm, where)
         log.info("%s: %s", problem, chosen)
         if chosen.kernel is GemmKernel.TRITON and fuses:
             _insert(graph, node, epilogue)

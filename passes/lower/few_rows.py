@@ -28,6 +28,7 @@ from fxquant.passes.graph.names import RESHAPES, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import in_memory
 from fxquant.passes.lower.producers import inputs_of, last_operator
+from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -59,33 +60,41 @@ def scaled_mm(
     other: Tensor | None = None,
     early: bool = False,
 ) -> Tensor:
-    """`fxquant::scaled_mm` of few rows by a Triton kernel, as `prepare` leaves it."""
+    """`fxquant::scaled_mm` of few rows by a Triton kernel, as `few_rows` leaves it."""
     from fxquant.kernels.linear import triton_few_rows
 
     specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     return triton_few_rows.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
 
 
-def prepare(graph: fx.Graph, packaged: bool) -> None:
+def few_rows(graph: fx.Graph, settings: Settings) -> int:
     """Says what the kernels for few rows take over: quantizing their input, what follows, and reading ahead.
 
-    Those that are `packaged` cannot be launched early.
+    Those of a package cannot be launched early. Returns how many nodes went away or read ahead.
     """
+    if not settings.kernels:
+        return 0
+    before, count, packaged = len(graph.nodes), 0, settings.portable
     _leave_unquantized(graph, packaged)
     _fuse_epilogues(graph)
+    count += before - len(graph.nodes)
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
         if not packaged and launches_early(val(node).device) and decodes(node):
             node.kwargs = {**node.kwargs, "early": True}
+            count += 1
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
         if not quantizes_few_rows(node):
             continue
         if not packaged and launches_early(val(node.args[0]).device):
             node.kwargs = {"early": True}
+            count += 1
         else:
             gemms = _gemms(node)
             weights = [user.args[1][0] for user in graph.nodes if user in gemms]
             if behind_views(weights[0]).op in ("placeholder", "get_attr") and val(weights[0]).is_contiguous():
                 node.kwargs = {"ahead": weights[0]}
+                count += 1
+    return count
 
 
 def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:

@@ -31,8 +31,8 @@ from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
 from fxquant.passes.graph.names import is_fxquant, writes
 from fxquant.passes.graph.values import val
-from fxquant.passes.lower import few_rows
 from fxquant.passes.lower.implementations import implementation
+from fxquant.passes.settings import Settings
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
 """What a lowered node keeps of the operator it comes from."""
@@ -124,21 +124,18 @@ def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     raise AssertionError("a traced graph has an output")
 
 
-def lower(graph: fx.Graph, *, portable: bool = False, kernels: bool | None = None) -> int:
+def lower(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites `graph` in place; returns how many operators were lowered.
 
-    A `portable` graph has no operators of fxquant's own, so that it runs where fxquant is not. Its Triton kernels for
-    GEMMs and casts stay out as well, unless it is told that `kernels` will be compiled into what runs: a graph that is
-    saved could not name them.
+    A portable graph has no operators of fxquant's own, so that it runs where fxquant is not. Triton kernels for GEMMs
+    and casts stay out as well, unless they will be compiled into what runs: a graph that is saved could not name them.
     """
-    with unguarded_sizes() if portable else contextlib.nullcontext():
-        return _lower(graph, portable, not portable if kernels is None else kernels)
+    with unguarded_sizes() if settings.portable else contextlib.nullcontext():
+        return _lower(graph, settings.portable, settings.kernels)
 
 
 def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
     count = 0
-    if kernels:
-        few_rows.prepare(graph, packaged=portable)
     traced: dict[Any, fx.GraphModule] = {}
     # chosen before any of them goes, since a choice looks at what a node reads
     chosen = [(node, implementation(node, portable, kernels)) for node in graph.nodes if is_fxquant(node)]

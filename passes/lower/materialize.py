@@ -1,4 +1,4 @@
-"""Write once: a tensor that a launch reads, and something else too, is written by one kernel and read from memory.
+"""Materialize shared inputs: what a launch reads, and something else too, is written by one kernel and read again.
 
     y = x + residual               # Inductor would compute it again, and write it, for each launch that reads it
     amax(y), cast(y), y + z
@@ -20,9 +20,10 @@ from fxquant.passes.graph.match import behind_views, readers
 from fxquant.passes.graph.names import VIEWS
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import EXTERNAL
+from fxquant.passes.settings import Settings
 
 
-def write_once(graph: fx.Graph) -> int:
+def materialize_shared_inputs(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites `graph` in place, after lowering; returns how many tensors it concerns."""
     bases = dict.fromkeys(
         behind_views(source)

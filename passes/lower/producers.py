@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.device import converts_to_fp8
-from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx
+from fxquant.compat.private import inductor_decompositions, make_fx
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import supported
@@ -37,21 +37,22 @@ from fxquant.passes.graph.axes import order_of
 from fxquant.passes.graph.match import behind_views, matches, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_fxquant
 from fxquant.passes.graph.values import val
-from fxquant.passes.joint.partition import scale_of
+from fxquant.passes.joint.scales import scale_of
 from fxquant.passes.joint.sides import Side, in_memory, sides_of
+from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
-def fuse_producers(graph: fx.Graph, device: str = "cuda") -> int:
-    """Rewrites `graph` in place, for tensors on `device`; returns how many quantizations were fused."""
-    sites = list(_sites(graph, device))
+def fuse_producers(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites `graph` in place; returns how many quantizations were fused."""
+    sites = list(_sites(graph, settings.device))
     order = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for producer in PRODUCERS.values():
-        if inductor_config.emulate_precision_casts and not producer.exact:
+        if settings.exact_recompute and not producer.exact:
             continue
         for group in _groups(producer, sites):
             fused = _pays(producer, group[0]) and _insert(graph, producer, group, order)

@@ -18,6 +18,7 @@ from fxquant import Backend, aoti_compile_and_package, quantize_program
 from fxquant.compat import OLDEST_TORCH, patches, torch_version
 from fxquant.compat.private import inductor_config
 from fxquant.passes.pipeline import Lowering
+from fxquant.passes.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def test_a_graph_without_quantization_is_compiled_by_torch_as_it_is() -> None:
     with pytest.raises(InductorError, match="AssertionError"):
         torch.compile(rows_and_columns, backend=Backend("mxfp8"), dynamic=False)(x)
     torch.compiler.reset()
-    with inductor_config.patch(post_grad_custom_post_pass=Lowering("")):
+    with inductor_config.patch(post_grad_custom_post_pass=Lowering(Settings())):
         got = torch.compile(rows_and_columns, dynamic=False)(x)
     for a, b in zip(got, rows_and_columns(x), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
@@ -96,7 +97,7 @@ def test_processes_that_compile_kernels_know_how_they_will_be_launched() -> None
     submit = patches.WORKER_SETTING.changed(lambda self, run, *args: submitted.append((run, *args)))
     call = (_worker_compile_triton, len, {"A": "b"}, {"other": 1})
     submit(object(), *call)
-    with inductor_config.patch({patches.STATIC_LAUNCH: True, "post_grad_custom_post_pass": Lowering("")}):
+    with inductor_config.patch({patches.STATIC_LAUNCH: True, "post_grad_custom_post_pass": Lowering(Settings())}):
         submit(object(), *call)
         submit(object(), len, [])
     assert submitted == [
@@ -112,7 +113,7 @@ def test_kernels_that_wait_may_be_launched_early() -> None:
     define = patches.EARLY_LAUNCH.changed(lambda self, name, body: lines.append(body))
     early, late = (f"triton_meta={{'constants': {{'EARLY': {value}}}}}, custom_kernel=True" for value in (True, False))
     define(object(), "name", early)
-    with inductor_config.patch(post_grad_custom_post_pass=Lowering("")):
+    with inductor_config.patch(post_grad_custom_post_pass=Lowering(Settings())):
         define(object(), "name", early)
         define(object(), "name", late)
     assert lines[0] == early and lines[2] == late

@@ -14,7 +14,6 @@ import fxquant
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_cast
 from fxquant.kernels.cast.producers import PRODUCERS
-from fxquant.passes import pipeline as passes
 
 pytestmark = pytest.mark.gpu
 
@@ -65,13 +64,8 @@ class Block(nn.Module):
 
 @contextmanager
 def without_fusion() -> Iterator[None]:
-    kept = passes.LOWER
-    passes.LOWER = tuple(each for each in kept if each[0] != "fuse_producers")
-    try:
-        with torch._inductor.config.patch(force_disable_caches=True):
-            yield
-    finally:
-        passes.LOWER = kept
+    with torch._inductor.config.patch(force_disable_caches=True, disabled_passes="fuse_producers"):
+        yield
 
 
 @pytest.mark.parametrize("recipe", ["current_scaling", "delayed_scaling", "rowwise", "float8_blockwise"])

@@ -21,16 +21,17 @@ from torch import fx
 from fxquant.compat.values import faking
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
+from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
 
 
-def advance_state(graph: fx.Graph, device: str = "cuda") -> int:
-    """Rewrites `graph` in place, for tensors on `device`; returns how many updates advance the state."""
+def advance_state(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites `graph` in place; returns how many updates advance the state."""
     copies = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=_aten.copy_.default)}
     count = 0
     for update in list(graph.nodes):
-        if is_fxquant(update, "delayed_update") and val(update.args[0]).device.type == device:
+        if is_fxquant(update, "delayed_update") and val(update.args[0]).device.type == settings.device:
             count += _advance(update, copies)
     return count
 

@@ -1,4 +1,4 @@
-"""Gather records: the amaxes that a graph takes into its state one by one are taken in together, at the last.
+"""Batch amaxes: the amaxes that a graph takes into its state one by one are taken in together, at the last.
 
     amaxes = fxquant.record(amaxes, [a], [0])
     amaxes = fxquant.record(amaxes, [b], [1])
@@ -18,11 +18,12 @@ from torch import fx
 
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
+from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
 
 
-def gather_records(graph: fx.Graph) -> int:
+def batch_amaxes(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites `graph` in place; returns how many records went into another."""
     _leave_copies_out(graph)
     count = 0

@@ -1,4 +1,4 @@
-"""Record in place: the kernel that has an amax takes it into the state of delayed scaling itself, on CUDA.
+"""Record in kernel: the kernel that has an amax takes it into the state of delayed scaling itself, on CUDA.
 
     parts = fxquant.produce_quantize([x], ..., record=True)
     amaxes.copy_(fxquant.record(amaxes, [parts[2], other], [5, 6]))
@@ -23,21 +23,22 @@ from fxquant.compat.values import faking
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
+from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
 _RECORDING = ("produce_quantize", "quantize_qkv", "attention_forward")
 """Operators that have one that records by itself, called by the same name and `_into`."""
 
 
-def record_in_place(graph: fx.Graph, device: str = "cuda") -> int:
-    """Rewrites `graph` in place, for tensors on `device`; returns how many operators record by themselves."""
+def record_in_kernel(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites `graph` in place; returns how many operators record by themselves."""
     count = 0
     for copy in list(graph.find_nodes(op="call_function", target=_aten.copy_.default)):
         state, record, *_ = _arguments(copy)
         if not isinstance(record, fx.Node) or not (is_fxquant(record, "record") or is_fxquant(record, "record_since")):
             continue
         known = state.op == "placeholder" and record.args[0] is state and list(record.users) == [copy]
-        if known and val(state).device.type == device:
+        if known and val(state).device.type == settings.device:
             count += _take(record)
             if not record.args[-1]:
                 graph.erase_node(copy)

@@ -1,4 +1,4 @@
-"""Part scales: the delayed scales of a graph, entries of one vector, become tensors of their own on CUDA.
+"""Split scales: the delayed scales of a graph, entries of one vector, become tensors of their own on CUDA.
 
     a = aten.slice(scales, 0, 0, 1)
     b = aten.slice(scales, 0, 1, 2)
@@ -20,22 +20,24 @@ from torch import Tensor, fx
 from fxquant.compat.values import faking
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
+from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
 
 
-def part_scales(graph: fx.Graph, device: str = "cuda") -> int:
-    """Rewrites `graph` in place, for tensors on `device`; returns how many scales got a tensor of their own."""
+def split_scales(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites `graph` in place; returns how many scales got a tensor of their own."""
     entries: dict[fx.Node, dict[int, list[fx.Node]]] = {}
     for node in graph.find_nodes(op="call_function", target=_aten.slice.Tensor):
         vector, index = node.args[0], node.args[2] if len(node.args) > 2 else 0
-        if val(vector).ndim == 1 and val(vector).device.type == device and isinstance(index, int) and _is_scale(node):
+        here = val(vector).ndim == 1 and val(vector).device.type == settings.device
+        if here and isinstance(index, int) and _is_scale(node):
             entries.setdefault(vector, {}).setdefault(index, []).append(node)
     count = 0
     for vector, by_index in entries.items():
         users = [user for nodes in by_index.values() for node in nodes for user in node.users]
         if len(by_index) > 1 and any(map(is_fxquant, users)):
-            _part(vector, by_index)
+            _split(vector, by_index)
             count += len(by_index)
     return count
 
@@ -47,7 +49,7 @@ def _is_scale(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == (1,) and bool(quantizes) and all(quantizes)
 
 
-def _part(vector: fx.Node, by_index: dict[int, list[fx.Node]]) -> None:
+def _split(vector: fx.Node, by_index: dict[int, list[fx.Node]]) -> None:
     graph = vector.graph
     originals = [nodes[0] for nodes in by_index.values()]
     with graph.inserting_before(_behind(vector)), faking(val(vector)):

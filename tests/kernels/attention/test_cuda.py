@@ -17,6 +17,7 @@ from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel
 from fxquant.passes.lower.lower import lower
+from fxquant.passes.settings import Settings
 
 ops = torch.ops.fxquant
 IDENTITY = QuantSpec(format="identity")
@@ -77,7 +78,7 @@ def test_no_scores_in_memory(
         q, k, v, do = (torch.empty(*size, 64, dtype=torch.bfloat16, device="cuda") for size in sizes)
         mask = torch.empty(2, 1, 1, KEYS, dtype=torch.bool if step != "add" else torch.bfloat16, device="cuda")
         graph = make_fx(run)(q, k, v, do, mask, torch.empty(1, dtype=torch.int64, device="cuda")).graph
-    assert lower(graph) == 3
+    assert lower(graph, Settings()) == 3
     written = [",".join(written_by(n.kwargs)) for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
     assert sorted(written) == sorted(launches)
     operator = torch.ops.fxquant_kernels.attention_fprop.default
@@ -116,7 +117,7 @@ def test_delayed_scales_take_the_kernels(quantized: bool) -> None:
         sizes = ((2, 8, QUERIES), (2, 4, KEYS), (2, 4, KEYS), (2, 8, QUERIES))
         given = [torch.empty(*size, 64, dtype=torch.bfloat16, device="cuda") for size in sizes]
         graph = make_fx(run)(*given, *(torch.empty(1, device="cuda") for _ in range(4))).graph
-    assert lower(graph) == 3
+    assert lower(graph, Settings()) == 3
     written = [",".join(written_by(n.kwargs)) for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
     backward = ["data,scale_inv,recorded", "q,k,v", "dk,dv", "dq,dp_amax"] if quantized else ["q,k,v"]
     assert sorted(written) == sorted([f"{CAST},recorded", "out,lse,s_amax", *backward])
@@ -135,7 +136,7 @@ def test_a_given_scale_takes_one_launch(record: bool) -> None:
     with FakeTensorMode():
         x = torch.empty(2, 4, KEYS, 64, dtype=torch.bfloat16, device="cuda")
         graph = make_fx(run)(x, x, x, torch.empty(1, device="cuda")).graph
-    lower(graph)
+    lower(graph, Settings())
     scale = next(n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].numel() == 1)
     (launch,) = (n for n in graph.nodes if n.target is triton_kernel_wrapper_functional)
     assert launch in scale.users

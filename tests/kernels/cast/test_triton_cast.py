@@ -23,6 +23,7 @@ from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels.cast import supported, triton_cast
 from fxquant.passes.lower.implementations import implementation
 from fxquant.passes.lower.lower import lower
+from fxquant.passes.settings import Settings
 
 
 @pytest.mark.parametrize("name", ["cast", "producers", "delayed"])
@@ -139,7 +140,7 @@ def lowered(text: str, *shape: int, direction: str = "columnwise") -> list[str]:
 
 
 def launches_of(graph: fx.Graph) -> list[str]:
-    lower(graph)
+    lower(graph, Settings())
     launches = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
     return [",".join(n.kwargs["tensors_to_clone"]) for n in launches]
 
@@ -207,7 +208,7 @@ def test_one_multiplier_of_both_directions_is_one_scale(column: str, one: bool) 
         spec, none = f"silu_mul_grad rowwise=per_tensor_e4m3 columnwise={column}", [None, None]
         run = torch.ops.fxquant.produce_quantize
         graph = make_fx(lambda *inputs: run(inputs, spec, none, none, False))(*inputs).graph
-    lower(graph)
+    lower(graph, Settings())
     (output,) = graph.find_nodes(op="output")
     first, second = output.args[0][1::2][:2], output.args[0][1::2][2:]
     assert (first[0] is first[1]) == (second[0] is second[1]) == one and first[0] is not second[0]
@@ -218,7 +219,7 @@ def test_one_multiplier_of_both_directions_is_one_scale(column: str, one: bool) 
 def test_kernels_take_the_tensor_once(text: str) -> None:
     """Inductor writes what it could have fused once for each argument that it is given as."""
     graph = captured(text, "columnwise", "cuda", 64, 128)
-    lower(graph)
+    lower(graph, Settings())
     x = next(n for n in graph.nodes if n.op == "placeholder")
     launches = [n for n in graph.nodes if n.target is triton_kernel_wrapper_functional]
     assert launches

@@ -8,8 +8,11 @@ from torch import fx, nn
 
 from fxquant import IdentityQuantizer, MXFP8Quantizer, Recipe, Rule, Rules, recipes
 from fxquant.formats import LinearSpec
+from fxquant.passes.captured import Captured
 from fxquant.passes.graph.values import value_of
-from fxquant.passes.pipeline import Rewriter
+from fxquant.passes.pipeline import CAPTURED
+from fxquant.passes.pipeline import run as run_stage
+from fxquant.passes.settings import Settings
 
 LINEAR = torch.ops.fxquant.linear.default
 
@@ -18,7 +21,7 @@ def rewritten(
     recipe: Recipe | str, run: Callable, *args, autocast: Mapping[str, torch.dtype] | None = None
 ) -> fx.GraphModule:
     (gm,) = captured(run, *args)
-    Rewriter(recipes.resolve(recipe))(gm, autocast=autocast)
+    run_stage(CAPTURED, Captured(gm=gm, recipe=recipes.resolve(recipe), autocast=autocast), Settings())
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -59,7 +62,7 @@ def test_high_precision_leaves_the_graph_alone() -> None:
     model, x = Model(), torch.randn(8, 32)
     (before,) = captured(model, x)
     text = before.print_readable(print_output=False)
-    Rewriter(recipes.get("high_precision"))(before, autocast=None)
+    run_stage(CAPTURED, Captured(gm=before, recipe=recipes.get("high_precision")), Settings())
     before.recompile()
     assert before.print_readable(print_output=False) == text
 

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import Backend, DelayedScaling, OptionError
-from fxquant.backend.backend import memory_settings
+from fxquant.backend.inductor import memory_settings
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.bench.training import LLAMA3_8B, Stack
+from fxquant.compat.private import inductor_config
 from fxquant.passes.insert.cache_weights import Taken, Weight
 
 ROWS, HIDDEN, FFN = 2 * 8192, 4096, 14336
@@ -195,10 +196,9 @@ def test_attention_has_the_bits_of_the_default_under_the_least(recipe: str) -> N
     assert_same_bits(*results)
 
 
-def test_shared_amaxes_give_the_bits_of_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxquant.passes.joint.partition.share_scales", lambda graph: 0)
-    separate = steps("current_scaling")
-    monkeypatch.undo()
+def test_shared_amaxes_give_the_bits_of_separate_ones() -> None:
+    with inductor_config.patch(disabled_passes="save_scales"):
+        separate = steps("current_scaling")
     assert_same_bits(separate, steps("current_scaling", save="least", cache_weights=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Recorder, eager_backend, train_step
 from saved import saved_tensors
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant import (
@@ -24,7 +25,9 @@ from fxquant import (
     IdentityQuantizer,
     QuantizerRole,
 )
-from fxquant.passes.joint.reuse import share_quantized
+from fxquant.compat.private import inductor_config
+from fxquant.passes.joint.reuse import reuse_attention_payload
+from fxquant.passes.settings import Settings
 
 E4, E5 = (Float8CurrentScalingQuantizer(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
 HEAD, HIGH = Float8HeadQuantizer(), IdentityQuantizer()
@@ -108,18 +111,12 @@ LONG = ("grouped", "output cut", "other formats", "results in high precision")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.sweep if name in LONG else ()) for name in MODELS]
 )
-def test_what_is_shared_is_what_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_shared_is_what_is_reported(name: str, caplog: pytest.LogCaptureFixture) -> None:
     settings, answers, expected = MODELS[name]
-    counts: list[int] = []
-
-    def counted(graph: fx.Graph) -> int:
-        counts.append(share_quantized(graph))
-        return counts[-1]
-
-    for module in ("fxquant.passes.joint.partition", "fxquant.passes.pipeline"):
-        monkeypatch.setattr(f"{module}.share_quantized", counted)
-    backend = Recorder(recipe(**answers))
-    step(SelfAttention(**settings), backend)
+    with caplog.at_level("INFO", logger="fxquant"):
+        backend = Recorder(recipe(**answers))
+        step(SelfAttention(**settings), backend)
+    counts = [int(text) for text in re.findall(r"reuse_attention_payload: (\d+) nodes", caplog.text)]
     shared: dict[str, int] = {}
     for d in backend.report().decisions:
         if d.shared:
@@ -136,13 +133,11 @@ def test_what_is_shared_is_what_is_reported(name: str, monkeypatch: pytest.Monke
         assert ((layer, f"cast {operand}") in work) == (times == 1)
 
 
-def test_gradients_are_those_of_the_unshared_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_those_of_the_unshared_graph() -> None:
     """But for the scale of a second quantization: 2^-8 in bfloat16, an ulp or two in float32."""
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7)):
         one = step(SelfAttention(), eager_backend(recipe()), dtype)
-        with monkeypatch.context() as patch:
-            for module in ("fxquant.passes.joint.partition", "fxquant.passes.pipeline"):
-                patch.setattr(f"{module}.share_quantized", lambda graph: 0)
+        with inductor_config.patch(disabled_passes="reuse_attention_payload"):
             other = step(SelfAttention(), eager_backend(recipe()), dtype)
         for key, got in one.items():
             assert (got - other[key]).norm() <= bound * other[key].norm(), (key, dtype)
@@ -165,7 +160,7 @@ def test_payloads_are_those_of_a_second_quantization(spec: str) -> None:
             x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 3
             x = (x * torch.logspace(-3, 1, shape[-1])).to(dtype)
             gm = make_fx(quantized_twice, tracing_mode="fake")(x)
-            twice, changed = gm(x), share_quantized(gm.graph)
+            twice, changed = gm(x), reuse_attention_payload(gm.graph, Settings())
             gm.recompile()
             once = gm(x)
             assert changed == 2 and "dequantize" not in gm.code
@@ -187,7 +182,7 @@ def test_padded_rows_of_features_are_quantized_again() -> None:
                                   x.shape[-2:], x.dtype)  # fmt: skip
         return _ops.quantize(o.transpose(1, 2).flatten(2).flatten(0, 1), "per_tensor_e4m3", "rowwise")  # type: ignore[no-any-return]
 
-    assert share_quantized(make_fx(run, tracing_mode="fake")(torch.randn(2, 5, 16, 8)).graph) == 0
+    assert reuse_attention_payload(make_fx(run, tracing_mode="fake")(torch.randn(2, 5, 16, 8)).graph, Settings()) == 0
 
 
 def test_inference_shares_too() -> None:

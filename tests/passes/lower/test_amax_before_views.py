@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxquant.compat.private import make_fx
 from fxquant.kernels.cast import reference
 from fxquant.passes.graph.names import is_fxquant
-from fxquant.passes.lower.amax_before_views import measure_unviewed
+from fxquant.passes.lower.amax_before_views import amax_before_views
+from fxquant.passes.settings import Settings
 
 ops = torch.ops.fxquant
 E4M3, E5M2 = "per_tensor_e4m3", "per_tensor_e5m2"
@@ -35,7 +36,7 @@ def test_the_same_parts_from_amaxes_of_what_is_viewed() -> None:
     inputs = torch.randn(3, 8, 32, dtype=torch.bfloat16), torch.tensor([2.0])
     gm = make_fx(run)(*inputs)
     before = gm(*inputs)
-    assert measure_unviewed(gm.graph, "cpu") == 4
+    assert amax_before_views(gm.graph, Settings(device="cpu")) == 4
     gm.recompile()
     for want, got in zip(before, gm(*inputs), strict=True):
         assert same(want, got)
@@ -58,4 +59,4 @@ def test_what_is_in_memory_and_other_scales_stay() -> None:
     with FakeTensorMode():
         shapes = (2, 4, 32), (32, 64), (1,)
         graph = make_fx(run)(*(torch.empty(shape, device="cuda") for shape in shapes)).graph
-    assert measure_unviewed(graph) == 0 and not amaxes(graph)
+    assert amax_before_views(graph, Settings()) == 0 and not amaxes(graph)

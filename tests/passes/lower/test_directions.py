@@ -7,7 +7,8 @@ from helpers import story
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.passes.lower.directions import merge
+from fxquant.passes.lower.directions import pair_directions
+from fxquant.passes.settings import Settings
 
 quantize = torch.ops.fxquant.quantize
 MX, NV = "mxfp8_e4m3", "nvfp4"
@@ -17,7 +18,7 @@ def merged(run, *args: Tensor) -> tuple[fx.GraphModule, int]:
     """A traced function after the pass, which has not changed its results."""
     gm = make_fx(run, tracing_mode="fake")(*args)
     before = gm(*args)
-    went = merge(gm.graph)
+    went = pair_directions(gm.graph, Settings())
     gm.recompile()
     for a, b in zip(before, gm(*args), strict=True):
         assert same(a, b)
@@ -81,4 +82,4 @@ def test_a_graph_without_quantization_is_left_alone() -> None:
 
 def test_merging_twice_is_merging_once() -> None:
     gm, _ = merged(lambda x: [*quantize(x, MX, "rowwise"), *quantize(x, MX, "columnwise")], torch.randn(32, 64))
-    assert merge(gm.graph) == 0
+    assert pair_directions(gm.graph, Settings()) == 0

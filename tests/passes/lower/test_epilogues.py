@@ -17,14 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, relu, silu
 
 import fxquant
-from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx, triton_kernel_wrapper_functional
+from fxquant.compat.private import inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.cost.estimate import choose_gemm
 from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.problem import Problem, Times
-from fxquant.passes.lower.directions import merge
+from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.epilogues import fuse_epilogues
 from fxquant.passes.lower.lower import lower
+from fxquant.passes.settings import Settings
 
 SPEC = "per_tensor_e4m3"
 ops = torch.ops.fxquant
@@ -45,7 +46,7 @@ def traced(run: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
     """A function as Inductor would have it, merged."""
     table = dict(inductor_decompositions())
     gm = make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
-    merge(gm.graph)
+    pair_directions(gm.graph, Settings())
     return gm
 
 
@@ -74,10 +75,10 @@ def fused(run: Callable[..., Any], *args: Tensor, gemm: str = "triton") -> str:
     To the bit, but for biases that were added to a rounded product.
     """
     plain, gm = traced(run, *args), traced(run, *args)
-    fuse_epilogues(gm.graph, gemm, "cpu")
+    fuse_epilogues(gm.graph, Settings(gemm=gemm, device="cpu"))
     told = story(gm.graph)
     for each in (plain, gm):
-        lower(each.graph)
+        lower(each.graph, Settings())
         each.recompile()
     near = 2**-6 if "+ bias" in told else 0.0
     for part, want in zip(gm(*args), plain(*args), strict=True):
@@ -158,14 +159,14 @@ def test_other_formats_and_settings_are_left_alone() -> None:
     x, w, residual = tensors((40, 64), W, (40, 48))
     for spec in ("mxfp8_e4m3", "nvfp4"):
         gm = traced(lambda x, w, r: linear(x, w, spec=spec) + r, x, w, residual)  # noqa: B023
-        assert not fuse_epilogues(gm.graph, "triton", "cpu"), spec
+        assert not fuse_epilogues(gm.graph, Settings(gemm="triton", device="cpu")), spec
     gm = traced(lambda x, w, r: linear(x, w) + r, x, w, residual)
-    assert not fuse_epilogues(gm.graph, "triton"), "another device"
-    assert not fuse_epilogues(gm.graph, "cublas", "cpu")
-    for setting in ("emulate_precision_casts", "cpp_wrapper"):
-        with inductor_config.patch({setting: True}):
-            assert not fuse_epilogues(gm.graph, "triton", "cpu"), setting
-    assert fuse_epilogues(gm.graph, "triton", "cpu") == 1
+    assert not fuse_epilogues(gm.graph, Settings(gemm="triton")), "another device"
+    assert not fuse_epilogues(gm.graph, Settings(gemm="cublas", device="cpu"))
+    for setting in ("exact_recompute", "cpp_wrapper"):
+        settings = Settings(gemm="triton", device="cpu", **{setting: True})
+        assert not fuse_epilogues(gm.graph, settings), setting
+    assert fuse_epilogues(gm.graph, Settings(gemm="triton", device="cpu")) == 1
 
 
 def test_on_hopper_it_becomes_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +178,8 @@ def test_on_hopper_it_becomes_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with FakeTensorMode():
         gm = traced(layer, *(torch.empty(each, device="cuda", dtype=torch.bfloat16) for each in (X, W, BIAS, RESIDUAL)))
-        assert fuse_epilogues(gm.graph, "triton") == 1
-        lower(gm.graph)
+        assert fuse_epilogues(gm.graph, Settings(gemm="triton")) == 1
+        lower(gm.graph, Settings())
     launches = gm.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     (launch,) = (node for node in launches if "y" in node.kwargs["tensors_to_clone"])
     given = {name: shape(arg) if isinstance(arg, fx.Node) else arg for name, arg in launch.kwargs["kwargs"].items()}
@@ -248,10 +249,9 @@ def test_layers_of_one_input_share_the_scales_of_its_rows(monkeypatch: pytest.Mo
     def layers(x: Tensor, w: Tensor, other: Tensor) -> list[Tensor]:
         return [linear(x, w), linear(x, other)]
 
-    def wide_scales(**config: bool) -> int:
+    def wide_scales(**settings: bool) -> int:
         gm = traced(layers, *tensors(X, W, W))
-        with inductor_config.patch(**config):
-            assert fuse_epilogues(gm.graph, "auto", "cpu") == 2
+        assert fuse_epilogues(gm.graph, Settings(device="cpu", **settings)) == 2
         return len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default))
 
     assert wide_scales() == 1

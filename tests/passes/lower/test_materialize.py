@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant.compat.private import force_stride_order, triton_kernel_wrapper_functional
 from fxquant.passes.lower.lower import lower
-from fxquant.passes.lower.materialize import write_once
+from fxquant.passes.lower.materialize import materialize_shared_inputs
+from fxquant.passes.settings import Settings
 
 ops = torch.ops.fxquant
 ROWWISE = "per_row_e4m3(pow2,torchao)"
@@ -19,8 +20,8 @@ ROWWISE = "per_row_e4m3(pow2,torchao)"
 def rewritten(run, *shapes: tuple[int, ...]) -> tuple[fx.Graph, int]:
     with FakeTensorMode(), enable_python_dispatcher():
         graph = make_fx(run)(*(torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)).graph
-        lower(graph)
-        count = write_once(graph)
+        lower(graph, Settings())
+        count = materialize_shared_inputs(graph, Settings())
     graph.lint()
     return graph, count
 

@@ -15,18 +15,19 @@ from torch.nn.functional import gelu, silu
 from fxquant import Backend
 from fxquant.compat.private import (
     aot_autograd,
-    inductor_config,
     inductor_decompositions,
     make_boxed_func,
     make_fx,
     min_cut_rematerialization_partition,
 )
-from fxquant.passes.lower.directions import merge
+from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.producers import fuse_producers
+from fxquant.passes.settings import Settings
 
 aten, quantize, amax = torch.ops.aten, torch.ops.fxquant.quantize, torch.ops.fxquant.amax
 BLOCK, TENSOR, DELAYED = "block_1x128_e4m3(pow2)", "per_tensor_e4m3", "per_tensor_e4m3(slot={})"
+CPU = Settings(device="cpu")
 ROWS = "per_row_e4m3(pow2,torchao)"
 
 
@@ -60,17 +61,17 @@ def traced(run: Callable[..., list[Tensor]], *args: Tensor) -> fx.GraphModule:
     """A function as Inductor would have it, merged."""
     table = dict(inductor_decompositions())
     gm = make_fx(run, tracing_mode="fake", decomposition_table=table)(*args)
-    merge(gm.graph)
+    pair_directions(gm.graph, Settings())
     return gm
 
 
-def fused(run: Callable[..., list[Tensor]], *args: Tensor) -> str:
+def fused(run: Callable[..., list[Tensor]], *args: Tensor, settings: Settings = CPU) -> str:
     """The story of a traced function after the pass, which, once it is lowered, gives the same bits as without."""
     plain, gm = traced(run, *args), traced(run, *args)
-    fuse_producers(gm.graph, "cpu")
+    fuse_producers(gm.graph, settings)
     told = story(gm.graph)
     for each in (plain, gm):
-        lower(each.graph)
+        lower(each.graph, Settings())
         each.recompile()
     assert_same_bits(*({str(i): part.float() for i, part in enumerate(each(*args))} for each in (plain, gm)))
     return told
@@ -232,9 +233,9 @@ def test_a_norm_whose_rows_alone_are_wanted_after_its_amax() -> None:
 
     few, many = tensors((2, 32, 128), (2, 40, 128))
     weight = torch.ones(128, dtype=torch.bfloat16)
-    with inductor_config.patch(emulate_precision_casts=True):
-        assert not fuse_producers(traced(run, few, weight).graph, "cpu")
-        assert_expected_inline(fused(run, many, weight), """\
+    exact = Settings(device="cpu", exact_recompute=True)
+    assert not fuse_producers(traced(run, few, weight).graph, exact)
+    assert_expected_inline(fused(run, many, weight, settings=exact), """\
 amax
 scale_from_amax
 rms_norm([80, 128], [80, 1], [128])
@@ -256,12 +257,12 @@ def test_what_does_not_pay_or_is_not_ours_is_left_alone() -> None:
         yield "inputs by columns", lambda g, u: both(h(g.t(), u.t()), BLOCK), (gate, up)
 
     for name, run, inputs in cases():
-        assert not fuse_producers(traced(run, *inputs).graph, "cpu"), name
+        assert not fuse_producers(traced(run, *inputs).graph, CPU), name
     graph = traced(lambda g, u: both(silu(g) * u, BLOCK), gate, up).graph
-    assert not fuse_producers(graph), "another device"
-    with inductor_config.patch(emulate_precision_casts=True):
-        assert not fuse_producers(graph, "cpu"), "activations are recomputed, not to the bit of Inductor's"
-    assert fuse_producers(graph, "cpu") == 1
+    assert not fuse_producers(graph, Settings()), "another device"
+    exact = Settings(device="cpu", exact_recompute=True)
+    assert not fuse_producers(graph, exact), "activations are recomputed, not to the bit of Inductor's"
+    assert fuse_producers(graph, CPU) == 1
 
 
 class Block(nn.Module):
@@ -285,9 +286,9 @@ class Decomposed(Backend):
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Any:
-            merge(graph_module.graph)
-            self.count += fuse_producers(graph_module.graph, "cpu") if self.fuse else 0
-            lower(graph_module.graph)
+            pair_directions(graph_module.graph, Settings())
+            self.count += fuse_producers(graph_module.graph, CPU) if self.fuse else 0
+            lower(graph_module.graph, Settings())
             graph_module.recompile()
             return make_boxed_func(graph_module)
 

@@ -17,7 +17,8 @@ from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.state.advance import advance_state
-from fxquant.passes.lower.state.record_in_kernel import record_in_place
+from fxquant.passes.lower.state.record_in_kernel import record_in_kernel
+from fxquant.passes.settings import Settings
 from fxquant.state import DelayedState
 
 SPEC = "per_tensor_e4m3"
@@ -81,8 +82,8 @@ def rewritten(
     gm = traced(run, [x.clone() for x in inputs])
     expected, got = [x.clone() for x in inputs], [x.clone() for x in inputs]
     made = run(*expected)
-    assert advance_state(gm.graph, device="cpu") == advances
-    assert record_in_place(gm.graph, device="cpu") == records
+    assert advance_state(gm.graph, Settings(device="cpu")) == advances
+    assert record_in_kernel(gm.graph, Settings(device="cpu")) == records
     gm.graph.lint()
     gm.recompile()
     for a, b in zip([*gm(*got), *got], [*made, *expected], strict=True):
@@ -135,8 +136,8 @@ def test_what_is_no_step_of_training_stays(change: str) -> None:
 
     inputs = [*state_of(), torch.full((N,), 448.0), torch.randn(32, 16), torch.randn(16, 16)]
     gm = traced(run, [x.clone() for x in inputs])
-    assert advance_state(gm.graph, device="cpu") == 0
-    assert change == "reader" or record_in_place(gm.graph, device="cpu") == 0
+    assert advance_state(gm.graph, Settings(device="cpu")) == 0
+    assert change == "reader" or record_in_kernel(gm.graph, Settings(device="cpu")) == 0
 
 
 def test_a_step_has_a_launch_for_the_state_and_one_for_each_cast() -> None:
@@ -149,9 +150,9 @@ def test_a_step_has_a_launch_for_the_state_and_one_for_each_cast() -> None:
                 lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"),
                 node.meta.get("val"),
             )
-    assert advance_state(gm.graph) == 1
-    assert record_in_place(gm.graph) == 2
-    lower(gm.graph)
+    assert advance_state(gm.graph, Settings()) == 1
+    assert record_in_kernel(gm.graph, Settings()) == 2
+    lower(gm.graph, Settings())
     launches = gm.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     assert len(launches) == 3
     state = set(gm.graph.find_nodes(op="placeholder")[:5])

@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant.kernels.cast import ops
 from fxquant.passes.graph.names import is_fxquant
-from fxquant.passes.lower.state.batch_amaxes import gather_records
-from fxquant.passes.lower.state.split_scales import part_scales
+from fxquant.passes.lower.state.batch_amaxes import batch_amaxes
+from fxquant.passes.lower.state.split_scales import split_scales
+from fxquant.passes.settings import Settings
 
 SPEC = "per_tensor_e4m3"
 
@@ -26,7 +27,7 @@ def quantizes(x: Tensor, scales: Tensor) -> list[Tensor]:
 def test_entries_that_scale_come_out_of_one_kernel_with_the_bits_they_had() -> None:
     x, scales = torch.randn(16, 32), torch.tensor([0.5, 3.0, 7.0])
     gm = make_fx(quantizes)(x, scales)
-    assert part_scales(gm.graph, device="cpu") == 3
+    assert split_scales(gm.graph, Settings(device="cpu")) == 3
     gm.graph.lint()
     gm.recompile()
     parted = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_mul.Scalar)
@@ -43,10 +44,10 @@ def test_what_is_no_scale_stays() -> None:
         return [values[:1] * x, values[1:2], values[2:], *ops.quantize(x, SPEC, "rowwise", values.new_ones(1))]
 
     gm = make_fx(run)(torch.randn(16, 32), torch.randn(3))
-    assert part_scales(gm.graph, device="cpu") == 0
+    assert split_scales(gm.graph, Settings(device="cpu")) == 0
     with FakeTensorMode():
         on_cpu = make_fx(quantizes)(torch.randn(16, 32), torch.ones(3))
-    assert part_scales(on_cpu.graph) == 0, "C++ has no kernel of many"
+    assert split_scales(on_cpu.graph, Settings()) == 0, "C++ has no kernel of many"
 
 
 def taken_one_by_one(amaxes: Tensor, since: Tensor, step: Tensor, new: list[Tensor]) -> list[Tensor]:
@@ -85,7 +86,7 @@ def test_amaxes_are_taken_in_together(nan: bool) -> None:
         since[12] = since_step(torch.tensor(torch.nan), step[12])
     gm = make_fx(taken_one_by_one)(amaxes, since, step, [*new[:3], new[0], new[4]])
     given = [amaxes, since, step, [*new[:3], new[0], new[4]]]
-    assert gather_records(gm.graph) == 8
+    assert batch_amaxes(gm.graph, Settings()) == 8
     gm.graph.lint()
     gm.recompile()
     assert [n.name for n in gm.graph.nodes if is_fxquant(n)] == ["record_4", "record_since_4"]
@@ -100,4 +101,4 @@ def test_amaxes_that_something_reads_in_between_stay() -> None:
         return [first, torch.ops.fxquant.record(first, [new], [1])]
 
     gm = make_fx(run)(torch.rand(2), torch.rand(1))
-    assert gather_records(gm.graph) == 0
+    assert batch_amaxes(gm.graph, Settings()) == 0

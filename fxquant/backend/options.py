@@ -1,0 +1,88 @@
+"""The options of the backend, which check themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fxquant.compat.private import inductor_mode_options, is_inductor_option
+from fxquant.errors import OptionError
+from fxquant.kernels.linear.choice import GEMM
+from fxquant.passes.settings import SAVE, Settings
+from fxquant.recipes import RECIPES, Recipe, resolve
+
+INNER = ("inductor", "aot_eager")
+"""The compilers of rewritten graphs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is said of one compilation besides the model; `Backend` describes each.
+
+    Raises RecipeError for an unknown recipe and OptionError for a value that an option does not take.
+    """
+
+    recipe: Recipe | str
+    inner: str = "inductor"
+    allow_float64: bool = False
+    inductor: Mapping[str, Any] | None = None
+    amax_group: Any = None
+    save: str = "quantized"
+    cache_weights: bool = False
+    gemm: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", resolve(self.recipe))
+        if self.inner not in INNER:
+            raise OptionError(f"unknown inner compiler {self.inner!r}; known: {', '.join(INNER)}")
+        if self.save not in SAVE:
+            raise OptionError(f"unknown choice {self.save!r} of what to save; known: {', '.join(SAVE)}")
+        if self.gemm not in GEMM:
+            raise OptionError(f"unknown choice {self.gemm!r} of GEMMs; known: {', '.join(GEMM)}")
+        if not isinstance(self.inductor, Mapping | None):
+            raise OptionError(f"Inductor's settings are a dict, not {self.inductor!r}")
+        for name in ("allow_float64", "cache_weights"):
+            if not isinstance(switch := getattr(self, name), bool):
+                raise OptionError(f"{name} is True or False, not {switch!r}")
+        if self.amax_group is not None and not hasattr(self.amax_group, "group_name"):
+            raise OptionError(f"amax_group is a process group, not {self.amax_group!r}")
+
+    @classmethod
+    def of(cls, options: object) -> Options:
+        """The options in a dict. Raises OptionError also for an unknown one, and where no recipe is among them."""
+        if not isinstance(options, Mapping):
+            raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not a {type(options).__name__}")
+        unknown = [key for key in options if key not in OPTIONS]
+        if unknown:
+            raise OptionError(f"unknown options {unknown}; known options: {', '.join(OPTIONS)}")
+        if "recipe" not in options:
+            raise OptionError(
+                f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}"
+            )
+        return cls(**options)
+
+    def for_inductor(self, mode: str | None) -> dict[str, Any]:
+        """The settings that go to Inductor, those of a mode of torch.compile among them."""
+        settings = {**inductor_mode_options(mode), **(self.inductor or {})}
+        for name in settings:
+            if not is_inductor_option(name):
+                raise OptionError(f"Inductor has no setting {name!r}")
+        return settings
+
+    def for_passes(self) -> Settings:
+        """The settings of the passes."""
+        assert isinstance(self.recipe, Recipe)
+        return Settings(
+            recipe=self.recipe.fingerprint(),
+            allow_float64=self.allow_float64,
+            stored_weights=self.cache_weights,
+            save=self.save,
+            gemm=self.gemm,
+        )
+
+
+OPTIONS = tuple(field.name for field in fields(Options))
+"""The names of all options."""
+
+__all__ = ["INNER", "OPTIONS", "Options"]

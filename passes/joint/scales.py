@@ -1,0 +1,139 @@
+"""The scales and amaxes of a joint graph: each is made once, in the forward, and saved for the backward.
+
+    row = fxquant.quantize(w, "per_tensor_e4m3", "rowwise")          # in the forward
+    column = fxquant.quantize(w, "per_tensor_e4m3", "columnwise")    # in the backward
+    # becomes, on the joint graph
+    scale = fxquant.scale_from_amax(fxquant.amax(w), "per_tensor_e4m3")    # once, and saved
+    row = fxquant.quantize(w, "per_tensor_e4m3", "rowwise", scale)
+    column = fxquant.quantize(w, "per_tensor_e4m3", "columnwise", scale)
+
+and of experts' weights that are scaled by row and, in the backward, by column:
+
+    *row, amax = fxquant.split_quantize_and_amax(w, "per_row_e4m3")         # one read gives the amaxes of both
+    column = fxquant.split_quantize(w, None, "per_row_e4m3", "columnwise", amax)
+
+Whatever a quantization takes besides its tensor, a scale or random numbers' seed and step, is saved and never computed
+again, so that a tensor which the backward quantizes again gets the bits that the forward gave it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.compat.private import must_save
+from fxquant.formats import QuantSpec
+from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.values import val
+from fxquant.passes.joint.sides import in_memory
+from fxquant.passes.settings import Settings
+
+REPEATABLE = {"quantize": "amax", "split_quantize": "split_amax"}
+"""The operators that quantize, and those that take the amaxes of the same operands."""
+
+
+def save_scales(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites a joint graph in place; returns how many quantizations got their tensor's one scale."""
+    of_backward = nodes_of_backward(graph)
+    scales: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        name = next((name for name in REPEATABLE if is_fxquant(node, name)), None)
+        if name is None:
+            continue
+        operands = 2 if name == "split_quantize" else 1
+        spec, _, *state = node.args[operands:]
+        if not state and node not in of_backward and QuantSpec.parse(str(spec)).row.family == "per_tensor":
+            key = (name, *node.args[:operands], spec)
+            if key not in scales:
+                scales[key] = scale_of(node, REPEATABLE[name], operands, spec)
+            state = [scales[key]]
+            node.args = (*node.args, *state)
+            count += 1
+        for value in state:
+            source = _unviewed(value)
+            if source.op == "call_function" and node not in of_backward:
+                must_save(source)
+    graph.lint()
+    return count
+
+
+def save_column_amaxes(graph: fx.Graph, settings: Settings) -> int:
+    """Rewrites a joint graph in place; returns how many weights of groups have the amaxes of their columns taken early.
+
+    The kernel that scales rows has them for nothing, and the backward would read a weight once more for them.
+    """
+    by_row: dict[fx.Node, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if not is_fxquant(node, "split_quantize") or len(node.args) > 4:
+            continue
+        x, offs, spec, direction = node.args
+        if offs is not None or not in_memory(x) or QuantSpec.parse(str(spec)).row.family != "per_row":
+            continue
+        if direction == "rowwise":
+            by_row.setdefault(x, node)
+        elif x in by_row:
+            node.args = (*node.args, _column_amax(by_row[x]))
+            count += 1
+    graph.lint()
+    return count
+
+
+def _column_amax(node: fx.Node) -> fx.Node:
+    """The third result of a rowwise quantization of a batch, which takes amaxes along from now on; it is saved."""
+    graph, last = node.graph, 2
+    if not is_fxquant(node, "split_quantize_and_amax"):
+        x, _, spec, _ = node.args
+        node.target = torch.ops.fxquant.split_quantize_and_amax.default
+        node.args = (x, spec)
+        value = val(x).new_empty([val(x).shape[0], val(x).shape[-1]], dtype=torch.float32)
+        node.meta = {**node.meta, "val": [*val(node), value]}
+    for item in node.users:
+        if item.target is operator.getitem and item.args[1] == last:
+            return item
+    with graph.inserting_after(node):
+        item = graph.call_function(operator.getitem, (node, last))
+    item.meta = {key: kept for key, kept in node.meta.items() if key not in _OF_THE_NODE} | {"val": val(node)[last]}
+    must_save(item)
+    return item
+
+
+def scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:
+    """Adds the amax of what a node quantizes, and the scale that it gives."""
+    graph = node.graph
+    tensors = node.args[:operands]
+    groups = val(node)[1].shape
+    value = val(tensors[0]).new_empty(groups, dtype=torch.float32)
+    with graph.inserting_before(node):
+        largest = graph.call_function(getattr(torch.ops.fxquant, amax).default, tensors)
+        scale = graph.call_function(torch.ops.fxquant.scale_from_amax.default, (largest, spec))
+    for made in (largest, scale):
+        made.meta = {key: item for key, item in node.meta.items() if key not in _OF_THE_NODE} | {"val": value}
+    return scale
+
+
+_OF_THE_NODE = ("val", "tensor_meta", "recompute", "ac_graph_id", "eager_input_vals")
+"""The keys of a node's meta that do not hold for other nodes of the same origin."""
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    """The tensor that a node is a view of: partitioners always make views again."""
+    while node.op == "call_function" and getattr(node.target, "is_view", False) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def nodes_of_backward(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a joint graph that the gradients of its results go into."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or found & set(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+__all__ = ["REPEATABLE", "nodes_of_backward", "save_column_amaxes", "save_scales", "scale_of"]
