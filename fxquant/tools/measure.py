@@ -16,6 +16,7 @@ from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import grouped_mm
+from fxquant.passes.graph.meta import layer_of
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.recipes import Recipe
 from fxquant.report.data import Loss
@@ -114,8 +115,7 @@ class _Run(fx.Interpreter):
     ) -> None:
         error = (result.float() - exact).norm() / exact.norm().clamp_min(1e-30)
         lost = {name: _lost(*pair) for name, pair in pairs.items()}
-        layer = node.meta.get("custom", {}).get("fxquant", "")
-        self.losses.append(Loss(layer=layer, what=what, error=error.item(), lost=lost))
+        self.losses.append(Loss(layer=layer_of(node), what=what, error=error.item(), lost=lost))
 
 
 def _lost(source: Tensor, seen: Tensor) -> float:

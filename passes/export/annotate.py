@@ -14,11 +14,10 @@ from torch import Tensor, fx
 
 from fxquant.compat.private import OpOverload, tree_map_only
 from fxquant.compat.values import fake_mode_of
-from fxquant.passes.find.mha import PROJECTION
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.bodies import Bodies
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, LAYER, MODULE_STACK, PROJECTION, VAL
 from fxquant.passes.graph.names import higher_order_op, op_name
-from fxquant.passes.plan.layers import LAYER
 
 
 def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) -> None:
@@ -31,14 +30,14 @@ def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) ->
     grads: set[fx.Node] = set()
     for gm in bodies.modules:
         for node in gm.graph.nodes:
-            if "val" not in node.meta:
+            if VAL not in node.meta:
                 continue
             own = gm is bodies.top and node.op == "placeholder"
             if trained and _gets_grad(node, own, bodies, grads):
                 grads.add(node)
             is_parameter = own and node.name in parameters
-            node.meta["example_value"] = tree_map_only(
-                Tensor, partial(_described, is_parameter=is_parameter, grad=node in grads), node.meta["val"]
+            node.meta[EXAMPLE_VALUE] = tree_map_only(
+                Tensor, partial(_described, is_parameter=is_parameter, grad=node in grads), node.meta[VAL]
             )
     for gm in bodies.modules:
         outer = _outer(gm.graph, bodies)
@@ -64,7 +63,7 @@ def _name(node: fx.Node, outer: Mapping[fx.Node, fx.Node], parameters: Mapping[s
     if not read:
         return
     node.meta[LAYER] = read[0].rpartition(".")[0]
-    path, module = next(reversed((node.meta.get("nn_module_stack") or {}).values()), ("", None))
+    path, module = next(reversed((node.meta.get(MODULE_STACK) or {}).values()), ("", None))
     weight = next((name for name in read if name.endswith("weight")), "")
     if weight and str(module).endswith("MultiheadAttention"):  # its forward reads the weights of its projections itself
         node.meta[LAYER] = path
@@ -72,7 +71,7 @@ def _name(node: fx.Node, outer: Mapping[fx.Node, fx.Node], parameters: Mapping[s
 
 
 def _gets_grad(node: fx.Node, own: bool, bodies: Bodies, grads: set[fx.Node]) -> bool:
-    value = node.meta["val"]
+    value = node.meta[VAL]
     if isinstance(value, Tensor) and not value.is_floating_point():
         return False
     if own:
@@ -107,11 +106,11 @@ def forget(bodies: Bodies) -> None:
         for node in gm.graph.nodes:
             node.meta.pop(LAYER, None)
             node.meta.pop(PROJECTION, None)
-            if "example_value" not in node.meta:
+            if EXAMPLE_VALUE not in node.meta:
                 continue
-            value = node.meta.pop("example_value")
-            if "val" not in node.meta:
-                node.meta["val"] = tree_map_only(Tensor, _plain, value)
+            value = node.meta.pop(EXAMPLE_VALUE)
+            if VAL not in node.meta:
+                node.meta[VAL] = tree_map_only(Tensor, _plain, value)
 
 
 def _plain(value: Tensor) -> Tensor:

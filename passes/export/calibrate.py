@@ -20,10 +20,8 @@ from fxquant.errors import ProgramError
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.passes.export.program_state import StateTensors
-from fxquant.passes.export.store_weights import layer_of, readers_of
-from fxquant.passes.insert.linear import SITE
-
-_OBSERVER = "fxquant_observer"
+from fxquant.passes.export.store_weights import readers_of
+from fxquant.passes.graph.meta import OBSERVER, SITE, layer_of
 
 
 def calibrate(
@@ -51,11 +49,11 @@ def calibrate(
             elif not state.bodies.can_reach(gm.graph):
                 told |= dict.fromkeys(sites, "dynamic: in a region that takes no scales")
             elif len(node.args) == 3:
-                node.meta[_OBSERVER] = len(observers)
+                node.meta[OBSERVER] = len(observers)
                 observers[len(observers)] = (node, Observer(amax))
     count = run(lambda module: _observe(module, {site: each for site, (_, each) in observers.items()}))
     for node, observer in observers.values():
-        del node.meta[_OBSERVER]
+        del node.meta[OBSERVER]
         sites = [reader.meta[SITE] for reader in readers_of(node)]
         layer, seen = layer_of(node), observer.result()
         if seen is None:
@@ -90,9 +88,9 @@ def _observe(module: fx.GraphModule, observers: dict[int, Observer]) -> None:
                 module.graph.call_function(expect, (node, str(node.target), value.dtype))
     for gm in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
         for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default)):
-            if _OBSERVER in node.meta:
-                name = f"fxquant_observer_{node.meta[_OBSERVER]}"
-                gm.add_submodule(name, observers[node.meta[_OBSERVER]])
+            if OBSERVER in node.meta:
+                name = f"fxquant_observer_{node.meta[OBSERVER]}"
+                gm.add_submodule(name, observers[node.meta[OBSERVER]])
                 with gm.graph.inserting_before(node):
                     gm.graph.call_module(name, (node.args[0],))
         gm.recompile()

@@ -32,13 +32,10 @@ from fxquant.compat.private import (
 )
 from fxquant.compat.values import fake_mode_of
 from fxquant.kernels import custom
-from fxquant.passes.find.facts import Builder
+from fxquant.passes.graph.builder import Builder, put_in_place
+from fxquant.passes.graph.meta import PART
 from fxquant.passes.graph.names import PICKS, VIEWS, higher_order_op, is_fxquant, op_name, writes
 from fxquant.passes.graph.values import value_of
-from fxquant.passes.insert.linear import SITE
-
-PART = "fxquant_part"
-"""The key in a node's meta of its place among the tensors that a user's own quantizer made."""
 
 _SHARED = VIEWS | PICKS
 """Operators of which two equal ones are the same memory anyway."""
@@ -118,16 +115,10 @@ def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:
         if key not in made:
             with torch.no_grad():
                 made[key] = builder.call(inner.target, *args, **kwargs)
-            if SITE in node.meta:
-                made[key].meta[SITE] = node.meta[SITE]
         copies[inner] = made[key]
         if inner in parts:
             made[key].meta[PART] = parts[inner]
-    for name, value in node.meta.items():
-        if name not in ("val", "example_value"):
-            result.meta.setdefault(name, value)
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
+    put_in_place(result, node)
 
 
 def _take_parts(graph: fx.Graph) -> dict[fx.Node, int]:

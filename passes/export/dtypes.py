@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, fx
 
+from fxquant.passes.graph.meta import MODULE_STACK, STACK_TRACE, VAL
+
 _ASSERT = torch.ops.aten._assert_tensor_metadata.default
 
 
@@ -21,7 +23,7 @@ def assert_dtypes(placeholders: Iterable[fx.Node]) -> int:
     """Puts checks of those that are floating point in front of what first reads them; returns how many."""
     count = 0
     for node in placeholders:
-        value = node.meta.get("val")
+        value = node.meta.get(VAL)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         first = min(node.users, default=None)
@@ -29,7 +31,7 @@ def assert_dtypes(placeholders: Iterable[fx.Node]) -> int:
             continue
         with node.graph.inserting_before(first):
             check = node.graph.call_function(_ASSERT, (node, None, None, value.dtype))
-        check.meta = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta}
+        check.meta = {key: first.meta[key] for key in (MODULE_STACK, STACK_TRACE) if key in first.meta}
         count += 1
     return count
 

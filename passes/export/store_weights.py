@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.compat.private import OpOverload
-from fxquant.passes.export.decompose import PART
 from fxquant.passes.export.dtypes import assert_dtypes
 from fxquant.passes.export.program_state import StateTensors
+from fxquant.passes.graph.builder import put_in_places
+from fxquant.passes.graph.meta import PART, SITE, layer_of
 from fxquant.passes.graph.names import is_fxquant, op_name
-from fxquant.passes.insert.linear import SITE
 
 PARTS = ("data", "scale", "global_amax")
 """What the buffers of a quantized weight are called, behind the weight's own name."""
@@ -151,18 +151,10 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(reader for item in node.users for reader in item.users if SITE in reader.meta))
 
 
-def layer_of(node: fx.Node) -> str:
-    """The name of the layer that a node was inserted for: of several the first."""
-    return str(node.meta.get("custom", {}).get("fxquant", ""))
-
-
 def _replace(node: fx.Node, placeholders: list[fx.Node], state: StateTensors) -> None:
     """Points the readers of a quantized tensor's parts at the buffers, and erases the quantization."""
-    for item in list(node.users):
-        assert item.target is operator.getitem, item.format_node()
-        item.replace_all_uses_with(state.bodies.reach(node.graph, placeholders[int(item.args[1])]))  # type: ignore[arg-type]
-        node.graph.erase_node(item)
-    node.graph.erase_node(node)
+    read: list[Any] = [item.args[1] for item in node.users]
+    put_in_places({i: state.bodies.reach(node.graph, placeholders[i]) for i in read}, node)
 
 
 def _story(state: StateTensors, node: fx.Node, told: dict[fx.Node, str] | None = None) -> str:
@@ -211,4 +203,4 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-__all__ = ["PARTS", "Folded", "erase_unused_users", "fold", "layer_of", "readers_of"]
+__all__ = ["PARTS", "Folded", "erase_unused_users", "fold", "readers_of"]

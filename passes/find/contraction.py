@@ -17,20 +17,10 @@ from torch import fx
 
 from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.decisions import SkipReason
-from fxquant.passes.find.facts import (
-    Builder,
-    Contraction,
-    Emit,
-    Finish,
-    Gemm2d,
-    Label,
-    Match,
-    Operand,
-    Product,
-    product_of,
-)
+from fxquant.passes.find.facts import Contraction, Emit, Finish, Gemm2d, Label, Match, Operand, Product, product_of
 from fxquant.passes.find.flops import node_flops
 from fxquant.passes.find.weights import expanded_from, find_gather, find_weight
+from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import ORDERS, calls, op_name
 from fxquant.passes.graph.values import Dim, value_of
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import fx
 
-from fxquant.compat.private import enable_python_dispatcher
 from fxquant.decisions import Decision, SkipReason
 from fxquant.formats import AttentionSpec, Step
+from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import Dim, value_of
 from fxquant.quantizers import Quantizer
 
@@ -56,33 +56,6 @@ class Gemm2d(Protocol):
     def __call__(
         self, index: int, lhs: fx.Node, rhs: fx.Node, bias: fx.Node | None = None, offs: fx.Node | None = None
     ) -> fx.Node: ...
-
-
-class Builder:
-    """Adds nodes in front of `anchor`, each with its example value, so that later passes can ask for shapes."""
-
-    def __init__(self, anchor: fx.Node) -> None:
-        self.anchor = anchor
-        self.graph = anchor.graph
-
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds a `call_function` node."""
-        with self.graph.inserting_before(self.anchor):
-            node = self.graph.call_function(target, args, kwargs)
-        for key in ("nn_module_stack", "stack_trace", "source_fn_stack", "custom"):
-            if key in self.anchor.meta:
-                node.meta[key] = self.anchor.meta[key]
-        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
-        with enable_python_dispatcher():  # without it, composite ops turn symbolic sizes into numbers
-            node.meta["example_value"] = target(*fake_args, **fake_kwargs)
-        return node
-
-    def size(self, node: fx.Node, axis: int) -> int | fx.Node:
-        """The size of an axis: a number where it is static, else a node that computes it."""
-        size = value_of(node).shape[axis]
-        if isinstance(size, int):
-            return size
-        return self.call(torch.ops.aten.sym_size.int, node, axis)
 
 
 Finish = Callable[[Builder, fx.Node], fx.Node]
@@ -229,22 +202,3 @@ def quantized(match: Match) -> bool:
 def decisions_of(matches: Iterable[Match]) -> list[Decision]:
     """The decisions of all matches, in their order."""
     return [decision for match in matches for resolved in match.resolved for decision in resolved.decisions]
-
-
-def put_in_place(result: fx.Node, node: fx.Node) -> None:
-    """Puts what was built of a node in its place, with what its meta says besides."""
-    for key, value in node.meta.items():
-        result.meta.setdefault(key, value)
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
-
-
-def erase_unused(nodes: Iterable[fx.Node], keep: Collection[fx.Node] = ()) -> None:
-    """Erases those of the nodes that nothing reads any more, and what was computed for them alone."""
-    queue, gone = list(nodes), set(keep)
-    while queue:
-        node = queue.pop()
-        if node.op == "call_function" and node not in gone and not node.users and not node.is_impure():
-            gone.add(node)
-            queue += node.all_input_nodes
-            node.graph.erase_node(node)

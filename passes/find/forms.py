@@ -20,7 +20,8 @@ from fxquant.passes.find import products
 from fxquant.passes.find.attention import fused as attention
 from fxquant.passes.find.attention.flex import flex
 from fxquant.passes.find.contraction import Site
-from fxquant.passes.find.facts import Builder, Gemm2d, Match, erase_unused, put_in_place
+from fxquant.passes.find.facts import Gemm2d, Match
+from fxquant.passes.graph.builder import Builder, erase_unused, put_in_place
 from fxquant.passes.graph.names import op_name
 
 Form = Callable[..., Match | None]

@@ -23,15 +23,14 @@ from torch import fx
 from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
 from fxquant.compat.values import fake_mode_of
 from fxquant.passes.find.contraction import requires_grad
-from fxquant.passes.find.facts import Builder, Match, erase_unused
+from fxquant.passes.find.facts import Match
 from fxquant.passes.find.weights import find_weight
+from fxquant.passes.graph.builder import Builder, erase_unused, put_in_places
+from fxquant.passes.graph.meta import PROJECTION
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.graph.values import value_of
 
 log = logging.getLogger(__name__)
-
-PROJECTION = "fxquant_projection"
-"""The key in `node.meta` for the part of its module that a linear belongs to, such as ``in_proj``."""
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -74,11 +73,8 @@ def _open(match: Match) -> bool:
         return False
     with torch.set_grad_enabled(trained), region, mode:
         results = _inline(Builder(node), traced.graph, inputs)
-    for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
-        node.graph.erase_node(user)
+    put_in_places(results, node)
     erase_unused(each for each in results if isinstance(each, fx.Node))  # averages of weights that nobody reads
-    node.graph.erase_node(node)
     return True
 
 

@@ -21,17 +21,8 @@ from fxquant.passes.find.contraction import (
     settle,
     transposed,
 )
-from fxquant.passes.find.facts import (
-    Builder,
-    Contraction,
-    Finish,
-    Gemm2d,
-    Label,
-    Match,
-    Operand,
-    Product,
-    product_of,
-)
+from fxquant.passes.find.facts import Contraction, Finish, Gemm2d, Label, Match, Operand, Product, product_of
+from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import value_of
 
 aten = torch.ops.aten

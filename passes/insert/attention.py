@@ -15,10 +15,9 @@ import torch
 from torch import fx
 
 from fxquant.formats import IDENTITY, AttentionSpec
-from fxquant.passes.find.facts import Attention, Builder, Match, erase_unused, put_in_place
-
-SITE = "fxquant_site"
-"""The key in `node.meta` for the site, as decisions count them, of an inserted operator."""
+from fxquant.passes.find.facts import Attention, Match
+from fxquant.passes.graph.builder import Builder, erase_unused, put_in_place
+from fxquant.passes.graph.meta import inserted_for
 
 
 def insert_attention(matches: Sequence[Match]) -> int:
@@ -42,8 +41,7 @@ def _insert(match: Match, attention: Attention, spec: AttentionSpec) -> list[fx.
     def attend(q: fx.Node, k: fx.Node, v: fx.Node, extras: Sequence[fx.Node]) -> fx.Node:
         call = builder.call(torch.ops.fxquant.attention.default, q, k, v, list(extras), plain)
         call.args = (q, k, v, list(extras), str(spec))
-        call.meta["custom"] = {**call.meta.get("custom", {}), "fxquant": match.name}
-        call.meta[SITE] = match.resolved[-1].decisions[0].site
+        inserted_for(call, match.name, match.resolved[-1].decisions[0].site)
         return call
 
     result = attention.emit(builder, attend)
@@ -55,4 +53,4 @@ def _insert(match: Match, attention: Attention, spec: AttentionSpec) -> list[fx.
     return [x for x in inputs if x not in attention.inside]
 
 
-__all__ = ["SITE", "insert_attention"]
+__all__ = ["insert_attention"]

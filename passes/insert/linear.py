@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxquant.formats import IDENTITY, LinearSpec, OperandSpec
-from fxquant.passes.find.facts import Builder, Match
+from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import apply_match
+from fxquant.passes.graph.builder import Builder
+from fxquant.passes.graph.meta import inserted_for
 from fxquant.passes.graph.values import value_of
-from fxquant.passes.insert.attention import SITE, insert_attention
+from fxquant.passes.insert.attention import insert_attention
 from fxquant.quantizers import Quantizer
 
 _NONE = OperandSpec(IDENTITY, IDENTITY)
@@ -75,9 +77,8 @@ def _gemm(
     third = offs if grouped else bias
     node = builder.call(target.default, lhs, rhs, third, _without_state(match))
     node.args = (lhs, rhs, third, _spec(match, resolved.quantizers, resolved.numbers))
-    node.meta["custom"] = {**node.meta.get("custom", {}), "fxquant": match.name}
-    node.meta[SITE] = resolved.decisions[0].site
+    inserted_for(node, match.name, resolved.decisions[0].site)
     return node
 
 
-__all__ = ["SITE", "insert"]
+__all__ = ["insert"]

@@ -15,7 +15,6 @@ that is kept is exact. Of scales that are powers of two the second may be half t
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import fx
 from fxquant.compat.private import enable_python_dispatcher, must_recompute
 from fxquant.compat.values import faking, statically_known_true
 from fxquant.formats import QuantSpec
+from fxquant.passes.graph.builder import erase_unused, put_in_places
 from fxquant.passes.graph.names import SAME_ELEMENTS, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -85,11 +85,5 @@ def _share(node: fx.Node, source: fx.Node, moves: list[fx.Node]) -> None:
     elif not val(payload).is_contiguous():
         payload = add(_aten.clone.default, payload, memory_format=torch.contiguous_format)
     parts = (add(_aten.view.dtype, payload, dtype), scale)
-    for item in list(node.users):
-        assert item.target is operator.getitem, item.format_node()
-        item.replace_all_uses_with(parts[int(item.args[1])])  # type: ignore[arg-type]
-        graph.erase_node(item)
-    graph.erase_node(node)
-    for left in (*reversed(moves), source):
-        if not left.users:
-            graph.erase_node(left)
+    put_in_places(parts, node)
+    erase_unused(moves)

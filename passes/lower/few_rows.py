@@ -23,6 +23,7 @@ from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear import few_rows as limits
+from fxquant.passes.graph.builder import erase_unused
 from fxquant.passes.graph.match import behind_views, shaped
 from fxquant.passes.graph.names import RESHAPES, is_fxquant
 from fxquant.passes.graph.values import val
@@ -131,7 +132,7 @@ def _fuse_epilogues(graph: fx.Graph) -> None:
                         fused.meta = dict(gemm.meta)
                         made = shaped(fused, list(val(root).shape))
                     root.replace_all_uses_with(made)
-                    _erase_dead(root)
+                    erase_unused([root])
                     break
 
 
@@ -182,14 +183,6 @@ def _is_all_between(gemm: fx.Node, root: fx.Node) -> bool:
                 needed.add(source)
                 todo.append(source)
     return between == needed
-
-
-def _erase_dead(node: fx.Node) -> None:
-    if not node.users and node.op == "call_function":
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        for source in sources:
-            _erase_dead(source)
 
 
 def _gemms(node: fx.Node) -> set[fx.Node]:

@@ -29,6 +29,7 @@ from fxquant.compat.values import faking, statically_known_true, unguarded_sizes
 from fxquant.errors import GraphVerificationError
 from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
+from fxquant.passes.graph.builder import put_in_places
 from fxquant.passes.graph.names import is_fxquant, writes
 from fxquant.passes.graph.values import val
 from fxquant.passes.lower.implementations import implementation
@@ -148,12 +149,10 @@ def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
             traced[key] = _trace(run, args, kwargs, portable, writes(node))
         outputs = _inline(node, traced[key])
         if isinstance(val(node), (list, tuple)):
-            for item in list(node.users):
-                item.replace_all_uses_with(outputs[item.args[1]])
-                graph.erase_node(item)
+            put_in_places(outputs, node)
         else:
             node.replace_all_uses_with(outputs[0])
-        graph.erase_node(node)
+            graph.erase_node(node)
         count += 1
     left = [node.format_node() for node in graph.nodes if is_fxquant(node)]
     if left:

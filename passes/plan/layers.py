@@ -9,10 +9,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxquant.passes.find.facts import Match
-from fxquant.passes.find.mha import PROJECTION
-
-LAYER = "fxquant_layer"
-"""The key in `node.meta` for the layer of a node that was captured without its modules."""
+from fxquant.passes.graph.meta import FORWARD_MODULE_STACK, LAYER, MODULE_STACK, PROJECTION
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
 _HOLDERS = re.compile(r"^((__closure__\.\d+\.cell_contents|__self__|__wrapped__)(\.|$))+")
@@ -36,7 +33,7 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
     `names` maps ``str(id(module))`` to the path in the user's model, and wins: after a graph break the captured paths
     start at an inner module.
     """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    stack = node.meta.get(MODULE_STACK) or node.meta.get(FORWARD_MODULE_STACK) or {}
     for key, (path, _) in reversed(stack.items()):
         users_name = names.get(str(key).partition("@")[0])
         name = clean_path(path) if users_name is None else users_name

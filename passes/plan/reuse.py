@@ -13,9 +13,9 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import Decision
 from fxquant.formats import AttentionSpec, LinearSpec, OperandSpec, QuantSpec
+from fxquant.passes.graph.meta import SITE
 from fxquant.passes.graph.names import SAME_ELEMENTS, calls, is_fxquant
 from fxquant.passes.graph.values import value_of
-from fxquant.passes.insert.attention import SITE
 from fxquant.roles import Direction
 
 _Operand = tuple[int, str, Direction]

@@ -27,7 +27,8 @@ from fxquant.formats import Step
 from fxquant.passes.find.attention.emit import Unknown, without_repeats
 from fxquant.passes.find.attention.fused import attention_products
 from fxquant.passes.find.contraction import Site, requires_grad, settle
-from fxquant.passes.find.facts import Attend, Attention, Builder, Match
+from fxquant.passes.find.facts import Attend, Attention, Match
+from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.graph.values import value_of
 

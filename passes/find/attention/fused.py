@@ -13,7 +13,8 @@ from fxquant.decisions import SkipReason
 from fxquant.formats import Step
 from fxquant.passes.find.attention.emit import without_repeats
 from fxquant.passes.find.contraction import Site, requires_grad, settle
-from fxquant.passes.find.facts import Attend, Attention, Builder, Match, Product, product_of
+from fxquant.passes.find.facts import Attend, Attention, Match, Product, product_of
+from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import Dim, value_of
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from fxquant.passes.find.contraction import contraction_of
-from fxquant.passes.find.facts import Builder, Contraction, Label, Operand
+from fxquant.passes.find.facts import Contraction, Label, Operand
 from fxquant.passes.graph.axes import Parts, same
+from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import COPIES, op_name
 from fxquant.passes.graph.values import Dim, value_of
 

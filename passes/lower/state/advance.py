@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxquant.compat.values import faking
+from fxquant.passes.graph.builder import erase_unused
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -80,6 +81,4 @@ def _replace(update: fx.Node, scales: fx.Node, copy: fx.Node) -> None:
             user.replace_all_uses_with(entries[user.args[2]])  # type: ignore[index]
             graph.erase_node(user)
     scales.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not copy)
-    for node in [whole, *entries]:
-        if not node.users:
-            graph.erase_node(node)
+    erase_unused([whole, *entries])

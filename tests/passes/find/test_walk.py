@@ -17,10 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxquant.compat.values import size_hint
 from fxquant.decisions import SkipReason
-from fxquant.passes.find.facts import Builder, Match, Product
+from fxquant.passes.find.facts import Match, Product
 from fxquant.passes.find.forms import apply_match
-from fxquant.passes.find.mha import PROJECTION, open_modules
+from fxquant.passes.find.mha import open_modules
 from fxquant.passes.find.walk import find_matmuls
+from fxquant.passes.graph.builder import Builder
+from fxquant.passes.graph.meta import PROJECTION
 from fxquant.passes.graph.values import value_of
 
 Shape = tuple[int, ...]

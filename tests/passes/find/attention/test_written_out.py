@@ -17,9 +17,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from fxquant.compat.private import flex_attention_op
 from fxquant.decisions import SkipReason
 from fxquant.formats import AttentionSpec
-from fxquant.passes.find.facts import Builder, Match
+from fxquant.passes.find.facts import Match
 from fxquant.passes.find.mha import open_modules
 from fxquant.passes.find.walk import find_matmuls
+from fxquant.passes.graph.builder import Builder
 
 
 @dataclass

@@ -1,0 +1,71 @@
+"""Nodes added to a graph of either dialect, put in the place of others, and removed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.compat.private import enable_python_dispatcher
+from fxquant.compat.values import fake_mode_of
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, VAL, inherited
+from fxquant.passes.graph.values import value_of
+
+
+class Builder:
+    """Adds nodes in front of `anchor`, each with its value in the dialect of the anchor and with its origin."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.anchor = anchor
+        self.graph = anchor.graph
+        self.key = EXAMPLE_VALUE if EXAMPLE_VALUE in anchor.meta else VAL
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds a `call_function` node."""
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = inherited(self.anchor)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
+        # without the dispatcher, composite operators turn symbolic sizes into numbers
+        mode = fake_mode_of(self.anchor.meta.get(self.key))  # not the one in force, which may be of another graph
+        with mode or nullcontext(), enable_python_dispatcher():
+            node.meta[self.key] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def size(self, node: fx.Node, axis: int) -> int | fx.Node:
+        """The size of an axis: a number where it is static, else a node that computes it."""
+        size = value_of(node).shape[axis]
+        return size if isinstance(size, int) else self.call(torch.ops.aten.sym_size.int, node, axis)
+
+
+def put_in_place(result: fx.Node, node: fx.Node) -> None:
+    """Puts a result in the place of a node, which goes away, with the entries of its meta that the result has not."""
+    for key, value in node.meta.items():
+        if key not in (VAL, EXAMPLE_VALUE):
+            result.meta.setdefault(key, value)
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+
+
+def put_in_places(results: Sequence[Any] | Mapping[int, Any], node: fx.Node) -> None:
+    """Puts results in the places of the items of a node, by their index; the node and its items go away."""
+    for item in list(node.users):
+        assert item.target is operator.getitem, item.format_node()
+        item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def erase_unused(nodes: Iterable[fx.Node], keep: Collection[fx.Node] = ()) -> None:
+    """Erases those of the nodes that nothing reads any more, and what was computed for them alone."""
+    queue, gone = list(nodes), set(keep)
+    while queue:
+        node = queue.pop()
+        if node.op == "call_function" and node not in gone and not node.users and not node.is_impure():
+            gone.add(node)
+            queue += node.all_input_nodes
+            node.graph.erase_node(node)

@@ -1,0 +1,63 @@
+"""Every key of `node.meta` that the passes read or write, a constant each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+VAL = "val"
+"""The value of a node of an ATen graph: a fake tensor, a symbol, or a tuple of them."""
+
+EXAMPLE_VALUE = "example_value"
+"""The value of a node of a captured graph, with what autograd will know of it."""
+
+MODULE_STACK = "nn_module_stack"
+"""The modules that a node was called in, outermost first: a path and a type by the module's id."""
+
+FORWARD_MODULE_STACK = "fwd_nn_module_stack"
+"""The modules of the forward node that a node of the backward belongs to."""
+
+STACK_TRACE = "stack_trace"
+"""The user's source lines that a node comes from."""
+
+CUSTOM = "custom"
+"""A dictionary of annotations that torch keeps through every transformation; `layer_of` reads ours."""
+
+LAYER = "fxquant_layer"
+"""The layer of a node that was captured without its modules."""
+
+PROJECTION = "fxquant_projection"
+"""The part of its module that a linear belongs to, such as ``in_proj``."""
+
+SITE = "fxquant_site"
+"""The site, as decisions count them, of an inserted operator."""
+
+PART = "fxquant_part"
+"""The place of a tensor among those that a user's own quantizer made."""
+
+OBSERVER = "fxquant_observer"
+"""The number of the observer that calibration puts in front of a node."""
+
+_OF_CUSTOM = "fxquant"
+"""The key in `CUSTOM` for the name of the layer that an operator was inserted for."""
+
+_OF_ONE_NODE = frozenset((
+    VAL, EXAMPLE_VALUE, "tensor_meta", "unbacked_bindings", "recompute", "ac_graph_id", "eager_input_vals",
+))  # fmt: skip
+
+
+def inherited(node: fx.Node) -> dict[str, Any]:
+    """The entries of a node's meta that also hold for others of the same origin."""
+    return {key: value for key, value in node.meta.items() if key not in _OF_ONE_NODE}
+
+
+def layer_of(node: fx.Node) -> str:
+    """The name of the layer that a node was inserted for, or of the first of several; empty if there is none."""
+    return str(node.meta.get(CUSTOM, {}).get(_OF_CUSTOM, ""))
+
+
+def inserted_for(node: fx.Node, layer: str, site: int) -> None:
+    """Says of an operator which layer and which site it was inserted for."""
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _OF_CUSTOM: layer}
+    node.meta[SITE] = site
