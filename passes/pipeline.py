@@ -43,6 +43,7 @@ from fxquant.passes.captured import (
     predict_reuse,
     resolve,
 )
+from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.repeat import allow_later_writes, mark_recompute
 from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import REPEATABLE, save_column_amaxes, save_scales
@@ -107,6 +108,7 @@ JOINT = (
     Pass(save_column_amaxes, "the forward has the amaxes of the backward's columns for nothing"),
     Pass(mark_recompute, "reads what will be saved: all scales are in the graph", training_only=True),
     Pass(allow_later_writes, "marks inputs alone, whose writes no pass before changes", training_only=True),
+    Pass(compute_once, "the partitioner, which comes next, does the same in older versions of torch"),
 )
 MEANING = (
     Pass(reuse_attention_payload, "what autograd did not show: a linear of the backward in front of an attention"),

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import fxquant
 from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, RecipeError, Rule, Rules, SkipReason
+from fxquant.compat import torch_version
 
 MX, NV = MXFP8Quantizer(), NVFP4Quantizer()
 
@@ -286,7 +287,7 @@ def test_a_filter_that_finds_no_layer_says_which_there_are() -> None:
 
 
 class PartlyCaptured(nn.Module):
-    """A linear in a graph, then ones that no graph has: disabled, in a layer Dynamo refuses, and behind that layer."""
+    """A linear in a graph, then ones that no graph may have: disabled, in a refused layer, and behind that one."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
@@ -348,7 +349,10 @@ def test_explain_of_a_model_that_cannot_be_captured_says_what_runs_instead() -> 
     model = PartlyCaptured(recurrent=True)
     report = fxquant.explain(model, "mxfp8", torch.randn(2, 8, 64))
     lost = {d.layer for d in report.decisions if d.skip_reason is SkipReason.NOT_CAPTURED}
-    assert lost == {"", "disabled", "recurrent", "last"}
+    captured = {d.layer for d in report.decisions if d.skip_reason is None}
+    # from 2.15 on torch begins another graph behind a layer that it refuses; before, it left the rest of the function
+    behind = {"last"} if torch_version() < (2, 15) else set()
+    assert lost == {"", "disabled", "recurrent"} | behind and captured == {"first", "last"} - behind
     recurrent = [d for d in report.decisions if d.layer == "recurrent" and d.gemm == "fprop"]
     assert sum(d.flops for d in recurrent[::2]) == 2 * 16 * 2 * 4 * 64 * 64
     with torch.no_grad():
