@@ -32,6 +32,7 @@ LAYERS = (
     "fxquant.errors",
     "fxquant.formats",
     "fxquant.roles",
+    "fxquant.compat",
     "fxquant.cost",
     "fxquant.quantizers",
     "fxquant.recipes",

@@ -2,7 +2,7 @@
 
 - `private`: private names of torch, and functions that stand for private ones.
 - `patches`: changes to torch, and the compilations that need them.
-- `device`: what devices can do.
+- `device`: capability and name of devices, launches.
 - `values`: fake tensors and symbolic sizes.
 """
 
@@ -14,7 +14,7 @@ OLDEST_TORCH = (2, 11)
 
 
 def torch_version() -> tuple[int, int]:
-    """(major, minor) of the torch in use."""
+    """Returns (major, minor) of the torch in use."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 

@@ -1,4 +1,4 @@
-"""What devices can do, and how kernels are launched on them."""
+"""Devices: their capability and name, and how kernels are launched on them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from fxquant.compat.private import inductor_config
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device, (0, 0) for others; without a driver, the first that makes FP8."""
+    """Returns the compute capability of a CUDA device, (0, 0) for others; without a driver, the first with FP8."""
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 9)
 
 
 def card_name(device: torch.device) -> str:
-    """The name of a CUDA device, or the type of another; without a driver ``cuda``."""
+    """Returns the name of a CUDA device, or the type of another; without a driver ``cuda``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
 
 
 def converts_to_fp8(device: torch.device) -> bool:
-    """Whether a CUDA device has instructions that make FP8 (compute capability 8.9); without a driver, that it may."""
+    """Returns True if a CUDA device has instructions that make FP8 (compute capability 8.9), or has no driver."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a CUDA device has compute capability 9.x."""
+    """Returns True if a CUDA device has compute capability 9.x."""
     return capability(device)[0] == 9
 
 
 @functools.cache
 def triton_version() -> str:
-    """The version of Triton, empty where it is not installed."""
+    """Returns the version of Triton, empty where it is not installed."""
     try:
         import triton
     except ImportError:
@@ -50,22 +50,23 @@ def knows_gluon() -> bool:
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether Inductor launches kernels that wait for the one before them while that runs: on Hopper, from Python.
+    """Returns True if Inductor launches a kernel that can wait while the one before it runs: on Hopper, from Python.
 
-    Not where its own are, which take it that the kernel before them began after the one before that had ended.
+    Inductor's own kernels, where they are launched so, rely on that the kernel before theirs began after the one
+    before that had ended; then others are not.
     """
     return is_hopper(device) and not inductor_config.triton.enable_pdl and not inductor_config.cpp_wrapper
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A scope without autocast; of meta tensors, which nothing casts, any scope."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
+    """Returns a scope without autocast; for meta tensors, which nothing casts, any scope."""
+    casts = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if casts else nullcontext()
 
 
 @contextmanager
 def triton_workspace(device: torch.device) -> Iterator[None]:
-    """A scope in which kernels that make TMA descriptors can be launched eagerly: they need memory for them."""
+    """Gives kernels that are launched eagerly in this scope memory for the TMA descriptors that they make."""
     from triton.runtime._allocation import _allocator
 
     token = _allocator.set(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))

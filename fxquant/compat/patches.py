@@ -238,7 +238,7 @@ WRITTEN_ARGUMENTS = Patch(
 
 
 def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str]]) -> None:
-    """Says which arguments a Triton kernel writes: `written` gets all of them by name."""
+    """Declares the arguments that a Triton kernel writes: `written` gets all arguments by name."""
     _apply(WRITTEN_ARGUMENTS)
     _written[kernel] = written
 
@@ -279,7 +279,7 @@ RECOMPUTABLE = Patch(
 
 @contextmanager
 def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
-    """A scope in which the partitioner takes these operators for elementwise ones, which it may compute again."""
+    """Lets the partitioner compute these operators again in this scope, as it does elementwise ones."""
     _apply(RECOMPUTABLE)
     token = _recomputable.set((*operators,))
     try:
@@ -289,7 +289,7 @@ def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
-    """`compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
+    """Calls `compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
     for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING):
@@ -298,7 +298,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Ma
 
 
 def compile_package(program: torch.export.ExportedProgram, path: str, settings: Mapping[str, Any]) -> str:
-    """`torch._inductor.aoti_compile_and_package` with what Inductor's C++ backend needs for quantized graphs."""
+    """Calls `torch._inductor.aoti_compile_and_package`, with changes to its C++ backend for quantized graphs."""
     from torch._inductor import aoti_compile_and_package
 
     for patch in (LOOP_SPLIT, FLOAT8_HEADERS):

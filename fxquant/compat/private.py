@@ -40,7 +40,6 @@ from fxquant.errors import FxQuantError, OptionError
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
-
 force_stride_order = inductor_prims.force_stride_order
 torch_grouped_mm = torch._grouped_mm
 torch_scaled_grouped_mm = torch._scaled_grouped_mm
@@ -48,7 +47,7 @@ torch_scaled_mm = torch._scaled_mm
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """The decomposition table that Inductor's own graphs have been through."""
+    """Returns the decomposition table that Inductor's own graphs have been through."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
@@ -63,43 +62,43 @@ def observed(graph: fx.Graph, name: str, run: Callable[[fx.Graph], _Result]) -> 
 
 
 def inductor_cache() -> str:
-    """The folder in which Inductor keeps what it has compiled."""
+    """Returns the folder in which Inductor keeps its compilations."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 def no_modes() -> AbstractContextManager[Any]:
-    """A scope in which tensors are real and what is done with them is not traced, within a compilation."""
+    """Returns a scope within a compilation in which tensors are real and operators are not traced."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
-    """The settings behind `torch.compile(mode=...)`; raises OptionError with the known modes for another."""
+    """Returns the settings behind `torch.compile(mode=...)`; raises OptionError for an unknown mode."""
     if mode in (None, "default"):
         return {}
-    known = torch._inductor.list_mode_options()
-    if mode not in known:
-        raise OptionError(f"unknown mode {mode!r}; known modes: {', '.join(known)}")
-    return dict(known[mode])
+    modes = torch._inductor.list_mode_options()
+    if mode not in modes:
+        raise OptionError(f"unknown mode {mode!r}; known modes: {', '.join(modes)}")
+    return dict(modes[mode])
 
 
 def isolated() -> dict[str, Any]:
-    """Arguments of `torch.compile` that let one model's recompilations count for it alone; torch 2.11 has none."""
+    """Returns arguments of `torch.compile` that count a model's recompilations for it alone; torch 2.11 has none."""
     name = "isolate_recompiles"
     return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
 def is_inductor_option(name: str) -> bool:
-    """Whether Inductor has a setting of this dotted name."""
+    """Returns True if Inductor has a setting of this dotted name."""
     return name in inductor_config.get_config_copy()
 
 
 @contextmanager
 def unlimited_recompiles() -> Iterator[None]:
-    """A scope in which compiling a function once more is never refused."""
+    """Lets a function be compiled any number of times in this scope."""
     import torch._dynamo.config as dynamo_config
 
     with dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
@@ -108,7 +107,7 @@ def unlimited_recompiles() -> Iterator[None]:
 
 @contextmanager
 def compile_to_look() -> Iterator[None]:
-    """The same, in which a backward is compiled at once."""
+    """Lets a function be compiled any number of times in this scope, and its backward at once."""
     import torch._functorch.config as functorch_config
 
     with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):
@@ -126,17 +125,20 @@ class RunsBesideDynamo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_tracing() -> bool:
-    """Whether operators run for a graph that is being captured or compiled."""
+    """Returns True if operators run for a graph that is being captured or compiled."""
     return TracingContext.try_get() is not None
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running a backward on this thread."""
+    """Returns True if the autograd engine is running a backward on this thread."""
     return bool(torch._C._current_autograd_node())
 
 
 def changed_inputs() -> list[int]:
-    """Which inputs the forward graph that AOTAutograd has compiled just now gives back changed, before its outputs."""
+    """Returns the inputs that the forward graph gives back changed, before its outputs.
+
+    The graph is the one that AOTAutograd has just compiled.
+    """
     context = TracingContext.try_get()
     assert context is not None and context.fw_metadata is not None
     return list(context.fw_metadata.mutated_inp_runtime_indices)
@@ -144,7 +146,7 @@ def changed_inputs() -> list[int]:
 
 @contextmanager
 def graph_breaks() -> Iterator[list[str]]:
-    """A scope that ends with the reasons for which Dynamo broke graphs in it, or captured none, in its list."""
+    """Fills its list, when the scope ends, with the reasons why Dynamo broke graphs in it or captured none."""
     from torch._dynamo.utils import counters
 
     kinds = ("graph_break", "unimplemented")
@@ -153,15 +155,15 @@ def graph_breaks() -> Iterator[list[str]]:
     yield reasons
     for kind in kinds:
         for text, count in counters[kind].items():
-            what, *more = map(str.strip, str(text).strip().splitlines())
-            why = [line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")]
+            title, *lines = map(str.strip, str(text).strip().splitlines())
+            explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
             if count > before[kind][text]:
-                reasons.append(": ".join([what, *why[:1]]))
+                reasons.append(": ".join([title, *explained[:1]]))
 
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """A scope in which an error of ours that arises while compiling arrives as itself, not wrapped by Dynamo."""
+    """Raises an error of fxquant that arises in this scope while compiling as itself, not wrapped by Dynamo."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     try:
@@ -173,36 +175,36 @@ def own_errors() -> Iterator[None]:
 
 
 def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
-    """The elementwise maximum of `x` over the ranks of a named process group, in a form that graphs can hold."""
+    """Returns the elementwise maximum of `x` over the ranks of a process group, in a form that graphs can hold."""
     from torch.distributed._functional_collectives import all_reduce
 
     return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
 def name_source(node: fx.Node, name: str) -> None:
-    """Says of an input that no Python frame holds it, which Dynamo wants to know of each."""
+    """Gives an input that no Python frame holds the source that Dynamo wants of every input."""
     from torch._dynamo.source import ConstantSource
 
     node._dynamo_source = ConstantSource(name)
 
 
 def mark_static(node: fx.Node) -> None:
-    """Says of an input that it lies at one address in every call, so that a CUDA graph may write it."""
+    """Promises that an input has one address in every call, so that a CUDA graph may write it."""
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
 def must_save(node: fx.Node) -> None:
-    """Forbids the partitioner to compute a node of a joint graph again in the backward, checkpointed or not."""
+    """Forbids the partitioner to compute a node of a joint graph again, checkpointed or not."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def must_recompute(node: fx.Node) -> None:
-    """Has the partitioner compute a node of a joint graph in the backward, of what is saved anyway."""
+    """Lets the partitioner compute a node of a joint graph in the backward, from values that are saved anyway."""
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compiles_backwards() -> bool:
-    """Whether compiled autograd captures backwards; it knows nothing of tensors saved by `save_without_version`."""
+    """Returns True if compiled autograd captures backwards; it ignores `save_without_version`."""
     import torch._dynamo.compiled_autograd as compiled_autograd
     import torch._dynamo.config as dynamo_config
 
@@ -210,14 +212,14 @@ def compiles_backwards() -> bool:
 
 
 def save_without_version(node: fx.Node) -> None:
-    """Has a forward save a tensor that backwards may change, which autograd would refuse to another backward."""
+    """Lets a forward save a tensor that backwards may change, which autograd would refuse to another backward."""
     node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule, copies: Mapping[fx.Node, fx.Node]) -> None:
-    """Gives a changed copy of a captured graph, and the copies of its nodes, what says where they come from.
+    """Gives a changed copy of a captured graph, and the copies of its nodes, the sources of the parameters and inputs.
 
-    Without it the parameters are not known as such, and the partitioner saves what is made of them.
+    Without them AOTAutograd knows no parameters, and the partitioner saves the results of operators on them.
     """
     for old, new in copies.items():
         if hasattr(old, "_dynamo_source"):
@@ -228,7 +230,7 @@ def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule, copies: Mapping[fx.No
 
 @contextmanager
 def replacements(gm: fx.GraphModule) -> Iterator[dict[str, str]]:
-    """A scope that notes, by name, which node of a graph took the place of which."""
+    """Fills its dict, in this scope, with the names of replaced nodes and of those in their place."""
     names: dict[str, str] = {}
 
     def note(old: fx.Node, new: str, user: fx.Node) -> None:
@@ -239,12 +241,12 @@ def replacements(gm: fx.GraphModule) -> Iterator[dict[str, str]]:
 
 
 def operator_library(namespace: str, *, more: bool = False) -> Any:
-    """The library that defines the operators of a namespace, or with `more` one that adds to them."""
+    """Returns the library that defines the operators of a namespace, or with `more` one that adds to them."""
     return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
 
 
 def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
-    """Registers the decorated function as what an operator does to fake tensors."""
+    """Registers the decorated function as the operator's implementation for fake tensors."""
     return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
 
 

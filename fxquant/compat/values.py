@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 
 def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
-    """The mode of the first fake tensor found: that of the captured graph, not the one set up for the backend."""
+    """Returns the mode of the first fake tensor: that of the captured graph, not the one set up for the backend."""
     fakes = (leaf for leaf in tree_leaves(trees) if isinstance(leaf, FakeTensor))
     return next((fake.fake_mode for fake in fakes), None)
 
 
 def faking(*values: Any) -> AbstractContextManager[Any]:
-    """The fake mode in force, or that of the values of a graph's nodes; any scope where these are real tensors."""
+    """Returns the fake mode in force, or that of the values of a graph's nodes; any scope if these are real tensors."""
     return detect_fake_mode(list(values)) or nullcontext()
 
 
 def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors as fakes of the mode that the inputs are in, with sizes that are not symbolic."""
+    """Returns the tensors as fakes of the mode of the inputs, with sizes that are not symbolic."""
     mode = detect_fake_mode(list(example_inputs))
     return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
 
@@ -47,7 +47,7 @@ def viewed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The number a symbolic size had in the example; 1 where there is none."""
+    """Returns the number that a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
         return size
     hint = size.node.hint if size.node.has_hint() else None
@@ -55,18 +55,18 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def upper_bound(size: int | torch.SymInt) -> int:
-    """The most that a symbolic size may be, by the range that its program was exported with."""
+    """Returns the largest value of a symbolic size, by the range that its program was exported with."""
     if isinstance(size, int):
         return size
-    most = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return int(most) if most.is_Integer else sys.maxsize
+    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(bound) if bound.is_Integer else sys.maxsize
 
 
 @contextmanager
 def unguarded_sizes() -> Iterator[None]:
-    """A scope in which dynamic sizes stay free where torch only asks how a tensor lies in memory.
+    """Keeps dynamic sizes free in this scope where torch only asks how a tensor lies in memory.
 
-    Outside, it answers for the sizes of the example, and holds the program to what it has answered.
+    Outside, torch answers for the sizes of the example, and holds the program to its answers.
     """
     import torch.fx.experimental._config as symbolic_config
 
