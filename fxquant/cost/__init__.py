@@ -1,1 +1,1 @@
-"""Estimates of time from measured rates: `estimate` for linear layers and experts, `attention` for attention."""
+"""Estimates of time from measured rates: `estimate` of everything, by `gemms`, `casts` and `attention`."""

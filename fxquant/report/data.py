@@ -8,11 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fxquant.cost.estimate import estimate
+from fxquant.cost.gemms import choose_gemm
+from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, Matmul
 from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
-    from fxquant.cost.estimate import Estimate, Work
     from fxquant.kernels.linear.choice import Chosen
     from fxquant.kernels.linear.problem import Problem
 
@@ -27,8 +29,6 @@ class EpilogueGemm(NamedTuple):
 
     def chosen(self, card: str = "") -> Chosen:
         """The kernel on its own device, or on another `card`, by measured rates."""
-        from fxquant.cost.estimate import choose_gemm
-
         return choose_gemm(self.problem, card or self.card)
 
 
@@ -74,13 +74,11 @@ class ReportData:
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times of every matmul, by site, of attention at its first product's; see `fxquant.cost`."""
-        from fxquant.cost.estimate import estimate
-
         return estimate(self.decisions, self.card)
 
     def slower(self) -> list[str]:
         """The layers that are estimated to be slower than in high precision."""
-        return self.layers_of({site for site, estimate in self.estimates().items() if estimate.slower})
+        return self.layers_of({site for site, estimated in self.estimates().items() if estimated.slower})
 
     def layers_of(self, sites: Collection[int]) -> list[str]:
         """The names of the layers of these matmuls."""
@@ -89,9 +87,9 @@ class ReportData:
     def unkernelled(self) -> dict[str, list[str]]:
         """The layers whose quantized attention would hold its scores in the memory of a GPU, by the reason."""
         sites: dict[str, list[int]] = defaultdict(list)
-        for site, estimate in self.estimates().items():
-            if estimate.reference:
-                sites[estimate.reference].append(site)
+        for site, estimated in self.estimates().items():
+            if estimated.reference:
+                sites[estimated.reference].append(site)
         return {reason: self.layers_of(same_reason) for reason, same_reason in sites.items()}
 
     def time(self) -> dict[str, Any]:
@@ -99,7 +97,7 @@ class ReportData:
 
         ``unquantized_us`` and ``quantized_us`` are None on a device without measured rates.
         """
-        timed = {site: estimate for site, estimate in self.estimates().items() if estimate.quantized is not None}
+        timed = {site: estimated for site, estimated in self.estimates().items() if estimated.quantized is not None}
         problems = [(d, d.matmul or d.attention) for d in self.decisions]
         devices = {problem.device for _, problem in problems if problem is not None}
         missing = (
@@ -110,8 +108,8 @@ class ReportData:
         )
         return {
             "card": self.card or ", ".join(sorted(devices)),
-            "unquantized_us": sum(estimate.unquantized or 0 for estimate in timed.values()) if timed else None,
-            "quantized_us": sum(estimate.quantized or 0 for estimate in timed.values()) if timed else None,
+            "unquantized_us": sum(estimated.unquantized or 0 for estimated in timed.values()) if timed else None,
+            "quantized_us": sum(estimated.quantized or 0 for estimated in timed.values()) if timed else None,
             "unknown": list(dict.fromkeys(missing)),
             "slower": self.slower(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from fxquant.cost.rates import find_card
 from fxquant.files import write_whole
 from fxquant.report import html, json, text
 from fxquant.report.data import ReportData
@@ -18,8 +19,6 @@ class Report(ReportData):
 
         Raises OptionError for a card without measured rates.
         """
-        from fxquant.cost.estimate import find_card
-
         return replace(self, card=find_card(card))
 
     def text(self, layer: str = "", *, collapse: bool = False) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fxquant.cost.rates import RATES
 from fxquant.report.data import MODEL, ReportData, result, role_text, shape_text
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
@@ -73,8 +74,6 @@ def loss_table(report: ReportData, layer: str = "") -> str:
 
 def verdict(report: ReportData) -> list[str]:
     """The estimate in one line, then a warning for each kind of layer that becomes slower or has no kernel."""
-    from fxquant.cost.estimate import RATES
-
     time = report.time()
     if not time["card"]:
         return []

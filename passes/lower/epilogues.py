@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from fxquant.compat.device import card_name, is_hopper
 from fxquant.compat.private import inductor_decompositions, make_fx
 from fxquant.compat.values import faking, size_hint, statically_known_true
-from fxquant.cost.estimate import choose_gemm
+from fxquant.cost.gemms import choose_gemm
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.kernels.linear.choice import Chosen, GemmKernel

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fxquant.cost.estimate import Estimate, estimate
+from fxquant.cost.estimate import estimate
+from fxquant.cost.work import Estimate
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Match, Resolved, decisions_of
 

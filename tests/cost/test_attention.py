@@ -72,8 +72,11 @@ def attended(keys: int, causal: bool, **specs: str) -> Attended:
 
 def times(attention: Attended, training: bool) -> dict[str, tuple[float, float]]:
     """Milliseconds without and with quantization, by what it is."""
-    rows = attention_work(attention, training, copy=3.0, launch=1.8)
-    return {what: (before / 1e3, after / 1e3) for what, _, before, after in rows if before is not None and after}
+    return {
+        work.what: (work.unquantized / 1e3, work.quantized / 1e3)
+        for work in attention_work(attention, training)
+        if work.unquantized is not None and work.quantized
+    }
 
 
 def total(found: dict[str, tuple[float, float]]) -> tuple[float, float]:
@@ -134,12 +137,11 @@ def test_the_forward_in_gluon_is_as_fast_as_measured(case: tuple[int, bool], mon
     heads = attended(*case, qkv="per_head_e4m3", s="per_head_e4m3")
     _, triton = times(heads, training=False)["attention, forward"]
     monkeypatch.setattr(attention_choice, "knows_gluon", lambda: True)
-    (_, kernel, *_), *_ = attention_work(heads, False, copy=3.0, launch=1.8)
-    assert kernel == "Triton's Gluon, FP8"
+    assert attention_work(heads, False)[0].kernel == "Triton's Gluon, FP8"
     _, gluon = times(heads, training=False)["attention, forward"]
     assert triton / gluon == pytest.approx(GLUON[case], rel=0.05)
     short = dataclasses.replace(heads, queries=512, keys=512)
-    assert attention_work(short, False, copy=3.0, launch=1.8)[0][1] == "Triton, FP8"
+    assert attention_work(short, False)[0].kernel == "Triton, FP8"
 
 
 @pytest.fixture(autouse=True)

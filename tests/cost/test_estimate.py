@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import fxquant
 from fxquant import MXFP8Quantizer, OptionError, RecipeError, Rule, Rules, SkipReason, recipes
-from fxquant.cost.estimate import RATES, Estimate, estimate, find_card
+from fxquant.cost.estimate import estimate
+from fxquant.cost.rates import RATES, find_card
+from fxquant.cost.work import Estimate
 from fxquant.decisions import Decision, Matmul
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, IdentityQuantizer
 from fxquant.recipes import AutoRecipe, Recipe

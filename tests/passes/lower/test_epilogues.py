@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, relu, silu
 
 import fxquant
 from fxquant.compat.private import inductor_decompositions, make_fx, triton_kernel_wrapper_functional
-from fxquant.cost.estimate import choose_gemm
+from fxquant.cost.gemms import choose_gemm
 from fxquant.kernels.linear import timing as gemm_timing
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.problem import Problem, Times

@@ -1,0 +1,165 @@
+"""The estimated time of a GEMM, and the kernel that runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fxquant.cost.rates import RATES, CardRates, GemmRate
+from fxquant.cost.work import Work
+from fxquant.decisions import Decision, Matmul
+from fxquant.formats import QuantSpec
+from fxquant.kernels.linear import choice
+from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.linear.problem import Problem, Times
+from fxquant.roles import GEMM_OPERANDS, Gemm
+
+_AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}
+"""The axes of each GEMM: rows of its left operand, the contracted axis, rows of its right operand."""
+
+_RESULTS = {Gemm.FPROP: "grad_output", Gemm.DGRAD: "input", Gemm.WGRAD: "weight"}
+"""The operand that has the size of each GEMM's result."""
+
+
+_CUBLAS_TILES = ((128, 128), (128, 256), (256, 128))
+"""[rows, columns] of the tiles of cuBLAS, without the smallest."""
+
+
+def elements_of(matmul: Matmul) -> dict[str, int]:
+    """The number of elements of each operand."""
+    weights = matmul.groups or matmul.batch
+    return {
+        "input": matmul.batch * matmul.m * matmul.k,
+        "weight": weights * matmul.n * matmul.k,
+        "grad_output": matmul.batch * matmul.m * matmul.n,
+    }
+
+
+def _gemm_us(rates: CardRates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsize: int) -> float:
+    """Microseconds of a GEMM whose operands have so many bytes an element."""
+    m, k, n = (int(getattr(matmul, axis)) for axis in _AXES[gemm])
+    tflops = float(getattr(rate, gemm.value))
+    start = rates.gemm_start + rate.group * matmul.groups
+    if matmul.groups:  # half of the last tile of a group is used
+        busy = 2 * (matmul.m + matmul.groups * _GROUP_TILE / 2) * matmul.k * matmul.n / tflops / 1e6
+    else:
+        tiles = (rate.smallest, *_CUBLAS_TILES)
+        busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in tiles)
+    elements = elements_of(matmul)
+    read = sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
+    moved = (itemsize * read + 2 * elements[_RESULTS[gemm]]) / (rates.copy * rate.read) / 1e6
+    return start + max(busy, moved)
+
+
+def _waves_us(rates: CardRates, tflops: float, batch: int, m: int, k: int, n: int, tile: tuple[int, int]) -> float:
+    """Microseconds in whole waves of tiles over the multiprocessors; the last is faster where it is not full."""
+    rows, columns = tile
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+    waves, rest = divmod(tiles, rates.multiprocessors)
+    last = 1 / min(rates.headroom, rates.multiprocessors / rest) if rest else 0
+    return (waves + last) * 2 * rows * columns * k * rates.multiprocessors / tflops / 1e6
+
+
+_GROUP_TILE = 128
+"""Rows of a tile of a grouped GEMM."""
+HALVES = (torch.bfloat16, torch.float16)
+"""The dtypes that tensor cores multiply at the rate `CardRates.bf16`."""
+
+
+def _unquantized_us(matmul: Matmul, gemm: Gemm) -> float | None:
+    """Microseconds of a GEMM in high precision, or None if its dtype has no rate."""
+    rates = RATES.get(matmul.device)
+    if rates is None or matmul.dtype not in HALVES:
+        return None
+    return _gemm_us(rates, rates.bf16_grouped if matmul.groups else rates.bf16, matmul, gemm, 2)
+
+
+def gemm_work(decisions: Sequence[Decision]) -> list[Work]:
+    """The GEMMs of one matmul."""
+    return [_gemm(gemm, pair) for gemm in Gemm if (pair := [d for d in decisions if d.gemm == gemm])]
+
+
+def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
+    matmul = operands[0].matmul
+    assert matmul is not None
+    unquantized = _unquantized_us(matmul, gemm)
+    if any(d.quantizer is None for d in operands):
+        return Work(str(gemm), f"{str(matmul.dtype).removeprefix('torch.')} GEMM", unquantized, unquantized)
+    left, right = (spec_of(d) for d in operands)
+    assert left is not None and right is not None
+    chosen = _kernel(matmul, gemm, left, right)
+    rates = RATES.get(matmul.device)
+    if unquantized is None or rates is None:
+        return Work(str(gemm), str(chosen))
+    return Work(str(gemm), str(chosen), unquantized, _quantized_us(rates, matmul, gemm, chosen.kernel, unquantized))
+
+
+def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
+    """The kernel of a GEMM with an epilogue, by the rates of a card; cuBLAS where there are none.
+
+    An epilogue is not hidden: measured beside a copy of the result, a residual takes 0.9 of its time, an amax 0.35 and
+    GELU 0.7.
+    """
+    rates = RATES.get(card)
+    if rates is None or GemmKernel.TRITON not in rates.gemm:
+        return choice.Chosen(problem.kernels[0], f"no measured rates for {card}")
+    m, k, n = problem.m, problem.k, problem.n
+    result = m * n * problem.dtype.itemsize
+
+    def us(kernel: GemmKernel) -> float:
+        rate = rates.gemm[kernel]
+        tiles = (rate.smallest, *_CUBLAS_TILES) if kernel is not GemmKernel.TRITON else (rate.smallest,)
+        busy = min(_waves_us(rates, rate.fprop if problem.fast_accum else rate.dgrad, 1, m, k, n, t) for t in tiles)
+        wide = _ROW_SCALES_US * (kernel is GemmKernel.PER_ROW and kernel is not problem.kernels[0])
+        return wide + rates.gemm_start + max(busy, (k * (m + n) + result) / (rates.copy * rate.read) / 1e6)
+
+    copy = 2 * result / rates.copy / 1e6
+    behind = 0.9 * problem.residual + 0.35 * problem.record + 0.7 * bool(problem.activation)
+    times = Times((*map(us, problem.kernels[:-1]), us(GemmKernel.TRITON) + behind * copy), copy)
+    return times.chosen(problem, "estimated", _DOUBT)
+
+
+_ROW_SCALES_US = 20.0
+"""Microseconds to write the scales of tensors once for each row: two launches, as long as they take the host."""
+_DOUBT = 1.03
+"""The factor by which another kernel has to be estimated faster than the usual one."""
+
+
+def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> choice.Chosen:
+    if "custom" in (left.row.family, right.row.family):
+        return choice.Chosen(GemmKernel.OWN)
+    if matmul.capability == (0, 0):
+        return choice.Chosen(GemmKernel.REFERENCE, "the reference")
+    if matmul.groups:
+        return choice.grouped_gemm(
+            left,
+            right,
+            wgrad=gemm is Gemm.WGRAD,
+            dtype=matmul.dtype,
+            capability=matmul.capability,
+            fast=gemm is Gemm.FPROP or left.torchao,
+        )
+    if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
+        return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")
+    m, k, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
+    most = matmul.most_m if "m" in matmul.dynamic else matmul.m
+    fast = choice.Fast(most, k) if gemm is Gemm.FPROP else None
+    return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability, fast=fast)
+
+
+def _quantized_us(rates: CardRates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, unquantized: float) -> float | None:
+    if kernel is GemmKernel.EMULATED:  # each operand is dequantized: its payload read, bfloat16 written
+        elements = elements_of(matmul)
+        moved = 3 * sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
+        return unquantized + 2 * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6
+    if kernel not in rates.gemm:
+        return None
+    time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, 1)
+    return time + (2 * rates.launch if matmul.groups else 0.0)  # zeros where no group wrote, or a table of tiles
+
+
+def spec_of(decision: Decision) -> QuantSpec | None:
+    """The spec of an operand in its direction, None in high precision."""
+    return None if decision.quantizer is None else decision.quantizer.spec(decision.direction)

@@ -1,0 +1,151 @@
+"""The measured rates of cards, one row of `RATES` a card. There is no estimate for another card.
+
+Rates are those of random data; each row says when they were measured, and with what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fxquant.errors import OptionError
+from fxquant.kernels.linear.choice import GemmKernel
+
+
+class GemmRate(NamedTuple):
+    """The speed of a GEMM kernel.
+
+    `fprop`, `dgrad` and `wgrad` are the TFLOP/s of large GEMMs, fprop with fast accumulation if the kernel has it.
+    `read` is the share of the copy rate at which small GEMMs read their operands, `smallest` the smallest tile
+    [rows, columns] of a multiprocessor, and `group` the microseconds that a grouped GEMM adds for each group.
+    """
+
+    fprop: float
+    dgrad: float
+    wgrad: float
+    read: float
+    smallest: tuple[int, int] = (64, 64)
+    group: float = 0.0
+
+
+class CastRate(NamedTuple):
+    """The share of the copy rate that a cast reaches on its fewest bytes."""
+
+    both: float
+    columnwise: float
+
+
+class AttentionRate(NamedTuple):
+    """TFLOP/s of large attention, microseconds before the first product, and keys a query in masked tiles."""
+
+    tflops: float
+    start: float
+    diagonal: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRates:
+    """The rates of one kind of card for one head dimension; `fp8_backward` includes its casts."""
+
+    source: str
+    forward: AttentionRate
+    backward: AttentionRate
+    fp8_forward: AttentionRate
+    gluon_forward: AttentionRate
+    fp8_backward: AttentionRate
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRates:
+    """The rates of one kind of card.
+
+    `copy` is in TB/s, bytes read and written. Rates of GEMMs are those of random data in the steady state under the
+    card's power limit; a multiprocessor reaches `headroom` times its part of them while others are idle. `casts` are by
+    scaling family, with ``_2d`` for tiles; `rowwise` is the share of the copy rate of Inductor's fused casts,
+    `transposed` that of its casts that no Triton kernel does, `amax` that of reading a tensor for its amax; `ragged` is
+    the part of a cast's rate that ragged groups reach. `attention` is by head dimension.
+
+    Microseconds in a CUDA graph, before anything is moved: `gemm_start` of a GEMM, `launch` of another kernel,
+    `amax_start` of the amax of a tensor, and `lines_start` of those of rows and columns.
+    """
+
+    source: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    copy: float
+    gemm_start: float
+    launch: float
+    amax_start: float
+    lines_start: float
+    headroom: float
+    bf16: GemmRate
+    bf16_grouped: GemmRate
+    gemm: Mapping[GemmKernel, GemmRate]
+    casts: Mapping[str, CastRate]
+    rowwise: float
+    transposed: float
+    amax: float
+    ragged: float
+    attention: Mapping[int, AttentionRates]
+
+
+RATES: dict[str, CardRates] = {
+    "NVIDIA H100 80GB HBM3": CardRates(
+        source="GEMMs of 38 sizes, M from 1 to 16384, and casts of 6, in CUDA graphs, operands rotated out of L2; "
+        "torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
+        capability=(9, 0),
+        multiprocessors=132,
+        copy=3.0,
+        gemm_start=3.3,
+        launch=1.8,
+        amax_start=3.5,
+        lines_start=7.5,
+        headroom=1.25,
+        bf16=GemmRate(715, 715, 715, 0.95),
+        bf16_grouped=GemmRate(759, 759, 759, 0.95, group=0.73),
+        gemm={
+            GemmKernel.PER_TENSOR: GemmRate(1275, 1285, 1285, 0.95),
+            GemmKernel.PER_ROW: GemmRate(1350, 1140, 1140, 0.82, (128, 128)),
+            GemmKernel.TRITON: GemmRate(1290, 830, 830, 0.90, (128, 256)),
+            GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
+            GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
+            GemmKernel.FEW_ROWS: GemmRate(1000, 1000, 1000, 1.0, (16, 128)),
+            GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
+            GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
+            GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),
+            GemmKernel.GROUPED_BLOCKS: GemmRate(909, 875, 635, 0.85, group=0.6),
+        },
+        casts={
+            "per_tensor": CastRate(0.96, 0.95),
+            "per_row": CastRate(0.93, 0.95),
+            "block": CastRate(0.92, 0.95),
+            "block_2d": CastRate(0.96, 0.97),
+            "mxfp8": CastRate(0.92, 0.93),
+            "mxfp8_2d": CastRate(0.92, 0.93),
+        },
+        rowwise=0.80,
+        transposed=0.37,
+        amax=1.0,
+        ragged=0.88,
+        attention={
+            128: AttentionRates(
+                source="one batch of 32 heads, 4096 and 16384 keys, causal and not, cuDNN and the kernels of this "
+                "project in CUDA graphs; torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
+                forward=AttentionRate(625, 10, 480),
+                backward=AttentionRate(545, 55, 400),
+                fp8_forward=AttentionRate(830, 45, 200),
+                gluon_forward=AttentionRate(880, 15, 200),
+                fp8_backward=AttentionRate(534, 200, 450),
+            ),
+        },
+    ),
+}
+
+
+def find_card(text: str) -> str:
+    """The one card with rates whose name contains `text`, such as ``H100``. Raises OptionError if there is none."""
+    cards = [name for name in RATES if text and text in name]
+    if text not in RATES and len(cards) != 1:
+        raise OptionError(f"no measured rates for {text!r}; known cards: {', '.join(RATES)}")
+    return text if text in RATES else cards[0]

@@ -1,0 +1,60 @@
+"""The work of one matmul or attention: its kernels, with their times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Work:
+    """A GEMM or a cast of one matmul: its kernel, and microseconds without and with quantization."""
+
+    what: str
+    kernel: str
+    unquantized: float | None = None
+    quantized: float | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All work of one matmul, or of an attention; `reference` says why that would hold its scores in memory."""
+
+    work: tuple[Work, ...]
+    reference: str = ""
+
+    @property
+    def unquantized(self) -> float | None:
+        """Microseconds in high precision, or None if a part has no rate."""
+        return _sum(work.unquantized for work in self.work)
+
+    @property
+    def quantized(self) -> float | None:
+        """Microseconds as decided."""
+        return _sum(work.quantized for work in self.work)
+
+    @property
+    def longest(self) -> float:
+        """The longer of both times; 0 without times."""
+        return max(self.unquantized or 0.0, self.quantized or 0.0)
+
+    @property
+    def slower(self) -> bool:
+        """True if quantization is estimated to cost more than it saves."""
+        if self.reference:
+            return True
+        return self.unquantized is not None and self.quantized is not None and self.quantized > self.unquantized
+
+    def __str__(self) -> str:
+        if self.reference:
+            return f"no FP8 kernel: {self.reference}"
+        return f"{self.unquantized:.3g} us in high precision, {self.quantized:.3g} us quantized"
+
+
+def _sum(times: Iterable[float | None]) -> float | None:
+    total = 0.0
+    for time in times:
+        if time is None:
+            return None
+        total += time
+    return total
