@@ -27,7 +27,7 @@ def cast(x: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, groups: int, transposed: bool) -> tuple[Tensor, Tensor]:
-    """`triton_attention.quantize_heads`."""
+    """`triton_cast.quantize_heads`."""
     batches, heads, length, _ = x.shape
     magnitude = torch.where(x.isnan(), 0.0, x.float().abs())
     amax = magnitude.view(batches, heads // groups, groups, *x.shape[2:]).amax((2, 3, 4))
@@ -81,7 +81,7 @@ def backward(
     mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, wide: bool = False,
     do_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`triton_attention.backward`, or `wide_backward`, in float32, given dequantized q, k and v.
+    """`triton_backward.backward`, or `wide_backward`, in float32, given dequantized q, k and v.
 
     `do_values` is what do is quantized to, if that is not e4m3 with a scale for each head.
     """

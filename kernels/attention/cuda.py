@@ -17,13 +17,12 @@ from torch import Tensor
 from fxquant.compat.device import capability
 from fxquant.compat.values import size_hint
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.kernels.attention import choice, gluon_op
+from fxquant.kernels.attention import choice, gluon_op, triton_backward, triton_cast, triton_forward
 from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.attention import reference as attention_reference
-from fxquant.kernels.attention import triton as triton_attention
-from fxquant.kernels.attention import triton_cast as triton_head_cast
 from fxquant.kernels.attention.choice import SCALINGS, AttentionFacts, AttentionKernel
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
+from fxquant.kernels.attention.triton_dequantize import dequantize_qkv
 from fxquant.kernels.state import reference as delayed
 
 _GRADIENTS = {
@@ -85,7 +84,7 @@ def _dense(x: Tensor) -> Tensor:
 def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
     """Payload and scale of x [B, H, S, D], where `choice.casts` says so."""
     scaling: Any = SCALINGS[spec]
-    return list(triton_head_cast.quantize_heads(_dense(x), groups, transposed, scaling))
+    return list(triton_cast.quantize_heads(_dense(x), groups, transposed, scaling))
 
 
 def quantize_qkv(
@@ -93,13 +92,13 @@ def quantize_qkv(
 ) -> list[Tensor]:
     """Payloads and scales of q, k and v, where `choice.casts_qkv` says so."""
     amax = torch.zeros(1, device=q.device) if record else None
-    parts = triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amax)
+    parts = triton_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amax)
     return parts if amax is None else [*parts, amax]
 
 
 def quantize_qkv_into(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor, amaxes: Tensor) -> list[Tensor]:
     """`quantize_qkv` whose amax goes into the state."""
-    return triton_head_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amaxes)
+    return triton_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amaxes)
 
 
 def _dequantized(
@@ -108,7 +107,7 @@ def _dequantized(
     """q, k and v in a 16-bit dtype."""
     scaling = SCALINGS.get(str(spec))
     if scaling is not None:
-        return triton_head_cast.dequantize_qkv(q, k, v, scaling, dtype)
+        return dequantize_qkv(q, k, v, scaling, dtype)
     groups = q[0].shape[1] // k[0].shape[1]
     queries, keys = q[0].shape[-2], k[0].shape[-2]
     sides = ((q, groups, False, queries), (k, 1, False, keys), (v, 1, True, keys))
@@ -156,11 +155,11 @@ def _forward(
         wide_q, wide_k, wide_v = _dequantized(q, k, v, spec.qkv, width, dtype)
         if kernel is AttentionKernel.CUDNN:
             return cudnn_attention(wide_q, wide_k, wide_v, **options)
-        return triton_attention.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
+        return triton_forward.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
     options["scaling"] = SCALINGS[str(spec.qkv)]
     if kernel is AttentionKernel.TRITON:
-        return triton_attention.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more, s_amax=s_amax)
+        return triton_forward.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more, s_amax=s_amax)
     options |= {"out_dtype": dtype, "record": s_amax is not None}
     o, lse, weights = gluon_op.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options)
     if s_amax is not None:
@@ -193,7 +192,7 @@ def attention_backward(
         (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
         more |= {"do_dtype": _GRADIENTS[str(parsed.do)], "do_multiplier": do_scale}
         more |= {"do_amax": do_amax, "dp_amax": dp_amax, "scaling": SCALINGS[str(parsed.qkv)]}
-        grads = triton_attention.backward(do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, **options, **more)
+        grads = triton_backward.backward(do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, **options, **more)
     else:
         wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
         if kernel is AttentionKernel.CUDNN:
@@ -202,7 +201,7 @@ def attention_backward(
             if parsed.has_fp8_backward:
                 rows, columns = attention_reference.rows_and_columns(do, parsed.do)
                 more["rounded"] = (rows.to(do.dtype), columns.to(do.dtype))
-            grads = triton_attention.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
+            grads = triton_backward.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
     return [*grads, *(torch.ones(1, device=do.device) if amax is None else amax for amax in (do_amax, dp_amax))]
 
 

@@ -2,7 +2,7 @@
 """A forward of attention on FP8 operands for Hopper whose warps have different work, in Triton's Gluon.
 
 One warp copies tiles of keys and values to shared memory, two or three groups of four warps have 64 queries each and
-read every tile of the same memory. What Triton's own kernel (`triton_attention`) computes without masks and dropout,
+read every tile of the same memory. What Triton's own kernel (`triton_forward`) computes without masks and dropout,
 with the same operands and the same rounding; keys are read from the last to the first, so that the tile that is hidden
 in part comes before the loop.
 """
@@ -30,7 +30,7 @@ from fxquant.kernels.attention.choice import Scaling
 from fxquant.kernels.attention.triton_cast import KINDS
 
 _P_LOG = gl.constexpr(8.0)
-"""log2 of what probabilities are multiplied by before their cast, as in `triton_attention`."""
+"""log2 of what probabilities are multiplied by before their cast, as in `triton_forward`."""
 _LN_2 = gl.constexpr(math.log(2))
 _TENSOR, _HEAD, _BLOCK = (gl.constexpr(i) for i in range(3))
 _BLOCK_LEN = gl.constexpr(128)
@@ -404,11 +404,11 @@ def forward(
     scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """softmax(q k^T * scale) v: `triton_attention.forward` of e4m3 operands without mask and dropout. Launches at once.
+    """softmax(q k^T * scale) v: `triton_forward.forward` of e4m3 operands without mask and dropout. Launches at once.
 
     o [B, H, Sq, D], the log-sum-exp [B, H, Sq] in float32 and, to `record`, the largest weight of each row likewise, of
     contiguous q [B, H, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, D, Sp] with Sp a multiple of 16, keys ordered by
-    `triton_head_cast`.
+    `triton_cast`.
     """
     batches, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]

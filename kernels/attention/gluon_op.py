@@ -23,7 +23,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
     scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`triton_attention.forward` of e4m3 operands without mask and dropout, where `choice.forward` says so.
+    """`triton_forward.forward` of e4m3 operands without mask and dropout, where `choice.forward` says so.
 
     To `record`, the largest weight of each row of the softmax comes third, [B, H, Sq] in float32. Raises ValueError for
     a scale that is not positive.

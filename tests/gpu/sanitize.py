@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fxquant.formats import QuantSpec
-from fxquant.kernels.attention import triton as triton_attention
+from fxquant.kernels.attention import triton_backward, triton_forward
 from fxquant.kernels.attention import triton_cast as triton_head_cast
 from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast
@@ -216,8 +216,8 @@ def attention() -> Iterator[str]:
             "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
         }  # fmt: skip
         if scaling is None:
-            o, lse = triton_attention.forward(q, k, v, None, None, None, **options, out_dtype=torch.bfloat16)
-            triton_attention.wide_backward(noise(*o.shape), q, k, v, o, lse, **options)
+            o, lse = triton_forward.forward(q, k, v, None, None, None, **options, out_dtype=torch.bfloat16)
+            triton_backward.wide_backward(noise(*o.shape), q, k, v, o, lse, **options)
         else:
             if scaling != "tensor":
                 for x, transposed in ((q, False), (v.transpose(1, 2).contiguous().transpose(1, 2), True)):
@@ -233,8 +233,8 @@ def attention() -> Iterator[str]:
             q8, q_scale, k8, k_scale, v8, v_scale = triton_head_cast.quantize_qkv(q, k, v, scaling, *given)
             scales = (q_scale, k_scale, v_scale)
             options["scaling"] = scaling
-            o, lse = triton_attention.forward(q8, k8, v8, *scales, **options, **of_s, out_dtype=torch.bfloat16)
-            triton_attention.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **options, **of_gradients)
+            o, lse = triton_forward.forward(q8, k8, v8, *scales, **options, **of_s, out_dtype=torch.bfloat16)
+            triton_backward.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **options, **of_gradients)
         yield str(case)
 
 

@@ -15,8 +15,7 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import gluon_op as warp_attention
 from fxquant.kernels.attention import ops as attention_ops
-from fxquant.kernels.attention import reference
-from fxquant.kernels.attention import triton as attention
+from fxquant.kernels.attention import reference, triton_backward, triton_dequantize, triton_forward
 from fxquant.kernels.attention import triton_cast as triton_head_cast
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
 
@@ -99,11 +98,11 @@ def test_casts_have_the_bytes_of_the_reference_and_go_back(shape: tuple[int, ...
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert same(a, b), i
     pairs = (got[:2], got[2:4], got[4:])
-    back = triton_head_cast.dequantize_qkv(*pairs, scaling, torch.bfloat16)
+    back = triton_dequantize.dequantize_qkv(*pairs, scaling, torch.bfloat16)
     for values, parts, (x, groups, transposed) in zip(back, pairs, sides, strict=True):
         exact = reference.dequantize_heads(parts, spec, groups, transposed, x.shape[-2:]).to(torch.bfloat16)
         torch.testing.assert_close(values, exact, rtol=0, atol=0, equal_nan=True)
-    codes = triton_head_cast.dequantize_qkv(*pairs, scaling, torch.bfloat16, True)[2]
+    codes = triton_dequantize.dequantize_qkv(*pairs, scaling, torch.bfloat16, True)[2]
     assert same(codes, reference.key_order(got[4], back=True)[..., :keys].mT)
     if scaling != "tensor":
         for x, groups, transposed in (*sides, (v, 1, False)):
@@ -244,7 +243,7 @@ def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any,
             reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
             for part, (x, g, t) in zip(parts, sides, strict=True)
         ]
-    o, lse = attention.forward(*given, **options, scaling=scaling or "head", out_dtype=torch.bfloat16)
+    o, lse = triton_forward.forward(*given, **options, scaling=scaling or "head", out_dtype=torch.bfloat16)
     exact, exact_lse = rounding.forward(*wide, **options)
     rounded, _ = rounding.forward(*wide, **options, rounded=scaling is not None)
     assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-7
@@ -254,9 +253,11 @@ def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any,
     if kind == "keys":
         assert not o[2].any()
     if scaling is None:
-        got = attention.wide_backward(do, *given[:3], o, lse, **options, rounded=(do, do.clone()) if kind else None)
+        got = triton_backward.wide_backward(
+            do, *given[:3], o, lse, **options, rounded=(do, do.clone()) if kind else None
+        )
     else:
-        got = attention.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
+        got = triton_backward.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
     want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert rounding.relative(a, b) < 2**-6, name
@@ -302,7 +303,7 @@ def test_warps_with_work_of_their_own(case: tuple[int, int, int, int, int, int, 
     assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-7
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
     largest = torch.zeros(1, device="cuda")
-    masked, _ = attention.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16, s_amax=largest)
+    masked, _ = triton_forward.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16, s_amax=largest)
     assert rounding.relative(o, masked.double()) < 2 * rounding.relative(rounded, exact) + 2**-7
     torch.testing.assert_close(weights.amax().reshape(1), largest, rtol=1e-4, atol=0)
     for _ in range(3):

@@ -13,8 +13,7 @@ from interpreting import interpret
 from torch import Tensor
 
 from fxquant.formats import QuantSpec
-from fxquant.kernels.attention import reference
-from fxquant.kernels.attention import triton as attention
+from fxquant.kernels.attention import reference, triton_backward, triton_dequantize, triton_forward
 from fxquant.kernels.attention import triton_cast as head_cast
 
 Builder: Any = interpreter.InterpreterBuilder
@@ -33,7 +32,7 @@ def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
 
 
 Builder.create_dot = create_dot
-interpret(attention, head_cast)
+interpret(triton_backward, triton_dequantize, triton_forward, head_cast)
 
 SPECS: dict[Any, QuantSpec] = {
     "tensor": QuantSpec(format="per_tensor_e4m3"), "head": QuantSpec(format="per_head_e4m3"),
@@ -110,8 +109,8 @@ def check_casts() -> None:
         want = [part for x, groups, t in sides for part in reference.quantize_heads(x, spec, groups, t)]
         assert all(map(same, got, want)), case
         pairs = (got[:2], got[2:4], got[4:])
-        back = head_cast.dequantize_qkv(*pairs, scaling, torch.float32)
-        codes = head_cast.dequantize_qkv(*pairs, scaling, torch.float32, True)[2]
+        back = triton_dequantize.dequantize_qkv(*pairs, scaling, torch.float32)
+        codes = triton_dequantize.dequantize_qkv(*pairs, scaling, torch.float32, True)[2]
         assert same(codes, reference.key_order(got[4], back=True)[..., :keys].mT), case
         for values, parts, (x, groups, t) in zip(back, pairs, sides, strict=True):
             exact = reference.dequantize_heads(parts, spec, groups, t, x.shape[-2:])
@@ -168,9 +167,9 @@ def check_forward() -> None:
             "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
         }  # fmt: skip
         s_amax = None if scaling is None else torch.zeros(1)
-        o, lse = attention.forward(
+        o, lse = triton_forward.forward(
             *given, **options, scaling=scaling or "head", out_dtype=torch.float32, s_amax=s_amax,
-            config=None if chosen is None else attention._Config(block_n=chosen[0], cached=chosen[1]),
+            config=None if chosen is None else triton_forward._Config(block_n=chosen[0], cached=chosen[1]),
         )  # fmt: skip
         exact, exact_lse = rounding.forward(*wide, **options)
         rounded, _ = rounding.forward(*wide, **options, rounded=scaling is not None)
@@ -198,11 +197,11 @@ def check_backward() -> None:
         do_values = None
         if scaling is None:
             rounded = None if causal else (do, do.clone())
-            got = attention.wide_backward(do, *given[:3], o, lse, **options, rounded=rounded)
+            got = triton_backward.wide_backward(do, *given[:3], o, lse, **options, rounded=rounded)
         elif scaling == "tensor":  # do and the gradient of the scores as delayed scaling has them
             do_amax, dp_amax, multiplier = torch.zeros(1), torch.zeros(1), torch.tensor([37.0])
             delayed: dict[str, Any] = {"do_dtype": torch.float8_e5m2, "do_multiplier": multiplier}
-            got = attention.backward(
+            got = triton_backward.backward(
                 do, *given[:3], o, lse, *given[3:], scaling=scaling, **options, **delayed, do_amax=do_amax,
                 dp_amax=dp_amax,
             )  # fmt: skip
@@ -213,7 +212,7 @@ def check_backward() -> None:
                 rtol=1e-4, atol=0,
             )  # fmt: skip
         else:
-            got = attention.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
+            got = triton_backward.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
         want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None, do_values=do_values)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             case = (

@@ -18,8 +18,7 @@ from triton.compiler import ASTSource
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
 from fxquant.formats import AttentionSpec, QuantSpec, Step
-from fxquant.kernels.attention import choice
-from fxquant.kernels.attention import triton as attention
+from fxquant.kernels.attention import choice, triton_backward, triton_forward, triton_scores
 from fxquant.kernels.attention import triton_cast as head_cast
 from fxquant.kernels.attention.choice import HEAD_DIMS, AttentionFacts, AttentionKernel
 
@@ -37,8 +36,8 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
         for scaling in ("head", "block"):
             q8, qs, k8, ks, v8, vs = head_cast.quantize_qkv(q, k, v, scaling)
             given: Any = {"causal": True, "scale": 0.125, "scaling": scaling}
-            o, lse = attention.forward(q8, k8, v8, qs, ks, vs, **given, out_dtype=torch.bfloat16)
-            grads = attention.backward(do, q8, k8, v8, o, lse, qs, ks, vs, **given)
+            o, lse = triton_forward.forward(q8, k8, v8, qs, ks, vs, **given, out_dtype=torch.bfloat16)
+            grads = triton_backward.backward(do, q8, k8, v8, o, lse, qs, ks, vs, **given)
             results = [o, lse, *grads]
         return tuple(results)
 
@@ -88,14 +87,15 @@ def test_nothing_is_spilled_or_serialized_on_hopper(head_dim: int, causal: bool)
     common = {"CAUSAL": causal, "EVEN": False, "MASK": 0, "DROPPED": 0, "RAISED": 1.0, "WIDE": 0, "D": head_dim}
     common["RECORD"] = True
     runs = []
-    for plain, scaling, mask in ((True, "head", 0), (False, "block", 0), (False, "head", attention._KEY_MASK.value)):
-        config = attention._config(head_dim, lagged=True, plain=plain)
+    for plain, scaling, mask in ((True, "head", 0), (False, "block", 0), (False, "head", triton_scores.KEY_MASK.value)):
+        config = triton_forward._config(head_dim, lagged=True, plain=plain)
         tiles = {"BM": config.block_m, "BN": config.block_n, "STAGES": config.stages}
         chosen = {**tiles, "SCALING": head_cast.KINDS[scaling], "MASK": mask}
-        runs.append((attention.fprop_kernel, chosen, config.warps, config.stages))
+        runs.append((triton_forward.fprop_kernel, chosen, config.warps, config.stages))
     for kernel, table in (
-        (attention.dkdv_kernel, attention._KEY_TILES), (attention.dq_kernel, attention._QUERY_TILES)
-    ):  # fmt: skip
+        (triton_backward.dkdv_kernel, triton_backward._KEY_TILES),
+        (triton_backward.dq_kernel, triton_backward._QUERY_TILES),
+    ):
         block_m, block_n, warps, stages = table[head_dim]
         tiles = {"BM": block_m, "BN": block_n, "STAGES": stages, "SCALING": head_cast.KINDS["block"]}
         runs.append((kernel, tiles, warps, stages))
@@ -133,4 +133,4 @@ def test_a_negative_scale_is_refused() -> None:
     x = torch.empty(1, 1, 16, 64, dtype=torch.float8_e4m3fn)
     one = torch.ones(1)
     with pytest.raises(ValueError, match="positive"):
-        attention.forward(x, x, x.mT, one, one, one, causal=False, scale=-1.0, out_dtype=torch.bfloat16)
+        triton_forward.forward(x, x, x.mT, one, one, one, causal=False, scale=-1.0, out_dtype=torch.bfloat16)

@@ -13,9 +13,19 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 from triton import JITFunction
 
 MODULES = (
-    "cast.amax", "attention.triton", "cast.triton_cast", "linear.triton_few_rows", "state.triton", "linear.triton_gemm",
-    "grouped.triton_gemm", "grouped.triton_cast", "attention.triton_cast",
-)  # fmt: skip
+    "attention.triton_backward",
+    "attention.triton_cast",
+    "attention.triton_dequantize",
+    "attention.triton_forward",
+    "cast.amax",
+    "cast.triton_cast",
+    "cast.triton_producers",
+    "grouped.triton_cast",
+    "grouped.triton_gemm",
+    "linear.triton_few_rows",
+    "linear.triton_gemm",
+    "state.triton",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)
