@@ -1,4 +1,4 @@
-"""The attention kernels in Triton's interpreter against plain torch; run by test_triton_attention.py."""
+"""The attention kernels in Triton's interpreter against plain torch; run by test_triton.py."""
 
 from __future__ import annotations
 
