@@ -20,8 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from fxquant.compat.private import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
 from fxquant.compat.values import viewed
 from fxquant.decisions import Decision, SkipReason
-from fxquant.passes.find.flops import RECURRENT, recurrent_flops
-from fxquant.passes.find.opaque import tells
+from fxquant.passes.find.opaque import RECURRENT, recurrent_flops, tells
 from fxquant.passes.plan.resolve import gemms
 from fxquant.roles import GEMM_OPERANDS, QuantizerRole
 

@@ -128,6 +128,11 @@ class Contraction:
         )
 
 
+def axes(name: str, count: int) -> tuple[Label, ...]:
+    """Returns labels for a number of axes of one kind."""
+    return tuple((name, index) for index in range(count))
+
+
 def product_of(sizes: Iterable[Dim]) -> Dim:
     """The product of sizes; 1 for none."""
     return reduce(mul, sizes, 1)

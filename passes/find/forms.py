@@ -1,6 +1,6 @@
 """The forms a matmul can take in a captured graph, and the one way to put another subgraph in its place.
 
-To add a form: write a function that binds the op's arguments and calls `contract` (see forms_products.py), and give it
+To add a form: write a function that binds the operator's arguments and calls `contract` (see products.py), and give it
 a row in `FORMS`, and in `FUNCTIONS` where Dynamo captures a function that is not a method of the same name.
 """
 
@@ -16,33 +16,34 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxquant.compat.private import OpOverload, OpOverloadPacket, flex_attention_op, torch_grouped_mm
-from fxquant.passes.find import products
-from fxquant.passes.find.attention import fused as attention
-from fxquant.passes.find.attention.flex import flex
-from fxquant.passes.find.contraction import Site
-from fxquant.passes.find.facts import Gemm2d, Match
+from fxquant.passes.find import convolutions, grouped, products
+from fxquant.passes.find.attention.flex import Flex
+from fxquant.passes.find.attention.fused import ScaledDotProduct
+from fxquant.passes.find.facts import Match
+from fxquant.passes.find.mha import multi_head
+from fxquant.passes.find.site import Arguments
 from fxquant.passes.graph.builder import Builder, erase_unused, put_in_place
 from fxquant.passes.graph.names import op_name
 
-Form = Callable[..., Match | None]
+Form = Callable[..., Match | Arguments | None]
 
 FORMS: dict[str, Form] = {
     "linear": products.linear,
     "matmul": products.matmul,
     "__matmul__": products.matmul,
     "linalg_matmul": products.matmul,
-    "mm": products.mm,
-    "bmm": products.mm,
-    "mv": products.mv,
-    "dot": products.dot,
-    "vdot": products.dot,
+    "mm": products.matmul,
+    "bmm": products.matmul,
+    "mv": products.matmul,
+    "dot": products.matmul,
+    "vdot": products.matmul,
     "inner": products.inner,
     "addmm": products.addmm,
-    "addbmm": products.addbmm,
+    "addbmm": products.addmm,
     "baddbmm": products.baddbmm,
     "addmv": products.addmv,
     "addmm_": partial(products.addmm, in_place=True),
-    "addbmm_": partial(products.addbmm, in_place=True),
+    "addbmm_": partial(products.addmm, in_place=True),
     "baddbmm_": partial(products.baddbmm, in_place=True),
     "addmv_": partial(products.addmv, in_place=True),
     "einsum": products.einsum,
@@ -50,20 +51,20 @@ FORMS: dict[str, Form] = {
     "chain_matmul": products.chain_matmul,
     "linalg_multi_dot": products.chain_matmul,
     "bilinear": products.bilinear,
-    "conv1d": products.conv,
-    "conv2d": products.conv,
-    "conv3d": products.conv,
-    "convolution": products.convolution,
-    "conv_transpose1d": products.conv_transpose,
-    "conv_transpose2d": products.conv_transpose,
-    "conv_transpose3d": products.conv_transpose,
-    "_grouped_mm": products.grouped_mm,
-    "transformers::grouped_mm_fallback": products.grouped_mm,
-    "scaled_dot_product_attention": attention.fused,
-    "flex_attention": flex,
-    "multi_head_attention_forward": attention.multi_head,
+    "conv1d": convolutions.Conv,
+    "conv2d": convolutions.Conv,
+    "conv3d": convolutions.Conv,
+    "convolution": convolutions.Convolution,
+    "conv_transpose1d": convolutions.conv_transpose,
+    "conv_transpose2d": convolutions.conv_transpose,
+    "conv_transpose3d": convolutions.conv_transpose,
+    "_grouped_mm": grouped.grouped_mm,
+    "transformers::grouped_mm_fallback": grouped.grouped_mm,
+    "scaled_dot_product_attention": ScaledDotProduct,
+    "flex_attention": Flex,
+    "multi_head_attention_forward": multi_head,
 }
-"""By name: what methods and ATen ops are called (custom ops with their namespace)."""
+"""The forms by the names of methods and ATen operators, custom ones with their namespace."""
 
 FUNCTIONS: dict[Callable[..., Any], str] = {
     F.linear: "linear",
@@ -97,15 +98,31 @@ FUNCTIONS: dict[Callable[..., Any], str] = {
     flex_attention_op: "flex_attention",
     F.multi_head_attention_forward: "multi_head_attention_forward",
 }
-"""The functions that Dynamo captures, with the name of their form."""
+"""The functions that Dynamo captures, with the names of their forms."""
 
 
-def form_of(node: fx.Node) -> Form | None:
-    """The form of a node, if its target has one."""
+KEYWORDS = {
+    "mm": {"mat2": "other"},
+    "bmm": {"mat2": "other"},
+    "mv": {"vec": "other"},
+    "dot": {"tensor": "other"},
+    "addbmm": {"batch1": "mat1", "batch2": "mat2"},
+    "addbmm_": {"batch1": "mat1", "batch2": "mat2"},
+}
+"""Keywords of operators, with the names that their forms have for them where these differ."""
+
+
+def form_name(node: fx.Node) -> str:
+    """The name of a node's form in `FORMS`, or another name."""
     target = node.target
-    if isinstance(target, (str, OpOverload, OpOverloadPacket)):
-        return FORMS.get(op_name(node))
-    return FORMS.get(FUNCTIONS.get(target, ""))
+    by_name = isinstance(target, (str, OpOverload, OpOverloadPacket))
+    return op_name(node) if by_name else FUNCTIONS.get(target, "")  # type: ignore[arg-type]
+
+
+def arguments_of(node: fx.Node, form: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments, with the keywords of its form."""
+    names = KEYWORDS.get(form, {})
+    return node.args, {names.get(key, key): value for key, value in node.kwargs.items()}
 
 
 def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:
@@ -119,4 +136,4 @@ def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:
     return result
 
 
-__all__ = ["FORMS", "FUNCTIONS", "Form", "Gemm2d", "Site", "apply_match", "form_of"]
+__all__ = ["FORMS", "FUNCTIONS", "KEYWORDS", "Form", "apply_match", "arguments_of", "form_name"]

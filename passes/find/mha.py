@@ -1,4 +1,4 @@
-"""Opens `F.multi_head_attention_forward`, which Dynamo captures as one node, into the ops inside it.
+"""`F.multi_head_attention_forward`, which Dynamo captures as one node, and how it is opened.
 
 out, weights = multi_head_attention_forward(query, key, value, 64, 4, in_proj_weight, ...)
 # becomes
@@ -14,6 +14,7 @@ import inspect
 import logging
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from torch import fx
 
 from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
 from fxquant.compat.values import fake_mode_of
-from fxquant.passes.find.contraction import requires_grad
-from fxquant.passes.find.facts import Match
+from fxquant.decisions import SkipReason
+from fxquant.passes.find.facts import Match, Product, product_of
+from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.builder import Builder, erase_unused, put_in_places
 from fxquant.passes.graph.meta import PROJECTION
@@ -33,6 +35,27 @@ from fxquant.passes.graph.values import value_of
 log = logging.getLogger(__name__)
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def multi_head(site: Site, *args: Any, **kwargs: Any) -> Match:
+    """The function as it stands in a Dynamo graph: four linears and an attention in one node."""
+    arguments = _SIGNATURE.bind(*args, **kwargs).arguments
+    query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "num_heads"))
+    out_proj, in_proj = arguments["out_proj_weight"], arguments["in_proj_weight"]
+    *rows, width = value_of(query).shape
+    length, batch = rows[0], tuple(rows[1:])
+    products = []
+    for x, name in ((query, "q_proj_weight"), (key, "k_proj_weight"), (value, "v_proj_weight")):
+        *axes, features = value_of(x).shape
+        weight = arguments.get(name) or in_proj or out_proj
+        products.append(Product(m=product_of(axes), k=features, n=width, lhs=x, rhs=weight))
+    keys = value_of(key).shape[0] + int(arguments["bias_k"] is not None) + int(arguments["add_zero_attn"])
+    head, many = width // heads, (*batch, heads)
+    products.append(Product(m=length, k=head, n=keys, batch=many, lhs=query, rhs=key, rhs_is_weight=False))
+    products.append(Product(m=length, k=keys, n=head, batch=many, lhs=query, rhs=value, rhs_is_weight=False))
+    products.append(Product(m=product_of(rows), k=width, n=width, lhs=query, rhs=out_proj))
+    detail = "multi_head_attention_forward was not opened"
+    return replace(site.match("dpa", *products, skip=(SkipReason.OPAQUE, detail)), can_open=True)
 
 
 def open_modules(matches: Sequence[Match]) -> int:
@@ -49,14 +72,14 @@ def _open(match: Match) -> bool:
         return False
     leaves, spec = tree_flatten((node.args, node.kwargs))
     inputs = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
-    fakes = [value_of(each) for each in inputs]
+    fakes = [value_of(node) for node in inputs]
     mode = fake_mode_of(fakes)
     if mode is None:
         return False
 
     def run(*values: Any) -> Any:
-        given = dict(zip(inputs, values, strict=True))
-        args, kwargs = tree_unflatten([given[x] if isinstance(x, fx.Node) else x for x in leaves], spec)
+        tensors = dict(zip(inputs, values, strict=True))
+        args, kwargs = tree_unflatten([tensors[x] if isinstance(x, fx.Node) else x for x in leaves], spec)
         return F.multi_head_attention_forward(*args, **kwargs)
 
     device, trained = fakes[0].device.type, requires_grad(node)
@@ -68,13 +91,13 @@ def _open(match: Match) -> bool:
     except Exception as error:
         log.info("%s stays closed: %s", node.name, error)
         return False
-    if any(each.op == "get_attr" for each in traced.graph.nodes):
+    if any(inner.op == "get_attr" for inner in traced.graph.nodes):
         log.info("%s stays closed: its trace holds constants", node.name)
         return False
     with torch.set_grad_enabled(trained), region, mode:
         results = _inline(Builder(node), traced.graph, inputs)
     put_in_places(results, node)
-    erase_unused(each for each in results if isinstance(each, fx.Node))  # averages of weights that nobody reads
+    erase_unused(result for result in results if isinstance(result, fx.Node))  # averages of weights that nobody reads
     return True
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from fxquant.compat.private import tree_leaves
+from fxquant.compat.private import enable_python_dispatcher, tree_leaves, tree_map_only
+from fxquant.compat.values import fake_mode_of, size_hint
 from fxquant.decisions import SkipReason
-from fxquant.passes.find.contraction import Site
 from fxquant.passes.find.facts import Match, Product
-from fxquant.passes.find.flops import RECURRENT, node_flops
+from fxquant.passes.find.site import Site
 from fxquant.passes.graph.names import SAME_VALUES, op_name
 from fxquant.passes.graph.values import value_of
+
+RECURRENT = frozenset("rnn lstm gru".split())
+"""Parts of the names of recurrent layers, whose fused kernels torch's counter does not know."""
 
 _TELLING = RECURRENT | frozenset("mm addmm bmm matmul gemm linear attention attn conv convolution encoder".split())
 
@@ -20,7 +27,7 @@ _REMEDIES = {
     name: "; torch.backends.mha.set_fastpath_enabled(False) has torch write it out"
     for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 }
-"""What a user can do about an operator, by its name."""
+"""Remedies that a user has, by the name of the operator."""
 
 
 def opaque(site: Site, free: set[Any]) -> Match | None:
@@ -36,11 +43,11 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
     if not flops and not telling:
         free.add(node.target)
         return None
-    tensors = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
-    operands = [each for each in tensors if value_of(each).is_floating_point()] or tensors
+    tensors = [source for source in node.all_input_nodes if isinstance(value_of(source), Tensor)]
+    operands = [tensor for tensor in tensors if value_of(tensor).is_floating_point()] or tensors
     if not operands:
         return None
-    weights = [each for each in operands if site.is_weight(each)]
+    weights = [operand for operand in operands if site.is_weight(operand)]
     product = Product(
         m=(flops or 0) // 2, k=1, n=1, lhs=operands[0], rhs=(weights or operands)[-1], rhs_is_weight=bool(weights)
     )
@@ -50,7 +57,7 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
 
 
 def _worth_running(node: fx.Node) -> bool:
-    """Leaves out what is surely no matmul, what makes no floating tensor, and what would write into its operands."""
+    """Returns False for what is surely no matmul, makes no floating tensor, or would write into its operands."""
     name = op_name(node)
     if name in SAME_VALUES or name.endswith("_") or getattr(node.target, "__module__", "") == "_operator":
         return False
@@ -59,6 +66,40 @@ def _worth_running(node: fx.Node) -> bool:
 
 
 def tells(operator: str) -> bool:
-    """Whether an operator has a telling name: a custom one, or a fused kernel that torch cannot count."""
+    """Returns True if an operator has a telling name: a custom one, or a fused kernel that torch cannot count."""
     namespace, _, name = operator.rpartition("::")
     return bool(_TELLING & set(name.lower().split("_"))) and namespace not in ("prim", "prims", "fxquant")
+
+
+def by_flops(site: Site, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
+    """A product [flops / 2, 1] x [1, 1], for a node whose products have no sizes of their own."""
+    return Product(m=(node_flops(site.node) or 0) // 2, k=1, n=1, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight)
+
+
+def recurrent_flops(tensors: Sequence[Tensor]) -> int:
+    """The matmul FLOPs of a recurrent layer: every weight times every row of its input, which is the first."""
+    weights = sum(x.numel() for x in tensors if isinstance(x, nn.Parameter) and x.ndim == 2)
+    return 2 * size_hint(tensors[0].shape[:-1].numel()) * weights
+
+
+def node_flops(node: fx.Node) -> int | None:
+    """Measures the matmul FLOPs of a node on its example values, by torch's counter; None if it cannot run."""
+    try:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+        mode = fake_mode_of(args, kwargs)
+        if mode is None:
+            return None
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # several dtypes are those of autocast, which is off here, or of FP8 operands and their scales
+        floating = {t.dtype for t in tensors if t.is_floating_point()}
+        if len(floating) > 1 and all(dtype.itemsize > 1 for dtype in floating):
+            args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
+        call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
+        fresh = nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
+        with fresh, torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
+            call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
+        recurrent = RECURRENT & set(op_name(node).split("_"))
+        return size_hint(counter.get_total_flops()) or (recurrent_flops(tensors) if recurrent else 0)
+    except Exception:
+        # whatever a foreign op raises on a second run, the model must still compile
+        return None

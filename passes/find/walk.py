@@ -1,7 +1,7 @@
-"""FindMatmuls: every matmul of a captured graph and of the bodies its higher-order ops call, as a `Match`.
+"""Finds every matmul of a captured graph and of the bodies that its higher-order operators call, as a `Match`.
 
-The graph is only read. What has a form (forms.py) gets its products' sizes, operands and a way to be rewritten; what
-costs matmul FLOPs without having one gets a reason.
+The graph is only read. A node with a form (forms.py) gets the sizes and operands of its products and a way to be
+rewritten; one that costs matmul FLOPs without a form gets a reason.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fxquant.compat.private import (
 )
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.attention.pairs import join_attentions
-from fxquant.passes.find.contraction import by_flops, requires_grad
 from fxquant.passes.find.facts import Match
-from fxquant.passes.find.forms import Form, Site, form_of
-from fxquant.passes.find.opaque import opaque
+from fxquant.passes.find.forms import FORMS, arguments_of, form_name
+from fxquant.passes.find.opaque import by_flops, opaque
+from fxquant.passes.find.site import Arguments, Site, requires_grad
 from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import value_of
 
@@ -35,7 +35,7 @@ Regions = Mapping[str, torch.dtype | None]
 
 
 _LOOPS = ("scan", "while_loop", "associative_scan")
-"""The higher-order ops whose steps torch differentiates one by one; it cannot stack what they save in FP8."""
+"""Higher-order operators whose steps torch differentiates one by one; it cannot stack what they save in FP8."""
 
 
 class _Walk:
@@ -68,23 +68,23 @@ class _Walk:
                 yield from _closed(matches, "inside a torch.func transform") if transforms else matches
 
     def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
-        form = form_of(node)
-        if form is None and isinstance(node.target, HigherOrderOperator):
+        form = form_name(node)
+        if form not in FORMS and isinstance(node.target, HigherOrderOperator):
             yield from self.bodies(node, higher_order_op(node), regions)
             return
         match = None
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(_maybe_value(node))):
             site = Site(node=node, outer=self.outer)
-            match = opaque(site, self.free) if form is None else _described(site, form)
+            match = _described(site, form) if form in FORMS else opaque(site, self.free)
         if match is not None:
             yield replace(match, autocast=regions.get(_device(node)) if match.takes_autocast else None)
 
     def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:
-        """Walks the graphs that a higher-order op calls."""
+        """Walks the graphs that a higher-order operator calls."""
         if op == "wrap_with_autocast":
             regions = {**regions, **_region(*node.args[:3])}
         trained_loop = op in _LOOPS and requires_grad(node)
-        graphs = [each for each in node.all_input_nodes if isinstance(_maybe_value(each), fx.GraphModule)]
+        graphs = [source for source in node.all_input_nodes if isinstance(_maybe_value(source), fx.GraphModule)]
         operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
         for index, graph in enumerate(graphs):
             body: fx.GraphModule = value_of(graph)
@@ -103,18 +103,18 @@ def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list
     return join_attentions(list(_Walk().graph(gm, autocast or {})))
 
 
-def _described(site: Site, form: Form) -> Match | None:
-    """What a form says of a node, or that its arguments are not ones it knows."""
-    tensors = [each for each in site.node.all_input_nodes if isinstance(_maybe_value(each), Tensor)]
+def _described(site: Site, form: str) -> Match | None:
+    """Describes a node by its form, or says that its operands are no plain tensors."""
+    tensors = [source for source in site.node.all_input_nodes if isinstance(_maybe_value(source), Tensor)]
     wrapped = ""
-    for each in tensors:
-        value = value_of(each)
+    for tensor in tensors:
+        value = value_of(tensor)
         if not wrapped and is_traceable_wrapper_subclass(value):
-            wrapped = f"{each.name} is a {type(value).__name__}"
+            wrapped = f"{tensor.name} is a {type(value).__name__}"
         if value.layout != torch.strided:
             kind = "linear" if any(map(site.is_weight, tensors)) else "matmul"
             product = by_flops(site, tensors[0], tensors[-1], kind == "linear")
-            skip = SkipReason.LAYOUT, wrapped or f"{each.name} is a {value.layout}"
+            skip = SkipReason.LAYOUT, wrapped or f"{tensor.name} is a {value.layout}"
             return site.match(kind, product, skip=skip)
     match = _bound(site, form, tensors)
     if match is not None and wrapped:
@@ -122,18 +122,20 @@ def _described(site: Site, form: Form) -> Match | None:
     return match
 
 
-def _bound(site: Site, form: Form, tensors: Sequence[fx.Node]) -> Match | None:
-    """What a form says of a node whose operands are plain tensors."""
+def _bound(site: Site, form: str, tensors: Sequence[fx.Node]) -> Match | None:
+    """Describes a node by its form, or says that its arguments are not ones of the form."""
+    args, kwargs = arguments_of(site.node, form)
     try:
-        bound = inspect.signature(form).bind(site, *site.node.args, **site.node.kwargs)
+        bound = inspect.signature(FORMS[form]).bind(site, *args, **kwargs)
     except TypeError as error:
         product = by_flops(site, tensors[0], tensors[-1], site.is_weight(tensors[-1]))
         return site.match("matmul", product, skip=(SkipReason.UNSUPPORTED_FORM, str(error)))
-    return form(*bound.args, **bound.kwargs)
+    match = FORMS[form](*bound.args, **bound.kwargs)
+    return match.match() if isinstance(match, Arguments) else match
 
 
 def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:
-    """The same matches, none of which is rewritten."""
+    """Yields the same matches, none of which is rewritten."""
     for match in matches:
         yield replace(match, emit=None, attention=None, skip=match.skip or (SkipReason.UNSUPPORTED_FORM, why))
 

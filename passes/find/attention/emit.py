@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxquant.passes.find.contraction import arrange, permute
 from fxquant.passes.find.facts import Contraction, Label, product_of
+from fxquant.passes.find.layout import arrange, permute
 from fxquant.passes.graph.axes import same, same_sizes
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import COPIES, EXPANDS, PICKS, RESHAPES, UNIT_AXES, op_name

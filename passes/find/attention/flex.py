@@ -12,10 +12,11 @@ own definition the mask function says what is attended to, and not the blocks th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from fxquant.decisions import SkipReason
 from fxquant.formats import Step
 from fxquant.passes.find.attention.emit import Unknown, without_repeats
 from fxquant.passes.find.attention.fused import attention_products
-from fxquant.passes.find.contraction import Site, requires_grad, settle
 from fxquant.passes.find.facts import Attend, Attention, Match
+from fxquant.passes.find.layout import settle
+from fxquant.passes.find.site import Arguments, requires_grad
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.graph.values import value_of
@@ -37,7 +39,7 @@ _ELEMENTWISE = frozenset(
     minimum maximum clamp where ge gt le lt eq ne and or xor invert logical_and logical_or logical_not bitwise_and
     bitwise_or bitwise_not to float int long bool type getitem index new_ones""".split()
 )
-"""What functions of places may be made of: each element by itself, or picked from a captured tensor."""
+"""Operations that functions of places may have: on each element, or picking from a captured tensor."""
 
 _TRUE = frozenset(("new_ones", "ones"))
 _AND = frozenset(("and", "bitwise_and", "logical_and"))
@@ -48,40 +50,57 @@ def _name(node: fx.Node) -> str:
     return op_name(node).strip("_")
 
 
-def flex(
-    site: Site, query: fx.Node, key: fx.Node, value: fx.Node, score_mod: fx.Node, block_mask: Sequence[Any],
-    scale: float, kernel_options: Any, score_buffers: Sequence[Any] = (), mask_buffers: Sequence[Any] = (),
-) -> Match:  # fmt: skip
+@dataclass(frozen=True)
+class Flex(Arguments):
     """The higher-order operator. Its FLOPs are those of all scores, no window or causality discounted."""
-    q, k = value_of(query), value_of(key)
-    match = site.match("dpa", *attention_products(query, key, value))
-    try:
-        result = _result(site.node)
-        if q.shape[:-3] != k.shape[:-3] or not isinstance(scale, (int, float)):
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    score_mod: fx.Node
+    block_mask: Sequence[Any]
+    scale: float
+    kernel_options: Any
+    score_buffers: Sequence[Any] = ()
+    mask_buffers: Sequence[Any] = ()
+
+    def match(self) -> Match:
+        match = self.site.match("dpa", *attention_products(self.query, self.key, self.value))
+        try:
+            return replace(match, attention=self.attention(_result(self.site.node), self.read()))
+        except Unknown as unknown:
+            return replace(match, skip=(SkipReason.ATTENTION, f"flex_attention: {unknown}"))
+
+    def read(self) -> list[_Step]:
+        """Reads the steps of both functions."""
+        if value_of(self.query).shape[:-3] != value_of(self.key).shape[:-3] or not isinstance(self.scale, (int, float)):
             raise Unknown("queries and keys differ in their batch, or the scale is computed")
-        mods = (_body(score_mod), (*score_buffers,)), (_body(block_mask[-1]), (*mask_buffers,))
-        steps = [("mul", float(scale), None), *_of_scores(*mods[0]), *_of_mask(*mods[1])]
-    except Unknown as unknown:
-        return replace(match, skip=(SkipReason.ATTENTION, f"flex_attention: {unknown}"))
-    node, built = site.node, [each for each in steps if each[2] is not None]
-    numbered, slots = iter(range(len(built))), [node.all_input_nodes.index(each) for each in (query, key, value)]
+        score_mod, mask_mod = _body(self.score_mod), _body(self.block_mask[-1])
+        steps = [("mul", float(self.scale), None), *_of_scores(score_mod, self.score_buffers)]
+        return [*steps, *_conjuncts(*_bound(mask_mod, self.mask_buffers, 0))]
 
-    def emit(builder: Builder, attend: Attend) -> fx.Node:
-        query, key, value = (node.all_input_nodes[slot] for slot in slots)
-        places = _Places(builder, query, key)
-        extras = [places.tensor(expression) for _, _, expression in built if expression is not None]
-        made = settle(Builder(result), attend(query, *without_repeats(key, value), extras))
-        result.replace_all_uses_with(made)
-        for user in list(node.users):
-            node.graph.erase_node(user)
-        return made
+    def attention(self, result: fx.Node, read: Sequence[_Step]) -> Attention:
+        """The attention whose output is `result`."""
+        node, slots = self.site.node, self.site.slots(self.query, self.key, self.value)
+        expressions = [expression for _, _, expression in read if expression is not None]
 
-    attention = Attention(
-        node=node, emit=emit, axes=q.ndim,
-        steps=tuple(Step(kind, number, -1 if tensor is None else next(numbered)) for kind, number, tensor in steps),
-        learned=any(isinstance(each, fx.Node) and requires_grad(each) for each in (*score_buffers, *mask_buffers)),
-    )  # fmt: skip
-    return replace(match, attention=attention)
+        def emit(builder: Builder, attend: Attend) -> fx.Node:
+            query, key, value = (node.all_input_nodes[slot] for slot in slots)
+            places = _Places(builder, query, key)
+            extras = [places.tensor(expression) for expression in expressions]
+            output = settle(Builder(result), attend(query, *without_repeats(key, value), extras))
+            result.replace_all_uses_with(output)
+            for user in list(node.users):
+                node.graph.erase_node(user)
+            return output
+
+        buffers = (*self.score_buffers, *self.mask_buffers)
+        number = itertools.count()
+        return Attention(
+            node=node, emit=emit, axes=value_of(self.query).ndim,
+            steps=tuple(Step(kind, factor, -1 if tensor is None else next(number)) for kind, factor, tensor in read),
+            learned=any(isinstance(buffer, fx.Node) and requires_grad(buffer) for buffer in buffers),
+        )  # fmt: skip
 
 
 def _result(node: fx.Node) -> fx.Node:
@@ -99,18 +118,20 @@ def _body(function: Any) -> fx.Graph:
     return body.graph
 
 
+@dataclass(frozen=True)
 class _Expression:
-    """A node of a function, with what its places and captured tensors are."""
+    """A node of a function, with the places and captured tensors that its inputs are."""
 
-    def __init__(self, node: fx.Node, given: dict[fx.Node, Any], negated: bool = False) -> None:
-        self.node, self.given, self.negated = node, given, negated
+    node: fx.Node
+    inputs: dict[fx.Node, Any]
+    negated: bool = False
 
 
 _Step = tuple[str, float, _Expression | None]
 _PLACES = ("batch", "head", "query", "key")
 
 
-def _given(graph: fx.Graph, buffers: Sequence[Any], skipped: int) -> tuple[fx.Node, dict[fx.Node, Any]]:
+def _bound(graph: fx.Graph, buffers: Sequence[Any], skipped: int) -> tuple[fx.Node, dict[fx.Node, Any]]:
     """The node that a function returns, and what its inputs behind the first `skipped` stand for."""
     inputs, output = graph.find_nodes(op="placeholder"), next(n for n in graph.nodes if n.op == "output").args[0]
     output = output[0] if isinstance(output, (tuple, list)) else output
@@ -121,12 +142,12 @@ def _given(graph: fx.Graph, buffers: Sequence[Any], skipped: int) -> tuple[fx.No
 
 def _of_scores(graph: fx.Graph, buffers: Sequence[Any]) -> list[_Step]:
     """The steps of a score function, read backwards along what comes from the score."""
-    node, given = _given(graph, buffers, 1)
+    node, inputs = _bound(graph, buffers, 1)
     score = graph.find_nodes(op="placeholder")[0]
     path = {score}
-    for each in graph.nodes:
-        if path & set(each.all_input_nodes):
-            path.add(each)
+    for inner in graph.nodes:
+        if path & set(inner.all_input_nodes):
+            path.add(inner)
     steps: list[_Step] = []
     while node is not score:
         if node not in path:
@@ -142,97 +163,94 @@ def _of_scores(graph: fx.Graph, buffers: Sequence[Any]) -> list[_Step]:
         elif name == "neg":
             steps.append(("mul", -1.0, None))
         elif name == "mul" or (name in ("truediv", "div") and at == 0 and isinstance(other, (int, float))):
-            steps.append(_with("mul", 1 / other if name != "mul" else other, given))  # type: ignore[operator]
+            steps.append(_with("mul", 1 / other if name != "mul" else other, inputs))  # type: ignore[operator]
         elif name == "add" or (name == "sub" and at == 0):
-            steps.append(_with("add", other, given, negated=name == "sub"))
+            steps.append(_with("add", other, inputs, negated=name == "sub"))
         elif name == "where" and at == 1 and _number(args[2]) == -math.inf:
-            steps += reversed(list(_conjuncts(args[0], given)))  # type: ignore[arg-type]
+            steps += reversed(list(_conjuncts(args[0], inputs)))  # type: ignore[arg-type]
         elif name not in ("to", "float") or at != 0:
             raise Unknown(f"its score function has {name}")
         node = args[at]  # type: ignore[assignment]
     return steps[::-1]
 
 
-def _with(kind: str, other: Any, given: dict[fx.Node, Any], negated: bool = False) -> _Step:
+def _with(kind: str, other: Any, inputs: dict[fx.Node, Any], negated: bool = False) -> _Step:
     number = _number(other)
     if number is not None:
         return kind, -number if negated else number, None
-    return kind, 0.0, _dense(other, given, negated)
+    return kind, 0.0, _dense(other, inputs, negated)
 
 
 def _number(x: Any) -> float | None:
     return float(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
-def _of_mask(graph: fx.Graph, buffers: Sequence[Any]) -> list[_Step]:
-    return list(_conjuncts(*_given(graph, buffers, 0)))
-
-
-def _conjuncts(node: fx.Node, given: dict[fx.Node, Any]) -> Iterator[_Step]:
+def _conjuncts(node: fx.Node, inputs: dict[fx.Node, Any]) -> Iterator[_Step]:
     """A condition on places as steps, one for all that is no causality."""
-    whole, causal = _dense(node, given), False
+    whole, causal = _dense(node, inputs), False
     parts, rest = [node], []
     while parts:
         part = parts.pop(0)
         if _name(part) in _AND and len(part.all_input_nodes) == 2:
             parts = [*part.all_input_nodes, *parts]
-        elif _is_causal(part, given):
+        elif _is_causal(part, inputs):
             causal = True
         elif _name(part) not in _TRUE:
             rest.append(part)
     if rest:
-        yield "keep", 0.0, whole if len(rest) > 1 else _dense(rest[0], given)
+        yield "keep", 0.0, whole if len(rest) > 1 else _dense(rest[0], inputs)
     if causal and len(rest) < 2:
         yield "causal", 0.0, None
 
 
-def _is_causal(node: fx.Node, given: dict[fx.Node, Any]) -> bool:
-    """Whether this is query >= key."""
+def _is_causal(node: fx.Node, inputs: dict[fx.Node, Any]) -> bool:
+    """Returns True if this is query >= key."""
     sides = {"ge": ("query", "key"), "le": ("key", "query")}.get(_name(node))
     return sides is not None and len(node.args) == 2 and all(
-        given.get(_shifted(arg)) == side for arg, side in zip(node.args, sides, strict=True)
+        inputs.get(_shifted(arg)) == side for arg, side in zip(node.args, sides, strict=True)
     )  # fmt: skip
 
 
 def _shifted(node: Any) -> Any:
-    """Behind additions of zero."""
+    """Goes behind additions of zero."""
     while isinstance(node, fx.Node) and _name(node) == "add" and node.args[1] == 0:
         node = node.args[0]
     return node
 
 
-def _dense(node: Any, given: dict[fx.Node, Any], negated: bool = False) -> _Expression:
+def _dense(node: Any, inputs: dict[fx.Node, Any], negated: bool = False) -> _Expression:
     """An expression of places alone. Raises Unknown for what is more than elementwise."""
     queue = [node]
     while queue:
-        each = queue.pop()
-        if each in given:
+        part = queue.pop()
+        if part in inputs:
             continue
-        called = isinstance(each, fx.Node) and each.op in ("call_function", "call_method")
-        if not called or _name(each) not in _ELEMENTWISE:
-            raise Unknown(f"{_name(each) if isinstance(each, fx.Node) else each} in one of its functions")
-        queue += each.all_input_nodes
-    return _Expression(node, given, negated)
+        called = isinstance(part, fx.Node) and part.op in ("call_function", "call_method")
+        if not called or _name(part) not in _ELEMENTWISE:
+            raise Unknown(f"{_name(part) if isinstance(part, fx.Node) else part} in one of its functions")
+        queue += part.all_input_nodes
+    return _Expression(node, inputs, negated)
 
 
 class _Places:
     """Writes expressions for all places at once: batch [B, 1, 1, 1], head [H, 1, 1], query [Sq, 1], key [Sk]."""
 
-    def __init__(self, builder: Builder, query: Any, key: Any) -> None:
-        self.builder, device = builder, value_of(query).device
-        self.made: dict[str, fx.Node] = {}
-        axes = {"batch": (query, 0), "head": (query, 1), "query": (query, 2), "key": (key, 2)}
-        self.make: dict[str, Callable[[], fx.Node]] = {
-            name: lambda name=name, node=node, axis=axis: self._arange(name, node, axis, device)  # type: ignore[misc]
-            for name, (node, axis) in axes.items()
-        }
+    def __init__(self, builder: Builder, query: fx.Node, key: fx.Node) -> None:
+        self.builder = builder
+        self.axes = {"batch": (query, 0), "head": (query, 1), "query": (query, 2), "key": (key, 2)}
+        self.device = value_of(query).device
+        self.tensors: dict[str, fx.Node] = {}
 
-    def _arange(self, name: str, node: fx.Node, axis: int, device: torch.device) -> fx.Node:
-        size = self.builder.size(node, axis)
-        with fake_mode_of(value_of(node)) or contextlib.nullcontext():
-            places = self.builder.call(torch.arange, size, device=device)
-        ones = 3 - _PLACES.index(name)
-        return self.builder.call(torch.reshape, places, [-1, *[1] * ones]) if ones else places
+    def place(self, name: str) -> fx.Node:
+        """The numbers of all places along an axis, added once."""
+        if name not in self.tensors:
+            node, axis = self.axes[name]
+            size = self.builder.size(node, axis)
+            with fake_mode_of(value_of(node)) or contextlib.nullcontext():
+                places = self.builder.call(torch.arange, size, device=self.device)
+            ones = 3 - _PLACES.index(name)
+            self.tensors[name] = self.builder.call(torch.reshape, places, [-1, *[1] * ones]) if ones else places
+        return self.tensors[name]
 
     def tensor(self, expression: _Expression) -> fx.Node:
         """The tensor of an expression, of at least the axes of queries and keys."""
@@ -241,13 +259,11 @@ class _Places:
         def of(node: fx.Node) -> fx.Node:
             if node in env:
                 return env[node]
-            given = expression.given.get(node)
-            if isinstance(given, str):
-                if given not in self.made:
-                    self.made[given] = self.make[given]()
-                env[node] = self.made[given]
-            elif given is not None:
-                env[node] = given
+            place = expression.inputs.get(node)
+            if isinstance(place, str):
+                env[node] = self.place(place)
+            elif place is not None:
+                env[node] = place
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), of)
                 target = node.target
@@ -256,8 +272,8 @@ class _Places:
                 env[node] = self.builder.call(target, *args, **kwargs)  # type: ignore[arg-type]
             return env[node]
 
-        made = of(expression.node)
+        tensor = of(expression.node)
         if expression.negated:
-            made = self.builder.call(torch.neg, made)
-        missing = 2 - value_of(made).ndim
-        return self.builder.call(torch.reshape, made, [*[1] * missing, *value_of(made).shape]) if missing > 0 else made
+            tensor = self.builder.call(torch.neg, tensor)
+        missing, shape = 2 - value_of(tensor).ndim, value_of(tensor).shape
+        return self.builder.call(torch.reshape, tensor, [*[1] * missing, *shape]) if missing > 0 else tensor

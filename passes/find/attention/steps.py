@@ -16,8 +16,8 @@ from torch import fx
 
 from fxquant.compat.values import statically_known_true
 from fxquant.passes.find.attention.emit import Change, Extra, Unknown
-from fxquant.passes.find.contraction import requires_grad
 from fxquant.passes.find.facts import product_of
+from fxquant.passes.find.site import requires_grad
 from fxquant.passes.graph.axes import order_before, same_sizes
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import EXPANDS, PICKS, RESHAPES, SAME_PLACES, UNIT_AXES, op_name

@@ -29,8 +29,9 @@ from fxquant.passes.find.attention.emit import (
 )
 from fxquant.passes.find.attention.steps import Chain, alike, read_product, scores_before, scores_of_weights
 from fxquant.passes.find.attention.undo_layout import undone, undone_like
-from fxquant.passes.find.contraction import requires_grad, settle
 from fxquant.passes.find.facts import Attend, Attention, Contraction, Match, product_of
+from fxquant.passes.find.layout import settle
+from fxquant.passes.find.site import requires_grad
 from fxquant.passes.graph.axes import same_sizes
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import op_name
