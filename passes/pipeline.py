@@ -4,7 +4,11 @@ captured   the graph of torch.compile before autograd
 bound      a copy of it with more inputs
 joint      forward and backward in one graph, before torch cuts it
 meaning    the forward or the backward, for `inner="aot_eager"`: what runs are the operators' meanings
-split      the forward or the backward, inside Inductor, also of a package
+split      the forward or the backward, inside Inductor
+exported   a program of torch.export
+calibrated the program that comes of it, run on inputs
+packaged   the same before Inductor, which then takes `split`; those passes alone that are portable
+lowered    the same in ATen operators, to be saved
 """
 
 from __future__ import annotations
@@ -42,6 +46,18 @@ from fxquant.passes.captured import (
     open_modules,
     predict_reuse,
     resolve,
+)
+from fxquant.passes.exported import (
+    annotate,
+    calibrate,
+    concatenate_gemms,
+    decompose_composites,
+    expect_dtypes,
+    lift_constants,
+    refuse_untouched,
+    store_weights,
+    strip,
+    to_aten,
 )
 from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.repeat import allow_later_writes, mark_recompute
@@ -129,6 +145,24 @@ SPLIT = (
     Pass(lower, "no pass reads fxquant's operators any more"),
     Pass(materialize_shared_inputs, "launches of kernels stand in the graph only now"),
 )  # fmt: skip
+EXPORTED = (
+    Pass(annotate, "gives an exported graph what the passes over captured ones read"),
+    *CAPTURED,
+    Pass(refuse_untouched, "all decisions are there, and what is refused need not be written out"),
+    Pass(decompose_composites, "a program holds operators alone, and weights are what `quantize` reads"),
+    Pass(strip, "no pass reads example values any more; torch's verifier knows `val` alone"),
+    Pass(lift_constants, "written out, users' quantizers bring tensors of their own"),
+    Pass(store_weights, "reads weights and constants from the state"),
+)
+CALIBRATED = (Pass(calibrate, "runs the program, whose weights are quantized as they will be"),)
+PACKAGED = (Pass(concatenate_gemms, "changes stored weights, which Inductor takes as they are"),)
+LOWERED = (
+    Pass(decompose_composites, "a program that trains still has products with their backward"),
+    Pass(strip, "what was written out has example values"),
+    Pass(to_aten, "all operators of fxquant have one meaning each"),
+    Pass(lift_constants, "kernels that were traced bring tables of their own"),
+    Pass(expect_dtypes, "operators of ATen take bits of any format"),
+)
 
 
 def run(stage: Sequence[Pass], subject: S, settings: Settings) -> S:
@@ -209,4 +243,18 @@ def sources() -> tuple[str, ...]:
 FOLDERS = (Path(__file__).parent, Path(fxquant.kernels.__file__).parent, Path(fxquant.__file__).parent)
 """The folders with the source of fxquant, which lie in each other when it is installed."""
 
-__all__ = ["BOUND", "CAPTURED", "JOINT", "MEANING", "SPLIT", "Lowering", "Partition", "Pass", "run"]
+__all__ = [
+    "BOUND",
+    "CALIBRATED",
+    "CAPTURED",
+    "EXPORTED",
+    "JOINT",
+    "LOWERED",
+    "MEANING",
+    "PACKAGED",
+    "SPLIT",
+    "Lowering",
+    "Partition",
+    "Pass",
+    "run",
+]

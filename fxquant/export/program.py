@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,28 +30,19 @@ from fxquant.calibration import Calibration, arguments
 from fxquant.compat.patches import compile_package
 from fxquant.compat.private import is_inductor_option, replacements, tree_map_only
 from fxquant.compat.values import unguarded_sizes
-from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import OptionError, ProgramError, RecipeError
 from fxquant.files import check_place, in_its_place
 from fxquant.kernels.onnx import MEANINGS, OPSET
-from fxquant.passes.captured import Captured
-from fxquant.passes.export.annotate import describe, forget
-from fxquant.passes.export.calibrate import calibrate
-from fxquant.passes.export.concatenate import join
-from fxquant.passes.export.decompose import open_calls
-from fxquant.passes.export.dtypes import assert_dtypes
-from fxquant.passes.export.program_state import StateTensors
-from fxquant.passes.export.store_weights import Folded, fold
+from fxquant.passes.export.program_state import ProgramState
+from fxquant.passes.exported import Exported, Opened
 from fxquant.passes.graph.bodies import Bodies
 from fxquant.passes.graph.names import is_fxquant
-from fxquant.passes.lower.lower import lower
-from fxquant.passes.pipeline import CAPTURED, run
+from fxquant.passes.pipeline import CALIBRATED, EXPORTED, LOWERED, PACKAGED, run
 from fxquant.passes.settings import Settings
 from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuantizer, Quantizer
 from fxquant.recipes import Recipe, resolve
 from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
-from fxquant.state import Slots
 
 REPORT = "fxquant_report"
 """The key in the graph module's `meta` under which a quantized program keeps its report."""
@@ -88,36 +79,18 @@ def quantize_program(
     if calibration is not None and not fold_weights:
         raise OptionError("calibration makes scales for inference: it needs fold_weights=True")
     given = Calibration(calibration) if not isinstance(calibration, Calibration | None) else calibration
-    gm = _copied(ep.graph_module)
-    signature = copy.deepcopy(ep.graph_signature)
     asked = _Inference(recipe) if given is not None else recipe
-    bodies = Bodies(gm)
-    describe(bodies, signature.inputs_to_parameters, trained=not fold_weights)
-    with replacements(gm) as names, unguarded_sizes():
-        captured = run(CAPTURED, Captured(gm=gm, recipe=asked), Settings(stored_weights=fold_weights))
-        decisions, roles, slots = captured.decisions, captured.roles, captured.slots
-        _check(decisions, gm)
-        _check_state(slots)
-        for module in bodies.modules:
-            open_calls(module.graph, linears=fold_weights)
-        forget(bodies)
-        state = StateTensors(bodies, signature, ep.state_dict, ep.constants)
-        state.lift_constants()
-        if fold_weights:
-            decisions = _with_details(decisions, 1, {site: _text(each) for site, each in fold(state).items()})
-            if any(decision.quantizer is not None for decision in decisions):
-                state.freeze()  # a gradient would stop at the first quantized layer, and nothing would say so
-    bodies.recompile()
-    unused = recipe.unused(roles)
+    settings = Settings(stored_weights=fold_weights)
+    with _opened(ep) as opened:
+        exported = Exported(**vars(opened), gm=opened.bodies.top, recipe=asked, calibration=given, run=_run)
+        exported = run(EXPORTED, exported, settings)
+    exported = run(CALIBRATED, exported, settings)
+    unused = recipe.unused(exported.roles)
     if given is not None:
-        told, static = calibrate(
-            state, given, lambda prepare: _run(_program(ep, _copied(gm), state, signature, names), given, prepare)
-        )
-        decisions = [_calibrated(d, d.site in static) for d in _with_details(decisions, 0, told)]
-        unused += given.unused({decision.layer for decision in decisions})
-        bodies.recompile()
-    gm.meta[REPORT] = Report(recipe=str(recipe), decisions=[*decisions], unused=unused)
-    return _program(ep, gm, state, signature, names)
+        unused += given.unused({decision.layer for decision in exported.decisions})
+    report = Report(recipe=str(recipe), decisions=[*exported.decisions], unused=unused)
+    exported.gm.meta[REPORT] = report
+    return _program(exported)
 
 
 def lower_program(program: ExportedProgram) -> ExportedProgram:
@@ -126,21 +99,9 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
     Raises ProgramError for what is no program.
     """
     _check_program(program)
-    gm = _copied(program.graph_module)
-    bodies = Bodies(gm)
-    with replacements(gm) as names, unguarded_sizes():
-        lowered = 0
-        for module in bodies.modules:
-            open_calls(module.graph, linears=True)
-            forget(bodies)
-            lowered += lower(module.graph, Settings(portable=True, kernels=False))
-    signature = copy.deepcopy(program.graph_signature)
-    state = StateTensors(bodies, signature, program.state_dict, program.constants)
-    state.lift_constants()
-    if lowered:
-        assert_dtypes(state.placeholders.values())
-    bodies.recompile()
-    return _program(program, gm, state, signature, names)
+    with _opened(program) as opened:
+        opened = run(LOWERED, opened, Settings(stored_weights=True, portable=True, kernels=False))
+    return _program(opened)
 
 
 def aoti_compile_and_package(
@@ -163,20 +124,16 @@ def aoti_compile_and_package(
         raise OptionError(f"a package's path ends in .pt2, unlike {str(package_path)!r}")
     settings = inductor_settings(Settings(recipe="program", portable=True), given, recomputed=False)
     with in_its_place(package_path) as path:
-        compile_package(_joined(program), str(path), settings)
+        compile_package(_concatenated(program), str(path), settings)
     return str(package_path)
 
 
-def _joined(program: ExportedProgram) -> ExportedProgram:
-    """The same program with the layers that read one tensor joined."""
-    gm = _copied(program.graph_module)
-    signature = copy.deepcopy(program.graph_signature)
-    state = StateTensors(Bodies(gm), signature, program.state_dict, program.constants)
-    with replacements(gm) as names, unguarded_sizes():
-        if not join(state):
-            return program
-    state.bodies.recompile()
-    return _program(program, gm, state, signature, names)
+def _concatenated(program: ExportedProgram) -> ExportedProgram:
+    """The same program with the layers that read one tensor in one."""
+    with _opened(program) as opened:
+        state = ProgramState(opened.bodies, opened.signature, program.state_dict, program.constants)
+        opened = run(PACKAGED, replace(opened, program_state=state), Settings(portable=True))
+    return _program(opened) if opened.changed else program
 
 
 def onnx_export(
@@ -239,73 +196,6 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def _check(decisions: Sequence[Decision], gm: fx.GraphModule) -> None:
-    already = any(is_fxquant(node) for each in Bodies(gm).modules for node in each.graph.nodes)
-    if not decisions and not already:
-        raise ProgramError("the program has no matmul to quantize")
-    reasons = Counter(d.skip_reason for d in decisions if d.skip_reason is not None)
-    wanted = {SkipReason.HIGH_PRECISION, SkipReason.NOT_PROFITABLE}
-    if sum(reasons.values()) == len(decisions) and not wanted & set(reasons):
-        if already:
-            raise ProgramError("what can be quantized of this program is already: give the program it was made from")
-        text = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        first = next((d for d in decisions if d.detail), decisions[0])
-        why = f"; the first is {first.layer or '<model>'!r}: {first.detail}" if first.detail else ""
-        raise ProgramError(f"no matmul of the program can be quantized: of {len(decisions)} operands, {text}{why}")
-
-
-def _check_state(slots: Slots) -> None:
-    """Refuses what takes its numbers from training."""
-    if slots.request is not None:
-        raise RecipeError(
-            "delayed scaling takes its scales from training steps, of which an exported program has none: give "
-            "calibration inputs, or use the recipe current_scaling"
-        )
-    if slots.rounded:
-        layer, operand, _ = slots.rounded[0]
-        raise RecipeError(
-            f"layer {layer or '<model>'!r}, {operand}: stochastic rounding draws from a seed and step that "
-            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, or "
-            "disable_stochastic_rounding=True"
-        )
-
-
-def _with_details(decisions: Sequence[Decision], operand: int, told: Mapping[int, str]) -> list[Decision]:
-    """The decisions, with what became of the left (0) or right (1) operand of each site."""
-    changed: list[Decision] = []
-    place: Counter[int] = Counter()
-    for decision in decisions:
-        place[decision.site] += 1
-        if decision.quantizer is not None and place[decision.site] == operand + 1:
-            new = told.get(decision.site, "quantized in every call" if decision.role.tensor_type == "weight" else "")
-            detail = "; ".join(filter(None, (decision.detail, new)))
-            decision = replace(decision, detail=detail)
-        changed.append(decision)
-    return changed
-
-
-def _calibrated(decision: Decision, static: bool) -> Decision:
-    """A decision of a calibrated program, its layer's input `static` or not."""
-    matmul, role = decision.matmul, decision.role
-    if static and matmul is not None:
-        return replace(decision, matmul=replace(matmul, calibrated=True))
-    if decision.quantizer is None or role.tensor_type == "weight" or role.module_type == "linear":
-        return decision
-    detail = "dynamic: calibration is for the inputs of linear layers"
-    return replace(decision, detail="; ".join(filter(None, (decision.detail, detail))))
-
-
-def _text(folded: Folded) -> str:
-    if folded.obstacle:
-        return f"quantized in every call: {folded.obstacle}"
-    text = f"stored in {folded.after} bytes instead of {folded.before}"
-    if folded.kept_for:
-        text += f", and the original {' and '.join(folded.sources)} for {' and '.join(folded.kept_for)}"
-    if folded.broken:
-        text += f"; NaN or infinite elements in {' and '.join(folded.broken)}"
-    return text
-
-
 class _Inference(Recipe):
     """A recipe as it is after training: what asks for delayed scaling gets scales from calibration."""
 
@@ -322,9 +212,11 @@ class _Inference(Recipe):
         return Float8CurrentScalingQuantizer(answer.fp8_format.dtype(role.tensor_type))
 
 
-def _run(program: ExportedProgram, calibration: Calibration, prepare: Callable[[fx.GraphModule], None]) -> int:
+def _run(exported: Exported, prepare: Callable[[fx.GraphModule], None]) -> int:
     """Runs a program on calibration inputs, as `prepare` changed it; returns their number."""
-    module: Any = program.module()
+    calibration = exported.calibration
+    assert calibration is not None
+    module: Any = _program(exported, _copied(exported.gm)).module()
     for name, buffer in list(module.named_buffers()):  # a program may write into its buffers
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, buffer.clone())
@@ -367,18 +259,24 @@ def _show(count: int, total: int | None) -> None:
     sys.stderr.flush()
 
 
-def _program(
-    ep: ExportedProgram,
-    gm: fx.GraphModule,
-    state: StateTensors,
-    signature: ExportGraphSignature,
-    names: Mapping[str, str],
-) -> ExportedProgram:
-    """A program of the rewritten graphs, which it takes over. `names` says which node replaced which."""
+@contextmanager
+def _opened(program: ExportedProgram) -> Iterator[Opened]:
+    """A scope in which a copy of a program's graphs is rewritten."""
+    gm = _copied(program.graph_module)
+    signature = copy.deepcopy(program.graph_signature)
+    with replacements(gm) as names, unguarded_sizes():
+        yield Opened(program=program, bodies=Bodies(gm), signature=signature, names=names)
+
+
+def _program(opened: Opened, gm: fx.GraphModule | None = None) -> ExportedProgram:
+    """A program of the rewritten graphs, or of a copy of them, which it takes over."""
+    ep, state = opened.program, opened.state
+    opened.bodies.recompile()
+    gm = gm or opened.bodies.top
     output = next(node for node in gm.graph.nodes if node.op == "output")
-    renamed = dict(names)
+    renamed = dict(opened.names)
     outputs: list[OutputSpec] = []
-    for spec, node in zip(signature.output_specs, output.args[0], strict=True):
+    for spec, node in zip(opened.signature.output_specs, output.args[0], strict=True):
         if isinstance(node, fx.Node) and spec.arg.name != node.name:
             renamed[spec.arg.name] = node.name
             spec = replace(spec, arg=replace(spec.arg, name=node.name))

@@ -1,7 +1,7 @@
-"""Describe: gives an exported program's graphs the example values that the analysis of a captured graph reads.
+"""Annotate: gives an exported program's graphs the example values that the analysis of a captured graph reads.
 
 An exported graph keeps fake tensors under ``val``, and whether a tensor is a parameter or gets a gradient only in the
-program's signature. Here every node gets an ``example_value`` besides, which says both; `forget` takes them away again.
+program's signature. Here every node gets an ``example_value`` besides, which says both; `strip` takes them away again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fxquant.passes.graph.meta import EXAMPLE_VALUE, LAYER, MODULE_STACK, PROJEC
 from fxquant.passes.graph.names import higher_order_op, op_name
 
 
-def describe(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) -> None:
-    """Describes every graph.
+def annotate(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) -> None:
+    """Annotates every graph.
 
     `parameters` are the names of parameters by those of their placeholders. With `trained`, gradients flow from those
     that want one. A node keeps the layer of the parameter that it reads, for where it was captured without its modules,
@@ -100,7 +100,7 @@ def _described(value: Tensor, is_parameter: bool, grad: bool) -> Tensor:
         return torch.nn.Parameter(copy, requires_grad=wants) if is_parameter else copy.requires_grad_(wants)
 
 
-def forget(bodies: Bodies) -> None:
+def strip(bodies: Bodies) -> None:
     """Keeps what later passes and `torch.export` read of an example value, as ``val``, and removes the rest."""
     for gm in bodies.modules:
         for node in gm.graph.nodes:
@@ -117,4 +117,4 @@ def _plain(value: Tensor) -> Tensor:
     return value.detach()
 
 
-__all__ = ["describe", "forget"]
+__all__ = ["annotate", "strip"]

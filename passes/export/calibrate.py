@@ -19,13 +19,13 @@ from fxquant.calibration import Calibration, Observer, expect
 from fxquant.errors import ProgramError
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
-from fxquant.passes.export.program_state import StateTensors
+from fxquant.passes.export.program_state import ProgramState
 from fxquant.passes.export.store_weights import readers_of
 from fxquant.passes.graph.meta import OBSERVER, SITE, layer_of
 
 
 def calibrate(
-    state: StateTensors, calibration: Calibration, run: Callable[[Callable[[fx.GraphModule], None]], int]
+    state: ProgramState, calibration: Calibration, run: Callable[[Callable[[fx.GraphModule], None]], int]
 ) -> tuple[dict[int, str], set[int]]:
     """Rewrites the program's quantizations of activations.
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.values import detect_fake_mode
 from fxquant.formats import QuantSpec
-from fxquant.passes.export.program_state import StateTensors
+from fxquant.passes.export.program_state import ProgramState
 from fxquant.passes.export.store_weights import erase_unused_users
 from fxquant.passes.graph.names import SAME_VALUES, STRICT_RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 _TILE = 128
 
 
-def join(state: StateTensors) -> int:
+def concatenate_gemms(state: ProgramState) -> int:
     """Joins layers of the outermost graph whose weights are folded; returns how many became part of another."""
     count = 0
     graph = state.bodies.top.graph
@@ -45,7 +45,7 @@ def join(state: StateTensors) -> int:
     return count
 
 
-def _groups(quantize: fx.Node, state: StateTensors) -> Iterator[list[fx.Node]]:
+def _groups(quantize: fx.Node, state: ProgramState) -> Iterator[list[fx.Node]]:
     """The GEMMs of a quantized tensor that differ in their weights alone, in the order of the graph."""
     readers = {user for item in quantize.users for user in item.users if item.target is operator.getitem}
     alike: dict[Any, list[fx.Node]] = {}
@@ -56,7 +56,7 @@ def _groups(quantize: fx.Node, state: StateTensors) -> Iterator[list[fx.Node]]:
     yield from (group for group in alike.values() if len(group) > 1)
 
 
-def _can(node: fx.Node, state: StateTensors) -> bool:
+def _can(node: fx.Node, state: ProgramState) -> bool:
     """Whether a GEMM's weight, a matrix, is its own, and its scales can stand below those of another."""
     _, parts, a_spec, b_spec, bias, *_ = node.args
     mine = [*parts, *([bias] if bias is not None else [])]  # type: ignore[misc]
@@ -77,7 +77,7 @@ def _in_order(group: Sequence[fx.Node], graph: fx.Graph) -> bool:
     return all(order[source] < order[group[0]] for node in group for source in node.all_input_nodes)
 
 
-def _join(group: Sequence[fx.Node], state: StateTensors) -> None:
+def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
     first = group[0]
     graph = first.graph
     args: list[tuple[Any, ...]] = [node.args for node in group]
@@ -115,20 +115,20 @@ def _join(group: Sequence[fx.Node], state: StateTensors) -> None:
     state.drop_unused(replaced)
 
 
-def _added(state: StateTensors, nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> fx.Node:
+def _added(state: ProgramState, nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> fx.Node:
     """What holds the rows of several tensors, under the name of the first."""
     roots = sorted(map(state.name, _roots(state, nodes[0])))
     return state.add(f"{roots[0] if roots else nodes[0].name}_joined", _cat(values))
 
 
-def _roots(state: StateTensors, node: fx.Node) -> set[fx.Node]:
+def _roots(state: ProgramState, node: fx.Node) -> set[fx.Node]:
     """The placeholders that a constant is made from."""
     found = state.value(node)
     assert found is not None
     return {*found[1], *([node] if node.op == "placeholder" else [])}
 
 
-def _tensor(state: StateTensors, node: fx.Node) -> Tensor:
+def _tensor(state: ProgramState, node: fx.Node) -> Tensor:
     found = state.value(node)
     assert found is not None
     return found[0]
@@ -164,4 +164,4 @@ def _is_view(node: fx.Node) -> bool:
     return calls(node, SAME_VALUES)
 
 
-__all__ = ["join"]
+__all__ = ["concatenate_gemms"]

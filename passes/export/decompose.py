@@ -1,4 +1,4 @@
-"""OpenCalls: what rewriting put into an exported program, as the ATen and fxquant operators that it consists of.
+"""Decompose composites: writes out what rewriting put into an exported program, as ATen and fxquant operators.
 
     linear = torch.ops.fxquant.linear.default(x, w, b, "input=mxfp8_e4m3 weight=mxfp8_e4m3 ...")
     # becomes, for inference
@@ -43,7 +43,7 @@ _SHARED = VIEWS | PICKS
 _FUNCTION_MODULES = ("torch", "torch.functional", "torch.nn.functional", "torch._C._nn")
 
 
-def open_calls(graph: fx.Graph, *, linears: bool) -> int:
+def decompose_composites(graph: fx.Graph, *, linears: bool) -> int:
     """Rewrites one graph in place; returns how many nodes were opened. `linears` opens `fxquant::linear` too."""
     made: dict[Any, fx.Node] = {}
     count = 0
@@ -154,4 +154,4 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, fx.Node) else (type(value), value)
 
 
-__all__ = ["open_calls"]
+__all__ = ["decompose_composites"]

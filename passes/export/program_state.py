@@ -1,4 +1,4 @@
-"""StateTensors: the parameters, buffers and constants of an exported program, as its passes read and change them."""
+"""ProgramState: the parameters, buffers and constants of an exported program, as its passes read and change them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Values = dict[fx.Node, Value | None]
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
-class StateTensors:
+class ProgramState:
     """The state of one program, with the placeholder of each tensor."""
 
     def __init__(
@@ -259,4 +259,4 @@ def _body_start(graph: fx.Graph) -> fx.Node:
     return node
 
 
-__all__ = ["StateTensors"]
+__all__ = ["ProgramState"]

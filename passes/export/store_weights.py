@@ -1,4 +1,4 @@
-"""Fold: quantizes weights now and puts their payloads and scales into the program's state.
+"""Store weights: quantizes weights now and puts their payloads and scales into the program's state.
 
     permute = torch.ops.aten.permute.default(p_weight, [1, 0])
     quantize = torch.ops.fxquant.quantize.default(permute, "mxfp8_e4m3", "rowwise")
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.private import OpOverload
 from fxquant.passes.export.dtypes import assert_dtypes
-from fxquant.passes.export.program_state import StateTensors
+from fxquant.passes.export.program_state import ProgramState
 from fxquant.passes.graph.builder import put_in_places
 from fxquant.passes.graph.meta import PART, SITE, layer_of
 from fxquant.passes.graph.names import is_fxquant, op_name
@@ -34,7 +34,7 @@ _Found = tuple[int, set[fx.Node], int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folded:
+class Stored:
     """One quantized weight: what it was made from, and the bytes of that and of what it became.
 
     `kept_for` names the operators that still read a source, which therefore stays. `broken` names sources with NaN or
@@ -49,8 +49,8 @@ class Folded:
     obstacle: str = ""
 
 
-def fold(state: StateTensors) -> dict[int, Folded]:
-    """Folds every weight of the program; returns them by the sites that multiply them."""
+def store_weights(state: ProgramState) -> dict[int, Stored]:
+    """Stores every weight of the program; returns them by the sites that multiply them."""
     made: dict[Any, list[fx.Node]] = {}
     found: list[_Found] = []
     for gm in state.bodies.modules:
@@ -68,7 +68,7 @@ def fold(state: StateTensors) -> dict[int, Folded]:
             before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (roots, made[key]))
             found += [(reader.meta[SITE], set(roots), before, after) for reader in readers]
             _replace(node, made[key], state)
-    parts, obstacles = _fold_parts(state, made)
+    parts, obstacles = _store_parts(state, made)
     found += parts
     replaced = {root for _, roots, _, _ in found for root in roots} | state.lifted
     names = {root: state.name(root) for root in replaced}
@@ -79,16 +79,16 @@ def fold(state: StateTensors) -> dict[int, Folded]:
     erase_unused_users(replaced)
     kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
     state.drop_unused(replaced)
-    folded = {site: Folded(obstacle=text) for site, text in obstacles.items()}
+    by_site = {site: Stored(obstacle=text) for site, text in obstacles.items()}
     for site, originals, before, after in found:
         sources = tuple(sorted(names[root] for root in originals))
         kept_for = tuple(sorted({user for root in originals for user in kept[root]}))
         wrong = tuple(sorted(names[root] for root in originals & broken))
-        folded[site] = Folded(sources=sources, before=before, after=after, kept_for=kept_for, broken=wrong)
-    return folded
+        by_site[site] = Stored(sources=sources, before=before, after=after, kept_for=kept_for, broken=wrong)
+    return by_site
 
 
-def _fold_parts(state: StateTensors, made: dict[Any, list[fx.Node]]) -> tuple[list[_Found], dict[int, str]]:
+def _store_parts(state: ProgramState, made: dict[Any, list[fx.Node]]) -> tuple[list[_Found], dict[int, str]]:
     """Stores what users' own quantizers made of weights; returns that, and by site why of others nothing is stored."""
     constants = state.constant_nodes()
     values: dict[fx.Node, Any] = {}
@@ -151,13 +151,13 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(reader for item in node.users for reader in item.users if SITE in reader.meta))
 
 
-def _replace(node: fx.Node, placeholders: list[fx.Node], state: StateTensors) -> None:
+def _replace(node: fx.Node, placeholders: list[fx.Node], state: ProgramState) -> None:
     """Points the readers of a quantized tensor's parts at the buffers, and erases the quantization."""
     read: list[Any] = [item.args[1] for item in node.users]
     put_in_places({i: state.bodies.reach(node.graph, placeholders[i]) for i in read}, node)
 
 
-def _story(state: StateTensors, node: fx.Node, told: dict[fx.Node, str] | None = None) -> str:
+def _story(state: ProgramState, node: fx.Node, told: dict[fx.Node, str] | None = None) -> str:
     """Equal for nodes that make the same tensor from the same state, in whatever graph."""
     told = {} if told is None else told
     if node in told:
@@ -203,4 +203,4 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-__all__ = ["PARTS", "Folded", "erase_unused_users", "fold", "readers_of"]
+__all__ = ["PARTS", "Stored", "erase_unused_users", "readers_of", "store_weights"]

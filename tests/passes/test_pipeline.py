@@ -9,10 +9,11 @@ import pytest
 
 from fxquant import recipes
 from fxquant.passes import pipeline
-from fxquant.passes.pipeline import BOUND, CAPTURED, JOINT, MEANING, SPLIT, Lowering, Partition, Pass
+from fxquant.passes.pipeline import SPLIT, Lowering, Partition, Pass
 from fxquant.passes.settings import Settings
 
-STAGES = {"captured": CAPTURED, "bound": BOUND, "joint": JOINT, "meaning": MEANING, "split": SPLIT}
+NAMES = ("BOUND", "CALIBRATED", "CAPTURED", "EXPORTED", "JOINT", "LOWERED", "MEANING", "PACKAGED", "SPLIT")
+STAGES: dict[str, tuple[Pass, ...]] = {name.lower(): getattr(pipeline, name) for name in NAMES}
 PASSES = [(name, step) for name, stage in STAGES.items() for step in stage]
 
 
@@ -33,6 +34,13 @@ def test_the_order_of_the_last_stage() -> None:
         "batch_amaxes", "advance_state", "split_scales", "reuse_attention_payload", "pair_directions", "fuse_producers",
         "fuse_epilogues", "amax_before_views", "record_in_kernel", "few_rows", "lower", "materialize_shared_inputs",
     ]  # fmt: skip
+
+
+def test_a_way_in_is_a_stage() -> None:
+    stages = {name for name, value in vars(pipeline).items() if isinstance(value, tuple) and isinstance(value[0], Pass)}
+    assert stages == set(NAMES)
+    for name in STAGES:
+        assert f"\n{name}" in str(pipeline.__doc__)
 
 
 def test_portable_stages_contain_no_training_passes() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import fxquant
-from fxquant.export.program import _joined
+from fxquant.export.program import _concatenated
 from fxquant.passes.graph.names import is_fxquant
 
 
@@ -40,7 +40,7 @@ def test_values_and_layouts_stay(recipe: str) -> None:
     x = torch.randn(3, 5, 128).bfloat16()
     shapes = ({0: Dim("batch", min=2, max=8)},)
     program = fxquant.quantize_program(torch.export.export(Projections(), (x,), dynamic_shapes=shapes), recipe)
-    joined = _joined(program)
+    joined = _concatenated(program)
     joined.validate()
     before = layers(program)
     assert layers(joined) == (before if recipe == "mxfp8" else before - 3)
@@ -71,7 +71,7 @@ def test_parts_of_one_parameter(decomposed: bool) -> None:
     x = torch.randn(8, 64)
     source = torch.export.export(Packed(), (x,))
     program = fxquant.quantize_program(source.run_decompositions() if decomposed else source, "rowwise")
-    joined = _joined(program)
+    joined = _concatenated(program)
     joined.validate()
     assert layers(program) == 3 and layers(joined) == 1
     assert set(joined.state_dict) == {"weight_data_joined", "weight_scale_joined", "bias_joined"}
