@@ -17,6 +17,3 @@ def torch_version() -> tuple[int, int]:
     """Returns (major, minor) of the torch in use."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
-
-
-__all__ = ["OLDEST_TORCH", "torch_version"]

@@ -74,16 +74,3 @@ def triton_workspace(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _allocator.reset(token)
-
-
-__all__ = [
-    "capability",
-    "card_name",
-    "converts_to_fp8",
-    "is_hopper",
-    "knows_gluon",
-    "launches_early",
-    "no_autocast",
-    "triton_version",
-    "triton_workspace",
-]

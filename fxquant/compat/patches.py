@@ -307,19 +307,3 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
 
 
 PATCHES = (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, WRITTEN_ARGUMENTS, RECOMPUTABLE)
-
-
-__all__ = [
-    "EARLY_LAUNCH",
-    "PATCHES",
-    "STATIC_LAUNCH",
-    "WORKER_SETTING",
-    "Patch",
-    "QuantizedGraphPass",
-    "compile_package",
-    "compile_with_inductor",
-    "compiles_quantized_graph",
-    "declare_written",
-    "recomputable",
-    "written_by",
-]

@@ -72,19 +72,3 @@ def unguarded_sizes() -> Iterator[None]:
 
     with symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield
-
-
-__all__ = [
-    "FakeTensorMode",
-    "detect_fake_mode",
-    "fake_mode_of",
-    "faking",
-    "size_hint",
-    "static_fakes",
-    "statically_known_true",
-    "storage_key",
-    "unguarded_sizes",
-    "upper_bound",
-    "version",
-    "viewed",
-]

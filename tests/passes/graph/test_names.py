@@ -113,10 +113,16 @@ SPELLINGS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_an_operator_is_in_one_class_in_both_dialects(name: str) -> None:
-    graph = make_fx(SPELLINGS[name])(torch.empty(2, 3, 4)).graph
+    captured = name == "detach"  # decompositions, and since torch 2.14 every trace below autograd, make it an alias
+    graph = make_fx(SPELLINGS[name], pre_dispatch=captured)(torch.empty(2, 3, 4)).graph
     *_, last = (node for node in graph.nodes if node.op == "call_function")
     (alike,) = [cls for cls in ALIKE if name in cls]
     assert calls(last, alike), f"{name} is {op_name(last)}"
+
+
+@pytest.mark.parametrize("table", ["VIEWS", "SAME_ELEMENTS", "SAME_VALUES"])
+def test_a_table_with_detaches_has_the_aliases_that_they_become(table: str) -> None:
+    assert getattr(names, table) > names.DETACHES | names.ALIASES
 
 
 def test_one_operator_has_one_name() -> None:
