@@ -1,0 +1,55 @@
+"""Convolutions: products where each input is read once, a reason elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from rewriting import Form, check_form
+from torch import Tensor
+
+from fxquant.decisions import SkipReason
+
+
+def _conv(x: Tensor, w: Tensor, b: Tensor | None = None, **options: Any) -> Tensor:
+    return (F.conv1d, F.conv2d, F.conv3d)[w.ndim - 3](x, w, b, **options)
+
+
+CONVOLUTION = SkipReason.CONVOLUTION
+
+
+FORMS = {
+    "conv1d 1x1": Form(_conv, [(3, 24, 7)], [(40, 24, 1), (40,)], "linear", [(21, 24, 40)]),
+    "conv2d 1x1": Form(_conv, [(3, 24, 7, 5)], [(40, 24, 1, 1), (40,)], "linear", [(105, 24, 40)]),
+    "conv2d unbatched": Form(_conv, [(24, 7, 5)], [(40, 24, 1, 1)], "linear", [(35, 24, 40)]),
+    "conv2d same": Form(
+        lambda x, w: _conv(x, w, padding="same"), [(3, 24, 7, 5)], [(40, 24, 1, 1)], "linear", [(105, 24, 40)]
+    ),
+    "conv1d patches": Form(lambda x, w: _conv(x, w, stride=4), [(3, 6, 20)], [(40, 6, 4)], "linear", [(15, 24, 40)]),
+    "conv2d patches": Form(
+        lambda x, w, b: _conv(x, w, b, stride=(4, 2)), [(3, 6, 20, 6)], [(40, 6, 4, 2), (40,)], "linear", [(45, 48, 40)]
+    ),
+    "conv3d patches": Form(
+        lambda x, w: _conv(x, w, stride=2), [(3, 6, 4, 6, 2)], [(40, 6, 2, 2, 2)], "linear", [(18, 48, 40)]
+    ),
+    "conv 3 taps": Form(_conv, [(3, 6, 20)], [(40, 6, 3)], "linear", [(54, 18, 40)], CONVOLUTION),
+    "conv rest": Form(
+        lambda x, w: _conv(x, w, stride=4), [(3, 6, 22)], [(40, 6, 4)], "linear", [(15, 24, 40)], CONVOLUTION
+    ),
+    "conv groups": Form(
+        lambda x, w: _conv(x, w, groups=2), [(3, 12, 7)], [(40, 6, 1)], "linear", [(21, 6, 40)], CONVOLUTION
+    ),
+    "conv padded": Form(
+        lambda x, w: _conv(x, w, padding=1), [(3, 6, 5, 5)], [(40, 6, 1, 1)], "linear", [(147, 6, 40)], CONVOLUTION
+    ),
+    "conv transposed": Form(
+        F.conv_transpose1d, [(3, 6, 5)], [(6, 40, 4)], "linear", [(15, 6, 160)], CONVOLUTION
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", FORMS)
+def test_form(name: str, dynamic: bool) -> None:
+    check_form(name, FORMS[name], dynamic)

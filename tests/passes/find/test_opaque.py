@@ -1,0 +1,55 @@
+"""Matmuls without a form: by their FLOPs, or by their names."""
+
+from __future__ import annotations
+
+import torch
+from helpers import eager_backend
+from rewriting import Calls, Rewrite, flops
+from torch import Tensor, nn
+
+from fxquant.decisions import SkipReason
+
+
+@torch.library.custom_op("fxquant_tests::my_matmul", mutates_args=())
+def my_matmul(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+@my_matmul.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+def test_unknown_matmuls_are_opaque() -> None:
+    model = Calls(lambda x, w: my_matmul(x.cos(), torch.linalg.matrix_power(w, 2)), (24, 24))
+    backend = Rewrite()
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(torch.randn(5, 24))
+    assert backend.reasons() == [SkipReason.OPAQUE, SkipReason.OPAQUE]
+    assert flops(backend.products[0]) == 2 * 24**3
+    assert [product.rhs_is_weight for product in backend.products] == [True, False]
+
+
+def test_fused_kernels_of_torch_are_opaque_whatever_their_results() -> None:
+    """An encoder layer and an LSTM of inference, which no counter knows, and products of whole numbers and of FP8."""
+    layer, lstm = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), nn.LSTM(32, 16)
+    whole = torch.ones(32, 64, dtype=torch.int8)
+    fp8 = torch.ones(64, 32).to(torch.float8_e4m3fn).t()  # column by column
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        one = torch.ones(())
+        y = torch._int_mm(x[0].to(torch.int8), whole)
+        z = torch._scaled_mm(x[0].to(torch.float8_e4m3fn), fp8, one, one, out_dtype=torch.bfloat16)
+        return layer(x), lstm(x)[0], y, z
+
+    backend = eager_backend("mxfp8")
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(run, backend=backend)(torch.randn(2, 32, 32))
+    found = {d.form: d for d in backend.report().decisions}
+    assert [d.skip_reason for d in found.values()] == [SkipReason.OPAQUE] * 4
+    known = {form: d.flops for form, d in found.items()}
+    encoder = "_transformer_encoder_layer_fwd"
+    assert known == {encoder: 0, "lstm": 2 * 64 * 64 * 48, "_int_mm": known["_int_mm"], "_scaled_mm": 2 * 32 * 32 * 64}
+    assert "set_fastpath_enabled(False)" in found[encoder].detail
+    assert backend.report().coverage == 0
