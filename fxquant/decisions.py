@@ -17,53 +17,47 @@ if TYPE_CHECKING:
 
 
 class SkipReason(str, Enum):
-    """Why an operand stays in high precision."""
+    """Why an operand stays in high precision: the name, and its `meaning`."""
 
-    HIGH_PRECISION = "HIGH_PRECISION"
-    TOO_SMALL = "TOO_SMALL"
-    DTYPE = "DTYPE"
-    LAYOUT = "LAYOUT"
-    GROUPED = "GROUPED"
-    GATHERED_WEIGHT = "GATHERED_WEIGHT"
-    ATTENTION = "ATTENTION"
-    CONVOLUTION = "CONVOLUTION"
-    BILINEAR = "BILINEAR"
-    MULTI_PRODUCT = "MULTI_PRODUCT"
-    UNSUPPORTED_FORM = "UNSUPPORTED_FORM"
-    OPAQUE = "OPAQUE"
-    STATE = "STATE"
-    NOT_PROFITABLE = "NOT_PROFITABLE"
-    NOT_CAPTURED = "NOT_CAPTURED"
+    meaning: str
 
-    @property
-    def meaning(self) -> str:
-        return _MEANINGS[self]
+    def __new__(cls, value: str, meaning: str) -> SkipReason:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.meaning = value, meaning
+        return reason
 
-    def __str__(self) -> str:
-        return self.value
+    HIGH_PRECISION = ("HIGH_PRECISION", "the recipe keeps this operand in high precision")
+    TOO_SMALL = ("TOO_SMALL", "fewer than 16 input or output features: padding would cost more than it saves")
+    DTYPE = ("DTYPE", "integer, boolean, complex, or float64 (which stays exact unless allow_float64 is set)")
+    LAYOUT = ("LAYOUT", "a sparse, quantized or otherwise not strided tensor")
+    GROUPED = ("GROUPED", "a grouped product (experts) that is no linear layer, or a quantizer that cannot take groups")
+    GATHERED_WEIGHT = (
+        "GATHERED_WEIGHT",
+        "the weight is gathered by an index for each row: a batch of matrix-vector products",
+    )
+    ATTENTION = (
+        "ATTENTION",
+        "attention that cannot be quantized as one; by hand, its products are then `matmul` roles",
+    )
+    CONVOLUTION = ("CONVOLUTION", "a convolution that is not a matmul of its channels or patches")
+    BILINEAR = ("BILINEAR", "a product of three tensors at once")
+    MULTI_PRODUCT = ("MULTI_PRODUCT", "several products in one node whose order is not a chain from the activation")
+    UNSUPPORTED_FORM = ("UNSUPPORTED_FORM", "a contraction that is not a matmul: diagonal, outer or summed axes")
+    OPAQUE = ("OPAQUE", "an operator whose inside cannot be seen")
+    STATE = (
+        "STATE",
+        "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach",
+    )
+    NOT_PROFITABLE = (
+        "NOT_PROFITABLE",
+        "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized",
+    )
+    NOT_CAPTURED = (
+        "NOT_CAPTURED",
+        "torch.compile left it out of its graphs: a graph break, or a disabled function or layer",
+    )
 
-
-_MEANINGS = {
-    SkipReason.HIGH_PRECISION: "the recipe keeps this operand in high precision",
-    SkipReason.TOO_SMALL: "fewer than 16 input or output features: padding would cost more than it saves",
-    SkipReason.DTYPE: "integer, boolean, complex, or float64 (which stays exact unless allow_float64 is set)",
-    SkipReason.LAYOUT: "a sparse, quantized or otherwise not strided tensor",
-    SkipReason.GROUPED: "a grouped product (experts) that is no linear layer, or a quantizer that cannot take groups",
-    SkipReason.GATHERED_WEIGHT: "the weight is gathered by an index for each row: a batch of matrix-vector products",
-    SkipReason.ATTENTION: "attention that cannot be quantized as one; by hand, its products are then `matmul` roles",
-    SkipReason.CONVOLUTION: "a convolution that is not a matmul of its channels or patches",
-    SkipReason.BILINEAR: "a product of three tensors at once",
-    SkipReason.MULTI_PRODUCT: "several products in one node whose order is not a chain from the activation",
-    SkipReason.UNSUPPORTED_FORM: "a contraction that is not a matmul: diagonal, outer or summed axes",
-    SkipReason.OPAQUE: "an operator whose inside cannot be seen",
-    SkipReason.STATE: (
-        "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach"
-    ),
-    SkipReason.NOT_PROFITABLE: (
-        "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized"
-    ),
-    SkipReason.NOT_CAPTURED: "torch.compile left it out of its graphs: a graph break, or a disabled function or layer",
-}
+    __str__ = str.__str__
 
 
 Size = int | str

@@ -1,13 +1,14 @@
 """Every number format and every way of scaling it, as rows of two tables.
 
-Nothing else in the project re-derives these facts from a dtype. What crosses an op schema is the text of a
-`QuantSpec`, such as ``mxfp8_e4m3`` or ``per_tensor_e4m3(pow2,eps=0.015625)``.
+Nothing else in the project derives these facts from a dtype. Operators take the text of a `QuantSpec`, such as
+``mxfp8_e4m3`` or ``per_tensor_e4m3(pow2,eps=0.015625)``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -61,13 +62,19 @@ ELEMENTS: dict[str, Element] = {
 }  # fmt: skip
 
 
+_BF16, _FLOAT32 = "emulated: dequantized, then bf16 matmul", "emulated: dequantized, then float32 matmul"
+_PER_TENSOR, _ROWWISE = (f"native: _scaled_mm, {scales} scales" for scales in ("per-tensor", "rowwise"))
+_BLOCKS, _HEADS = "native in whole tiles: _scaled_mm, block scales", "native for e4m3: a Triton kernel"
+_SAME_DTYPE = "native: the GEMM of the original dtype"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A way of scaling one element format.
 
     `block` is the (rows, columns) that share one scale in the orientation whose last axis is contracted; 0 means the
-    whole extent of that axis. `alignment` is what the contracted axis is padded to, with zeros, inside a graph: it
-    divides evenly into blocks, or is what a hardware GEMM asks for.
+    whole extent of that axis. Graphs pad the contracted axis with zeros to a multiple of `alignment`: whole blocks, or
+    the demand of a hardware GEMM.
     """
 
     name: str
@@ -78,11 +85,11 @@ class Format:
     alignment: int
     has_global_amax: bool = False
     hopper: str
-    cpu: str = "emulated: dequantized, then float32 matmul"
+    cpu: str = _FLOAT32
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of payload, scale and global amax as graphs hold them: bytes where torch computes with nothing finer."""
+        """The dtypes of payload, scale and global amax in graphs: bytes where torch computes with nothing finer."""
         if self.element is None or self.scale_dtype is None:
             return ()
         payload = torch.uint8 if self.element.packed > 1 else self.element.dtype
@@ -103,79 +110,46 @@ class Format:
         return size
 
 
-def _rows() -> dict[str, Format]:
-    e8m0, e4m3, f32 = torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float32
-    rows = [
-        Format(
-            name="identity", family="identity", element=None, block=(0, 0), scale_dtype=None, alignment=1,
-            hopper="native: the GEMM of the original dtype", cpu="native: the GEMM of the original dtype",
-        ),
-    ]  # fmt: skip
-    for name in ("e4m3", "e5m2"):
-        element = ELEMENTS[name]
-        emulated = "emulated: dequantized, then bf16 matmul"
-        block_mm = "native in whole tiles: _scaled_mm, block scales" if name == "e4m3" else emulated
-        rows += [
-            Format(
-                name=f"per_tensor_{name}", family="per_tensor", element=element, block=(0, 0), scale_dtype=f32,
-                alignment=16, hopper="native: _scaled_mm, per-tensor scales",
-            ),
-            Format(
-                name=f"per_row_{name}", family="per_row", element=element, block=(1, 0), scale_dtype=f32,
-                alignment=16, hopper="native: _scaled_mm, rowwise scales",
-            ),
-            Format(
-                name=f"block_1x128_{name}", family="block", element=element, block=(1, 128), scale_dtype=f32,
-                alignment=128, hopper=block_mm,
-            ),
-            Format(
-                name=f"block_128x128_{name}", family="block", element=element, block=(128, 128), scale_dtype=f32,
-                alignment=128, hopper=block_mm,
-            ),
-            Format(
-                name=f"mxfp8_{name}", family="mxfp8", element=element, block=(1, 32), scale_dtype=e8m0,
-                alignment=32, hopper=emulated,
-            ),
-            Format(
-                name=f"mxfp8_2d_{name}", family="mxfp8", element=element, block=(32, 32), scale_dtype=e8m0,
-                alignment=32, hopper=emulated,
-            ),
-        ]  # fmt: skip
-    e2m1 = ELEMENTS["e2m1"]
-    for name, block in (("nvfp4", (1, 16)), ("nvfp4_2d", (16, 16))):
-        rows.append(
-            Format(
-                name=name, family="nvfp4", element=e2m1, block=block, scale_dtype=e4m3, alignment=16,
-                has_global_amax=True, hopper="emulated: dequantized, then bf16 matmul",
-            )
-        )  # fmt: skip
-    return {row.name: row for row in rows}
-
-
-FORMATS: dict[str, Format] = _rows()
-
-HEAD_FORMATS: dict[str, Format] = {
-    row.name: row
-    for name in ("e4m3", "e5m2")
-    for row in (
-        Format(
-            name=f"per_head_{name}", family="per_head", element=ELEMENTS[name], block=(0, 0),
-            scale_dtype=torch.float32, alignment=16, hopper="native for e4m3: a Triton kernel",
-        ),
-        Format(
-            name=f"per_head_128_{name}", family="per_head", element=ELEMENTS[name], block=(128, 0),
-            scale_dtype=torch.float32, alignment=16, hopper="emulated: dequantized, then float32 matmul",
-        ),
+def _rows() -> Iterator[Format]:
+    yield Format(
+        name="identity", family="identity", element=None, block=(0, 0), scale_dtype=None, alignment=1,
+        hopper=_SAME_DTYPE, cpu=_SAME_DTYPE,
+    )  # fmt: skip
+    f32, e8m0 = torch.float32, torch.float8_e8m0fnu
+    table: tuple[tuple[str, Family, tuple[int, int], torch.dtype, int, str, str], ...] = (
+        ("per_tensor", "per_tensor", (0, 0), f32, 16, _PER_TENSOR, _PER_TENSOR),
+        ("per_row", "per_row", (1, 0), f32, 16, _ROWWISE, _ROWWISE),
+        ("block_1x128", "block", (1, 128), f32, 128, _BLOCKS, _BF16),
+        ("block_128x128", "block", (128, 128), f32, 128, _BLOCKS, _BF16),
+        ("mxfp8", "mxfp8", (1, 32), e8m0, 32, _BF16, _BF16),
+        ("mxfp8_2d", "mxfp8", (32, 32), e8m0, 32, _BF16, _BF16),
+        ("per_head", "per_head", (0, 0), f32, 16, _HEADS, _HEADS),
+        ("per_head_128", "per_head", (128, 0), f32, 16, _FLOAT32, _FLOAT32),
     )
-}  # fmt: skip
-"""Scalings that only attention has: one scale for each entry of the batch and key head, or for each 128 positions of
+    for element in ("e4m3", "e5m2"):
+        for name, family, block, scale_dtype, alignment, e4m3, e5m2 in table:
+            yield Format(
+                name=f"{name}_{element}", family=family, element=ELEMENTS[element], block=block,
+                scale_dtype=scale_dtype, alignment=alignment, hopper=e4m3 if element == "e4m3" else e5m2,
+            )  # fmt: skip
+    for name, block in (("nvfp4", (1, 16)), ("nvfp4_2d", (16, 16))):
+        yield Format(
+            name=name, family="nvfp4", element=ELEMENTS["e2m1"], block=block, scale_dtype=torch.float8_e4m3fn,
+            alignment=16, has_global_amax=True, hopper=_BF16,
+        )  # fmt: skip
+
+
+FORMATS: dict[str, Format] = {row.name: row for row in _rows() if row.family != "per_head"}
+
+HEAD_FORMATS: dict[str, Format] = {row.name: row for row in _rows() if row.family == "per_head"}
+"""The scalings that only attention has: a scale for each entry of the batch and key head, or for each 128 positions of
 its sequence."""
 
 CUSTOM = Format(
     name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1,
     hopper="the quantizer's own code", cpu="the quantizer's own code",
 )  # fmt: skip
-"""What a user's own quantizer is to the passes."""
+"""The format of a user's own quantizer."""
 
 ERROR_MODES = ("mae", "mse")
 
@@ -186,16 +160,16 @@ MX_MODES = ("rceil", "floor", "ceil", "even")
 class QuantSpec:
     """A format and the choices it leaves open, for one direction of one operand.
 
-    `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax (numerics: amax < eps gives eps).
-    `torchao` takes torchao's scale formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding
-    of MX scales. `rht` applies the 16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only),
-    `random_signs` its sign mask. `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a
-    delayed scale in the state of its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own
-    quantizer (format ``custom``) in `fxquant.kernels.custom`.
+    `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax. `torchao` takes torchao's scale
+    formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding of MX scales. `rht` applies the
+    16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only), `random_signs` its sign mask.
+    `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a delayed scale in the state of
+    its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own quantizer (format ``custom``)
+    in `fxquant.kernels.custom`.
 
-    Of NVFP4 alone: `stochastic` rounds elements up or down at random, by the numbers of its random `stream`.
-    `row_scaled` takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``) the better of two scales
-    for each block by that error; `e4m3_max` is what block scales reach.
+    NVFP4 alone: `stochastic` rounds elements up or down at random, by the numbers of its random `stream`. `row_scaled`
+    takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``) the better of two scales for each block
+    by that error; `e4m3_max` is the largest block scale.
     """
 
     format: str
@@ -228,7 +202,7 @@ class QuantSpec:
 
     @property
     def unit_amax(self) -> float:
-        """Of NVFP4, the global amax whose factor in dequantization is one."""
+        """The global amax of NVFP4 whose factor in dequantization is one."""
         assert self.row.element is not None
         return self.row.element.max * self.e4m3_max
 
@@ -237,25 +211,17 @@ class QuantSpec:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")
         if self.mode not in MX_MODES:
             raise RecipeError(f"unknown MX scale mode {self.mode!r}; known modes: {', '.join(MX_MODES)}")
-        of_nvfp4 = {
-            "stochastic": self.stochastic,
-            "row_scaled": self.row_scaled,
-            "four_over_six": self.four_over_six,
-            "e4m3_max": self.e4m3_max != 448,
-        }
-        chosen = [name for name, on in of_nvfp4.items() if on]
+        of_nvfp4 = ("stochastic", "row_scaled", "four_over_six", "e4m3_max")
+        chosen = [name for name in of_nvfp4 if getattr(self, name) != getattr(QuantSpec, name)]
         if chosen and not self.key and self.row.family != "nvfp4":
             raise RecipeError(f"{', '.join(chosen)} is part of NVFP4 alone, not of {self.format}")
         if self.four_over_six not in ("", *ERROR_MODES):
             raise RecipeError(f"unknown error mode {self.four_over_six!r}; known modes: {', '.join(ERROR_MODES)}")
 
     def __str__(self) -> str:
-        changed = []
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                changed.append(field.name if value is True else f"{field.name}={value}")
-        return self.format + (f"({','.join(changed)})" if changed else "")
+        settings = ((f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default)
+        changed = ",".join(name if value is True else f"{name}={value}" for name, value in settings)
+        return f"{self.format}({changed})" if changed else self.format
 
     @classmethod
     @functools.cache
@@ -268,10 +234,7 @@ class QuantSpec:
             key, _, value = item.partition("=")
             if key not in kinds:
                 raise RecipeError(f"unknown option {key!r} in quantization spec {text!r}")
-            if kinds[key] is bool:
-                options[key] = value != "False"
-            else:
-                options[key] = kinds[key](value)
+            options[key] = value != "False" if kinds[key] is bool else kinds[key](value)
         return cls(format=name, **options)  # type: ignore[arg-type]
 
 
@@ -288,15 +251,13 @@ class OperandSpec:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether either direction takes random numbers."""
+        """True if a direction takes random numbers."""
         return self.rowwise.stochastic or self.columnwise.stochastic
 
     def numbered(self, number: int) -> OperandSpec:
         """The same with random streams of its own for each direction, given the operand's number in its graph."""
-        sides = (self.rowwise, self.columnwise)
-        row, column = (
-            replace(side, stream=2 * number + i) if side.stochastic else side for i, side in enumerate(sides)
-        )
+        sides = enumerate((self.rowwise, self.columnwise), 2 * number)
+        row, column = (replace(side, stream=stream) if side.stochastic else side for stream, side in sides)
         return OperandSpec(row, column, self.from_rowwise)
 
     def __str__(self) -> str:
@@ -307,16 +268,26 @@ class OperandSpec:
     @classmethod
     def parse(cls, text: str) -> OperandSpec:
         """The inverse of `str(spec)`."""
-        for mark in "|>":
-            row, found, column = text.partition(mark)
-            if found:
-                return cls(QuantSpec.parse(row), QuantSpec.parse(column), mark == ">")
-        return cls(QuantSpec.parse(text), QuantSpec.parse(text))
+        row, *column = map(QuantSpec.parse, re.split("[|>]", text))
+        return cls(row, column[0] if column else row, ">" in text)
+
+
+LINEAR_OPERANDS = ("input", "weight", "grad_output")
+
+
+def _joined(parts: Sequence[str], autocast: str, name: str) -> str:
+    return " ".join([*parts, *([f"autocast={autocast}"] if autocast else []), f"name={name}"])
+
+
+def _split(text: str) -> dict[str, str]:
+    """The items of a text by key, ``autocast`` and ``name`` always among them."""
+    head, _, name = text.partition("name=")
+    return {"autocast": "", **dict(item.split("=", 1) for item in head.split()), "name": name}
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """What `fxquant::linear` needs to know: its three operands, the autocast dtype in force, and its layer's name."""
+    """The settings of `fxquant::linear`: its three operands, the autocast dtype in force, and its layer's name."""
 
     input: OperandSpec
     weight: OperandSpec
@@ -325,18 +296,16 @@ class LinearSpec:
     name: str = ""
 
     def __str__(self) -> str:
-        parts = [f"input={self.input}", f"weight={self.weight}", f"grad_output={self.grad_output}"]
-        parts += [f"autocast={self.autocast}"] if self.autocast else []
-        return " ".join([*parts, f"name={self.name}"])
+        parts = [f"{operand}={getattr(self, operand)}" for operand in LINEAR_OPERANDS]
+        return _joined(parts, self.autocast, self.name)
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def parse(cls, text: str) -> LinearSpec:
         """The inverse of `str(spec)`."""
-        head, _, name = text.partition("name=")
-        items = dict(item.split("=", 1) for item in head.split())
-        input, weight, grad_output = (OperandSpec.parse(items[key]) for key in ("input", "weight", "grad_output"))
-        return cls(input, weight, grad_output, items.get("autocast", ""), name)
+        items = _split(text)
+        specs = {operand: OperandSpec.parse(items[operand]) for operand in LINEAR_OPERANDS}
+        return cls(**specs, autocast=items["autocast"], name=items["name"])
 
 
 @dataclass(frozen=True)
@@ -367,10 +336,10 @@ ATTENTION_OPERANDS = ("qkv", "s", "do", "dp", "o", "dqkv")
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What `fxquant::attention` needs to know: how its tensors are quantized, and what makes weights of its scores.
+    """The settings of `fxquant::attention`: the quantization of its tensors, and the steps from scores to weights.
 
     `qkv`: the operands; `s`: the softmax; `do`: the gradient of the output; `dp`: that of the scores; `o` and `dqkv`:
-    the results. Of `dropout` the weights are dropped with this probability.
+    the results. `dropout` is the probability that a weight is dropped.
     """
 
     qkv: QuantSpec = IDENTITY
@@ -386,12 +355,12 @@ class AttentionSpec:
 
     @property
     def uses_state(self) -> bool:
-        """Whether a scale stands in the graph's state."""
+        """True if a scale stands in the graph's state."""
         return any(getattr(self, operand).is_delayed for operand in ATTENTION_OPERANDS)
 
     @property
     def has_fp8_backward(self) -> bool:
-        """Whether the backward quantizes its gradients; else it runs in high precision on the stored q, k and v."""
+        """True if the backward quantizes its gradients; else it runs in high precision on the stored q, k and v."""
         return not self.do.is_identity
 
     def each(self, change: Callable[[QuantSpec], QuantSpec]) -> AttentionSpec:
@@ -402,28 +371,27 @@ class AttentionSpec:
     def __str__(self) -> str:
         parts = [f"{operand}={getattr(self, operand)}" for operand in ATTENTION_OPERANDS]
         parts += [f"steps={';'.join(map(str, self.steps))}", f"dropout={self.dropout!r}"]
-        parts += [f"autocast={self.autocast}"] if self.autocast else []
-        return " ".join([*parts, f"name={self.name}"])
+        return _joined(parts, self.autocast, self.name)
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def parse(cls, text: str) -> AttentionSpec:
         """The inverse of `str(spec)`."""
-        head, _, name = text.partition("name=")
-        items = dict(item.split("=", 1) for item in head.split())
+        items = _split(text)
         steps = tuple(map(Step.parse, filter(None, items["steps"].split(";"))))
         specs: dict[str, Any] = {operand: QuantSpec.parse(items[operand]) for operand in ATTENTION_OPERANDS}
-        return cls(**specs, steps=steps, dropout=float(items["dropout"]), autocast=items.get("autocast", ""), name=name)
+        dropout, autocast, name = float(items["dropout"]), items["autocast"], items["name"]
+        return cls(**specs, steps=steps, dropout=dropout, autocast=autocast, name=name)
 
 
 def check_parts(parts: Sequence[Tensor], spec: QuantSpec) -> None:
-    """Raises RecipeError for a quantized operand that was converted since, as `.half()` does to a module's buffers."""
+    """Raises RecipeError if a conversion such as `.half()` of a module has changed a quantized operand."""
     for what, part, dtype in zip(("payload", "scale", "global amax"), parts, spec.row.dtypes, strict=False):
         _check_dtype(what, part, dtype, spec)
 
 
 def check_state(state: Tensor | None, spec: QuantSpec) -> None:
-    """The same of what a quantization takes from its graph's state."""
+    """Raises RecipeError if a conversion has changed the state that a quantization takes."""
     if state is not None:
         _check_dtype("state", state, torch.int64 if spec.stochastic else torch.float32, spec)
 
@@ -437,18 +405,16 @@ def _check_dtype(what: str, tensor: Tensor, dtype: torch.dtype, spec: QuantSpec)
 
 
 def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:
-    """Why operands quantized as `a` and `b` cannot be multiplied, or None when they can.
+    """The reason why no GEMM multiplies operands quantized as `a` and `b`, or None.
 
-    Two elements in e5m2 have no FP8 matrix instruction in cuBLAS (cublasLtMatmul, FP8 kernels table), and two 2-d
-    block scalings no kernel.
+    cuBLAS has no FP8 matrix instruction for e5m2 by e5m2 (cublasLtMatmul, FP8 kernels table), and no kernel takes two
+    2-d block scalings.
     """
-    if a.is_identity and b.is_identity:
-        return None
-    if "custom" in (a.row.family, b.row.family):
+    families = {a.row.family, b.row.family}
+    if "custom" in families or families == {"identity"}:
         return None
     if a.is_identity or b.is_identity:
         return "one operand is quantized and the other is in high precision"
-    families = {a.row.family, b.row.family}
     if "per_head" in families:
         return "a scaling by heads is for attention alone"
     if len(families) > 1 and families != {"per_tensor", "per_row"}:

@@ -6,7 +6,7 @@ import copy
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ class Format(Enum):
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def dtype(self, tensor_type: str) -> torch.dtype:
-        """The element dtype of a role's tensor type: gradients take the backward one."""
+        """The element dtype of a role's tensor type: the backward one for gradients."""
         return self.value[tensor_type == "grad_output"]
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class QuantizedTensor:
     columnwise: QuantizedOperand | None = None
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
-    _parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = field(repr=False, default_factory=dict)
+    _parts: Mapping[Direction, tuple[Sequence[Tensor], QuantSpec]] = field(repr=False, default_factory=dict)
 
     def dequantize(self, direction: str = "rowwise") -> Tensor:
         """The values of one direction in the original's shape, as float32.
@@ -98,7 +98,7 @@ class Quantizer:
     """
 
     def spec(self, direction: Direction) -> QuantSpec:
-        """The text that crosses into the graph for one direction."""
+        """The format and settings of one direction, whose text crosses into the graph."""
         from fxquant.kernels import custom
 
         if type(self).quantize is Quantizer.quantize:
@@ -133,7 +133,7 @@ class Quantizer:
     def _quantize(
         self, x: Tensor, rowwise: bool, columnwise: bool, generator: torch.Generator | None = None
     ) -> QuantizedTensor:
-        """`quantize`, with the generator that stochastic rounding takes its seed from."""
+        """`quantize`; stochastic rounding takes its seed from `generator`."""
         from fxquant.kernels.cast import ops
 
         if not x.is_floating_point() or x.ndim == 0:
@@ -141,28 +141,25 @@ class Quantizer:
                 f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {tuple(x.shape)}"
             )
         flat = x.detach().reshape(-1, x.shape[-1]) if x.shape[-1] else x.detach().flatten(0, -2)
-        spec = self.operand_spec()
-        wanted = [d for d, on in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)) if on]
+        spec, wanted = self.operand_spec(), zip(Direction, (rowwise, columnwise), strict=True)
         random: Tensor | None = None
         if spec.is_stochastic:
             device = "cpu" if generator is None else generator.device
             random = torch.randint(2**63 - 1, (2,), generator=generator, device=device).to(x.device)
-        parts: dict[Direction, tuple[Sequence[Tensor], QuantSpec]] = {}
-        for direction in wanted:
-            parts[direction] = ops.quantize_operand(flat, spec.numbered(0), str(direction), random=random)
+        parts = {d: ops.quantize_operand(flat, spec.numbered(0), str(d), random=random) for d, on in wanted if on}
         shown = {d: _show(p, s, flat.shape[1 if d is Direction.ROWWISE else 0]) for d, (p, s) in parts.items()}
         return QuantizedTensor(shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), x.shape, x.dtype, parts)
 
     def __call__(self, x: Tensor) -> QuantizedTensor:
-        """Quantizes in the directions that the quantizer was made for: both, unless it says otherwise."""
+        """Quantizes in the directions that the quantizer has switched on, both without such switches."""
         return self.quantize(x, rowwise=getattr(self, "rowwise", True), columnwise=getattr(self, "columnwise", True))
 
     def copy(self) -> Self:
-        """An equal quantizer that is another object, as a HybridQuantizer wants for its two directions."""
+        """An equal quantizer that is another object, for the second direction of a HybridQuantizer."""
         return copy.copy(self)
 
     def dequantize(self, operand: QuantizedOperand) -> Tensor:
-        """The values of one half of a quantized tensor, in its own orientation. For quantizers of your own."""
+        """The values of one half of a quantized tensor, in its own orientation; quantizers of your own define it."""
         raise RecipeError(f"{type(self).__name__} does not define dequantize")
 
     def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
@@ -191,7 +188,7 @@ class Quantizer:
 
 
 def _show(parts: Sequence[Tensor], spec: QuantSpec, length: int) -> QuantizedOperand:
-    """An operand as users see it: torch's own dtypes, and no padding if an element has a byte of its own."""
+    """The operand that users see, with torch's own dtypes, and without padding if an element fills a byte."""
     if spec.is_identity:
         return QuantizedOperand(parts[0])
     if spec.key:
@@ -208,7 +205,7 @@ class QuantizerRequest:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScalingRequest(QuantizerRequest):
-    """A factory returns it to ask for delayed scaling: the order for a stateful quantizer, not a quantizer.
+    """The answer of a factory that asks for delayed scaling, whose scales are state of a graph.
 
     All requests of one graph must be equal in every field. `amax_compute_algo`: ``max``, ``most_recent``, or a
     function of the amax history [length, slots]; `scaling_factor_compute_algo`: a function of (amax, old scale,
@@ -249,10 +246,7 @@ def quantizer_text(quantizer: Quantizer) -> str:
 
 
 def value_text(value: object) -> str:
-    """The settings that differ from their defaults, without addresses: functions go by their names.
-
-    Equal for equal values in every process.
-    """
+    """The settings that differ from their defaults, functions by their names. Equal for equal values everywhere."""
     if isinstance(value, functools.partial):
         items = [value_text(value.func), *map(value_text, value.args)]
         items += [f"{key}={value_text(item)}" for key, item in sorted(value.keywords.items())]

@@ -35,9 +35,8 @@ def _fp8_name(dtype: torch.dtype) -> str:
 class _TensorQuantizer(Quantizer):
     """The keywords that TransformerEngine's quantizers share.
 
-    `rowwise` and `columnwise` are the directions of an eager call, ``quantizer(x)``; in a compiled graph the GEMMs
-    decide which are made, so they do not count when quantizers are compared. An amax is never reduced over a process
-    group: `with_amax_reduction` is refused.
+    `rowwise` and `columnwise` are the directions of an eager call, ``quantizer(x)``. In a compiled graph the GEMMs
+    choose the directions, so a comparison of quantizers leaves both out. `with_amax_reduction` is refused.
     """
 
     _: KW_ONLY
@@ -47,6 +46,7 @@ class _TensorQuantizer(Quantizer):
     amax_reduction_group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.spec(Direction.ROWWISE)  # refuses a dtype or mode that there is not
         if self.with_amax_reduction:
             raise RecipeError(
                 f"{type(self).__name__} takes the amax of the tensor that it sees, so with_amax_reduction=True is not "
@@ -62,10 +62,6 @@ class Float8CurrentScalingQuantizer(_TensorQuantizer):
     device: Any = field(default=None, compare=False, repr=False)
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _fp8_name(self.fp8_dtype)
 
     def spec(self, direction: Direction) -> QuantSpec:
         return QuantSpec(
@@ -85,12 +81,8 @@ class Float8RowwiseQuantizer(Quantizer):
         _fp8_name(self.fp8_dtype)
 
     def spec(self, direction: Direction) -> QuantSpec:
-        return QuantSpec(
-            format=f"per_row_{_fp8_name(self.fp8_dtype)}",
-            pow2=self.force_pow_2_scales,
-            eps=self.amax_epsilon,
-            torchao=True,
-        )
+        name = f"per_row_{_fp8_name(self.fp8_dtype)}"
+        return QuantSpec(format=name, pow2=self.force_pow_2_scales, eps=self.amax_epsilon, torchao=True)
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class Float8HeadQuantizer(Quantizer):
     """FP8 with one float32 scale for each head of each entry of the batch, for attention alone.
 
     Queries share the scale of the key head that they attend to. `block_len` 128 gives every 128 positions of the
-    sequence a scale of their own. Made inside graphs only.
+    sequence a scale of their own. Only graphs quantize by it.
     """
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
@@ -132,7 +124,6 @@ class Float8BlockQuantizer(_TensorQuantizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _fp8_name(self.fp8_dtype)
         if self.block_scaling_dim not in (1, 2):
             raise RecipeError(f"block_scaling_dim must be 1 or 2, not {self.block_scaling_dim}")
 
@@ -147,17 +138,12 @@ class Float8BlockQuantizer(_TensorQuantizer):
 class MXFP8Quantizer(_TensorQuantizer):
     """MXFP8: one e8m0 scale for 32 elements, or for a 32x32 tile (OCP MX v1.0, section 5).
 
-    `scale_mode` is how the scale is rounded: ``rceil`` (TransformerEngine, cuBLAS), or torchao's ``floor``, ``ceil``,
-    ``even``.
+    `scale_mode` rounds the scale: ``rceil`` (TransformerEngine, cuBLAS), or torchao's ``floor``, ``ceil``, ``even``.
     """
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     with_2d_quantization: bool = False
     scale_mode: str = "rceil"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.spec(Direction.ROWWISE)
 
     def spec(self, direction: Direction) -> QuantSpec:
         block = "2d_" if self.with_2d_quantization else ""
@@ -193,7 +179,6 @@ class NVFP4Quantizer(_TensorQuantizer):
     with_random_sign_mask: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.fp4_dtype is not torch.float4_e2m1fn_x2:
             raise RecipeError(f"fp4_dtype must be torch.float4_e2m1fn_x2, not {self.fp4_dtype}")
         if self.with_rht and not self.with_post_rht_amax:
@@ -211,13 +196,14 @@ class NVFP4Quantizer(_TensorQuantizer):
             raise RecipeError(f"nvfp4_e4m3_max={self.nvfp4_e4m3_max} is a setting of 4over6: set nvfp4_use_4over6=True")
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise RecipeError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', not {self.nvfp4_4over6_err_mode!r}")
+        super().__post_init__()
 
     def quantize(
         self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
     ) -> QuantizedTensor:
-        """`Quantizer.quantize`, which for stochastic rounding takes two numbers from `generator`.
+        """`Quantizer.quantize`; stochastic rounding takes two numbers from `generator`, or from torch's CPU generator.
 
-        All random bits follow from them, on every device alike. By default they come from torch's CPU generator.
+        All random bits follow from these numbers, on every device alike.
         """
         return self._quantize(x, rowwise, columnwise, generator)
 
@@ -275,7 +261,7 @@ class HybridQuantizer(Quantizer):
     def quantize(
         self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, generator: torch.Generator | None = None
     ) -> QuantizedTensor:
-        """`Quantizer.quantize`, with the generator that stochastic rounding takes numbers from."""
+        """`Quantizer.quantize`; stochastic rounding takes two numbers from `generator`."""
         return self._quantize(x, rowwise, columnwise, generator)
 
     def side(self, direction: Direction) -> Quantizer:
@@ -287,9 +273,9 @@ class HybridQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class Float8Quantizer(Quantizer):
-    """FP8 with a scale from earlier steps (delayed scaling), which stands at `slot` of its graph's state.
+    """FP8 with a scale from earlier steps (delayed scaling), at `slot` of its graph's state.
 
-    Made from a `DelayedScalingRequest`; a recipe returns the request, not this.
+    A recipe returns a `DelayedScalingRequest`, from which the plan of a graph makes this quantizer.
     """
 
     fp8_dtype: torch.dtype

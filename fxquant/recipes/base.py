@@ -8,9 +8,10 @@ import pickle
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from fxquant.errors import RecipeError
+from fxquant.formats import LINEAR_OPERANDS
 from fxquant.quantizers import (
     DelayedScalingRequest,
     Float8Quantizer,
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
 
 QuantizerFactory = Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
 Answer: TypeAlias = "Quantizer | DelayedScalingRequest | Recipe | str | QuantizerFactory"
-"""What a rule can hold: an answer, or whom to ask for it."""
+"""An answer of a rule, or the recipe or factory that gives it."""
+
+
+def _scales_by(*scalings: str) -> classmethod[Recipe, [], bool]:
+    """A class method that returns True for a recipe with one of these scalings."""
+    return classmethod(lambda cls: cls._scaling in scalings)
 
 
 class Recipe:
-    """Base of all recipes. `quantizer(role)` answers; the boundary roles (output, grad_input) are never asked for."""
+    """Base of all recipes: `quantizer(role)` answers. Nobody asks it for the boundary roles, output and grad_input."""
 
     _scaling: ClassVar[str] = ""
     """The scaling of a named recipe: delayed, current, row, block, mxfp8 or nvfp4; custom for `CustomRecipe`."""
@@ -67,50 +73,16 @@ class Recipe:
         """The parts of the recipe that none of these roles reached."""
         return []
 
-    @classmethod
-    def delayed(cls) -> bool:
-        """True for delayed scaling."""
-        return cls._scaling == "delayed"
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """True for per-tensor current scaling."""
-        return cls._scaling == "current"
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """True if tensors have one scale, from this step or from earlier ones."""
-        return cls._scaling in ("delayed", "current")
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """True for FP8 block scaling."""
-        return cls._scaling == "block"
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """True for MXFP8."""
-        return cls._scaling == "mxfp8"
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """True for NVFP4."""
-        return cls._scaling == "nvfp4"
-
-    @classmethod
-    def custom(cls) -> bool:
-        """True if a factory of the user's decides."""
-        return cls._scaling == "custom"
-
-    @classmethod
-    def fp8(cls) -> bool:
-        """True for a named recipe whose elements have 8 bits, whatever their scaling."""
-        return cls._scaling in ("delayed", "current", "row", "block", "mxfp8")
-
-    @classmethod
-    def block_scaling(cls) -> bool:
-        """True for a named recipe with scales for blocks of a tensor: FP8 blocks, MXFP8 or NVFP4."""
-        return cls._scaling in ("block", "mxfp8", "nvfp4")
+    # TransformerEngine's questions about a class of recipes; `custom` says that a factory of the user's decides
+    delayed = _scales_by("delayed")
+    float8_current_scaling = _scales_by("current")
+    float8_per_tensor_scaling = _scales_by("delayed", "current")
+    float8_block_scaling = _scales_by("block")
+    mxfp8 = _scales_by("mxfp8")
+    nvfp4 = _scales_by("nvfp4")
+    custom = _scales_by("custom")
+    fp8 = _scales_by("delayed", "current", "row", "block", "mxfp8")
+    block_scaling = _scales_by("block", "mxfp8", "nvfp4")
 
 
 def _check_importable(what: str, value: object) -> None:
@@ -127,8 +99,8 @@ def _check_importable(what: str, value: object) -> None:
 class AutoRecipe(Recipe):
     """Another recipe without the layers that `fxquant.cost` estimates to be slower quantized than in high precision.
 
-    They are reported as NOT_PROFITABLE, with the estimate. Attention is left out as a whole, and always where no FP8
-    kernel of a GPU takes it; of all else nothing is left out on a device without measured rates.
+    The report calls them NOT_PROFITABLE, with the estimate. Attention is weighed as a whole, and stays in high
+    precision wherever no FP8 kernel of a GPU takes it. Without measured rates all other layers are quantized.
     """
 
     recipe: Recipe
@@ -148,9 +120,9 @@ class AutoRecipe(Recipe):
 
 
 def auto(recipe: Recipe | str) -> AutoRecipe:
-    """The recipe for the layers that it makes faster; others stay in high precision, see `AutoRecipe`.
+    """Keeps the layers in high precision that `recipe` makes slower, see `AutoRecipe`; by name ``"auto(mxfp8)"``.
 
-    Also by name, ``"auto(mxfp8)"``. Raises RecipeError for an unknown recipe.
+    Raises RecipeError for an unknown recipe.
     """
     inner = resolve(recipe)
     return inner if isinstance(inner, AutoRecipe) else AutoRecipe(inner)
@@ -187,16 +159,14 @@ def resolve(recipe: Recipe | str) -> Recipe:
 
 
 def of_operands(recipe: Recipe) -> dict[str, Quantizer]:
-    """The quantizers of a linear's operands; delayed scaling has those of its format with a slot of state."""
-    answers = {
-        operand: recipe.quantizer(QuantizerRole("linear", operand)) for operand in ("input", "weight", "grad_output")
-    }
-    return {
-        operand: Float8Quantizer(answer.fp8_format.dtype(operand), 0)
-        if isinstance(answer, DelayedScalingRequest)
-        else answer
-        for operand, answer in answers.items()
-    }
+    """The quantizers of a linear's operands; for delayed scaling those of its format, with a slot of state."""
+    quantizers = {}
+    for operand in LINEAR_OPERANDS:
+        answer = recipe.quantizer(QuantizerRole("linear", operand))
+        if isinstance(answer, DelayedScalingRequest):
+            answer = Float8Quantizer(answer.fp8_format.dtype(operand), 0)
+        quantizers[operand] = answer
+    return quantizers
 
 
 def runs_as(recipe: Recipe, place: str) -> str:
@@ -216,15 +186,15 @@ NO_FP8_MHA = "fp8_mha=True is not supported: no FP8 tensor leaves a layer. fp8_d
 
 
 def override_backward(quantizer: Quantizer, role: QuantizerRole, override: str | None) -> Quantizer:
-    """The quantizer for a forward as before and a backward in high precision."""
+    """The quantizer of an operand whose backward runs in high precision and whose forward stays as it is."""
     if override is None:
         return quantizer
     if role.tensor_type == "grad_output":
         return IdentityQuantizer()
-    source: Literal["original", "rowwise_dequantized"] = (
-        "original" if override == "high_precision" else "rowwise_dequantized"
-    )
-    return HybridQuantizer(quantizer.side(Direction.ROWWISE), IdentityQuantizer(), columnwise_source=source)
+    row, column = quantizer.side(Direction.ROWWISE), IdentityQuantizer()
+    if override == "high_precision":
+        return HybridQuantizer(row, column)
+    return HybridQuantizer(row, column, columnwise_source="rowwise_dequantized")
 
 
 def check_override(override: str | None, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Recipes of the user's: a factory that answers for each role, or rules that do."""
+"""Recipes of the user's: a factory answers for each role, or rules do."""
 
 from __future__ import annotations
 
@@ -28,23 +28,10 @@ def _hint(role: QuantizerRole) -> str:
     return ". With CustomRecipe(fp8_dpa=False) it is not asked about attention" if is_attention(role) else ""
 
 
-def _checked(answer: object, asked: str, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-    """The answer. Raises RecipeError with the role and the name of the one asked if it is none."""
-    if answer is None:
-        raise RecipeError(
-            f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
-            f"{_hint(role)}"
-        )
-    if not isinstance(answer, (Quantizer, DelayedScalingRequest)):
-        raise RecipeError(f"{asked} returned a {type(answer).__name__} for role {role}: a Quantizer is expected")
-    return answer
-
-
 def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantizer | DelayedScalingRequest:
     """The answer of a quantizer, request, recipe or factory for a role.
 
-    Raises RecipeError, with the role and the name of the one `asked`, for None and all else that is no quantizer, and
-    if the factory itself fails, as a HybridQuantizer with a part missing does, or a dictionary of answers.
+    Raises RecipeError, with the role and the name of the one `asked`, if the factory fails or returns no quantizer.
     """
     if isinstance(answer, (Quantizer, DelayedScalingRequest)):
         return answer
@@ -57,7 +44,14 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
             raise
         what = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__} {error}"
         raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}") from error
-    return _checked(answered, asked, role)
+    if answered is None:
+        raise RecipeError(
+            f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
+            f"{_hint(role)}"
+        )
+    if not isinstance(answered, (Quantizer, DelayedScalingRequest)):
+        raise RecipeError(f"{asked} returned a {type(answered).__name__} for role {role}: a Quantizer is expected")
+    return answered
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -69,9 +63,9 @@ class CustomRecipe(Recipe):
     factories are; partials of one function with equal arguments are equal too.
 
     `fp8_dpa`: None quantizes the attention for which the factory returns FP8 (`module_type` ``dpa``), False asks for
-    none, and True refuses what is not for attention. `backward_override`: as on the named recipes, on top of the
-    factory's answers for linears. `fp8_format` is a note for readers, and `quantization_alignment` one for modules
-    that pad the rows of experts; fxquant needs no padding and uses neither.
+    none, and True refuses what is not for attention. `backward_override` changes the factory's answers for linears as
+    on the named recipes. fxquant uses neither `fp8_format` nor `quantization_alignment`, TransformerEngine's padding of
+    the rows of experts.
     """
 
     _scaling = "custom"
@@ -117,7 +111,7 @@ class CustomRecipe(Recipe):
 
 
 def _by_value(value: Any) -> Any:
-    """Partials do not compare by value; this does, unless an argument cannot be hashed."""
+    """A key that is equal for equal partials, which themselves are not, unless an argument cannot be hashed."""
     if not isinstance(value, functools.partial):
         return value
     key = (functools.partial, value.func, value.args, tuple(sorted(value.keywords.items(), key=lambda item: item[0])))
@@ -130,10 +124,10 @@ def _by_value(value: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Rule:
-    """An answer and the roles it is for. Each given pattern must match the whole of its field.
+    """An answer and the roles it is for: a pattern that is not None must match the whole of its field.
 
-    The answer is a quantizer, or a recipe (or its name) or a factory, which are asked in their turn. `name` and the
-    others are regular expressions: ``Rule(IdentityQuantizer(), name=r"lm_head|.*\\.router")``.
+    The answer is a quantizer, or a recipe (or its name) or a factory, which is asked in its turn. Patterns are regular
+    expressions: ``Rule(IdentityQuantizer(), name=r"lm_head|.*\\.router")``.
     """
 
     quantizer: Answer
@@ -167,7 +161,7 @@ _KEYS = ("name", "module_type", "tensor_type")
 
 
 def _answer(answer: Answer, whose: str) -> Answer:
-    """An answer of Rules with its names resolved. Raises RecipeError for what cannot answer."""
+    """The answer of a rule, a name resolved. Raises RecipeError for an object that cannot answer."""
     if isinstance(answer, str):
         answer = resolve(answer)
     if isinstance(answer, AutoRecipe):
@@ -184,7 +178,7 @@ def _answer(answer: Answer, whose: str) -> Answer:
 class Rules:
     """A factory made of rules: the first that matches answers, `default` where none does.
 
-    `default` is whatever a rule can have, a recipe's name for example; a report names the rules that matched nothing.
+    `default` is an answer like a rule's, a recipe's name for example. A report names the rules that matched nothing.
     """
 
     rules: Sequence[Rule] = field(default=())

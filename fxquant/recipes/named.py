@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fxquant.errors import RecipeError
+from fxquant.formats import LINEAR_OPERANDS
 from fxquant.quantizers import (
     DelayedScalingRequest,
     Float8BlockQuantizer,
@@ -25,48 +26,30 @@ from fxquant.recipes.base import NO_FP8_MHA, RECIPES, Recipe, check_override, is
 from fxquant.roles import QuantizerRole
 
 
-def _is_linear(role: QuantizerRole) -> bool:
-    return role.module_type in ("linear", "grouped_linear")
-
-
-def _reject_e5m2(fp8_format: Format, name: str) -> None:
-    if fp8_format is Format.E5M2:
-        raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
-
-
 @dataclass(frozen=True, repr=False)
-class _WithAttention(Recipe):
-    """TransformerEngine's keywords for FP8 attention, which named recipes keep in high precision without `fp8_dpa`."""
+class _Named(Recipe):
+    """Quantizes linear layers, and attention with `fp8_dpa`.
+
+    `backward_override` runs the backward in high precision: ``high_precision`` from the original operands,
+    ``dequantized`` from the dequantized rowwise halves that the forward used. TransformerEngine's `fp8_mha` is refused.
+    """
 
     _: KW_ONLY
     fp8_dpa: bool = False
     fp8_mha: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if self.fp8_mha:
             raise RecipeError(NO_FP8_MHA)
-        if self.fp8_dpa and type(self)._attention is _WithAttention._attention:
+        if self.fp8_dpa and type(self)._attention is _Named._attention:
             raise RecipeError(
-                f"{type(self).__name__} keeps attention in high precision: its format is not for attention, so "
-                "fp8_dpa=True is not supported. CustomRecipe can have another one for module_type 'dpa'"
+                f"{name} keeps attention in high precision: its format is not for attention, so fp8_dpa=True is not "
+                "supported. CustomRecipe can have another one for module_type 'dpa'"
             )
-
-    def _attention(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        """The quantizer of a slot of an attention, or of a hint for its results."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, repr=False)
-class _LinearRecipe(_WithAttention):
-    """Quantizes linear layers, and attention with `fp8_dpa`.
-
-    `backward_override` runs the backward in high precision: ``high_precision`` from the original operands,
-    ``dequantized`` from the dequantized rowwise halves that the forward used.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_override(self._override, type(self).__name__)
+        check_override(self._override, name)
+        if getattr(self, "fp8_format", None) is Format.E5M2:
+            raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
 
     @property
     def _override(self) -> str | None:
@@ -76,12 +59,17 @@ class _LinearRecipe(_WithAttention):
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         if self.fp8_dpa and is_attention(role):
             return self._attention(role)
-        if not _is_linear(role):
+        if role.module_type not in ("linear", "grouped_linear"):
             return IdentityQuantizer()
-        return override_backward(self._linear(role), role, self._override)
+        answer = self._linear(role)
+        return override_backward(answer, role, self._override) if isinstance(answer, Quantizer) else answer
 
-    def _linear(self, role: QuantizerRole) -> Quantizer:
-        """The quantizer of a linear layer's operand."""
+    def _linear(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        """The answer for a linear layer's operand."""
+        raise NotImplementedError
+
+    def _attention(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+        """The answer for a slot of an attention, or for a hint for its results."""
         raise NotImplementedError
 
 
@@ -100,8 +88,8 @@ class QParams:
 
 
 @dataclass(frozen=True, repr=False)
-class _Float32Scales(_LinearRecipe):
-    """FP8 with float32 scales, whose rounding and least amax each kind of operand may have for itself."""
+class _Float32Scales(_Named):
+    """FP8 with float32 scales. Each kind of operand may have a rounding and a least amax of its own."""
 
     _: KW_ONLY
     fp8_quant_fwd_inp: QParams | None = None
@@ -112,13 +100,11 @@ class _Float32Scales(_LinearRecipe):
         super().__post_init__()
         for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             params = getattr(self, name)
-            if params and (
-                params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization
-            ):
+            if params and params != QParams(params.power_2_scale, params.amax_epsilon):
                 raise RecipeError(f"{name}={params} of {type(self).__name__} asks for what only FP4 has")
 
     def _params(self, role: QuantizerRole, pow2: bool) -> tuple[bool, float]:
-        """Power-of-two scales and least amax of an operand, `pow2` and 0 unless its own are given."""
+        """Power-of-two scales and least amax of an operand; `pow2` and 0 for one without `QParams`."""
         by_operand = {"weight": self.fp8_quant_fwd_weight, "grad_output": self.fp8_quant_bwd_grad}
         params = by_operand.get(role.tensor_type, self.fp8_quant_fwd_inp)
         return (pow2, 0.0) if params is None else (params.power_2_scale, params.amax_epsilon)
@@ -141,10 +127,6 @@ class Float8CurrentScaling(_Float32Scales):
     fp8_format: Format = Format.HYBRID
     backward_override: str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _reject_e5m2(self.fp8_format, type(self).__name__)
-
     def _linear(self, role: QuantizerRole) -> Quantizer:
         pow2, eps = self._params(role, self.use_power_2_scales)
         return Float8CurrentScalingQuantizer(
@@ -155,7 +137,7 @@ class Float8CurrentScaling(_Float32Scales):
 
 
 @dataclass(frozen=True, repr=False)
-class DelayedScaling(_WithAttention):
+class DelayedScaling(_Named):
     """Per-tensor FP8 with scales from the amaxes of earlier steps: no pass over the tensor before its cast.
 
     The state (scales and amax histories) belongs to the compiled model; see `fxquant.Backend.state_dict`. As in
@@ -172,38 +154,31 @@ class DelayedScaling(_WithAttention):
     backward_override: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.request()
         if self.backward_override is not None:
             raise RecipeError(
                 f"DelayedScaling has no backward_override={self.backward_override!r}: Float8CurrentScaling has"
             )
-        self.request()
+        super().__post_init__()
 
     def request(self) -> DelayedScalingRequest:
         """The request that every linear operand gets."""
         return DelayedScalingRequest(**{f.name: getattr(self, f.name) for f in fields(DelayedScalingRequest)})
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        if self.fp8_dpa and is_attention(role):
-            return self._attention(role)
-        return self.request() if _is_linear(role) else IdentityQuantizer()
-
-    def _attention(self, role: QuantizerRole) -> DelayedScalingRequest:
+    def _linear(self, role: QuantizerRole) -> DelayedScalingRequest:
         return self.request()
+
+    _attention = _linear
 
 
 @dataclass(frozen=True, repr=False)
-class Float8RowwiseScaling(_LinearRecipe):
+class Float8RowwiseScaling(_Named):
     """torchao's rowwise FP8: one power-of-two scale for each row of each direction, e4m3 throughout."""
 
     _scaling = "row"
     use_power_2_scales: bool = True
     fp8_format: Format = Format.E4M3
     backward_override: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _reject_e5m2(self.fp8_format, type(self).__name__)
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
         return Float8RowwiseQuantizer(
@@ -229,19 +204,15 @@ class Float8BlockScaling(_Float32Scales):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _reject_e5m2(self.fp8_format, type(self).__name__)
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
-        x, w, grad = dims
         if any(dim not in (1, 2) for dim in dims):
             raise RecipeError(f"block scaling dims must be 1 or 2, not {dims}")
-        if (x, w) == (2, 2) or (grad, w) == (2, 2) or (x, grad) == (2, 2):
+        if dims.count(2) > 1:
             raise RecipeError("2D by 2D block GEMM is not supported: make one operand of each pair 1-dimensional")
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
-        dim = {
-            "weight": self.w_block_scaling_dim,
-            "grad_output": self.grad_block_scaling_dim,
-        }.get(role.tensor_type, self.x_block_scaling_dim)
+        dims = {"weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
+        dim = dims.get(role.tensor_type, self.x_block_scaling_dim)
         pow2, eps = self._params(role, not self.use_f32_scales)
         return Float8BlockQuantizer(
             self.fp8_format.dtype(role.tensor_type), force_pow_2_scales=pow2, amax_epsilon=eps, block_scaling_dim=dim
@@ -249,7 +220,7 @@ class Float8BlockScaling(_Float32Scales):
 
 
 @dataclass(frozen=True, repr=False)
-class MXFP8BlockScaling(_LinearRecipe):
+class MXFP8BlockScaling(_Named):
     """MXFP8: e8m0 scales for blocks of 32; `enable_2d_quantization` uses 32x32 tiles for weights."""
 
     _scaling = "mxfp8"
@@ -262,7 +233,6 @@ class MXFP8BlockScaling(_LinearRecipe):
         super().__post_init__()
         if self.margin:
             raise RecipeError(f"the scales of MXFP8 have no margin: leave margin at 0, not {self.margin}")
-        _reject_e5m2(self.fp8_format, type(self).__name__)
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
         tiles = self.enable_2d_quantization and role.tensor_type == "weight"
@@ -276,7 +246,7 @@ _SCOPES = ("none", "weights", "activations", "all")
 
 
 @dataclass(frozen=True, repr=False)
-class NVFP4BlockScaling(_LinearRecipe):
+class NVFP4BlockScaling(_Named):
     """NVFP4 for all three GEMMs, by the recipe of "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
 
     Inputs and gradients go through a randomized Hadamard transform before wgrad (`disable_rht`), gradients are rounded
@@ -284,9 +254,9 @@ class NVFP4BlockScaling(_LinearRecipe):
     weights are scaled in 16x16 tiles, equal in both directions (`disable_2d_quantization`).
 
     `row_scaled_activation` gives inputs an amax for each row. `nvfp4_4over6` (``weights``, ``activations``, ``all``)
-    maps the largest element of a block to 4 where that is nearer than 6, by `nvfp4_4over6_err_mode`; where
-    `nvfp4_4over6_e4m3_use_256` names them, block scales of these operands reach 256 in the place of 448. Gradients are
-    never 4over6. Both need `disable_rht`, 4over6 `disable_stochastic_rounding` too: RecipeError otherwise.
+    maps the largest element of a block to 4 where that is nearer than 6, by `nvfp4_4over6_err_mode`; block scales of
+    the operands in `nvfp4_4over6_e4m3_use_256` then reach 256, not 448. Gradients are never 4over6. Both need
+    `disable_rht`, 4over6 `disable_stochastic_rounding` too: RecipeError otherwise.
     """
 
     _scaling = "nvfp4"
@@ -309,7 +279,7 @@ class NVFP4BlockScaling(_LinearRecipe):
             raise RecipeError(f"nvfp4_4over6 needs {' and '.join(f'{name}=True' for name in wanted)}")
         if self.row_scaled_activation and not self.disable_rht:
             raise RecipeError("row_scaled_activation needs disable_rht=True: a transformed column has no amax of a row")
-        for tensor_type in ("input", "weight", "grad_output"):
+        for tensor_type in LINEAR_OPERANDS:
             self._linear(QuantizerRole("linear", tensor_type))
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
