@@ -15,7 +15,6 @@ A user's own quantizer is there as its torch code, in which `PART` marks what it
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,16 +24,12 @@ from torch import Tensor, fx
 from fxquant.compat.private import (
     OpOverload,
     OpOverloadPacket,
-    enable_python_dispatcher,
-    make_fx,
-    tree_flatten,
-    tree_unflatten,
 )
-from fxquant.compat.values import fake_mode_of
 from fxquant.kernels import custom
-from fxquant.passes.graph.builder import Builder, put_in_place
+from fxquant.passes.graph.builder import Builder, call_key, put_in_place
 from fxquant.passes.graph.meta import PART
 from fxquant.passes.graph.names import PICKS, VIEWS, higher_order_op, is_fxquant, op_name, writes
+from fxquant.passes.graph.trace import inline, trace
 from fxquant.passes.graph.values import value_of
 
 _SHARED = VIEWS | PICKS
@@ -45,18 +40,18 @@ _FUNCTION_MODULES = ("torch", "torch.functional", "torch.nn.functional", "torch.
 
 def decompose_composites(graph: fx.Graph, *, linears: bool) -> int:
     """Rewrites one graph in place; returns how many nodes were opened. `linears` opens `fxquant::linear` too."""
-    made: dict[Any, fx.Node] = {}
+    calls: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if _is_function(node) or (linears and _is_linear(node)):
-            _open(node, made)
+            _open(node, calls)
             count += 1
         elif _writes(node):
-            made.clear()  # what was read before may have changed
+            calls.clear()  # what was read before may have changed
         elif isinstance(node.target, OpOverload) and op_name(node) in _SHARED:
-            earlier = made.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+            earlier = calls.setdefault(call_key(node.target, node.args, node.kwargs), node)
             if earlier is not node:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
@@ -81,43 +76,21 @@ def _writes(node: fx.Node) -> bool:
     return writes(node) or higher_order_op(node) != ""
 
 
-def _open(node: fx.Node, made: dict[Any, fx.Node]) -> None:
-    leaves, spec = tree_flatten((node.args, node.kwargs))
-    inputs = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
+def _open(node: fx.Node, calls: dict[Any, fx.Node]) -> None:
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
-    def run(*values: Any) -> Any:
-        given = dict(zip(inputs, values, strict=True))
-        args, kwargs = tree_unflatten([given[x] if isinstance(x, fx.Node) else x for x in leaves], spec)
-        with custom.recorded() as made:
-            return target(*args, **kwargs), made
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with custom.recorded() as operands:
+            return target(*args, **kwargs), operands
 
-    fakes = [value_of(each) for each in inputs]
-    mode = fake_mode_of(fakes)
-    assert mode is not None, node.format_node()
-    with torch.no_grad(), mode, enable_python_dispatcher():
-        traced = make_fx(run)(*fakes)
-    parts = _take_parts(traced.graph)
-    traced.graph.eliminate_dead_code()
-    builder = Builder(node)
-    copies: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    for inner in traced.graph.nodes:
-        if inner.op == "placeholder":
-            continue
-        if inner.op == "output":
-            result = copies[inner.args[0]]
-            break
-        if inner.op == "get_attr":
-            copies[inner] = _constant(node, getattr(traced, str(inner.target)), mode)
-            continue
-        args, kwargs = fx.node.map_arg((inner.args, inner.kwargs), copies.__getitem__)
-        key: Any = (inner.target, _key(args), _key(kwargs))
-        if key not in made:
-            with torch.no_grad():
-                made[key] = builder.call(inner.target, *args, **kwargs)
-        copies[inner] = made[key]
-        if inner in parts:
-            made[key].meta[PART] = parts[inner]
+    with torch.no_grad():
+        traced = trace(run, *fx.node.map_arg((node.args, node.kwargs), value_of))
+        parts = _take_parts(traced.graph)
+        traced.graph.eliminate_dead_code()
+        result, copies = inline(Builder(node, calls), traced)
+    for part, place in parts.items():
+        if part.op == "call_function":
+            copies[part].meta[PART] = place
     put_in_place(result, node)
 
 
@@ -127,31 +100,3 @@ def _take_parts(graph: fx.Graph) -> dict[fx.Node, int]:
     result, operands = output.args[0]
     output.args = (result,)
     return {part: i for parts in operands for i, part in enumerate(parts)}
-
-
-def _constant(anchor: fx.Node, tensor: Tensor, mode: Any) -> fx.Node:
-    """A tensor of its own that traced code has, in front of a node; of equal ones there is one a graph."""
-    graph, owner = anchor.graph, anchor.graph.owning_module
-    assert owner is not None
-    node: fx.Node
-    for node in graph.find_nodes(op="get_attr"):
-        known = getattr(owner, str(node.target), None)
-        if isinstance(known, Tensor) and known.dtype == tensor.dtype and torch.equal(known, tensor):
-            return node
-    name = next(name for i in itertools.count() if not hasattr(owner, name := f"constant_{i}"))
-    owner.register_buffer(name, tensor)
-    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-        node = graph.get_attr(name)
-    node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
-    return node
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _key(each)) for name, each in value.items())
-    return value if isinstance(value, fx.Node) else (type(value), value)
-
-
-__all__ = ["decompose_composites"]

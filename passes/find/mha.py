@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_unflatten
 from fxquant.compat.values import fake_mode_of
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Match, Product, product_of
@@ -29,7 +28,8 @@ from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.builder import Builder, erase_unused, put_in_places
 from fxquant.passes.graph.meta import PROJECTION
-from fxquant.passes.graph.names import op_name
+from fxquant.passes.graph.names import calls
+from fxquant.passes.graph.trace import inline, trace
 from fxquant.passes.graph.values import value_of
 
 log = logging.getLogger(__name__)
@@ -70,56 +70,38 @@ def _open(match: Match) -> bool:
     node = match.node
     if any(user.target is not operator.getitem for user in node.users):
         return False
-    leaves, spec = tree_flatten((node.args, node.kwargs))
-    inputs = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
-    fakes = [value_of(node) for node in inputs]
-    mode = fake_mode_of(fakes)
-    if mode is None:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    if fake_mode_of(args, kwargs) is None:
         return False
-
-    def run(*values: Any) -> Any:
-        tensors = dict(zip(inputs, values, strict=True))
-        args, kwargs = tree_unflatten([tensors[x] if isinstance(x, fx.Node) else x for x in leaves], spec)
-        return F.multi_head_attention_forward(*args, **kwargs)
-
-    device, trained = fakes[0].device.type, requires_grad(node)
+    device, trained = value_of(node.all_input_nodes[0]).device.type, requires_grad(node)
     dtype = match.autocast
     region = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
     try:
-        with torch.set_grad_enabled(trained), region, mode, enable_python_dispatcher():
-            traced = make_fx(run, pre_dispatch=True)(*fakes)
+        with torch.set_grad_enabled(trained), region:
+            traced = trace(F.multi_head_attention_forward, args, kwargs, pre_dispatch=True)
     except Exception as error:
         log.info("%s stays closed: %s", node.name, error)
         return False
     if any(inner.op == "get_attr" for inner in traced.graph.nodes):
         log.info("%s stays closed: its trace holds constants", node.name)
         return False
-    with torch.set_grad_enabled(trained), region, mode:
-        results = _inline(Builder(node), traced.graph, inputs)
+    with torch.set_grad_enabled(trained), region:
+        results, copies = inline(Builder(node), traced)
+    _name_linears(node, copies.values())
     put_in_places(results, node)
     erase_unused(result for result in results if isinstance(result, fx.Node))  # averages of weights that nobody reads
     return True
 
 
-def _inline(builder: Builder, graph: fx.Graph, inputs: Sequence[fx.Node]) -> Any:
-    """Copies a traced graph in front of the builder's anchor and names the linears by their weights."""
-    anchor = builder.anchor
-    arguments = _SIGNATURE.bind(*anchor.args, **anchor.kwargs).arguments
+def _name_linears(node: fx.Node, copies: Iterable[fx.Node]) -> None:
+    """Names the linears of an opened node by their weights."""
+    arguments = _SIGNATURE.bind(*node.args, **node.kwargs).arguments
     parts = {
         weight: name.removesuffix("_weight")
         for name, weight in arguments.items()
         if name.endswith("_weight") and isinstance(weight, fx.Node)
     }
-    copies: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-    for node in graph.nodes:
-        if node.op == "output":
-            return fx.node.map_arg(node.args[0], copies.__getitem__)
-        if node.op == "placeholder":
-            continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copies[node] = copy = builder.call(node.target, *args, **kwargs)
-        if op_name(copy) == "linear":
-            weight = find_weight(args[1], {})
-            if weight is not None and weight.parameter in parts:
-                copy.meta[PROJECTION] = parts[weight.parameter]
-    raise AssertionError("a graph without an output")
+    for copy in copies:
+        weight = find_weight(copy.args[1], {}) if calls(copy, ("linear",)) else None  # type: ignore[arg-type]
+        if weight is not None and weight.parameter in parts:
+            copy.meta[PROJECTION] = parts[weight.parameter]

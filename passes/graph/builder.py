@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.compat.private import enable_python_dispatcher
 from fxquant.compat.values import fake_mode_of
@@ -17,29 +18,69 @@ from fxquant.passes.graph.values import value_of
 
 
 class Builder:
-    """Adds nodes in front of `anchor`, each with its value in the dialect of the anchor and with its origin."""
+    """Adds nodes in front of `anchor`, each with its value in the dialect of the anchor and with its origin.
 
-    def __init__(self, anchor: fx.Node) -> None:
+    `calls` are nodes by `call_key`: one of them stands for an equal call, and what is added becomes one of them.
+    """
+
+    def __init__(self, anchor: fx.Node, calls: dict[Any, fx.Node] | None = None) -> None:
         self.anchor = anchor
         self.graph = anchor.graph
+        self.calls = calls
         self.key = EXAMPLE_VALUE if EXAMPLE_VALUE in anchor.meta else VAL
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Adds a `call_function` node."""
+        key = None if self.calls is None else call_key(target, args, kwargs)
+        if self.calls is not None and key in self.calls:
+            return self.calls[key]
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = inherited(self.anchor)
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
         # without the dispatcher, composite operators turn symbolic sizes into numbers
-        mode = fake_mode_of(self.anchor.meta.get(self.key))  # not the one in force, which may be of another graph
+        # not the mode in force, which may be of another graph
+        mode = fake_mode_of(self.anchor.meta.get(self.key), fake_args, fake_kwargs)
         with mode or nullcontext(), enable_python_dispatcher():
             node.meta[self.key] = target(*fake_args, **fake_kwargs)
+        if self.calls is not None:
+            self.calls[key] = node
         return node
+
+    def constant(self, tensor: Tensor) -> fx.Node:
+        """A tensor that the graph's module holds, equal ones once, in front of all that is computed."""
+        owner = self.graph.owning_module
+        assert owner is not None
+        for node in self.graph.find_nodes(op="get_attr"):
+            held = getattr(owner, str(node.target), None)
+            same = isinstance(held, Tensor) and (held.dtype, held.device) == (tensor.dtype, tensor.device)
+            if same and torch.equal(held, tensor):
+                return cast(fx.Node, node)
+        name = next(name for i in itertools.count() if not hasattr(owner, name := f"constant_{i}"))
+        owner.register_buffer(name, tensor)
+        with self.graph.inserting_before(next(node for node in self.graph.nodes if node.op != "placeholder")):
+            constant = self.graph.get_attr(name)
+        mode = fake_mode_of(self.anchor.meta.get(self.key))
+        constant.meta[self.key] = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+        return constant
 
     def size(self, node: fx.Node, axis: int) -> int | fx.Node:
         """The size of an axis: a number where it is static, else a node that computes it."""
         size = value_of(node).shape[axis]
         return size if isinstance(size, int) else self.call(torch.ops.aten.sym_size.int, node, axis)
+
+
+def call_key(target: Any, args: Any, kwargs: Any) -> Any:
+    """Equal for equal calls."""
+
+    def key(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(map(key, value))
+        if isinstance(value, dict):
+            return tuple((name, key(item)) for name, item in value.items())
+        return value if isinstance(value, fx.Node) else (type(value), value)
+
+    return target, key(args), key(kwargs)
 
 
 def put_in_place(result: fx.Node, node: fx.Node) -> None:

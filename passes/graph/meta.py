@@ -42,9 +42,10 @@ OBSERVER = "fxquant_observer"
 _OF_CUSTOM = "fxquant"
 """The key in `CUSTOM` for the name of the layer that an operator was inserted for."""
 
-_OF_ONE_NODE = frozenset((
-    VAL, EXAMPLE_VALUE, "tensor_meta", "unbacked_bindings", "recompute", "ac_graph_id", "eager_input_vals",
-))  # fmt: skip
+_OF_ONE_NODE = frozenset(
+    f"""{VAL} {EXAMPLE_VALUE} tensor_meta unbacked_bindings recompute ac_graph_id eager_input_vals original_aten
+    from_node""".split()
+)
 
 
 def inherited(node: fx.Node) -> dict[str, Any]:

@@ -17,26 +17,22 @@ from torch import Tensor, fx
 
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import (
-    enable_python_dispatcher,
     inductor_decompositions,
-    make_fx,
     tree_flatten,
     tree_map_only,
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
 )
-from fxquant.compat.values import faking, statically_known_true, unguarded_sizes
+from fxquant.compat.values import statically_known_true, unguarded_sizes
 from fxquant.errors import GraphVerificationError
 from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
-from fxquant.passes.graph.builder import put_in_places
+from fxquant.passes.graph.builder import Builder, put_in_places
 from fxquant.passes.graph.names import is_fxquant, writes
+from fxquant.passes.graph.trace import inline, trace
 from fxquant.passes.graph.values import val
 from fxquant.passes.lower.implementations import implementation
 from fxquant.passes.settings import Settings
-
-_ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "partitioner_tag")
-"""What a lowered node keeps of the operator it comes from."""
 
 _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
 _PORTABLE: dict[Any, Callable[..., Any]] = {
@@ -53,21 +49,8 @@ def _trace(
 
     Only what writes `in_place` writes into them.
     """
-    flat, tree = tree_flatten((args, kwargs))
-    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-
-    def call(*inputs: Tensor) -> Any:
-        filled = list(flat)
-        for i, value in zip(tensors, inputs, strict=True):
-            filled[i] = value
-        args, kwargs = tree.unflatten(filled)
-        return run(*args, **kwargs)
-
-    inputs = [flat[i] for i in tensors]
-    # without the dispatcher, composite ops such as `pad` turn symbolic sizes into numbers
-    with faking(*inputs), enable_python_dispatcher():
-        table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
-        body = make_fx(call, decomposition_table=table)(*inputs)
+    table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
+    body = trace(run, args, kwargs, decomposition_table=table)
     _make_functional(body.graph, in_place)
     body.graph.eliminate_dead_code()
     return body
@@ -95,36 +78,6 @@ def _make_functional(graph: fx.Graph, in_place: bool) -> None:
         graph.erase_node(node)
 
 
-def _inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
-    """Copies a traced graph in front of `node`; returns its outputs."""
-    flat, _ = tree_flatten((node.args, node.kwargs))
-    inputs = [item for item in flat if isinstance(item, fx.Node) and isinstance(val(item), Tensor)]
-    mode = faking(*map(val, inputs))
-    env = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
-    with node.graph.inserting_before(node):
-        for inner in body.graph.nodes:
-            if inner.op == "placeholder":
-                continue
-            if inner.op == "output":
-                outputs = inner.args[0]
-                return [env[n] for n in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
-            if inner.op == "get_attr":
-                name = f"_fxquant_{node.name}_{inner.target}"
-                owner = node.graph.owning_module
-                assert owner is not None
-                owner.register_buffer(name, getattr(body, str(inner.target)), persistent=False)
-                env[inner] = node.graph.get_attr(name)
-                env[inner].meta = dict(inner.meta)
-                continue
-            copy = env[inner] = node.graph.node_copy(inner, env.__getitem__)
-            # a trace serves several nodes, but Inductor takes equal fake storages for aliases: each gets its own
-            args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), val)
-            with mode:
-                value = inner.target(*args, **kwargs)
-            copy.meta = {**{key: node.meta[key] for key in _ORIGIN if key in node.meta}, **inner.meta, "val": value}
-    raise AssertionError("a traced graph has an output")
-
-
 def lower(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites `graph` in place; returns how many operators were lowered.
 
@@ -147,11 +100,11 @@ def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             traced[key] = _trace(run, args, kwargs, portable, writes(node))
-        outputs = _inline(node, traced[key])
+        results, _ = inline(Builder(node), traced[key])
         if isinstance(val(node), (list, tuple)):
-            put_in_places(outputs, node)
+            put_in_places(results, node)
         else:
-            node.replace_all_uses_with(outputs[0])
+            node.replace_all_uses_with(results[0] if isinstance(results, (list, tuple)) else results)
             graph.erase_node(node)
         count += 1
     left = [node.format_node() for node in graph.nodes if is_fxquant(node)]

@@ -1,0 +1,54 @@
+"""Functions traced into graphs, and traced graphs put into others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_leaves
+from fxquant.compat.values import fake_mode_of
+from fxquant.passes.graph.builder import Builder
+from fxquant.passes.graph.values import value_of
+
+_INPUTS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def trace(
+    run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any
+) -> fx.GraphModule:
+    """`run` as an ATen graph, whose inputs are the tensors and the symbolic numbers among the arguments, in order.
+
+    `options` are those of `make_fx`.
+    """
+    flat, tree = tree_flatten((tuple(args), dict(kwargs or {})))
+    places = [i for i, value in enumerate(flat) if isinstance(value, _INPUTS)]
+
+    def call(*inputs: Any) -> Any:
+        filled = list(flat)
+        for i, value in zip(places, inputs, strict=True):
+            filled[i] = value
+        args, kwargs = tree.unflatten(filled)
+        return run(*args, **kwargs)
+
+    # without the dispatcher, composite operators turn symbolic sizes into numbers
+    with fake_mode_of(flat) or nullcontext(), enable_python_dispatcher():
+        return make_fx(call, **options)(*(flat[i] for i in places))
+
+
+def inline(builder: Builder, body: fx.GraphModule) -> tuple[Any, dict[fx.Node, fx.Node]]:
+    """Copies the trace of a call of the builder's anchor in front of it; returns its outputs, and copies by node."""
+    anchor = builder.anchor
+    inputs = [x for x in tree_leaves((anchor.args, anchor.kwargs)) if isinstance(value_of(x), _INPUTS)]
+    copies: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    *nodes, output = body.graph.nodes
+    for node in nodes:
+        if node.op == "get_attr":
+            copies[node] = builder.constant(getattr(body, str(node.target)))
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = builder.call(node.target, *args, **kwargs)
+    return fx.node.map_arg(output.args[0], copies.__getitem__), copies
