@@ -52,7 +52,7 @@ class Builder:
         owner = self.graph.owning_module
         assert owner is not None
         for node in self.graph.find_nodes(op="get_attr"):
-            held = getattr(owner, str(node.target), None)
+            held: Any = getattr(owner, str(node.target), None)
             same = isinstance(held, Tensor) and (held.dtype, held.device) == (tensor.dtype, tensor.device)
             if same and torch.equal(held, tensor):
                 return cast(fx.Node, node)

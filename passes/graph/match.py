@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxquant.compat.private import inductor_decompositions, make_fx
 from fxquant.compat.values import faking, statically_known_true
 from fxquant.passes.graph.names import RESHAPES, VIEWS, calls
 from fxquant.passes.graph.values import val
@@ -38,29 +40,44 @@ def shaped(node: fx.Node, shape: list[Any]) -> fx.Node:
     value = val(node)
     if len(value.shape) == len(shape) and all(map(statically_known_true, map(operator.eq, value.shape, shape))):
         return node
-    made = node.graph.call_function(_aten.reshape.default, (node, shape))
+    reshaped = node.graph.call_function(_aten.reshape.default, (node, shape))
     with faking(value):
-        made.meta = {**node.meta, "val": value.reshape(shape)}
-    return made
+        reshaped.meta = {**node.meta, "val": value.reshape(shape)}
+    return reshaped
 
 
-def matches(pattern: Any, node: Any, found: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a node computes what a node of a pattern does, with the pattern's inputs as `found`."""
+@functools.cache
+def pattern_of(
+    run: Callable[..., Any], inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...], *, decomposed: bool = True
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Traces a function of tensors, given by shape and dtype, as Inductor's graphs show it, decomposed or not yet.
+
+    Returns its output and its inputs.
+    """
+    tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in inputs]
+    table = dict(inductor_decompositions()) if decomposed else {}
+    graph = make_fx(lambda *x: run(*x), decomposition_table=table)(*tensors).graph
+    (output,) = graph.find_nodes(op="output")
+    return output.args[0], list(graph.find_nodes(op="placeholder"))
+
+
+def matches(pattern: Any, node: Any, inputs: dict[fx.Node, fx.Node]) -> bool:
+    """Returns True if a node computes what a node of a pattern does; fills `inputs`, the pattern's inputs here."""
     if not isinstance(pattern, fx.Node):
         return type(pattern) is type(node) and bool(pattern == node)
     if not isinstance(node, fx.Node):
         return False
     node = behind_views(node, RESHAPES)
     if pattern.op == "placeholder":
-        return found.setdefault(pattern, node) is node
+        return inputs.setdefault(pattern, node) is node
     if pattern.op != node.op or pattern.target is not node.target or len(pattern.args) != len(node.args):
         return False
     if pattern.kwargs != node.kwargs:
         return False
-    before = dict(found)
+    before = dict(inputs)
     for args in (node.args, node.args[::-1])[: 2 if node.target in _COMMUTATIVE else 1]:
-        if all(matches(a, b, found) for a, b in zip(pattern.args, args, strict=True)):
+        if all(matches(a, b, inputs) for a, b in zip(pattern.args, args, strict=True)):
             return True
-        found.clear()
-        found.update(before)
+        inputs.clear()
+        inputs.update(before)
     return False

@@ -51,4 +51,6 @@ def inline(builder: Builder, body: fx.GraphModule) -> tuple[Any, dict[fx.Node, f
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             copies[node] = builder.call(node.target, *args, **kwargs)
+            if "original_aten" in node.meta:  # Inductor names kernels by it
+                copies[node].meta["original_aten"] = node.meta["original_aten"]
     return fx.node.map_arg(output.args[0], copies.__getitem__), copies

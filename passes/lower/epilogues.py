@@ -14,7 +14,6 @@ the bits of Inductor's own kernels.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import operator
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.device import card_name, is_hopper
-from fxquant.compat.private import inductor_decompositions, make_fx
 from fxquant.compat.values import faking, size_hint, statically_known_true
 from fxquant.cost.gemms import choose_gemm
 from fxquant.formats import QuantSpec
@@ -35,7 +33,7 @@ from fxquant.kernels.linear.choice import Chosen, GemmKernel
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.linear.problem import Problem, triton_multiplies
-from fxquant.passes.graph.match import behind_views, matches, readers, shaped
+from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import sides_of
@@ -190,7 +188,7 @@ def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
         if not isinstance(val(end), Tensor) or val(end).dtype != val(root).dtype or calls(end, RESHAPES):
             continue
         for name, decomposed in itertools.product(ACTIVATIONS, (True, False)):
-            output, source = _pattern(name, val(root).dtype, decomposed)
+            output, (source,) = pattern_of(ACTIVATIONS[name], (((4, 8), val(root).dtype),), decomposed=decomposed)
             found: dict[fx.Node, fx.Node] = {}
             if matches(output, end, found) and found[source] is root:
                 inside = set(_following(root, end))
@@ -208,16 +206,6 @@ def _following(root: fx.Node, end: fx.Node | None) -> Iterator[fx.Node]:
                 seen.add(user)
                 queue.append(user)
                 yield user
-
-
-@functools.cache
-def _pattern(name: str, dtype: torch.dtype, decomposed: bool) -> tuple[fx.Node, fx.Node]:
-    """An activation as it looks in Inductor's graphs, or before: its output, and its input."""
-    table = dict(inductor_decompositions()) if decomposed else {}
-    traced = make_fx(lambda x: ACTIVATIONS[name](x), decomposition_table=table)(torch.zeros(4, 8, dtype=dtype))
-    (source,) = traced.graph.find_nodes(op="placeholder")
-    (output,) = traced.graph.find_nodes(op="output")
-    return output.args[0], source
 
 
 def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:

@@ -17,7 +17,6 @@ with the bits of Inductor's own kernels.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +26,13 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.device import converts_to_fp8
-from fxquant.compat.private import inductor_decompositions, make_fx
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import supported
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.passes.graph.axes import order_of
-from fxquant.passes.graph.match import behind_views, matches, readers, shaped
+from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.scales import scale_of
@@ -285,7 +283,7 @@ def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[f
         return None
     if producer is JOINED_HEADS:
         return _heads(root, rows, length)
-    outputs, names = _pattern(producer.name, value.dtype)
+    outputs, names = _pattern(producer, value.dtype)
     found: dict[fx.Node, fx.Node] = {}
     if not matches(outputs, root, found):
         return None
@@ -316,15 +314,10 @@ def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
     return (x,) if fits and JOINED_HEADS.shape(heads) == (rows, length) else None
 
 
-@functools.cache
-def _pattern(name: str, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
-    """What a producer of one result looks like in Inductor's graphs: its output, and its inputs."""
-    producer = PRODUCERS[name]
-    shapes = {"matrix": (4, 8), "row": (4, 1), "column": (8,)}
-    inputs = [torch.zeros(shapes[kind], dtype=torch.float32 if kind == "row" else dtype) for kind in producer.inputs]
-    traced = make_fx(lambda *x: producer.run(*x), decomposition_table=dict(inductor_decompositions()))(*inputs)
-    (output,) = (node for node in traced.graph.nodes if node.op == "output")
-    return output.args[0], [node for node in traced.graph.nodes if node.op == "placeholder"]
+def _pattern(producer: Producer, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
+    """A producer of one result as Inductor's graphs show it: its output, and its inputs."""
+    kinds = {"matrix": ((4, 8), dtype), "row": ((4, 1), torch.float32), "column": ((8,), dtype)}
+    return pattern_of(producer.run, tuple(kinds[kind] for kind in producer.inputs))
 
 
 def inputs_of(name: str, root: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -337,4 +330,4 @@ def inputs_of(name: str, root: fx.Node) -> tuple[fx.Node, ...] | None:
 
 def last_operator(name: str) -> Any:
     """What a producer ends in, as Inductor has decomposed it."""
-    return _pattern(name, torch.bfloat16)[0].target
+    return _pattern(PRODUCERS[name], torch.bfloat16)[0].target
