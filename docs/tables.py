@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 from fxquant.__main__ import factory_rows, format_rows, recipe_rows
 from fxquant.decisions import SkipReason
+from fxquant.passes import pipeline
+from fxquant.passes.pipeline import Pass
 from fxquant.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -49,15 +52,31 @@ def recipe_settings() -> str:
     return markdown(rows)
 
 
-def invariant_rows() -> list[dict[str, str]]:
-    """The invariants of TransformerEngine and the tests that hold them."""
-    spec = importlib.util.spec_from_file_location("invariants", ROOT / "tests" / "invariants.py")
+def load(path: Path) -> ModuleType:
+    """A module from a file that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
+    sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
-    rows: list[dict[str, str]] = module.rows()
+    return module
+
+
+def invariant_rows() -> list[dict[str, str]]:
+    """The invariants of TransformerEngine and the tests that hold them."""
+    rows: list[dict[str, str]] = load(ROOT / "tests" / "invariants.py").rows()
     return rows
+
+
+def pass_rows() -> list[dict[str, str]]:
+    """Every pass of every stage, in order, with the reason for its place and the file that has its code."""
+    stages = {name: value for name, value in vars(pipeline).items() if isinstance(value, tuple) and name.isupper()}
+    return [
+        {"stage": name, "pass": f"`{step.name}`", "stands there because": step.because}
+        for name, stage in stages.items()
+        for step in stage
+        if isinstance(step, Pass) and (step not in pipeline.CAPTURED or name == "CAPTURED")
+    ]
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -67,6 +86,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe-settings": recipe_settings,
     "formats": lambda: markdown(format_rows()),
     "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),
+    "passes": lambda: markdown(pass_rows()),
     "example": lambda: f"```text\n{run_example(examples(ROOT / 'README.md')[0])}```\n",
 }
 
@@ -81,9 +101,14 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def contents() -> dict[Path, str]:
+    """Every file that is made from code, whole or in parts, with what it should hold."""
+    parts = {page: render(page.read_text(encoding="utf-8")) for page in pages()}
+    return parts | {ROOT / "docs" / "pipeline.svg": load(ROOT / "docs" / "picture.py").draw()}
+
+
 if __name__ == "__main__":
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        if (new := render(text)) != text:
-            page.write_text(new, encoding="utf-8")
-            print(f"updated {page.relative_to(ROOT)}")
+    for path, text in contents().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"updated {path.relative_to(ROOT)}")

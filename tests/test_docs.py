@@ -47,6 +47,11 @@ def test_generated_parts_are_current(name: str) -> None:
     assert tables.render(text) == text, "run `make docs`"
 
 
+def test_the_picture_of_the_pipeline_is_current() -> None:
+    picture = tables.load(ROOT / "docs" / "picture.py").draw()
+    assert (ROOT / "docs" / "pipeline.svg").read_text(encoding="utf-8") == picture, "run `make docs`"
+
+
 def test_options_are_all_explained() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("\n## Options\n")[2]
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)`", text, re.MULTILINE))
