@@ -45,28 +45,28 @@ def triton_version() -> str:
 
 
 def knows_gluon() -> bool:
-    """Returns True if Triton has the Gluon that a kernel here is written in: an experiment, other in each version."""
+    """Returns True if Triton has the Gluon that a kernel here is written in; each version of Triton changes Gluon."""
     return triton_version().startswith("3.6.")
 
 
 def launches_early(device: torch.device) -> bool:
     """Returns True if Inductor launches a kernel that can wait while the one before it runs: on Hopper, from Python.
 
-    Inductor's own kernels, where they are launched so, rely on that the kernel before theirs began after the one
-    before that had ended; then others are not.
+    With `enable_pdl` Inductor launches its own kernels so; these assume that the kernel before them began when its
+    predecessor had ended, so no other kernel may be launched early.
     """
     return is_hopper(device) and not inductor_config.triton.enable_pdl and not inductor_config.cpp_wrapper
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a scope without autocast; for meta tensors, which nothing casts, any scope."""
+    """Returns a scope without autocast; for meta tensors, which autocast leaves alone, an empty scope."""
     casts = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if casts else nullcontext()
 
 
 @contextmanager
 def triton_workspace(device: torch.device) -> Iterator[None]:
-    """Gives kernels that are launched eagerly in this scope memory for the TMA descriptors that they make."""
+    """Gives memory for their TMA descriptors to kernels that are launched eagerly in this scope."""
     from triton.runtime._allocation import _allocator
 
     token = _allocator.set(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))

@@ -194,7 +194,7 @@ _written: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
 
 
 def _declared(kernel: Any) -> Callable[[Mapping[str, Any]], list[str]] | None:
-    """Returns what was declared of a kernel, which may be inside the autotuner that options such as num_warps make."""
+    """Returns the declaration of a kernel, also of one in the autotuner that options such as num_warps make."""
     while kernel not in _written:
         if not hasattr(kernel, "configs"):
             return None

@@ -9,11 +9,16 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.compiled_autograd as compiled_autograd
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import lazy_format_graph_code  # type: ignore[attr-defined]
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters, lazy_format_graph_code  # type: ignore[attr-defined]
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
@@ -25,6 +30,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import aoti_load_package, inductor_prims
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
+from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
@@ -32,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -54,25 +61,11 @@ def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def observed(graph: fx.Graph, name: str, run: Callable[[fx.Graph], _Result]) -> _Result | None:
-    """The result of a pass over a graph, timed and logged as torch's own; None if it is disabled or bisected away."""
+    """Runs a pass over a graph, timed and logged as torch's own; returns None if it is disabled or bisected away."""
     if graph.owning_module is None:
         return run(graph)
     observer = GraphTransformObserver(graph.owning_module, name, "post_grad_passes")
     return observer.apply_graph_pass(lambda _: run(graph))
-
-
-def inductor_cache() -> str:
-    """Returns the folder in which Inductor keeps its compilations."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
-def no_modes() -> AbstractContextManager[Any]:
-    """Returns a scope within a compilation in which tensors are real and operators are not traced."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:
@@ -86,7 +79,7 @@ def inductor_mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def isolated() -> dict[str, Any]:
-    """Returns arguments of `torch.compile` that count a model's recompilations for it alone; torch 2.11 has none."""
+    """Returns the argument of `torch.compile` that counts recompilations by model; torch 2.11 has none."""
     name = "isolate_recompiles"
     return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
@@ -99,8 +92,6 @@ def is_inductor_option(name: str) -> bool:
 @contextmanager
 def unlimited_recompiles() -> Iterator[None]:
     """Lets a function be compiled any number of times in this scope."""
-    import torch._dynamo.config as dynamo_config
-
     with dynamo_config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
         yield
 
@@ -108,8 +99,6 @@ def unlimited_recompiles() -> Iterator[None]:
 @contextmanager
 def compile_to_look() -> Iterator[None]:
     """Lets a function be compiled any number of times in this scope, and its backward at once."""
-    import torch._functorch.config as functorch_config
-
     with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):
         yield
 
@@ -135,10 +124,7 @@ def in_backward() -> bool:
 
 
 def changed_inputs() -> list[int]:
-    """Returns the inputs that the forward graph gives back changed, before its outputs.
-
-    The graph is the one that AOTAutograd has just compiled.
-    """
+    """Returns the inputs that the forward graph just compiled by AOTAutograd gives back changed, before its outputs."""
     context = TracingContext.try_get()
     assert context is not None and context.fw_metadata is not None
     return list(context.fw_metadata.mutated_inp_runtime_indices)
@@ -146,9 +132,7 @@ def changed_inputs() -> list[int]:
 
 @contextmanager
 def graph_breaks() -> Iterator[list[str]]:
-    """Fills its list, when the scope ends, with the reasons why Dynamo broke graphs in it or captured none."""
-    from torch._dynamo.utils import counters
-
+    """Gives a list; at the end of the scope it holds the reasons why Dynamo broke graphs in it or captured none."""
     kinds = ("graph_break", "unimplemented")
     before = {kind: Counter(counters[kind]) for kind in kinds}
     reasons: list[str] = []
@@ -163,9 +147,7 @@ def graph_breaks() -> Iterator[list[str]]:
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """Raises an error of fxquant that arises in this scope while compiling as itself, not wrapped by Dynamo."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
+    """Unwraps the errors of fxquant that Dynamo raises in this scope as its own."""
     try:
         yield
     except BackendCompilerFailed as error:
@@ -175,16 +157,14 @@ def own_errors() -> Iterator[None]:
 
 
 def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns the elementwise maximum of `x` over the ranks of a process group, in a form that graphs can hold."""
+    """Returns the elementwise maximum of `x` over the ranks of a process group, as a graph can hold it."""
     from torch.distributed._functional_collectives import all_reduce
 
     return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
 
 
 def name_source(node: fx.Node, name: str) -> None:
-    """Gives an input that no Python frame holds the source that Dynamo wants of every input."""
-    from torch._dynamo.source import ConstantSource
-
+    """Gives an input that stands in no Python frame the source that Dynamo wants of every input."""
     node._dynamo_source = ConstantSource(name)
 
 
@@ -205,14 +185,11 @@ def must_recompute(node: fx.Node) -> None:
 
 def compiles_backwards() -> bool:
     """Returns True if compiled autograd captures backwards; it ignores `save_without_version`."""
-    import torch._dynamo.compiled_autograd as compiled_autograd
-    import torch._dynamo.config as dynamo_config
-
     return bool(dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
 
 
 def save_without_version(node: fx.Node) -> None:
-    """Lets a forward save a tensor that backwards may change, which autograd would refuse to another backward."""
+    """Lets a forward save a tensor that its backward changes; autograd would refuse a second backward."""
     node.meta["saved_tensor_with_no_vc_check"] = True
 
 
@@ -230,18 +207,14 @@ def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule, copies: Mapping[fx.No
 
 @contextmanager
 def replacements(gm: fx.GraphModule) -> Iterator[dict[str, str]]:
-    """Fills its dict, in this scope, with the names of replaced nodes and of those in their place."""
+    """Gives a dict from the names of the nodes that are replaced in this scope to those of their replacements."""
     names: dict[str, str] = {}
-
-    def note(old: fx.Node, new: str, user: fx.Node) -> None:
-        names[old.name] = new
-
-    with gm._set_replace_hook(note):
+    with gm._set_replace_hook(lambda old, new, user: names.update({old.name: new})):
         yield names
 
 
 def operator_library(namespace: str, *, more: bool = False) -> Any:
-    """Returns the library that defines the operators of a namespace, or with `more` one that adds to them."""
+    """Returns the library that defines a namespace of operators; with `more`, one that adds operators to it."""
     return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbolic_config
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -15,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 
 def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
-    """Returns the mode of the first fake tensor: that of the captured graph, not the one set up for the backend."""
+    """Returns the mode of the first fake tensor: the mode of the captured graph, not the one set up for the backend."""
     fakes = (leaf for leaf in tree_leaves(trees) if isinstance(leaf, FakeTensor))
     return next((fake.fake_mode for fake in fakes), None)
 
 
 def faking(*values: Any) -> AbstractContextManager[Any]:
-    """Returns the fake mode in force, or that of the values of a graph's nodes; any scope if these are real tensors."""
+    """Returns the fake mode in force, or that of the values of nodes; an empty scope if these are real tensors."""
     return detect_fake_mode(list(values)) or nullcontext()
 
 
@@ -50,8 +51,7 @@ def size_hint(size: int | torch.SymInt) -> int:
     """Returns the number that a symbolic size had in the example; 1 where there is none."""
     if isinstance(size, int):
         return size
-    hint = size.node.hint if size.node.has_hint() else None
-    return 1 if hint is None else int(hint)
+    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def upper_bound(size: int | torch.SymInt) -> int:
@@ -64,11 +64,6 @@ def upper_bound(size: int | torch.SymInt) -> int:
 
 @contextmanager
 def unguarded_sizes() -> Iterator[None]:
-    """Keeps dynamic sizes free in this scope where torch only asks how a tensor lies in memory.
-
-    Outside, torch answers for the sizes of the example, and holds the program to its answers.
-    """
-    import torch.fx.experimental._config as symbolic_config
-
+    """Lets torch ask in this scope how a tensor lies in memory without holding the program to its example's sizes."""
     with symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield
