@@ -1,6 +1,6 @@
 """The command line: ``python -m fxquant explain | quantize | formats | recipes | env | bench``.
 
-Tables go to stdout, errors as one line to stderr. Exit code 0 is success, 1 a failure, 2 wrong usage.
+Tables go to stdout, errors as one line to stderr. The exit code is 0 for success, 1 for a failure, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def format_rows() -> list[dict[str, str]]:
 
 
 def recipe_rows() -> list[dict[str, str]]:
-    """One row per named recipe, as text: the format of each operand of a linear, and how its GEMMs run."""
+    """One row per named recipe, as text: the format of each operand of a linear, and the ways its GEMMs run."""
     return [_row(name, recipe) for name, recipe in recipes.RECIPES.items()]
 
 
 def factory_rows() -> list[dict[str, str]]:
-    """The same for the factories of the library, as recipes."""
-    made = {name: recipes.CustomRecipe(qfactory=factory) for name, factory in factories.FACTORIES.items()}
-    return [_row(f"factories.{name}", recipe) for name, recipe in made.items()]
+    """The rows of `recipe_rows` for the factories of the library."""
+    library = factories.FACTORIES.items()
+    return [_row(f"factories.{name}", recipes.CustomRecipe(qfactory=factory)) for name, factory in library]
 
 
 def _row(name: str, recipe: recipes.Recipe) -> dict[str, str]:
@@ -62,21 +62,18 @@ def _row(name: str, recipe: recipes.Recipe) -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, the device, and how each recipe runs on it."""
+    """Versions, the device, and the way each recipe runs on it."""
     content: dict[str, Any] = {"fxquant": fxquant.__version__, "python": platform.python_version()}
     content["torch"] = torch.__version__
     try:
         content["triton"] = importlib.import_module("triton").__version__
     except ImportError:
         content["triton"] = "not installed"
-    place = "the CPU"
+    place, content["device"] = "the CPU", "cpu"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        content["device"] = torch.cuda.get_device_name()
-        content["capability"] = "sm{}{}".format(*capability)
+        content |= {"device": torch.cuda.get_device_name(), "capability": "sm{}{}".format(*capability)}
         place = "Hopper" if capability[0] == 9 else place
-    else:
-        content["device"] = "cpu"
     content["recipes"] = {name: recipes.runs_as(recipe, place) for name, recipe in recipes.RECIPES.items()}
     return content
 
@@ -107,12 +104,12 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["bench"]:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:
         from fxquant.bench import run as bench
 
-        return bench.main(given[1:])
-    options = _parser().parse_args(given)
+        return bench.main(arguments[1:])
+    options = _parser().parse_args(arguments)
     try:
         print(options.run(options))
     except FxQuantError as error:
@@ -126,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fxquant", description="Shows what fxquant does, and why.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    recipe: Any = {"default": "mxfp8", "help": "one of those that the command recipes lists (default: mxfp8)"}
 
     explain = commands.add_parser(
         "explain",
@@ -138,9 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_target,
         help="a function without arguments that returns (model, args), (model, kwargs) or (model, args, kwargs)",
     )
-    explain.add_argument(
-        "--recipe", default="mxfp8", help="one of those that the command recipes lists (default: mxfp8)"
-    )
+    explain.add_argument("--recipe", **recipe)
     explain.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
     explain.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
     explain.add_argument(
@@ -156,9 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Quantizes a program saved by torch.export.save and saves the result, as a whole or not at all.",
     )
     quantize.add_argument("program", metavar="PROGRAM.pt2", help="the file of torch.export.save")
-    quantize.add_argument(
-        "--recipe", default="mxfp8", help="one of those that the command recipes lists (default: mxfp8)"
-    )
+    quantize.add_argument("--recipe", **recipe)
     quantize.add_argument("-o", "--output", metavar="PATH", required=True, help="where the result goes")
     quantize.add_argument(
         "--calibrate", metavar="DATA.pt", help="a list of inputs, saved by torch.save, for static activation scales"
@@ -166,15 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--report", metavar="PATH", help="also write an HTML report")
     quantize.set_defaults(run=_quantize)
 
-    for name, run, text in (
-        ("formats", lambda o: _rows(format_rows(), o.json), "every number format and its scaling"),
-        (
-            "recipes",
-            lambda o: _rows(recipe_rows() + factory_rows(), o.json),
-            "recipes and factories, and where they run natively",
-        ),
-        ("env", _env, "versions, the device, and how each recipe runs on it"),
-    ):
+    tables = {
+        "formats": (_formats, "every number format and its scaling"),
+        "recipes": (_recipes, "recipes and factories, and where they run natively"),
+        "env": (_env, "versions, the device, and how each recipe runs on it"),
+    }
+    for name, (run, text) in tables.items():
         commands.add_parser(name, help=text, description=f"Prints {text}.").set_defaults(run=run)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -200,13 +191,13 @@ def _recipe(name: str) -> recipes.Recipe:
     if wrapped := re.fullmatch(r"auto\((.*)\)", name):
         return recipes.auto(_recipe(wrapped[1]))
     kind, _, factory = name.rpartition(".")
-    if kind == "factories":
-        if factory not in factories.FACTORIES:
-            close = difflib.get_close_matches(factory, factories.FACTORIES, 1)
-            hint = f"did you mean 'factories.{close[0]}'? " if close else ""
-            raise FxQuantError(f"unknown factory {factory!r}; {hint}known factories: {', '.join(factories.FACTORIES)}")
-        return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
-    return recipes.get(name)
+    if kind != "factories":
+        return recipes.get(name)
+    if factory not in factories.FACTORIES:
+        close = difflib.get_close_matches(factory, factories.FACTORIES, 1)
+        hint = f"did you mean 'factories.{close[0]}'? " if close else ""
+        raise FxQuantError(f"unknown factory {factory!r}; {hint}known factories: {', '.join(factories.FACTORIES)}")
+    return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
 
 
 def _explain(options: argparse.Namespace) -> str:
@@ -247,8 +238,16 @@ def _quantize(options: argparse.Namespace) -> str:
         report.to_html(options.report)
     if options.json:
         return report.to_json()
-    sizes = [sum(t.nbytes for t in each.state_dict.values()) for each in (source, program)]
-    return f"{report.totals()}\n{options.output}: {sizes[1]} bytes of state instead of {sizes[0]}"
+    before, after = (sum(t.nbytes for t in ep.state_dict.values()) for ep in (source, program))
+    return f"{report.totals()}\n{options.output}: {after} bytes of state instead of {before}"
+
+
+def _formats(options: argparse.Namespace) -> str:
+    return _rows(format_rows(), options.json)
+
+
+def _recipes(options: argparse.Namespace) -> str:
+    return _rows(recipe_rows() + factory_rows(), options.json)
 
 
 def _env(options: argparse.Namespace) -> str:

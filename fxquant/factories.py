@@ -1,11 +1,11 @@
-"""Quantizer factories: those of TransformerEngine's library and zoo under its names, and how to compose one's own.
+"""Quantizer factories: TransformerEngine's library and zoo under its names, and functions that compose one's own.
 
     CustomRecipe(qfactory=fxquant.factories.mxfp8_fwd_nvfp4_bwd)
     CustomRecipe(qfactory=first_and_last(factories.nvfp4, first=2, last=4, layers=model))
 
-A factory answers a `QuantizerRole`. Those of the library answer every role, those of attention and None included, as
-TransformerEngine's do; a product of two activations outside attention (`matmul`), which it does not have, stays in high
-precision as under the recipes. ``mxfp8_factory``, TransformerEngine's spelling, is `mxfp8`, and so on.
+A factory answers a `QuantizerRole`. The library answers every role, attention's and None included, as
+TransformerEngine's does; a product of two activations outside attention (`matmul`), which TransformerEngine does not
+have, stays in high precision. ``mxfp8_factory``, TransformerEngine's spelling, is `mxfp8`, and so on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -39,11 +39,14 @@ FACTORIES: dict[str, QuantizerFactory] = {}
 """The library, by name."""
 
 
-def _library(function: QuantizerFactory) -> Callable[[QuantizerRole | None], Any]:
+A = TypeVar("A", bound=Quantizer | DelayedScalingRequest)
+
+
+def _library(function: Callable[[QuantizerRole], A]) -> Callable[[QuantizerRole | None], A | IdentityQuantizer]:
     """Makes a function of linear and attention roles a factory of the library."""
 
     @functools.wraps(function)
-    def factory(role: QuantizerRole | None) -> Quantizer | DelayedScalingRequest:
+    def factory(role: QuantizerRole | None) -> A | IdentityQuantizer:
         role = role or QuantizerRole()
         return IdentityQuantizer() if role.module_type == "matmul" else function(role)
 
@@ -56,20 +59,12 @@ def _is_linear(role: QuantizerRole, tensor_type: str) -> bool:
 
 
 def _dequantized(row: Quantizer, column: Quantizer) -> HybridQuantizer:
-    """A backward that sees the values which the forward multiplied."""
+    """A quantizer whose backward sees the values that the forward multiplied."""
     return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source="rowwise_dequantized")
 
 
 def _nvfp4(**settings: Any) -> NVFP4Quantizer:
     return NVFP4Quantizer(fp4_dtype=DType.kFloat4E2M1, **settings)
-
-
-def _nvfp4_of(role: QuantizerRole) -> NVFP4Quantizer:
-    if _is_linear(role, "weight"):
-        return _nvfp4(with_2d_quantization=True)
-    if _is_linear(role, "grad_output"):
-        return _nvfp4(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True)
-    return _nvfp4(with_rht=True, with_post_rht_amax=True)
 
 
 @_library
@@ -105,7 +100,11 @@ def mxfp8(role: QuantizerRole) -> MXFP8Quantizer:
 @_library
 def nvfp4(role: QuantizerRole) -> NVFP4Quantizer:
     """NVFP4: 16x16 tiles for weights, the Hadamard transform for the rest, stochastic rounding of gradients."""
-    return _nvfp4_of(role)
+    if _is_linear(role, "weight"):
+        return _nvfp4(with_2d_quantization=True)
+    if _is_linear(role, "grad_output"):
+        return _nvfp4(with_rht=True, with_post_rht_amax=True, stochastic_rounding=True)
+    return _nvfp4(with_rht=True, with_post_rht_amax=True)
 
 
 @_library
@@ -137,16 +136,16 @@ def mxfp8_fwd_nvfp4_bwd(role: QuantizerRole) -> Quantizer:
     gradients.
     """
     if _is_linear(role, "input"):
-        return HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=_nvfp4_of(role))
+        return HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=nvfp4(role))
     if _is_linear(role, "weight"):
         return _dequantized(MXFP8Quantizer(), _nvfp4())
-    return _nvfp4_of(role) if _is_linear(role, "grad_output") else MXFP8Quantizer()
+    return nvfp4(role) if _is_linear(role, "grad_output") else MXFP8Quantizer()
 
 
 @_library
 def nvfp4_1d_weight(role: QuantizerRole) -> Quantizer:
     """NVFP4 with blocks of 16 for weights too, their columnwise half from the dequantized rowwise one."""
-    return _dequantized(_nvfp4(), _nvfp4()) if _is_linear(role, "weight") else _nvfp4_of(role)
+    return _dequantized(_nvfp4(), _nvfp4()) if _is_linear(role, "weight") else nvfp4(role)
 
 
 @_library
@@ -185,13 +184,13 @@ def nvfp4_linear_fp8_dpa(role: QuantizerRole) -> Quantizer | DelayedScalingReque
     if attention or result:
         backward = role.tensor_type in ("do", "dqkv") if attention else "dpa_grad_input" in role.name
         return Float8CurrentScalingQuantizer(fp8_dtype=DType.kFloat8E5M2 if backward else DType.kFloat8E4M3)
-    return _nvfp4_of(role)
+    return nvfp4(role)
 
 
 def by_module_type(answers: Mapping[str, Answer], default: Answer = "high_precision") -> Rules:
     """An answer for each module type, such as ``{"linear": nvfp4, "grouped_linear": "mxfp8"}``; `default` for others.
 
-    An answer is a quantizer, or a recipe (or its name) or factory, which is asked about the role.
+    An answer is a quantizer, or a recipe (or its name) or factory that gives one.
     """
     return Rules([Rule(answer, module_type=re.escape(kind)) for kind, answer in answers.items()], default)
 
@@ -223,14 +222,14 @@ def first_and_last(
 ) -> Rules:
     """`ends`, usually high precision, for the first and the last layers of a model, and `factory` for all between.
 
-    A layer is a member of a stack, usually a transformer block with all linears in it: its index is the first part of
-    a role's name that is a number, its stack what stands before. In ``decoder.layers.3.experts.7.up`` it is layer 3 of
-    ``decoder.layers``. Layers are counted from 0 in each stack by itself, so an encoder and a decoder have a first and
-    a last layer each; names without a number (``lm_head``) go to `factory`.
+    A layer is a member of a stack, usually a transformer block with all linears in it: its index is the first number
+    in a role's name, its stack the parts before. ``decoder.layers.3.experts.7.up`` is in layer 3 of ``decoder.layers``.
+    Each stack counts its layers from 0, so an encoder and a decoder have a first and a last layer each; names without a
+    number (``lm_head``) go to `factory`.
 
-    `layers` is the number of layers, or the model, whose parameters of two and more axes are then counted in each
-    stack. It is needed for `last`. A number that is too large is seen in the report: it names the rules that matched
-    nothing. Raises RecipeError for negative counts, and when `last` is given without `layers`.
+    `last` needs `layers`: the number of layers, or the model, whose parameters of two and more axes are then counted in
+    each stack. The report names the rules of a number that is too large, since they match nothing. Raises RecipeError
+    for negative counts, and for `last` without `layers`.
     """
     if first < 0 or last < 0:
         raise RecipeError(f"first and last count layers, so they cannot be negative: first={first}, last={last}")
@@ -250,19 +249,23 @@ def first_and_last(
 
 
 def _stacks(model: nn.Module) -> dict[str, int]:
-    """How many layers each stack of a model has."""
+    """The number of layers in each stack of a model."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found = _LAYER.fullmatch(name) if parameter.ndim > 1 else None
-        if found:
-            stack, layer = found["stack"] or "", int(found["layer"])
-            counts[stack] = max(counts.get(stack, 0), layer + 1)
+        if parameter.ndim > 1 and (numbered := _LAYER.fullmatch(name)):
+            stack = numbered["stack"] or ""
+            counts[stack] = max(counts.get(stack, 0), int(numbered["layer"]) + 1)
     return counts
 
 
 @dataclass(frozen=True, repr=False)
 class StringRoles:
-    """A factory from one that expects the older roles, which were strings; see `from_string_roles`."""
+    """A factory that asks one written for TransformerEngine's older roles.
+
+    They are ``linear_input``, ``linear_weight``, ``linear_output``, ``linear_grad_output`` and ``linear_grad_input``.
+    `factory` is asked with the first, second and fourth, since outputs and input gradients are never quantized, and for
+    experts as for linears; all other roles, such as attention's, stay in high precision. None is refused.
+    """
 
     factory: Callable[[str], Quantizer | DelayedScalingRequest]
 
@@ -276,15 +279,7 @@ class StringRoles:
         return value_text(self)
 
 
-def from_string_roles(factory: Callable[[str], Quantizer | DelayedScalingRequest]) -> StringRoles:
-    """A factory from one that was written for TransformerEngine's older roles.
-
-    They are ``linear_input``, ``linear_weight``, ``linear_output``, ``linear_grad_output`` and ``linear_grad_input``;
-    `factory` is asked with the first, second and fourth, since outputs and input gradients are never quantized. Experts
-    are linears to it, and whatever it did not know, attention for one, stays in high precision. None, which it may have
-    returned there, is refused.
-    """
-    return StringRoles(factory)
+from_string_roles = StringRoles
 
 
 def __getattr__(name: str) -> QuantizerFactory:

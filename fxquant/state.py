@@ -1,9 +1,9 @@
-"""The state of a compiled graph, as a few tensors: what delayed scaling and stochastic rounding remember.
+"""The state of a compiled graph, as a few tensors: the memory of delayed scaling and of stochastic rounding.
 
 Delayed scaling keeps scales and amax histories of all slots of a graph, stacked. The forward graph begins by taking in
-the amaxes of the step before (`update`), and each quantization then records its own. What the forward writes and what
-the backward writes are different tensors, since AOTAutograd lets a graph input change in only one of them; a step
-number tells which of the backward's amaxes are new.
+the amaxes of the step before (`update`), and each quantization then records its own. Forward and backward write
+different tensors, since AOTAutograd lets a graph input change in only one of them; a step number tells which of the
+backward's amaxes are new.
 
 Stochastic rounding keeps a seed and the number of the step, from which `fxquant.kernels.cast.philox` makes all random
 bits.
@@ -26,11 +26,10 @@ SlotKey = tuple[str, str, int]
 """(layer, operand, which of the layer's products)."""
 
 _Place = tuple[str, tuple[SlotKey, ...]]
-"""What a state belongs to: its kind and the slots."""
+"""The owner of a state: its kind and the slots."""
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: its multiples spread evenly."""
-
 
 _NEVER = -1 << 32
 """An amax of the backward that no step has written."""
@@ -54,8 +53,7 @@ class Slots:
 
     def check(self, request: DelayedScalingRequest, key: SlotKey) -> None:
         """Raises RecipeError when a request differs from those before it."""
-        if self.request is None:
-            self.request = request
+        self.request = self.request or request
         for name in vars(request):
             if getattr(request, name) != getattr(self.request, name):
                 raise RecipeError(
@@ -65,7 +63,7 @@ class Slots:
                 )
 
     def add_rounded(self, key: SlotKey) -> int:
-        """The number of another operand that is rounded stochastically."""
+        """The number of a new operand that is rounded stochastically."""
         return _append(self.rounded, key)
 
     def fp8_max(self, device: torch.device) -> Tensor:
@@ -84,10 +82,10 @@ class DelayedState:
 
     `forward_amax` [n] is float32; `step` [n] counts forwards, the same number for each slot; `backward_amax` [n] has
     the step that wrote an amax in its upper half and the bits of the amax, float32, in its lower one, both int64. A
-    graph takes `step` twice: as what its forward counts up, and as what its backward reads, which is the step of the
-    latest forward by then and not always that of its own.
+    graph takes `step` twice: its forward counts it up, and its backward reads the step of the latest forward, which is
+    not always its own.
 
-    What kernels write slot by slot lies 16 bytes apart: so a kernel is the same for all slots, all of them aligned.
+    Kernels write slots that lie 16 bytes apart: all are aligned, and a kernel is the same for all of them.
     """
 
     def __init__(self, n: int, length: int, device: torch.device) -> None:
@@ -98,7 +96,7 @@ class DelayedState:
         self.step = torch.zeros(n, 2, dtype=torch.int64, device=device)[:, 0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a compiled graph takes besides its own inputs, by name."""
+        """The tensors that a compiled graph takes besides its own inputs, by name."""
         names = ("scale", "history", "forward_amax", "backward_amax", "step")
         return {name: getattr(self, name) for name in names} | {"latest_step": self.step}
 
@@ -109,7 +107,7 @@ class DelayedState:
         return {"scale": self.scale.clone(), "amax_history": history}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes a state in, in place. A history of another length is cut or filled with zeros at its old end.
+        """Copies a saved state into this one. A history of another length is cut, or filled with zeros at its old end.
 
         Raises RecipeError when the number of slots differs.
         """
@@ -138,7 +136,7 @@ class RandomState:
         self.random = torch.tensor([signed, 0], dtype=torch.int64, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a compiled graph takes besides its own inputs, by name."""
+        """The tensors that a compiled graph takes besides its own inputs, by name."""
         return {"random": self.random}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -146,7 +144,7 @@ class RandomState:
         return {"random": self.random.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes a state in, in place."""
+        """Copies a saved state into this one."""
         _check_names(state, ("random",), "stochastic rounding")
         self.random.copy_(state["random"])
 
@@ -162,46 +160,37 @@ def _check_names(state: Mapping[str, Tensor], names: tuple[str, ...], what: str)
         )
 
 
-def update(
-    scale: Tensor,
-    history: Tensor,
-    forward_amax: Tensor,
-    backward_amax: Tensor,
-    step: Tensor,
-    fp8_max: Tensor,
-    request: DelayedScalingRequest,
-    group: str | None,
-) -> tuple[Tensor, Tensor]:
-    """The scales and history after the last step, as a function of the state; see `fxquant.kernels.state.reference`.
+def update(tensors: Mapping[str, Tensor], request: DelayedScalingRequest, group: str | None) -> tuple[Tensor, Tensor]:
+    """The scales and history after the last step, from `tensors` by name; see `fxquant.kernels.state.reference`.
 
     `group` names the process group whose largest amaxes count.
     """
-    by_a_users_function = callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
+    scale, history, fp8_max = (tensors[name] for name in ("scale", "history", "fp8_max"))
+    recorded = [tensors[name] for name in ("forward_amax", "backward_amax", "step")]
+    margin, algorithm = request.margin, request.amax_compute_algo
+    by_a_users_function = callable(algorithm) or request.scaling_factor_compute_algo is not None
     over_ranks = group if request.reduce_amax else None
     if not by_a_users_function and over_ranks is None:
-        made = torch.ops.fxquant.delayed_update.default(
-            scale, history, forward_amax, backward_amax, step, fp8_max, float(request.margin),
-            str(request.amax_compute_algo),
-        )  # fmt: skip
-        return made[0], made[1]
-    last = delayed.recorded(forward_amax, backward_amax, step)
+        scale_and_history = torch.ops.fxquant.delayed_update.default(
+            scale, history, *recorded, fp8_max, float(margin), str(algorithm)
+        )
+        return scale_and_history[0], scale_and_history[1]
+    last = delayed.recorded(*recorded)
     if over_ranks is not None:
         last = largest_over_ranks(last, over_ranks)
     if by_a_users_function:
         return delayed.update_with(
-            scale, history, last, fp8_max, margin=request.margin, algorithm=request.amax_compute_algo,
+            scale, history, last, fp8_max, margin=margin, algorithm=algorithm,
             scale_algorithm=request.scaling_factor_compute_algo, recipe=request,
         )  # fmt: skip
-    return delayed.update(
-        scale, history, last, fp8_max, margin=request.margin, algorithm=str(request.amax_compute_algo)
-    )
+    return delayed.update(scale, history, last, fp8_max, margin=margin, algorithm=str(algorithm))
 
 
 class StateStore:
-    """The states of one compiled model: for each set of slots that its graphs ask for, one of each kind.
+    """The states of one compiled model, one of each kind for each set of slots that its graphs ask for.
 
-    Of delayed scaling there is one a history length. Of the states of one set of slots the active one is the truth;
-    another takes it over when it becomes active.
+    Delayed scaling has one for each history length too. The active state of a set of slots is the valid one; another
+    takes it over when it becomes active.
     """
 
     def __init__(self) -> None:
@@ -240,8 +229,8 @@ class StateStore:
         return torch.initial_seed() + others * _GOLDEN_RATIO
 
     def activate(self, state: State) -> None:
-        """Makes a state the one that counts for its slots; what another one knew so far comes along."""
-        place = next(key[0] for key, each in self._states.items() if each is state)
+        """Makes a state the valid one of its slots; it takes over what the active one has recorded."""
+        place = next(key[0] for key, value in self._states.items() if value is state)
         before = self._active.get(place)
         if before is not None and before is not state:
             state.load_state_dict(before.state_dict())
@@ -256,9 +245,9 @@ class StateStore:
         }
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` gave; states of graphs that are not compiled yet wait for them.
+        """Restores the tensors of `state_dict`; states of graphs that are not compiled yet wait for them.
 
-        Raises RecipeError for what is no such state, or another model's.
+        Raises RecipeError for other tensors, or those of another model.
         """
         by_index: dict[int, dict[str, Tensor]] = {}
         for name, tensor in saved.items():
@@ -275,6 +264,3 @@ class StateStore:
                 states[place].load_state_dict(state)
             else:
                 self._pending[place] = state
-
-
-__all__ = ["DelayedState", "RandomState", "SlotKey", "Slots", "State", "StateStore", "update"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EpilogueGemm(NamedTuple):
-    """A GEMM of a `graph`, ``forward`` or ``backward``, with the epilogue that a Triton kernel could fuse on a GPU."""
+    """A GEMM of a `graph`, ``forward`` or ``backward``, with an epilogue that a Triton kernel could fuse on a GPU."""
 
     layer: str
     graph: str
@@ -42,7 +42,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The error of a quantized product or attention, named in `what`: see `fxquant.measure`."""
+    """The error of a quantized product or attention, which `what` names; see `fxquant.measure`."""
 
     layer: str
     what: str
@@ -54,12 +54,11 @@ class Loss:
 class ReportData:
     """The decisions of one or several compiled graphs.
 
-    `graphs` maps ``forward`` and ``backward`` to the text of the rewritten graphs, several of them under one header
-    each. `unused` names the parts of the recipe that matched no operand, `breaks` the reasons for graph breaks.
-    `epilogues` are the GEMMs whose results are activated, added to something or measured by their readers. `again`
-    are the layers whose product a backward computes again with the option ``save="least"``. Kernels and times are those
-    of `card`, or where it is empty of the device that the tensors are on; see `on`. `losses` are those that
-    `fxquant.measure` has measured.
+    `graphs` maps ``forward`` and ``backward`` to the texts of the rewritten graphs. `unused` names the parts of the
+    recipe that matched no operand, `breaks` the reasons for graph breaks. `epilogues` are the GEMMs whose results are
+    activated, added to something or measured by their readers. `again` are the layers whose product a backward computes
+    again with the option ``save="least"``. Kernels and times are those of `card`, or of the tensors' own device if that
+    is empty; see `on`. `losses` are the measurements of `fxquant.measure`.
     """
 
     recipe: str
@@ -73,7 +72,7 @@ class ReportData:
     losses: list[Loss] = field(default_factory=list)
 
     def estimates(self) -> dict[int, Estimate]:
-        """Kernels and times of every matmul, by site, of attention at its first product's; see `fxquant.cost`."""
+        """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""
         return estimate(self.decisions, self.card)
 
     def slower(self) -> list[str]:
@@ -82,7 +81,7 @@ class ReportData:
 
     def layers_of(self, sites: Collection[int]) -> list[str]:
         """The names of the layers of these matmuls."""
-        return list(dict.fromkeys(_layer_name(d) for d in self.decisions if d.site in sites))
+        return list(dict.fromkeys(d.layer or MODEL for d in self.decisions if d.site in sites))
 
     def unkernelled(self) -> dict[str, list[str]]:
         """The layers whose quantized attention would hold its scores in the memory of a GPU, by the reason."""
@@ -101,15 +100,15 @@ class ReportData:
         problems = [(d, d.matmul or d.attention) for d in self.decisions]
         devices = {problem.device for _, problem in problems if problem is not None}
         missing = (
-            _layer_name(d)
+            d.layer or MODEL
             for d, problem in problems
             if (isinstance(problem, Matmul) or (problem is not None and problem.spec is not None))
             and d.weighed not in timed
         )
         return {
             "card": self.card or ", ".join(sorted(devices)),
-            "unquantized_us": sum(estimated.unquantized or 0 for estimated in timed.values()) if timed else None,
-            "quantized_us": sum(estimated.quantized or 0 for estimated in timed.values()) if timed else None,
+            "unquantized_us": sum(work.unquantized or 0 for work in timed.values()) if timed else None,
+            "quantized_us": sum(work.quantized or 0 for work in timed.values()) if timed else None,
             "unknown": list(dict.fromkeys(missing)),
             "slower": self.slower(),
         }
@@ -134,12 +133,9 @@ class ReportData:
     @property
     def flops(self) -> dict[str, int]:
         """FLOPs of all GEMMs (``total``), and of those with both operands quantized (``quantized``)."""
-        total = quantized = 0
-        for operands in self.gemms().values():
-            flops = operands[0].flops
-            total += flops
-            quantized += flops if _quantized(operands) else 0
-        return {"total": total, "quantized": quantized}
+        gemms = self.gemms().values()
+        quantized = sum(operands[0].flops for operands in gemms if _quantized(operands))
+        return {"total": sum(operands[0].flops for operands in gemms), "quantized": quantized}
 
     @property
     def coverage(self) -> float:
@@ -189,11 +185,6 @@ class ReportData:
 
 MODEL = "<model>"
 """The name of the layer that is the model itself."""
-
-
-def _layer_name(decision: Decision) -> str:
-    """The layer of a decision, as the report names it."""
-    return decision.layer or MODEL
 
 
 def role_text(decision: Decision) -> str:

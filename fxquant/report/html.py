@@ -117,7 +117,7 @@ def page(title: str, body: str) -> str:
 
 
 def fragment(report: ReportData) -> str:
-    """A report to put into a page that has other things on it, such as a notebook."""
+    """The report as a part of a page, such as a notebook."""
     return f'<style>{STYLE}</style><div class="fxq">{section(report)}</div><script>{SCRIPT}</script>'
 
 
@@ -169,14 +169,13 @@ def _work(report: ReportData) -> str:
     longest = max((estimate.longest for _, of_layer in layers for estimate in of_layer), default=0.0)
     body = []
     for layer, of_layer in layers:
-        times = f"<span class='times'>×{layer.repeats}</span>" if layer.repeats > 1 else ""
         for estimate in of_layer:
-            name = f"{escape(layer.name)}{times}"
             worse = " worse" if estimate.slower else ""
-            body.append(_work_row(name, "all", "", (estimate.unquantized, estimate.quantized), longest, f"sum{worse}"))
+            body.append(
+                _work_row(_name(layer), "all", "", (estimate.unquantized, estimate.quantized), longest, f"sum{worse}")
+            )
             for work in estimate.work:
-                times_of = (work.unquantized, work.quantized)
-                body.append(_work_row("", work.what, work.kernel, times_of, longest, ""))
+                body.append(_work_row("", work.what, work.kernel, (work.unquantized, work.quantized), longest, ""))
     head = "".join(f"<th class='{'num' if name.endswith(' us') else ''}'>{name}</th>" for name in WORK_COLUMNS)
     notes = [f"<p class='soft'>{escape(sentences[0])}</p>"]
     notes += [f"<p class='warning'>{escape(line)}</p>" for line in sentences[1:]]
@@ -190,13 +189,11 @@ def _work(report: ReportData) -> str:
 def _work_row(
     layer: str, what: str, kernel: str, times: tuple[float | None, float | None], scale: float, kind: str
 ) -> str:
-    """A row of times without and with quantization, with a bar for each whose full width is `scale`."""
-    bars, columns = "", tuple(zip(("was", "now"), times, strict=True))
-    for name, us in columns:
+    """A row of times without and with quantization, a bar for each; `scale` is the time of a full bar."""
+    bars = numbers = ""
+    for name, us in zip(("was", "now"), times, strict=True):
         bars += f"<i class='{name}' style='width:{100 * us / scale:.2f}%'></i>" if us is not None and scale else ""
-    numbers = "".join(
-        f"<td class='num {name}'>{us_text(us)}</td>" for name, us in zip(("was", "now"), times, strict=True)
-    )
+        numbers += f"<td class='num {name}'>{us_text(us)}</td>"
     return (
         f"<tr class='{kind}'><td class='mono'>{layer}</td><td class='what'>{what}</td><td>{escape(kernel)}</td>"
         f"{numbers}<td class='track'>{bars}</td></tr>"
@@ -229,11 +226,10 @@ def _matrix(layers: Sequence[Layer]) -> str:
         for i, (operand, direction) in enumerate(operands)
     )
     body = []
-    for name, repeats, decisions in layers:
-        times = f"<span class='times'>×{repeats}</span>" if repeats > 1 else ""
-        for site in dict.fromkeys(d.site for d in decisions):
-            cells = "".join(_cells(gemm, [d for d in decisions if d.site == site]) for gemm in gemms)
-            body.append(f"<tr><td class='mono'>{escape(name)}{times}</td>{cells}</tr>")
+    for layer in layers:
+        for site in dict.fromkeys(d.site for d in layer.decisions):
+            cells = "".join(_cells(gemm, [d for d in layer.decisions if d.site == site]) for gemm in gemms)
+            body.append(f"<tr><td class='mono'>{_name(layer)}</td>{cells}</tr>")
     kinds = {_family(d) for layer in layers for d in layer.decisions}
     legend = "".join(
         f"<span class='cell {family}'>{meaning}</span>" for family, meaning in FAMILIES.items() if family in kinds
@@ -245,8 +241,12 @@ def _matrix(layers: Sequence[Layer]) -> str:
     )
 
 
+def _name(layer: Layer) -> str:
+    return escape(layer.name) + (f"<span class='times'>×{layer.repeats}</span>" if layer.repeats > 1 else "")
+
+
 def _cells(gemm: Gemm, decisions: Sequence[Decision]) -> str:
-    """The cells of one GEMM of one matmul: left operand, then right; empty where the GEMM is not run."""
+    """The cells of one GEMM of one matmul, left operand then right; empty if the GEMM does not run."""
     operands = [d for d in decisions if d.gemm == gemm]
     if not operands:
         return "<td class='edge'></td><td></td>"

@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from fxquant.cost.work import Work
 from fxquant.decisions import Decision
-from fxquant.report.data import ReportData, result
+from fxquant.report.data import EpilogueGemm, ReportData, result
 
 
 def dumps(report: ReportData) -> str:
@@ -18,32 +19,24 @@ def dumps(report: ReportData) -> str:
         "unused": report.unused,
         "breaks": report.breaks,
         "estimate": report.time(),
-        "work": [
-            {
-                "layer": name,
-                "what": work.what,
-                "kernel": work.kernel,
-                "unquantized_us": work.unquantized,
-                "quantized_us": work.quantized,
-            }
-            for name, _, work in report.work()
-        ],
-        "epilogues": [
-            {
-                "layer": gemm.layer,
-                "graph": gemm.graph,
-                "size": gemm.problem.size,
-                "epilogue": gemm.problem.epilogue,
-                "kernel": str(gemm.chosen(report.card)),
-            }
-            for gemm in report.epilogues
-        ],
+        "work": [{"layer": name, **_work(work)} for name, _, work in report.work()],
+        "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues],
         "again": report.again,
         "losses": [asdict(loss) for loss in report.losses],
         "decisions": [_plain(d) for d in report.decisions],
         "graphs": report.graphs,
     }
     return json.dumps(content, indent=1)
+
+
+def _work(work: Work) -> dict[str, Any]:
+    times = {"unquantized_us": work.unquantized, "quantized_us": work.quantized}
+    return {"what": work.what, "kernel": work.kernel, **times}
+
+
+def _epilogue(gemm: EpilogueGemm, card: str) -> dict[str, str]:
+    sizes = {"size": gemm.problem.size, "epilogue": gemm.problem.epilogue}
+    return {"layer": gemm.layer, "graph": gemm.graph, **sizes, "kernel": str(gemm.chosen(card))}
 
 
 def _plain(decision: Decision) -> dict[str, Any]:

@@ -15,7 +15,7 @@ WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
 
 
 def text(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
-    """Tables, estimate, totals, unused parts of the recipe, graph breaks."""
+    """Tables, estimate, totals, unused parts of the recipe, graph breaks; see `table` for the arguments."""
     lines = [f"recipe: {report.recipe}"]
     if report.decisions:
         layers = report.layers(layer, collapse=collapse)
@@ -33,7 +33,10 @@ def text(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
 
 
 def table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
-    """One row per operand and GEMM."""
+    """One row per operand and GEMM, of the layers in whose name the regular expression `layer` is found.
+
+    `collapse` folds layers that differ in nothing but a number of their name, written as ``layers.{0..11}.mlp``.
+    """
     rows = [
         (name, role_text(d), str(d.gemm), str(d.direction), shape_text(d), result(d))
         for name, _, decisions in report.layers(layer, collapse=collapse)
@@ -43,7 +46,10 @@ def table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str
 
 
 def work_table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
-    """One row for each GEMM and cast with its kernel and, where rates exist, its estimated time."""
+    """One row for each GEMM and cast with its kernel and, where rates exist, its estimated time.
+
+    See `table` for the arguments; times are those of one layer.
+    """
     rows = [
         (name, work.what, work.kernel, *(us_text(us) for us in (work.unquantized, work.quantized)))
         for name, _, work in report.work(layer, collapse=collapse)
@@ -53,7 +59,10 @@ def work_table(report: ReportData, layer: str = "", *, collapse: bool = False) -
 
 
 def epilogue_table(report: ReportData, layer: str = "") -> str:
-    """One row for each GEMM on a GPU that has an epilogue, with the kernel that runs it."""
+    """One row for each GEMM on a GPU that has an epilogue, with the kernel that runs it; see `table` for `layer`.
+
+    Triton fuses the epilogue into the GEMM. Beside cuBLAS it is part of a kernel that Inductor makes.
+    """
     rows = [
         (gemm.layer or MODEL, gemm.graph, gemm.problem.size, gemm.problem.epilogue, str(gemm.chosen(report.card)))
         for gemm in report.epilogues
@@ -79,9 +88,8 @@ def verdict(report: ReportData) -> list[str]:
         return []
     if time["quantized_us"] is None:
         unrated = f"these dtypes or kernels on {time['card']}" if time["card"] in RATES else ""
-        line = f"estimate: none, no measured rates for {unrated or time['card']}"
-        line += "" if unrated else f" (known: {', '.join(RATES)})"
-        return [line, *_warnings(report)]
+        subject = unrated or f"{time['card']} (known: {', '.join(RATES)})"
+        return [f"estimate: none, no measured rates for {subject}", *_warnings(report)]
     before, after = time["unquantized_us"], time["quantized_us"]
     line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
     line += f"{time_text(after)} quantized ({before / after:.2f}x)"
@@ -124,7 +132,7 @@ def _no_such_layer(report: ReportData, layer: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns; the last one keeps its own width."""
+    """Rows of text in aligned columns; the last column keeps its widths."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows

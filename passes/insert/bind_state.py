@@ -122,10 +122,9 @@ def _input(graph: fx.Graph, name: str) -> fx.Node:
 def _update(
     graph: fx.Graph, inputs: dict[str, fx.Node], request: DelayedScalingRequest, training: bool, group: str | None
 ) -> _Bound:
-    names = ("scale", "history", "forward_amax", "backward_amax", "step", "fp8_max")
     tracer = fx.proxy.GraphAppendingTracer(graph)
     on_proxies: Any = update
-    new_scale, new_history = on_proxies(*(fx.Proxy(inputs[name], tracer) for name in names), request, group)
+    new_scale, new_history = on_proxies({name: fx.Proxy(node, tracer) for name, node in inputs.items()}, request, group)
     scale = new_scale.node
     if not training:
         return _Bound(scale)
