@@ -245,10 +245,11 @@ def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str
 
 def written_by(launch: Mapping[str, Any]) -> list[str]:
     """Returns the names of the arguments that a launch writes, from those of its `triton_kernel_wrapper_mutation`."""
-    kernel = triton_kernel_wrap.kernel_side_table.get_kernel(launch["kernel_idx"])
+    table = triton_kernel_wrap.kernel_side_table
+    kernel = table.get_kernel(launch["kernel_idx"])
     declared = _declared(kernel)
     assert declared is not None, kernel
-    return declared(launch["kwargs"])
+    return declared({**launch["kwargs"], **table.get_constant_args(launch["constant_args_idx"])})
 
 
 _recomputable: ContextVar[tuple[OpOverloadPacket, ...]] = ContextVar("recomputable", default=())

@@ -37,11 +37,6 @@ _SQRT_HALF, _INV_SQRT_2PI = tl.constexpr(0.7071067811865476), tl.constexpr(0.398
 _SQRT_2_PI, _CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 
 
-def filled(inputs: Sequence[Tensor], unread: Tensor) -> list[Tensor]:
-    """As many inputs as the kernels take, `unread` in the place of those that a producer does not have."""
-    return [*inputs, *[unread] * (5 - len(inputs))]
-
-
 def reads(name: str | None) -> bool:
     """Whether nothing is computed of what is read."""
     return name in (None, IDENTITY.name, JOINED_HEADS.name)

@@ -17,15 +17,15 @@ from fxquant.formats import MX_MODES, QuantSpec
 from fxquant.kernels.cast.codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR
 from fxquant.kernels.cast.triton_tile import block_amax, spread
 
-NONE, GIVEN, PER_TENSOR, PER_ROW, BLOCK, MX = (tl.constexpr(i) for i in range(6))
-"""How a side is scaled: not wanted, by a multiplier, from an amax of the tensor or of each row, or in blocks."""
+GIVEN, PER_TENSOR, PER_ROW, BLOCK, MX = (tl.constexpr(i) for i in range(5))
+"""How a side is scaled: by a multiplier, from an amax of the tensor or of each row, or in blocks."""
 _KINDS = {"per_tensor": PER_TENSOR, "per_row": PER_ROW, "block": BLOCK, "mxfp8": MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
 AT_KIND, AT_P, AT_Q, AT_FMAX, AT_LOG, AT_MANTISSA, AT_MODE, AT_LARGEST, AT_EPS, AT_POW2, AT_BELOW, AT_MOST = (
     tl.constexpr(i) for i in range(12)
 )
-"""What a kernel is told about a side, by its place in SIDE; blocks are of P rows and Q columns of the tile."""
+"""The places in SIDE of the numbers that describe a side; its blocks have P rows and Q columns of the tile."""
 
 
 @triton.jit
@@ -37,9 +37,7 @@ def _quotient(m):
     """
     if INTERPRETED:
         return tl.div_rn(tl.full(m.shape, 1.75, tl.float32), m)
-    y = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], dtype=tl.float32, is_pure=True, pack=1
-    )  # fmt: skip
+    y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], tl.float32, is_pure=True, pack=1)
     y = tl.fma(tl.fma(-m, y, 1.0), y, y)
     q = 1.75 * y
     return tl.fma(tl.fma(-q, m, 1.75), y, q)
@@ -117,7 +115,7 @@ def _e8m0(amax, SIDE: tl.constexpr):
 
 @triton.jit
 def _block_scale(amax, SIDE: tl.constexpr):
-    """What elements of blocks with these amaxes are multiplied by, and the scales to store."""
+    """Returns the multipliers of blocks with these amaxes, and the scales to store."""
     if SIDE[AT_KIND] == MX:
         code = _e8m0(amax, SIDE)
         factor, stored = _power(254 - code), code.to(tl.uint8)
@@ -150,7 +148,7 @@ def _store_scales(
 
 @triton.jit
 def _line_factor(amax, scale, at, length, first, SIDE: tl.constexpr):
-    """What the lines `at` of an axis of `length` are multiplied by; the `first` tile stores their scales."""
+    """Returns the multipliers of the lines `at` of an axis of `length`; the `first` tile stores their scales."""
     inside = at < length
     factor = side_multiplier(tl.load(amax + at, mask=inside, other=1.0), SIDE)
     if first:
@@ -160,12 +158,13 @@ def _line_factor(amax, scale, at, length, first, SIDE: tl.constexpr):
 
 @triton.jit
 def side_factors(
-    parts, arg, scale, rows, columns, row_step, column_step, first_row, first_column, down, across, M, K,
-    COLUMN: tl.constexpr, SIDE: tl.constexpr, LAYOUT: tl.constexpr,
+    parts, arg, scale, scale_place, first_row, first_column, down, across, M, K, COLUMN: tl.constexpr,
+    SIDE: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """What the four parts of a tile are multiplied by for one side, whose scales it stores.
+    """Returns the multipliers of the four parts of a tile for one side, and stores the side's scales.
 
-    `scale` has `rows` x `columns` of them in tile order. `arg` holds what the scales are made of, if not of the tile.
+    `scale_place` has the numbers of scales along rows and columns, in tile order, and their strides. `arg` holds the
+    multiplier, or the amaxes of the tensor or of its lines.
     """
     KIND: tl.constexpr = SIDE[AT_KIND]
     P: tl.constexpr = SIDE[AT_P]
@@ -203,20 +202,19 @@ def side_factors(
         # a 32x32 tile's code stands in each of its rows, of the side's own orientation
         DOWN: tl.constexpr = P if KIND == MX and Q > 1 and not COLUMN else 1
         ACROSS: tl.constexpr = Q if KIND == MX and P > 1 and COLUMN else 1
+        rows, columns, row_step, column_step = scale_place
         row, column = first_row // P * DOWN, first_column // Q * ACROSS
         _store_scales(stored, scale, row, column, rows, columns, row_step, column_step, DOWN, ACROSS)
     return factors
 
 
 def side_constants(
-    spec: QuantSpec | None, dtype: torch.dtype, *, columnwise: bool = False, given: bool = False
+    spec: QuantSpec, dtype: torch.dtype, *, columnwise: bool = False, given: bool = False
 ) -> tuple[Any, ...]:
-    """What a kernel is told of the scaling of one side of an x of this dtype; None for a side that is not wanted.
+    """Returns the numbers that describe the scaling of one side of an x of this dtype, in the order of `AT_KIND` on.
 
-    `given` says that the multiplier of a tensor is, and not its amax.
+    `given` says that the kernel gets the multiplier of a tensor, and not its amax.
     """
-    if spec is None:
-        return (NONE.value, 1, 1, 1.0, 0, 0, 0, 1.0, 0.0, False, 0.0, 0.0)
     element = spec.row.element
     assert element is not None
     kind = GIVEN if given else _KINDS[spec.row.family]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,misc"
-"""The tile of a Triton cast: its axes, and the amaxes of its blocks, rows and columns.
+"""The tile of a Triton cast: its axes, the amaxes of its blocks, rows and columns, and the stores of its payloads.
 
 Inductor copies the source of what a kernel calls under the name it is called by: import these by their own names.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from fxquant.kernels.cast.codes import codes
 
 
 @triton.jit
@@ -18,6 +20,16 @@ def axis_range(SIZE: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr = 5):
         if axis != AXIS:
             i = tl.expand_dims(i, axis)
     return i
+
+
+@triton.jit
+def tile_axes(LAYOUT: tl.constexpr):
+    """Returns the first row of each thread, all rows, the first of four columns, and all rows and columns as 6 axes."""
+    R: tl.constexpr = LAYOUT[4]
+    first_down = (axis_range(LAYOUT[3], 3) * LAYOUT[1] + axis_range(LAYOUT[1], 1)) * R
+    down = first_down + axis_range(R, 4)
+    across = (axis_range(LAYOUT[2], 2) * LAYOUT[0] + axis_range(LAYOUT[0], 0)) * 4
+    return first_down, down, across, tl.expand_dims(down, 5), tl.expand_dims(across, 5) + axis_range(4, 5, 6)
 
 
 @triton.jit
@@ -73,6 +85,31 @@ def spread(v, LAYOUT: tl.constexpr):
         F: tl.constexpr = v.shape[0]
         v = tl.reshape(tl.broadcast_to(tl.expand_dims(v, 2), (F, B, LM // B, C, D, E)), (F, LM, C, D, E))
     return v
+
+
+@triton.jit
+def store_rows(parts, factors, data, first, padded_K, down, across, inside, E5M2: tl.constexpr):
+    """Casts four parts of a tile times their factors and stores them as they lie, from the element `first` on."""
+    a, b, c, d = parts
+    words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], E5M2)
+    out = data.to(tl.pointer_type(tl.uint32), bitcast=True) + first // 4
+    # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
+    place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
+    tl.store(out + place, words, mask=inside)
+
+
+@triton.jit
+def store_columns(
+    parts, factors, data, first, padded_M, first_down, first_column, across, K, inside, E5M2: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Casts four parts of a tile times their factors and stores them transposed, from the element `first` on."""
+    R: tl.constexpr = LAYOUT[4]
+    out = data.to(tl.pointer_type(tl.uint32), bitcast=True) + first // 4
+    for j in tl.static_range(4):
+        a, b, c, d = four_columns(parts[j] * factors[j], R // 4, LAYOUT)
+        place = (across + j) * (padded_M // 4) + first_down // 4 + axis_range(R // 4, 4)
+        tl.store(out + place, codes(a, b, c, d, E5M2), mask=(first_column + across + j < K) & inside)
 
 
 @triton.jit

@@ -116,31 +116,15 @@ def grouped_cast_kernel(
     x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, strips, G, rows, column_units, K,
     row_units, x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
     column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step,
-    ROW_KIND: tl.constexpr, ROW_P: tl.constexpr, ROW_Q: tl.constexpr, ROW_FMAX: tl.constexpr, ROW_LOG: tl.constexpr,
-    ROW_MANTISSA: tl.constexpr, ROW_MODE: tl.constexpr, ROW_LARGEST: tl.constexpr, ROW_EPS: tl.constexpr,
-    ROW_POW2: tl.constexpr, ROW_TORCHAO_BELOW: tl.constexpr, ROW_TORCHAO_MOST: tl.constexpr,
-    COLUMN_KIND: tl.constexpr, COLUMN_P: tl.constexpr, COLUMN_Q: tl.constexpr, COLUMN_FMAX: tl.constexpr,
-    COLUMN_LOG: tl.constexpr, COLUMN_MANTISSA: tl.constexpr, COLUMN_MODE: tl.constexpr,
-    COLUMN_LARGEST: tl.constexpr, COLUMN_EPS: tl.constexpr, COLUMN_POW2: tl.constexpr,
-    COLUMN_TORCHAO_BELOW: tl.constexpr, COLUMN_TORCHAO_MOST: tl.constexpr,
-    BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr, STRIP: tl.constexpr, LK: tl.constexpr,
-    LM: tl.constexpr, WK: tl.constexpr, WM: tl.constexpr, R: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr,
+    STRIP: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
 
     BACKWARDS after a kernel of amaxes: what that has read last is still in the cache.
     """
-    LAYOUT: tl.constexpr = (LK, LM, WK, WM, R)
-    HEIGHT: tl.constexpr = R * LM * WM
-    WIDTH: tl.constexpr = 4 * LK * WK
-    ROW: tl.constexpr = (
-        ROW_KIND, ROW_P, ROW_Q, ROW_FMAX, ROW_LOG, ROW_MANTISSA, ROW_MODE, ROW_LARGEST, ROW_EPS, ROW_POW2,
-        ROW_TORCHAO_BELOW, ROW_TORCHAO_MOST,
-    )  # fmt: skip
-    COLUMN: tl.constexpr = (
-        COLUMN_KIND, COLUMN_P, COLUMN_Q, COLUMN_FMAX, COLUMN_LOG, COLUMN_MANTISSA, COLUMN_MODE, COLUMN_LARGEST,
-        COLUMN_EPS, COLUMN_POW2, COLUMN_TORCHAO_BELOW, COLUMN_TORCHAO_MOST,
-    )  # fmt: skip
+    HEIGHT: tl.constexpr = LAYOUT[1] * LAYOUT[3] * LAYOUT[4]
+    WIDTH: tl.constexpr = 4 * LAYOUT[0] * LAYOUT[2]
     tiles = tl.cdiv(row_units * 16, WIDTH)
     program = tl.program_id(0)
     if BACKWARDS:
@@ -162,17 +146,14 @@ def grouped_cast_kernel(
 
 @triton.jit
 def whole_rows_kernel(
-    x, row_data, row_scale, column_amax, strips, rows, padded_rows, K, row_units, x_step,
-    KIND: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, FMAX: tl.constexpr, LOG: tl.constexpr,
-    MANTISSA: tl.constexpr, MODE: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
-    BELOW: tl.constexpr, MOST: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr,
-    HEIGHT: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    x, row_data, row_scale, column_amax, strips, rows, padded_rows, K, row_units, x_step, SIDE: tl.constexpr,
+    COLUMN: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr, HEIGHT: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
     """HEIGHT rows of x [M, K] quantized by their amaxes, and with COLUMN the amaxes of columns, from one read.
 
     The latter, of each group, [G, K], go into a zeroed float32 buffer.
     """
-    SIDE: tl.constexpr = (KIND, P, Q, FMAX, LOG, MANTISSA, MODE, LARGEST, EPS, POW2, BELOW, MOST)
     parts: tl.constexpr = STRIP // HEIGHT
     group, local, start, end, _, _ = strip_of(tl.program_id(0) // parts, strips, rows, padded_rows, STRIP, BATCH)
     first = start + local + (tl.program_id(0) % parts) * HEIGHT
@@ -229,11 +210,11 @@ def _place(
     if offs is None:
         groups, rows = x.shape[:2]
         size = _up(rows, alignment)
-        return _Place((groups, rows, size, groups * _cdiv(size, _STRIP)), unread)
+        return _Place((groups, rows, size, groups * triton.cdiv(size, _STRIP)), unread)
     groups, rows = offs.shape[0], x.shape[0]
     size = grouped_reference.padded_rows(rows, groups, alignment)
     count = size // _STRIP + (groups + 2 if every or alignment % _STRIP else 0)
-    programs = _cdiv(count, _ENTRIES)
+    programs = triton.cdiv(count, _ENTRIES)
     strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
     wrap_triton(strips_kernel)[(programs,)](
         offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, every, in_step,
@@ -248,7 +229,7 @@ def _take(
 ) -> None:  # fmt: skip
     groups, rows, size, count = place.sizes
     warps, height = 2, 8
-    wrap_triton(grouped_amax_kernel)[(count * _cdiv(x.shape[-1], 256),)](
+    wrap_triton(grouped_amax_kernel)[(count * triton.cdiv(x.shape[-1], 256),)](
         x, row_amax, column_amax, place.strips, groups, rows, size, x.shape[-1], x.stride(-2), by_row, by_column,
         by_group, batch, _STRIP, warps, height, num_warps=warps,
     )  # fmt: skip
@@ -316,12 +297,12 @@ def quantize(
     right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
     layout = _COLUMNS_ALONE if row is None and in_step and not batch else triton_cast.tile_layout(row, column)
     lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout
-    row_units = _cdiv(left.data.shape[-1] if row is not None else inner, 16)
-    grid = (count * (_STRIP // (thread_rows * lanes_m * warps_m)) * _cdiv(16 * row_units, 4 * lanes_k * warps_k),)
+    row_units = triton.cdiv(left.data.shape[-1] if row is not None else inner, 16)
+    grid = (count * (_STRIP // (thread_rows * lanes_m * warps_m)) * triton.cdiv(16 * row_units, 4 * lanes_k * warps_k),)
     wrap_triton(grouped_cast_kernel)[grid](
         x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
-        row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], *left.constants, *right.constants,
-        batch, in_step and not batch, by_row or taken, _STRIP, *layout, num_warps=warps_k * warps_m,
+        row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], left.constants, right.constants,
+        batch, in_step and not batch, by_row or taken, _STRIP, layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*made, *left.parts, *right.parts]
 
@@ -361,14 +342,14 @@ def _whole_rows(
     """x quantized by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
     assert spec.row.element is not None
     *lines, inner = x.shape
-    units = _cdiv(inner, 16)
+    units = triton.cdiv(inner, 16)
     data = torch.empty([*lines, 16 * units], dtype=spec.row.element.dtype, device=x.device)
     scale = torch.empty([*lines, 1], dtype=torch.float32, device=x.device)
     _, rows, size, count = place.sizes
-    warps = triton.next_power_of_2(_cdiv(inner, 256))
+    warps = triton.next_power_of_2(triton.cdiv(inner, 256))
     wrap_triton(whole_rows_kernel)[(count * (_STRIP // _HEIGHT),)](
         x, data, scale, unread if column_amax is None else column_amax, place.strips, rows, size, inner, units,
-        x.stride(-2), *side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
+        x.stride(-2), side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
         _ROWS_AT_ONCE if warps < _MOST_WARPS else _ROWS_AT_ONCE_OF_MOST, warps, num_warps=warps,
     )  # fmt: skip
     return [data, scale]
@@ -383,7 +364,7 @@ class _Side:
     arg: Tensor
     steps: tuple[Any, ...]
     """From one group's scales to the next, how many along rows and columns, and their strides."""
-    constants: tuple[Any, ...]
+    constants: tuple[Any, ...] | None
     parts: list[Tensor]
 
 
@@ -392,8 +373,7 @@ def _side_of(
     padded_rows: Any, unread: Tensor, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     if spec is None:
-        constants = side_constants(None, x.dtype)
-        return _Side(unread, unread, unread, (0, 0, 0, 0, 0), constants, [])
+        return _Side(unread, unread, unread, (0, 0, 0, 0, 0), None, [])
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
     batch = [x.shape[0]] if offs is None else []
@@ -408,7 +388,7 @@ def _side_of(
         ragged = [groups, lines] if columnwise else [lines, 1]
         scale = torch.empty([*batch, lines, 1] if batch else ragged, dtype=torch.float32, device=x.device)
         return _Side(data, scale, amax, (lines if columnwise else 0, 0, 0, 0, 0), constants, [data, scale])
-    scale_rows, scale_columns = _cdiv(lines, row.block[0]), length // row.block[1]
+    scale_rows, scale_columns = triton.cdiv(lines, row.block[0]), length // row.block[1]
     dtype = torch.uint8 if row.family == "mxfp8" else torch.float32
     transposed = row.family == "block" and row.block[0] == 1
     apart = scale_rows * scale_columns
@@ -443,17 +423,15 @@ def clear(out: Tensor, offs: Tensor) -> Tensor:
     weights = out.ndim == 3
     rows, size = (out.shape[0], out.shape[1] * out.shape[2]) if weights else out.shape
     count, block = (32, 1024) if weights else (64, 256)
-    programs = rows * _cdiv(size, count * block) if weights else _cdiv(rows, count) * _cdiv(size, block)
+    programs = (
+        rows * triton.cdiv(size, count * block) if weights else triton.cdiv(rows, count) * triton.cdiv(size, block)
+    )
     wrap_triton(clear_kernel)[(programs,)](out, offs, offs.shape[0], rows, size, weights, count, block, num_warps=4)
     return out
 
 
-def _cdiv(size: Any, by: int) -> Any:
-    return (size + by - 1) // by
-
-
 def _up(size: Any, to: int) -> Any:
-    return _cdiv(size, to) * to
+    return triton.cdiv(size, to) * to
 
 
 for _kernel in (strips_kernel, grouped_amax_kernel, grouped_cast_kernel, whole_rows_kernel, clear_kernel):

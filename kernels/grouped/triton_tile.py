@@ -17,13 +17,12 @@ from fxquant.kernels.cast.triton_scales import (
     BLOCK,
     GIVEN,
     MX,
-    NONE,
     PER_ROW,
     side_factors,
     side_inverse,
     side_multiplier,
 )
-from fxquant.kernels.cast.triton_tile import axis_range, four_columns, raise_rows
+from fxquant.kernels.cast.triton_tile import axis_range, four_columns, raise_rows, store_columns, store_rows, tile_axes
 
 
 @triton.jit
@@ -112,26 +111,18 @@ def cast_tile(
     padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes the tile at the row `local` of a group, whose place is as `triton_grouped_cast.strip_of` gives it.
+    """Quantizes the tile at the row `local` of a group, whose place is as `triton_cast.strip_of` gives it.
 
     IN_STEP that row may be before the group's first, which it is in one tile of each column.
 
     Tiles, their layout, scales and units are those of `cast_kernel`. A group's scales, and what they come
     from, are `*_scale_group` apart.
     """
-    LK: tl.constexpr = LAYOUT[0]
-    LM: tl.constexpr = LAYOUT[1]
-    WK: tl.constexpr = LAYOUT[2]
-    WM: tl.constexpr = LAYOUT[3]
-    R: tl.constexpr = LAYOUT[4]
     padded_M = column_units * 16
     padded_K = row_units * 16
     padded_size = padded_end - padded_start
     first_row = start + local
-    first_down = (axis_range(WM, 3) * LM + axis_range(LM, 1)) * R
-    down = first_down + axis_range(R, 4)
-    across = (axis_range(WK, 2) * LK + axis_range(LK, 0)) * 4
-    down_6, across_6 = tl.expand_dims(down, 5), tl.expand_dims(across, 5) + axis_range(4, 5, 6)
+    first_down, down, across, down_6, across_6 = tile_axes(LAYOUT)
     left = end - first_row
     wide_row = first_row.to(tl.int64)
     source = x + (wide_row * x_step + first_column)
@@ -139,10 +130,10 @@ def cast_tile(
     if IN_STEP:
         inside &= down_6 >= -local
     tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
-    parts = four_columns(tile, R, LAYOUT)
+    parts = four_columns(tile, LAYOUT[4], LAYOUT)
     known = tl.minimum(group, G - 1).to(tl.int64)
     once = tl.maximum(local, 0) + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
-    if ROW[AT_KIND] != NONE:
+    if ROW is not None:
         row_at = 0
         row_left = left
         row_scale += known * row_scale_group
@@ -158,17 +149,14 @@ def cast_tile(
         else:
             row_scale += wide_row * row_scale_step
         factors = side_factors(
-            parts, row_arg, row_scale, row_left, row_scale_columns, row_scale_step, row_scale_column_step, row_at,
+            parts, row_arg, row_scale, (row_left, row_scale_columns, row_scale_step, row_scale_column_step), row_at,
             first_column, down, across, left, K, False, ROW, LAYOUT,
         )  # fmt: skip
-        a, b, c, d = parts
-        words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], ROW[AT_MANTISSA] == 2)
-        out = row_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (wide_row * padded_K + first_column) // 4
-        place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
         in_group = (down < left) & (down >= -local) if IN_STEP else down < left
-        tl.store(out + place, words, mask=in_group & (first_column + across < padded_K))
-    if COLUMN[AT_KIND] != NONE:
+        in_group = in_group & (first_column + across < padded_K)
+        first = wide_row * padded_K + first_column
+        store_rows(parts, factors, row_data, first, padded_K, down, across, in_group, ROW[AT_MANTISSA] == 2)
+    if COLUMN is not None:
         column_at = once
         blocks_left = 0
         column_scale += known * column_scale_group
@@ -179,20 +167,18 @@ def cast_tile(
         else:
             column_arg += known * column_scale_group
         factors = side_factors(
-            parts, column_arg, column_scale, blocks_left, column_scale_columns, column_scale_step,
-            column_scale_column_step, column_at, first_column, down, across, left, K, True, COLUMN, LAYOUT,
+            parts, column_arg, column_scale,
+            (blocks_left, column_scale_columns, column_scale_step, column_scale_column_step), column_at, first_column,
+            down, across, left, K, True, COLUMN, LAYOUT,
         )  # fmt: skip
         column = first_column.to(tl.int64)
         if BATCH:
             column += known * K
-        first = tl.multiple_of(padded_start + local, 16)
-        out = column_data.to(tl.pointer_type(tl.uint32), bitcast=True)
-        out += (column * padded_M + first) // 4
-        for j in tl.static_range(4):
-            a, b, c, d = four_columns(parts[j] * factors[j], R // 4, LAYOUT)
-            words = codes(a, b, c, d, COLUMN[AT_MANTISSA] == 2)
-            place = (across + j) * (padded_M // 4) + first_down // 4 + axis_range(R // 4, 4)
-            mask = (first_column + across + j < K) & (local + first_down < padded_size)
-            if IN_STEP:
-                mask &= first_down >= -local
-            tl.store(out + place, words, mask=mask)
+        first = column * padded_M + tl.multiple_of(padded_start + local, 16)
+        in_padded = local + first_down < padded_size
+        if IN_STEP:
+            in_padded &= first_down >= -local
+        store_columns(
+            parts, factors, column_data, first, padded_M, first_down, first_column, across, K, in_padded,
+            COLUMN[AT_MANTISSA] == 2, LAYOUT,
+        )  # fmt: skip

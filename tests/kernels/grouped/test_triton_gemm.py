@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from interpreting import interpret, run_interpreted
 
+from fxquant.compat.patches import written_by
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
 from fxquant.formats import QuantSpec
 from fxquant.kernels.grouped import fp8 as grouped_gemm
@@ -42,7 +43,7 @@ def test_launches_of_groups_in_both_directions() -> None:
         assert supported_groups.takes(x, offs, spec, spec)
         run = make_fx(lambda x, offs: triton_grouped_cast.quantize(x, offs, spec, spec), tracing_mode="fake")
         nodes = [n for n in run(x, offs).graph.nodes if n.target is triton_kernel_wrapper_mutation]
-        return [triton_grouped_cast.written(n.kwargs["kwargs"]) for n in nodes]
+        return [written_by(n.kwargs) for n in nodes]
 
     x, offs = torch.randn(70, 48).bfloat16(), torch.tensor([3, 3, 40, 60], dtype=torch.int32)
     rows, columns = ["row_data", "row_scale"], ["column_data", "column_scale"]
