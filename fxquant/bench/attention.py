@@ -7,7 +7,6 @@ forward kernel alone, on operands that are quantized already. On CUDA calls run 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,7 @@ from torch import Tensor
 from fxquant import recipes
 from fxquant.backend.backend import Backend
 from fxquant.bench.inference import Inference
-from fxquant.bench.rounds import Row
-from fxquant.compat.private import inductor_config
+from fxquant.bench.rounds import Row, compiling
 from fxquant.formats import AttentionSpec, QuantSpec, Step
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import ops as attention_ops
@@ -28,9 +26,9 @@ from fxquant.quantizers import DelayedScalingRequest, Float8HeadQuantizer, Ident
 
 KERNEL = "fp8 kernel"
 FP8_BACKWARD = " + fp8 backward"
-"""The end of the name of a provider that quantizes the gradients too."""
+"""The suffix of a provider that quantizes the gradients too."""
 _BLOCKS = {"fp8 heads": None, "fp8 blocks": 128}
-"""Positions that share a scale; None for all of a head."""
+"""The positions that share a scale, by provider; None for all of a head."""
 DELAYED = "fp8 delayed"
 _FP8 = (*_BLOCKS, DELAYED)
 PROVIDERS = ("bf16", KERNEL, *_FP8, *(f"{name}{FP8_BACKWARD}" for name in _FP8))
@@ -38,7 +36,7 @@ PROVIDERS = ("bf16", KERNEL, *_FP8, *(f"{name}{FP8_BACKWARD}" for name in _FP8))
 
 @dataclass(frozen=True)
 class Attention(Inference):
-    """Sizes of an attention of one sequence, and if its backward is timed too."""
+    """Sizes of an attention of one sequence; `backward` times its backward too."""
 
     length: int
     causal: bool
@@ -60,11 +58,11 @@ class Attention(Inference):
         torch.manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         q, k, v, do = (torch.randn(1, h, self.length, self.width, dtype=torch.bfloat16, device=device) for h in heads)
-        started = time.perf_counter()
-        with inductor_config.patch(force_disable_caches=True):
+        row: Row = {}
+        with compiling(row):
             call = prepare(provider, self, q, k, v, do)
             call()
-        return [call], {"compile_s": f"{time.perf_counter() - started:.1f}"}
+        return [call], row
 
 
 _CASES = [(length, causal, 32) for length in (4096, 16384) for causal in (False, True)]

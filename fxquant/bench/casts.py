@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fxquant.backend.backend import Backend
-from fxquant.bench.rounds import Contender, Row, Turns, attempt, medians, time_in_turn, times_text
-from fxquant.compat.private import unlimited_recompiles
+from fxquant.bench.rounds import Contender, Problem, Row, Turns, times_text
 from fxquant.formats import QuantSpec
 
 SPECS = (
@@ -23,8 +22,8 @@ PROVIDERS = ("copy", *SPECS)
 
 
 @dataclass(frozen=True)
-class Cast:
-    """A matrix to quantize, in both directions from one tensor or in the columnwise one alone."""
+class Cast(Problem):
+    """A matrix to quantize in both directions or in the columnwise one alone."""
 
     m: int
     k: int
@@ -33,33 +32,28 @@ class Cast:
     def __str__(self) -> str:
         return f"{self.m}x{self.k} {'both' if self.directions == 2 else 'columnwise'}"
 
+    def contender(self, provider: str, turns: Turns) -> Contender:
+        x = torch.randn(self.m, self.k, dtype=torch.bfloat16, device=turns.device)
+        return Contender(provider, cast_step(provider, self, x))
+
+    def gemms(self, provider: str, turns: Turns) -> str:
+        return ""
+
+    def columns(self, contender: Contender, ms: Mapping[str, float], turns: Turns) -> Row:
+        name, row = contender.name, times_text(contender.times)
+        if name != "copy" and "copy" in ms:
+            least = self.least_bytes(name) / (4 * self.m * self.k)
+            row["of_copy"] = f"{least * ms['copy'] / ms[name]:.0%}"
+        return row
+
     def least_bytes(self, spec: str) -> int:
-        """One read and one write each, and another read where an amax of the tensor or of a row comes first."""
+        """One read, a write for each direction, and another read if the amax of the tensor or of rows comes first."""
         reads = 2 if QuantSpec.parse(spec).row.family in ("per_tensor", "per_row") else 1
         return self.m * self.k * (2 * reads + self.directions)
 
 
 SIZES = tuple(Cast(16384, k, directions) for k in (4096, 14336) for directions in (2, 1))
 TINY = (Cast(128, 256, 2), Cast(128, 256, 1))
-
-
-def measure(providers: Sequence[str], size: Cast, turns: Turns) -> list[Row]:
-    """Times quantizations in turn, and the copy whose rate they are held to."""
-    torch.compiler.reset()
-    x = torch.randn(size.m, size.k, dtype=torch.bfloat16, device=turns.device)
-    with unlimited_recompiles():
-        contenders = [attempt(provider, lambda p: Contender(p, cast_step(p, size, x))) for provider in providers]
-        time_in_turn(contenders, turns)
-    ms = medians(contenders)
-    rows = []
-    for contender in contenders:
-        name = contender.name
-        row = {"provider": name, **contender.row, **(times_text(contender.times) if contender.times else {})}
-        if name != "copy" and name in ms and "copy" in ms:
-            least = size.least_bytes(name) / (4 * size.m * size.k)
-            row["of_copy"] = f"{least * ms['copy'] / ms[name]:.0%}"
-        rows.append(row)
-    return rows
 
 
 def cast_step(provider: str, size: Cast, x: Tensor) -> Callable[[], Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
-from fxquant.bench.inference import Inference
+from fxquant.bench.inference import Inference, quantized_program
 from fxquant.bench.providers import CALIBRATED, TORCHAO
-from fxquant.bench.rounds import Row
-from fxquant.compat.private import inductor_config
-from fxquant.export.program import quantize_program
+from fxquant.bench.rounds import Row, compiling
 
 PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise", *TORCHAO)
 _ROTATED = 200_000_000
@@ -52,12 +50,11 @@ class Decode(Inference):
             x = torch.randn(self.m, self.k, dtype=torch.bfloat16)
         bytes_of_weight = self.n * self.k * (2 if provider == "bf16" else 1)
         copies = 2 + _ROTATED // bytes_of_weight if cuda else 2
-        started = time.perf_counter()
-        with torch.no_grad(), inductor_config.patch(force_disable_caches=True):
+        row: Row = {}
+        with torch.no_grad(), compiling(row):
             layers = prepare(provider, model, x, copies)
             layers[0](x)
-        calls: list[Callable[[], Any]] = [torch.no_grad()(functools.partial(layer, x)) for layer in layers]
-        return calls, {"compile_s": f"{time.perf_counter() - started:.1f}"}
+        return [torch.no_grad()(functools.partial(layer, x)) for layer in layers], row
 
 
 SIZES = tuple(Decode(m, k, n) for k, n in ((4096, 14336), (8192, 28672)) for m in (1, 4, 16, 32, 64))
@@ -66,7 +63,7 @@ TINY = (Decode(1, 64, 96), Decode(16, 64, 96))
 
 
 def prepare(provider: str, model: nn.Linear, x: Tensor, copies: int) -> list[Callable[[Tensor], Tensor]]:
-    """Copies of the layer, each with a weight of its own in the provider's format, which share one compilation."""
+    """Copies of the layer, each with its own weight in the provider's format, that share one compilation."""
     backend = compiler(provider)
     if provider in ("bf16", *TORCHAO):
         if provider != "bf16":
@@ -81,22 +78,18 @@ def prepare(provider: str, model: nn.Linear, x: Tensor, copies: int) -> list[Cal
             quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
         call = torch.compile(lambda layer, x: layer(x), backend=backend, fullgraph=True, dynamic=False)
         return [functools.partial(call, copy.deepcopy(model)) for _ in range(copies)]
-    calibration = [x] if provider == CALIBRATED else None
-    program = quantize_program(
-        torch.export.export(model, (x,)), provider.removesuffix(" calibrated"), calibration=calibration
-    )
+    program = quantized_program(provider, torch.export.export(model, (x,)), (x,))
     module: nn.Module = program.module()
 
     def call_with(state: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(module, state, (x,))  # type: ignore[no-any-return]
 
     run = torch.compile(call_with, backend=backend, fullgraph=True, dynamic=False)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return [
-        functools.partial(run, {name: tensor.detach().clone() for name, tensor in state.items()}) for _ in range(copies)
-    ]
+    state = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+    clones = ({name: tensor.detach().clone() for name, tensor in state.items()} for _ in range(copies))
+    return [functools.partial(run, clone) for clone in clones]
 
 
 def compiler(provider: str) -> Any:
-    """The backend of a provider's layer; fxquant's lowers the operators of a quantized program, and adds none."""
+    """The backend of a provider's layer; fxquant's only lowers the operators of a quantized program."""
     return "inductor" if provider in ("bf16", *TORCHAO) else Backend("high_precision")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxquant.bench.inference import Inference
+from fxquant.bench.inference import Inference, quantized_program
 from fxquant.bench.providers import CALIBRATED
-from fxquant.bench.rounds import Row
+from fxquant.bench.rounds import Row, compiling
 from fxquant.compat.patches import compile_package
 from fxquant.compat.private import aoti_load_package
-from fxquant.export.program import aoti_compile_and_package, quantize_program
+from fxquant.export.program import aoti_compile_and_package
 
 PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise")
 
@@ -50,13 +49,11 @@ class Served(Inference):
             model, args = Block(self), arguments(self)
         program = torch.export.export(model, args)
         if provider != "bf16":
-            calibration = [args] if provider == CALIBRATED else None
-            program = quantize_program(program, provider.removesuffix(" calibrated"), calibration=calibration)
+            program = quantized_program(provider, program, args)
         weights = sum(tensor.nbytes for tensor in program.state_dict.values())
-        started = time.perf_counter()
-        run = package(provider, program)
-        compile_seconds = time.perf_counter() - started
-        row = {"compile_s": f"{compile_seconds:.1f}", "weights_gib": f"{weights / 2**30:.3f}"}
+        row = {"weights_gib": f"{weights / 2**30:.3f}"}
+        with compiling(row):
+            run = package(provider, program)
         return [torch.no_grad()(functools.partial(run, *args))], row
 
 

@@ -1,10 +1,14 @@
-"""A linear layer, and the floor of its time: its GEMMs alone, and the fewest bytes of its casts."""
+"""A linear layer in training, and the floor of its time.
+
+The floor is the time of its three GEMMs alone, on quantized operands, and of the fewest bytes of its casts at the rate
+of a copy, all timed in the same rounds.
+"""
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +17,15 @@ from torch import Tensor, nn
 
 from fxquant import recipes
 from fxquant.bench.providers import TORCHAO
-from fxquant.bench.rounds import Contender, failure
+from fxquant.bench.rounds import Contender, Turns, failure
+from fxquant.bench.training import Training
 from fxquant.kernels.linear import cublas
 from fxquant.quantizers import Quantizer
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Training):
     """Sizes of one linear layer: input [m, k], weight [n, k]."""
 
     m: int
@@ -31,12 +36,29 @@ class Linear:
         return f"{self.m}x{self.k}x{self.n}"
 
     def model(self) -> nn.Module:
-        """The layer, on the default device."""
         return nn.Linear(self.k, self.n, bias=False, dtype=torch.bfloat16)
 
     def input(self) -> Tensor:
-        """Normal values."""
         return torch.randn(self.m, self.k, dtype=torch.bfloat16)
+
+    def beside(self, providers: Iterable[str], turns: Turns) -> list[Contender]:
+        """A copy of the largest tensor, and the GEMMs of each provider alone."""
+        x = torch.randn(self.m, max(self.k, self.n), dtype=torch.bfloat16, device=turns.device)
+        y = torch.empty_like(x)
+        contenders = [Contender("copy", lambda: y.copy_(x))]
+        for name in dict.fromkeys(FLOORS.get(provider, provider) for provider in providers):
+            try:
+                contenders.append(_gemms_contender(name, self, turns.device))
+            except Exception as error:
+                print(f"no floor for {name}, {self}: {failure(error)}", file=sys.stderr)
+        return contenders
+
+    def floor(self, provider: str, ms: Mapping[str, float]) -> float | None:
+        gemms = ms.get(f"{FLOORS.get(provider, provider)} GEMMs")
+        if gemms is None or "copy" not in ms:
+            return None
+        bytes_per_ms = 4 * self.m * max(self.k, self.n) / ms["copy"]
+        return gemms + least_cast_bytes(provider, self) / bytes_per_ms
 
 
 SIZES = (
@@ -50,28 +72,6 @@ FLOORS = {
 """The recipe whose GEMMs a provider runs, for providers that have no recipe of that name."""
 
 
-def floors(
-    size: Linear, providers: Iterable[str], device: str
-) -> tuple[list[Contender], Callable[[str], float | None]]:
-    """More contenders to time, and a function that then gives the floor of a provider in milliseconds."""
-    copy = _copy_contender(size, device)
-    gemms_alone: dict[str, Contender] = {}
-    for name in dict.fromkeys(FLOORS.get(provider, provider) for provider in providers):
-        try:
-            gemms_alone[name] = _gemms_contender(name, size, device)
-        except Exception as error:
-            print(f"no floor for {name}, {size}: {failure(error)}", file=sys.stderr)
-
-    def floor(provider: str) -> float | None:
-        alone = gemms_alone.get(FLOORS.get(provider, provider))
-        if alone is None or not alone.times or not copy.times:
-            return None
-        bytes_per_ms = 4 * size.m * max(size.k, size.n) / statistics.median(copy.times)
-        return statistics.median(alone.times) + least_cast_bytes(provider, size) / bytes_per_ms
-
-    return [copy, *gemms_alone.values()], floor
-
-
 def least_cast_bytes(provider: str, size: Linear) -> int:
     """One read and two writes of input, weight and gradient, and another read where amaxes come first."""
     if provider == "bf16":
@@ -81,7 +81,7 @@ def least_cast_bytes(provider: str, size: Linear) -> int:
 
 
 def _gemms_contender(recipe: str, size: Linear, device: str) -> Contender:
-    """The three GEMMs of a linear alone, on operands that are quantized already; of bfloat16 for ``bf16``."""
+    """The three GEMMs of a linear alone, on quantized operands, or on bfloat16 for ``bf16``."""
     torch.manual_seed(0)
     with torch.device(device):
         shapes = ((size.m, size.k), (size.n, size.k), (size.m, size.n))
@@ -106,15 +106,8 @@ def _gemms_contender(recipe: str, size: Linear, device: str) -> Contender:
     return Contender(f"{recipe} GEMMs", step)
 
 
-def _copy_contender(size: Linear, device: str) -> Contender:
-    """A copy of the largest tensor of a linear."""
-    x = torch.randn(size.m, max(size.k, size.n), dtype=torch.bfloat16, device=device)
-    y = torch.empty_like(x)
-    return Contender("copy", lambda: y.copy_(x))
-
-
 def means(rows: Sequence[dict[str, str]], titles: dict[str, str]) -> list[list[str]]:
-    """The geometric means of the ratios of providers that were measured at several sizes, below their titles."""
+    """The titles, and below them the geometric means of the ratios of providers that were timed at several sizes."""
     by_provider: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         by_provider.setdefault(row["provider"], []).append(row)

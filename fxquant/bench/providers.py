@@ -12,12 +12,12 @@ from fxquant.quantizers import Float8HeadQuantizer
 
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 CACHED = ("rowwise cached", "float8_blockwise cached")
-"""Recipes whose weights stay quantized: all micro-batches of a step but the first."""
+"""The recipes whose weights stay quantized, as in all micro-batches of a step but the first."""
 LEAST = ("current_scaling least", "delayed_scaling least")
-"""Recipes whose forward keeps the least for its backward (docs/memory.md)."""
+"""The recipes whose forward keeps the least for its backward (docs/memory.md)."""
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
 ATTENTION = " + attention"
-"""The end of the name of a provider that quantizes attention too."""
+"""The suffix of a provider that quantizes attention too."""
 WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
 WITHOUT_ATTENTION = ("bf16", *QUANTIZED, *CACHED, *LEAST, *TORCHAO)
 PROVIDERS = (*WITHOUT_ATTENTION, *WITH_ATTENTION)
@@ -34,8 +34,8 @@ def installed(providers: Iterable[str]) -> list[str]:
 def recipe_of(provider: str) -> recipes.Recipe | None:
     """The recipe of a provider, or None for one that is not fxquant's.
 
-    With attention, its forward is in FP8 with a scale for each head, or with delayed scales where those of the linears
-    are, its backward in high precision.
+    With attention, its forward is in FP8 with a scale for each head, or with delayed scales like the linears, its
+    backward in high precision.
     """
     name = _recipe_name(provider)
     if name not in QUANTIZED or not provider.endswith(ATTENTION):

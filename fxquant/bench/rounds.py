@@ -1,14 +1,18 @@
-"""Times several contenders in turn, round after round, and writes their times as text."""
+"""Times the providers of a problem in turn, round after round, and writes their times as text."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from fxquant.bench.providers import gemms
+from fxquant.compat.private import inductor_config, unlimited_recompiles
 
 Row = dict[str, str]
 """A line of the table of results, by column."""
@@ -30,31 +34,79 @@ class Turns:
 
 @dataclass
 class Contender:
-    """A step to time in turn with others, the columns that are filled in already, and the milliseconds of each step."""
+    """A step of some calls to time in turn with others, the columns filled in so far, and milliseconds of each step."""
 
     name: str
     step: Callable[[], object]
     row: Row = field(default_factory=dict)
+    calls: int = 1
     times: list[float] = field(default_factory=list)
 
 
-def attempt(provider: str, make: Callable[[str], Contender]) -> Contender:
-    """A provider ready to be timed; one that fails is left out of the turns, and its row says why."""
+class Problem:
+    """A problem of some size that every provider solves in its own way; `str(problem)` is the size."""
+
+    def takes(self, provider: str) -> bool:
+        """Returns True if a provider has something to time."""
+        return True
+
+    def contender(self, provider: str, turns: Turns) -> Contender:
+        """Compiles the step of a provider; other tensors may be on the device already."""
+        raise NotImplementedError
+
+    def beside(self, providers: Iterable[str], turns: Turns) -> list[Contender]:
+        """More contenders, whose times are no rows of the table but part of its ratios."""
+        return []
+
+    def gemms(self, provider: str, turns: Turns) -> str:
+        """The column ``gemms``: ``native`` or ``emulated``."""
+        return gemms(provider, turns.device)
+
+    def columns(self, contender: Contender, ms: Mapping[str, float], turns: Turns) -> Row:
+        """The columns of a contender that was timed; `ms` are the milliseconds of a call of all."""
+        raise NotImplementedError
+
+
+def measure(providers: Sequence[str], problem: Problem, turns: Turns) -> list[Row]:
+    """Times all providers in turn; one that fails gets a row that says why."""
+    torch.compiler.reset()
+    with unlimited_recompiles():
+        contenders = [_attempt(provider, problem, turns) for provider in providers if problem.takes(provider)]
+        everyone = [*contenders, *problem.beside(providers, turns)]
+        time_in_turn(everyone, turns)
+    ms = {c.name: statistics.median(c.times) / c.calls for c in everyone if c.times}
+    rows = []
+    for contender in contenders:
+        row = {"provider": contender.name, "gemms": problem.gemms(contender.name, turns), **contender.row}
+        rows.append(row | (problem.columns(contender, ms, turns) if contender.times else {}))
+    return rows
+
+
+@contextmanager
+def compiling(row: Row) -> Iterator[None]:
+    """A scope without Inductor's caches, whose seconds become the column ``compile_s``."""
+    started = time.perf_counter()
+    with inductor_config.patch(force_disable_caches=True):
+        yield
+    row["compile_s"] = f"{time.perf_counter() - started:.1f}"
+
+
+def _attempt(provider: str, problem: Problem, turns: Turns) -> Contender:
     try:
-        return make(provider)
+        return problem.contender(provider, turns)
     except Exception as error:
         return Contender(provider, lambda: None, {"gemms": failure(error)})
 
 
 def failure(error: Exception) -> str:
-    """An error as a table shows it."""
+    """The text of an error in a table."""
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def time_in_turn(contenders: Sequence[Contender], turns: Turns) -> None:
     """Fills in `times`. All have a turn in each of `ROUNDS`, so that a card that grows warm slows all alike.
 
-    A contender that fails loses its times, and its row says why.
+    A contender that fails loses its times, and its row gets the reason.
     """
     for _ in range(ROUNDS):
         for contender in contenders:
@@ -89,14 +141,9 @@ def timed(step: Callable[[], object], repeats: int, cuda: bool) -> list[float]:
 
 
 def wait(device: str) -> None:
-    """Returns when the device is idle."""
+    """Waits until the device is idle."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def medians(contenders: Iterable[Contender]) -> dict[str, float]:
-    """The median milliseconds of each contender that was timed."""
-    return {contender.name: statistics.median(contender.times) for contender in contenders if contender.times}
 
 
 def times_text(times: Sequence[float]) -> Row:

@@ -1,20 +1,12 @@
 """Benchmarks: training steps of Llama blocks, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench block   [--providers NAME,NAME] [--length 8192] [--csv FILE]
-    python -m fxquant bench linear  [--providers NAME,NAME] [--csv FILE]
-    python -m fxquant bench grouped [--providers NAME,NAME] [--csv FILE]
-    python -m fxquant bench decode  [--providers NAME,NAME] [--csv FILE]
-    python -m fxquant bench attention [--providers NAME,NAME] [--csv FILE]
-    python -m fxquant bench export  [--providers NAME,NAME] [--csv FILE]
-    python -m fxquant bench cast    [--providers SPEC,SPEC] [--csv FILE]
+    python -m fxquant bench block | linear | grouped | decode | attention | export | cast [--providers NAME,NAME] ...
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
-shapes. Providers are timed in turn, round after round; times are medians after a second of warm-up, from CUDA events.
-Compilations start with Inductor's caches off. The floor of a linear layer is the time of its three GEMMs alone, on
-quantized operands, and of the fewest bytes of its casts at the rate of a copy, all in the same rounds.
-A cast is one quantization, compiled, beside a copy of its input. Decoding and exported blocks are inference, in CUDA
-graphs, as attention is; see `fxquant.bench.decode`, `fxquant.bench.export` and `fxquant.bench.attention`.
-Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean nothing.
+shapes and without Inductor's caches. Providers are timed in turn, round after round; times are medians after a second
+of warm-up, from CUDA events. Decoding, exported blocks and attention are timed in CUDA graphs. The modules of the
+benchmarks say more. Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean
+nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +17,14 @@ import datetime
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxquant.bench import attention, casts, decode, export, inference, linear, training
+from fxquant.bench import attention, casts, decode, export, linear, training
 from fxquant.bench.providers import (
     ATTENTION,
     CACHED,
@@ -44,7 +36,7 @@ from fxquant.bench.providers import (
     WITHOUT_ATTENTION,
     installed,
 )
-from fxquant.bench.rounds import ROUNDS, Row, Turns
+from fxquant.bench.rounds import ROUNDS, Row, Turns, measure
 from fxquant.report.text import aligned
 
 COLUMNS = (
@@ -66,67 +58,45 @@ class Benchmark:
     """A kind of benchmark: its sizes on CUDA and on the CPU, the providers run by default, and all that it can run."""
 
     help: str
-    measure: Callable[[Sequence[str], Any, Turns], list[Row]]
     sizes: Sequence[Any]
     tiny: Sequence[Any]
     default: Sequence[str]
     providers: Sequence[str] = tuple(installed(WITHOUT_ATTENTION))
 
 
+def _of(module: Any, help: str) -> Benchmark:
+    """The benchmark of a module, whose providers all run by default."""
+    return Benchmark(help, module.SIZES, module.TINY, module.PROVIDERS, module.PROVIDERS)
+
+
 BENCHMARKS = {
     "block": Benchmark(
         f"training steps of Llama3-8B blocks; those of RECIPE{ATTENTION} quantize attention too",
-        training.measure,
         (training.LLAMA3_8B,),
         (training.TINY_STACK,),
         ("bf16", *QUANTIZED, LEAST[0], *TORCHAO, WITH_ATTENTION[0]),
     ),
     "linear": Benchmark(
         "forward and backward of one linear layer",
-        training.measure,
         linear.SIZES,
         linear.TINY,
         ("bf16", *(name for name in QUANTIZED if name not in ("mxfp8", "nvfp4")), *TORCHAO),
     ),
     "grouped": Benchmark(
         "forward and backward of the experts of one layer",
-        training.measure,
         training.GROUPS,
         (training.TINY_GROUPS,),
         ("bf16", *QUANTIZED, *CACHED, "torchao rowwise"),
     ),
-    "decode": Benchmark(
-        "inference of one linear layer with few tokens",
-        inference.measure,
-        decode.SIZES,
-        decode.TINY,
-        decode.PROVIDERS,
-        decode.PROVIDERS,
-    ),
-    "export": Benchmark(
-        "inference of a decoder block compiled ahead of time",
-        inference.measure,
-        export.SIZES,
-        export.TINY,
-        export.PROVIDERS,
-        export.PROVIDERS,
-    ),
-    "attention": Benchmark(
-        "attention in FP8, forward and backward",
-        inference.measure,
-        attention.SIZES,
-        attention.TINY,
-        attention.PROVIDERS,
-        attention.PROVIDERS,
-    ),
-    "cast": Benchmark(
-        "quantizations, beside a copy", casts.measure, casts.SIZES, casts.TINY, casts.PROVIDERS, casts.PROVIDERS
-    ),
+    "decode": _of(decode, "inference of one linear layer with few tokens"),
+    "export": _of(export, "inference of a decoder block compiled ahead of time"),
+    "attention": _of(attention, "attention in FP8, forward and backward"),
+    "cast": _of(casts, "quantizations, beside a copy"),
 }
 
 
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
-    """Measures every size and provider; a provider that fails leaves a row that says why in its last shown column."""
+    """Measures every size and provider; the row of a provider that fails has the reason in its last shown column."""
     benchmark, cuda = BENCHMARKS[options.benchmark], options.device == "cuda"
     turns = Turns(options.device, options.seconds if cuda else 0.0, options.repeats if cuda else ROUNDS)
     sizes = benchmark.sizes if cuda else benchmark.tiny
@@ -135,7 +105,7 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     where = setting(options.device, command)
     rows = []
     for size in sizes:
-        for row in benchmark.measure(options.providers, size, turns):
+        for row in measure(options.providers, size, turns):
             row = dict.fromkeys(COLUMNS, "") | {"benchmark": options.benchmark, "size": str(size)} | row | where
             print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
             rows.append(row)
@@ -145,7 +115,7 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
 
 
 def setting(device: str, command: str) -> Row:
-    """The columns that say where and when."""
+    """The columns of place and time: card, versions, date and command."""
     return {
         "card": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -181,24 +151,6 @@ def table_rows(rows: Iterable[Row]) -> list[Row]:
     return [{SHOWN[column]: row[column] for column in columns} for row in rows]
 
 
-def read_table(path: Path) -> list[Row]:
-    """`table_rows` of a CSV file."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return table_rows(csv.DictReader(file))
-
-
-def caption(path: Path) -> str:
-    """Card, versions, date and command of a CSV file, as a sentence for each setting that occurs in it."""
-    with path.open(newline="", encoding="utf-8") as file:
-        settings = {tuple(row[key] for key in COLUMNS[-6:]) for row in csv.DictReader(file)}
-    return " ".join(
-        f"{card}, torch {torch_version}, triton {triton}"
-        + (f", torchao {torchao}" if torchao else "")
-        + f", {date}: `{command}`."
-        for card, torch_version, triton, torchao, date, command in sorted(settings)
-    )
-
-
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
     allowed = dict.fromkeys((*PROVIDERS, *decode.PROVIDERS, *attention.PROVIDERS, *casts.PROVIDERS))
@@ -215,9 +167,8 @@ def _parser() -> argparse.ArgumentParser:
         kind = kinds.add_parser(name, help=benchmark.help)
         if name == "block":
             llama = training.LLAMA3_8B
-            kind.add_argument(
-                "--length", type=int, default=llama.length, help="tokens in a sequence (default: %(default)s)"
-            )
+            tokens = "tokens in a sequence (default: %(default)s)"
+            kind.add_argument("--length", type=int, default=llama.length, help=tokens)
             kind.add_argument("--blocks", type=int, default=llama.blocks, help="decoder blocks (default: %(default)s)")
         kind.set_defaults(providers=installed(benchmark.default))
         names = ", ".join(benchmark.providers)

@@ -7,8 +7,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +16,68 @@ from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
 from fxquant.bench.export import DecoderBlock
-from fxquant.bench.linear import Linear, floors
-from fxquant.bench.providers import CACHED, LEAST, TORCHAO, gemms, recipe_of
-from fxquant.bench.rounds import Contender, Row, Turns, attempt, medians, time_in_turn, times_text, wait
-from fxquant.compat.private import inductor_config, torch_grouped_mm, unlimited_recompiles
+from fxquant.bench.providers import CACHED, LEAST, TORCHAO, recipe_of
+from fxquant.bench.rounds import Contender, Problem, Row, Turns, compiling, times_text, wait
+from fxquant.compat.private import torch_grouped_mm
+
+
+class Training(Problem):
+    """A model whose forward and backward are timed, with `n` output features."""
+
+    n: int
+
+    def model(self) -> nn.Module:
+        """The model with bfloat16 weights, on the default device."""
+        raise NotImplementedError
+
+    def input(self) -> Tensor:
+        """Normal values in bfloat16, on the default device."""
+        raise NotImplementedError
+
+    def floor(self, provider: str, ms: Mapping[str, float]) -> float | None:
+        """The fewest milliseconds that the step of a provider can take, or None if nobody knows."""
+        return None
+
+    def contender(self, provider: str, turns: Turns) -> Contender:
+        gc.collect()
+        if turns.cuda:
+            torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated() if turns.cuda else 0
+        torch.manual_seed(0)
+        with torch.device(turns.device):
+            model, x = self.model(), self.input().requires_grad_()
+            grad_output = torch.randn(*x.shape[:-1], self.n, dtype=x.dtype)
+        run, backend = prepare(provider, model)
+
+        def step() -> None:
+            run(x).backward(grad_output)  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)  # leaves the memory to the next contender
+            x.grad = None
+
+        row: Row = {}
+        with compiling(row):
+            step()
+            wait(turns.device)
+        saved = SavedBytes([*model.parameters(), *model.buffers()])
+        with saved:
+            output = run(x)
+        del output
+        if turns.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        step()
+        wait(turns.device)
+        peak = torch.cuda.max_memory_allocated() - before if turns.cuda else 0
+        row |= {"saved_gib": f"{saved.total / 2**30:.2f}", "peak_gib": f"{peak / 2**30:.2f}"}
+        row["flops_quantized"] = f"{backend.report().coverage:.0%}" if backend else ""
+        return Contender(provider, step, row)
+
+    def columns(self, contender: Contender, ms: Mapping[str, float], turns: Turns) -> Row:
+        name = contender.name
+        return times_text(contender.times) | ratios(name, ms, self.floor(name, ms))
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(Training):
     """Sizes of a stack of decoder blocks and of its input [batch, length, hidden]."""
 
     blocks: int
@@ -38,17 +91,19 @@ class Stack:
     def __str__(self) -> str:
         return f"{self.blocks} blocks {self.hidden}/{self.ffn}, {self.batch}x{self.length} tokens"
 
+    @property
+    def n(self) -> int:  # type: ignore[override]
+        return self.hidden
+
     def model(self) -> nn.Module:
-        """The stack, on the default device."""
         return Blocks(self)
 
     def input(self) -> Tensor:
-        """Normal values."""
         return torch.randn(self.batch, self.length, self.hidden, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Grouped:
+class Grouped(Training):
     """Sizes of the experts of one layer: weights [experts, n, k], and `m` rows of k features routed to them."""
 
     experts: int
@@ -60,11 +115,9 @@ class Grouped:
         return f"{self.experts} experts {self.m}x{self.k}x{self.n}"
 
     def model(self) -> nn.Module:
-        """The experts, on the default device."""
         return Experts(self)
 
     def input(self) -> Tensor:
-        """Normal values."""
         return torch.randn(self.m, self.k, dtype=torch.bfloat16)
 
 
@@ -73,7 +126,6 @@ GROUPS = (Grouped(128, 65536, 2048, 768), Grouped(8, 32768, 7168, 2048))
 """Qwen3-30B-A3B, 8192 tokens with 8 experts each, up-projection; and a DeepSeek-like share of 8 local experts."""
 TINY_STACK = Stack(blocks=1, hidden=64, ffn=128, heads=4, kv_heads=2, batch=2, length=16)
 TINY_GROUPS = Grouped(4, 64, 32, 48)
-Size = Stack | Linear | Grouped
 
 
 class Block(DecoderBlock):
@@ -118,7 +170,7 @@ class Blocks(nn.Module):
 
 
 class Experts(nn.Module):
-    """A weight for each group of rows; the groups differ in size as those of a router that is not balanced do."""
+    """A weight for each group of rows; the groups differ in size, as behind a router that is not balanced."""
 
     offs: Tensor
 
@@ -136,7 +188,7 @@ class Experts(nn.Module):
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that a forward keeps for its backward: each storage once, those of `parameters` not."""
+    """Counts the bytes that a forward keeps for its backward, each storage once and without `parameters`."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
@@ -153,66 +205,6 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     def total(self) -> int:
         """Bytes."""
         return sum(self.sizes.values())
-
-
-def measure(providers: Sequence[str], size: Size, turns: Turns) -> list[Row]:
-    """Times forward and backward of all providers in turn, and for a linear layer the floors of their times."""
-    torch.compiler.reset()
-    device = turns.device
-    with unlimited_recompiles():
-        contenders = [attempt(provider, lambda p: contender(p, size, device)) for provider in providers]
-        alone, floor = floors(size, providers, device) if isinstance(size, Linear) else ([], lambda _: None)
-        time_in_turn([*contenders, *alone], turns)
-    ms = medians(contenders)
-    rows = []
-    for timed in contenders:
-        row = {"provider": timed.name, "gemms": gemms(timed.name, device), **timed.row}
-        if timed.times:
-            row |= times_text(timed.times)
-            row |= ratios(timed.name, ms, floor(timed.name))
-        rows.append(row)
-    return rows
-
-
-def contender(provider: str, size: Size, device: str) -> Contender:
-    """Compiles forward and backward of one provider; other tensors may be on the device already."""
-    gc.collect()
-    cuda = device == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated() if cuda else 0
-    torch.manual_seed(0)
-    with torch.device(device):
-        model, x = size.model(), size.input().requires_grad_()
-    run, backend = prepare(provider, model)
-    grad_output = torch.randn_like(x if isinstance(size, Stack) else x[:, :1].expand(-1, size.n).contiguous())
-
-    def step() -> None:
-        run(x).backward(grad_output)  # type: ignore[no-untyped-call]
-        model.zero_grad(set_to_none=True)  # leaves the memory to the next contender
-        x.grad = None
-
-    started = time.perf_counter()
-    with inductor_config.patch(force_disable_caches=True):
-        step()
-    wait(device)
-    compile_seconds = time.perf_counter() - started
-    saved = SavedBytes([*model.parameters(), *model.buffers()])
-    with saved:
-        output = run(x)
-    del output
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    step()
-    wait(device)
-    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-    row = {
-        "saved_gib": f"{saved.total / 2**30:.2f}",
-        "peak_gib": f"{peak / 2**30:.2f}",
-        "compile_s": f"{compile_seconds:.1f}",
-        "flops_quantized": f"{backend.report().coverage:.0%}" if backend else "",
-    }
-    return Contender(provider, step, row)
 
 
 def prepare(provider: str, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Backend | None]:
@@ -246,7 +238,7 @@ def torchao_grouped_mm(provider: str) -> Callable[[Tensor, Tensor, Tensor], Tens
 
 
 def ratios(provider: str, medians: Mapping[str, float], floor: float | None) -> Row:
-    """The ratios of a provider's time to those of bf16 and torchao and to its floor, if these were measured."""
+    """The measured ratios of a provider's time to the times of bf16 and torchao, and to its floor."""
     ms, row = medians[provider], {}
     peer = "torchao rowwise" if provider.startswith("rowwise") else "torchao tensorwise"
     if "bf16" in medians:
