@@ -36,6 +36,7 @@ from fxquant.compat.private import (
     observed,
 )
 from fxquant.kernels.linear import timing
+from fxquant.passes import verify
 from fxquant.passes.captured import (
     bind_state,
     cache_weights,
@@ -75,6 +76,7 @@ from fxquant.passes.lower.state.batch_amaxes import batch_amaxes
 from fxquant.passes.lower.state.record_in_kernel import record_in_kernel
 from fxquant.passes.lower.state.split_scales import split_scales
 from fxquant.passes.settings import Settings
+from fxquant.passes.verify import check, verifies
 
 log = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -164,9 +166,21 @@ LOWERED = (
     Pass(expect_dtypes, "operators of ATen take bits of any format"),
 )
 
+BORDERS = {
+    CAPTURED: verify.CAPTURED, BOUND: verify.BOUND, JOINT: verify.JOINT, MEANING: verify.MEANING, SPLIT: verify.SPLIT,
+    EXPORTED: verify.EXPORTED, CALIBRATED: verify.CALIBRATED, PACKAGED: verify.PACKAGED, LOWERED: verify.LOWERED,
+}  # fmt: skip
+"""The forms of graphs around each stage."""
 
-def run(stage: Sequence[Pass], subject: S, settings: Settings) -> S:
-    """Runs the passes of a stage on a graph, or on facts; returns what they have made of it."""
+
+def run(stage: tuple[Pass, ...], subject: S, settings: Settings) -> S:
+    """Runs the passes of a stage on a graph, or on facts; returns what they have made of it.
+
+    Raises GraphVerificationError where graphs are checked, and one has not the form that its place asks for.
+    """
+    border = BORDERS[stage] if verifies() else None
+    if border is not None:
+        check(subject, border.before, settings, f"before the stage {border.stage}")
     for step in stage:
         if not step.runs(settings):
             continue
@@ -176,6 +190,9 @@ def run(stage: Sequence[Pass], subject: S, settings: Settings) -> S:
         else:
             subject, outcome = step.run(subject, settings), "done"
         log.info("%s: %s in %.1f ms", step.name, outcome, (time.perf_counter() - start) * 1e3)
+        if border is not None:
+            form = border.after if step is stage[-1] else border.between
+            check(subject, form, settings, f"behind the pass {step.name} of the stage {border.stage}")
     return subject
 
 

@@ -1,4 +1,4 @@
-"""One thread per worker, compiled-code caches of its own for each run, and a clean compiler for each test."""
+"""One thread and caches of compiled code for each worker, graphs checked after each pass, a clean compiler each test."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["FXQUANT_VERIFY"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxquant-tests-")
 
