@@ -1,4 +1,4 @@
-"""One thread and caches of compiled code for each worker, graphs checked after each pass, a clean compiler each test."""
+"""One thread and caches of compiled code per worker, graphs checked after each pass, a clean compiler for each test."""
 
 from __future__ import annotations
 
