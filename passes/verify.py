@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fxquant.compat.private import OpOverload
 from fxquant.errors import GraphVerificationError
 from fxquant.passes.captured import Captured
 from fxquant.passes.exported import Opened
@@ -37,7 +38,7 @@ class Form:
     """The graphs that may stand at a border.
 
     `without` are operators of fxquant that have no place there; `computed` names the key in the meta of nodes under
-    which all that are computed have a value, `stripped` one that none has. Where nodes are `lowered` no operator of
+    which what operators compute has a value, `stripped` one that none has. Where nodes are `lowered` no operator of
     fxquant is left; where products are `written`, none is left that was to be quantized.
     """
 
@@ -119,7 +120,7 @@ def _problem(node: fx.Node, form: Form, settings: Settings) -> str:
         return "it needs fxquant where it runs"
     if name and not {VAL, EXAMPLE_VALUE} & node.meta.keys():
         return "it has no value"
-    if form.computed and node.op == "call_function" and node.users and form.computed not in node.meta:
+    if form.computed and isinstance(node.target, OpOverload) and node.users and form.computed not in node.meta:
         return f"nothing is under {form.computed!r} in its meta"
     return f"{form.stripped!r} is left in its meta" if form.stripped in node.meta else ""
 
