@@ -1,7 +1,7 @@
 """The operators of a quantized graph: schemas, meaning, and what runs on a device. They know nothing of recipes.
 
 A folder is a family of kernels. In each, `ops` has the operators, `reference` their meaning in plain torch, `autograd`
-their derivatives, and the other files what runs on devices.
+their derivatives, `choice` the conditions of kernels, and the other files what runs on devices.
 
 cast       quantizes tensors, alone or with what produces them
 state      updates the scales of delayed scaling
@@ -12,6 +12,8 @@ custom     users' own quantizers
 onnx       the operators in ONNX
 """
 
-from fxquant.kernels.attention import autograd as _attention  # noqa: F401  these imports register the operators
+from fxquant.kernels.attention import autograd as _attention  # noqa: F401  these imports register operators and kernels
 from fxquant.kernels.grouped import autograd as _grouped  # noqa: F401
+from fxquant.kernels.grouped import fp8 as _grouped_gemms  # noqa: F401
 from fxquant.kernels.linear import autograd as _linear  # noqa: F401
+from fxquant.kernels.linear import cublas as _gemms  # noqa: F401

@@ -55,10 +55,12 @@ from fxquant import (
 )
 from fxquant.formats import FORMATS, QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.grouped import choice, high_precision
 from fxquant.kernels.grouped import fp8 as grouped_gemm
-from fxquant.kernels.grouped import high_precision
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import aten_grouped_mm, grouped_mm, portable_grouped_mm
+from fxquant.kernels.grouped.ops import grouped_scaled_mm
+from fxquant.kernels.linear import choice as linear_choice
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
 from fxquant.quantizers import QuantizedOperand
@@ -778,6 +780,8 @@ def scaled_grouped_mm(
 def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts and scales that the device's GEMMs get, with their meaning in the place of them."""
     monkeypatch.setattr(grouped_gemm, "torch_scaled_grouped_mm", scaled_grouped_mm)
+    for conditions in (choice, linear_choice):
+        monkeypatch.setattr(conditions, "capability", lambda device: (8, 9))
     tensor = Float8CurrentScalingQuantizer()
     recipe = RECIPES.get(name) or per_role(input=tensor, weight=tensor, grad_output=tensor)
     roles = {t: QuantizerRole("grouped_linear", t, "") for t in ("input", "weight", "grad_output")}
@@ -794,14 +798,14 @@ def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyP
         (quantized(dy, offs, "grad_output", "columnwise"), quantized(x, offs, "input", "columnwise"), offs),
     ):
         expected = ops.grouped_scaled_mm(a, b, o, a_spec, b_spec, torch.float32, False)
-        got = grouped_gemm.grouped_scaled_mm(a, b, o, a_spec, b_spec, torch.bfloat16, False)
+        got = grouped_scaled_mm.best(a, b, o, a_spec, b_spec, torch.bfloat16, False)
         assert got.dtype == torch.bfloat16 and got.shape == expected.shape
         assert (got.float() - expected).norm() / expected.norm() < 2.0**-7
         assert torch.equal(got[60:], torch.zeros_like(got[60:])) if o is not None and got.ndim == 2 else True
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     (a, a_spec), (b, b_spec) = quantized(batch, None, "input", "rowwise"), quantized(w, None, "weight", "rowwise")
     expected = ops.grouped_scaled_mm(a, b, None, a_spec, b_spec, torch.float32, False)
-    got = grouped_gemm.grouped_scaled_mm(a, b, None, a_spec, b_spec, torch.float32, False)
+    got = grouped_scaled_mm.best(a, b, None, a_spec, b_spec, torch.float32, False)
     assert (got - expected).norm() / expected.norm() < 2.0**-7
 
 

@@ -11,9 +11,12 @@ from fxquant.cost.rates import RATES, CardRates, GemmRate
 from fxquant.cost.work import Work
 from fxquant.decisions import Decision, Matmul
 from fxquant.formats import QuantSpec
-from fxquant.kernels.linear import choice
-from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.grouped.choice import GroupedGemmFacts
+from fxquant.kernels.grouped.ops import grouped_scaled_mm
+from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
+from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.linear.problem import Problem, Times
+from fxquant.kernels.operator import Chosen
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 _AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}
@@ -96,7 +99,7 @@ def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
     return Work(str(gemm), str(chosen), unquantized, _quantized_us(rates, matmul, gemm, chosen.kernel, unquantized))
 
 
-def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
+def choose_gemm(problem: Problem, card: str) -> Chosen[GemmKernel]:
     """The kernel of a GEMM with an epilogue, by the rates of a card; cuBLAS where there are none.
 
     An epilogue is not hidden: measured beside a copy of the result, a residual takes 0.9 of its time, an amax 0.35 and
@@ -104,7 +107,7 @@ def choose_gemm(problem: Problem, card: str) -> choice.Chosen:
     """
     rates = RATES.get(card)
     if rates is None or GemmKernel.TRITON not in rates.gemm:
-        return choice.Chosen(problem.kernels[0], f"no measured rates for {card}")
+        return Chosen(problem.kernels[0], f"no measured rates for {card}")
     m, k, n = problem.m, problem.k, problem.n
     result = m * n * problem.dtype.itemsize
 
@@ -127,26 +130,25 @@ _DOUBT = 1.03
 """The factor by which another kernel has to be estimated faster than the usual one."""
 
 
-def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> choice.Chosen:
+def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> Chosen[GemmKernel]:
     if "custom" in (left.row.family, right.row.family):
-        return choice.Chosen(GemmKernel.OWN)
-    if matmul.capability == (0, 0):
-        return choice.Chosen(GemmKernel.REFERENCE, "the reference")
-    if matmul.groups:
-        return choice.grouped_gemm(
-            left,
-            right,
-            wgrad=gemm is Gemm.WGRAD,
-            dtype=matmul.dtype,
-            capability=matmul.capability,
-            fast=gemm is Gemm.FPROP or left.torchao,
-        )
-    if matmul.batch_weights and left.row.family in ("per_tensor", "per_row"):
-        return choice.Chosen(GemmKernel.EMULATED, "a batch of weights")
+        return Chosen(GemmKernel.OWN)
+    forward, capability = gemm is Gemm.FPROP, matmul.capability
+    if matmul.groups or matmul.batch_weights:
+        return grouped_scaled_mm.choose(
+            GroupedGemmFacts(
+                a=left, b=right, dtype=matmul.dtype, batch=not matmul.groups, wgrad=gemm is Gemm.WGRAD,
+                fast_accum=forward or left.torchao, capability=capability,
+            )
+        )  # fmt: skip
     m, k, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
     most = matmul.most_m if "m" in matmul.dynamic else matmul.m
-    fast = choice.Fast(most, k) if gemm is Gemm.FPROP else None
-    return choice.gemm(left, right, (m, n), matrices=matmul.batch == 1, capability=matmul.capability, fast=fast)
+    return scaled_mm.choose(
+        GemmFacts(
+            a=left, b=right, m=m, n=n, k=k, most_rows=most, matrices=matmul.batch == 1, fast_accum=forward,
+            capability=capability,
+        )
+    )  # fmt: skip
 
 
 def _quantized_us(rates: CardRates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, unquantized: float) -> float | None:

@@ -80,7 +80,8 @@ class QuantizedTensor:
             ) from None
         assert self.shape is not None
         rows = self.shape.numel() // self.shape[-1] if self.shape[-1] else 0
-        flat = ops.dequantize(parts, str(spec), str(Direction(direction)), [rows, self.shape[-1]], torch.float32)
+        size = [rows, self.shape[-1]]
+        flat = ops.dequantize_operand(parts, str(spec), str(Direction(direction)), size, torch.float32)
         return flat.reshape(self.shape)
 
 
@@ -135,6 +136,7 @@ class Quantizer:
     ) -> QuantizedTensor:
         """`quantize`; stochastic rounding takes its seed from `generator`."""
         from fxquant.kernels.cast import ops
+        from fxquant.kernels.state.step import StepState
 
         if not x.is_floating_point() or x.ndim == 0:
             raise RecipeError(
@@ -146,7 +148,8 @@ class Quantizer:
         if spec.is_stochastic:
             device = "cpu" if generator is None else generator.device
             random = torch.randint(2**63 - 1, (2,), generator=generator, device=device).to(x.device)
-        parts = {d: ops.quantize_operand(flat, spec.numbered(0), str(d), random=random) for d, on in wanted if on}
+        state = StepState(random=random)
+        parts = {d: ops.quantize_operand(flat, spec.numbered(0), str(d), state) for d, on in wanted if on}
         shown = {d: _show(p, s, flat.shape[1 if d is Direction.ROWWISE else 0]) for d, (p, s) in parts.items()}
         return QuantizedTensor(shown.get(Direction.ROWWISE), shown.get(Direction.COLUMNWISE), x.shape, x.dtype, parts)
 

@@ -15,8 +15,9 @@ from fxquant.decisions import Decision, Matmul
 from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
-    from fxquant.kernels.linear.choice import Chosen
+    from fxquant.kernels.linear.choice import GemmKernel
     from fxquant.kernels.linear.problem import Problem
+    from fxquant.kernels.operator import Chosen
 
 
 class EpilogueGemm(NamedTuple):
@@ -27,7 +28,7 @@ class EpilogueGemm(NamedTuple):
     problem: Problem
     card: str
 
-    def chosen(self, card: str = "") -> Chosen:
+    def chosen(self, card: str = "") -> Chosen[GemmKernel]:
         """The kernel on its own device, or on another `card`, by measured rates."""
         return choose_gemm(self.problem, card or self.card)
 

@@ -15,7 +15,7 @@ from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped import reference as grouped_reference
-from fxquant.kernels.grouped.high_precision import grouped_mm
+from fxquant.kernels.grouped.high_precision import multiply_groups
 from fxquant.passes.graph.meta import layer_of
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.recipes import Recipe
@@ -66,7 +66,7 @@ class _Run(fx.Interpreter):
         sides = zip(args[:2], (offs, None), map(QuantSpec.parse, args[3:5]), strict=True)
         seen = [grouped_reference.dequantize(*side, "rowwise") for side in sides]
         left, right = self._unquantized(node, seen)
-        exact = grouped_mm(left, right, offs)
+        exact = multiply_groups(left, right, offs)
         rows = slice(None if offs is None else int(offs[-1]))  # those behind belong to no group
         pairs = {"input": (left[rows], seen[0][rows]), "weight": (right, seen[1])}
         self._add(node, "experts", result[rows], exact[rows], pairs)

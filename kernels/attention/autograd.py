@@ -19,7 +19,8 @@ from fxquant.compat.device import no_autocast
 from fxquant.compat.private import operator_library
 from fxquant.formats import AttentionSpec, QuantSpec
 from fxquant.kernels.attention import ops as attention_ops
-from fxquant.kernels.linear.autograd import StateTensors
+from fxquant.kernels.cast.ops import amax
+from fxquant.kernels.state.step import STATELESS, StepState
 
 _library = operator_library("fxquant", more=True)
 
@@ -31,18 +32,11 @@ def _shared(spec: QuantSpec) -> QuantSpec:
     return replace(spec, slot=-1)
 
 
-def _scale(spec: QuantSpec, state: StateTensors) -> Tensor | None:
-    if not spec.is_delayed:
-        return None
-    assert state.scale is not None, spec
-    return state.scale.narrow(0, spec.slot, 1)
-
-
-def _quantize(x: Tensor, spec: QuantSpec, groups: int, transposed: bool, state: StateTensors) -> list[Tensor]:
+def _quantize(x: Tensor, spec: QuantSpec, groups: int, transposed: bool, state: StepState) -> list[Tensor]:
     if spec.is_identity:
         return [x]
     return _ops.quantize_heads(  # type: ignore[no-any-return]
-        x, str(_shared(spec)), groups, transposed, _scale(spec, state)
+        x, str(_shared(spec)), groups, transposed, state.of(spec)
     )
 
 
@@ -55,27 +49,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, spec_text: str, state: StateTensors,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, spec_text: str, state: StepState,
         *extras: Tensor,
     ) -> Tensor:  # fmt: skip
         spec = AttentionSpec.parse(spec_text)
         if spec.qkv.is_identity:
             parts = [[q], [k], [v]]
         else:
-            record = spec.qkv.is_delayed and state.forward_amax is not None
-            made = _ops.quantize_qkv(q, k, v, str(_shared(spec.qkv)), _scale(spec.qkv, state), record)
+            record = state.records_forward(spec.qkv)
+            made = _ops.quantize_qkv(q, k, v, str(_shared(spec.qkv)), state.of(spec.qkv), record)
             parts = [made[:2], made[2:4], made[4:6]]
-            if record:
-                state.take_forward(made[6], spec.qkv.slot)
+            state.record_forward(spec.qkv, lambda: made[6])
         core = str(replace(spec.each(_shared), autocast="", name=""))
         o, lse, s_amax = _ops.attention_forward(
-            *parts, extras, seed, _scale(spec.s, state), core, q.shape[-1], q.dtype
+            *parts, extras, seed, state.of(spec.s), core, q.shape[-1], q.dtype
         )  # fmt: skip
-        if spec.s.is_delayed and state.forward_amax is not None:
-            state.take_forward(s_amax, spec.s.slot)
+        state.record_forward(spec.s, lambda: s_amax)
         kept_o = [o]
         if not spec.o.is_identity:
-            _record(state, "forward", o, spec.o)
+            state.record_forward(spec.o, amax, o)
             kept_o = _quantize(o, spec.o, 1, False, state)
             o = _dequantize(kept_o, spec.o, o.shape[-2:], q.dtype)
         kept = [*parts, [lse], kept_o, extras, [] if seed is None else [seed]]
@@ -87,21 +79,20 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (do,) = grads
         spec: AttentionSpec = ctx.spec
-        state: StateTensors = ctx.state
+        state: StepState = ctx.state
         saved = iter(ctx.saved_tensors)
         q, k, v, (lse,), kept_o, extras, seed = (list(itertools.islice(saved, length)) for length in ctx.lengths)
         o = kept_o[0] if spec.o.is_identity else _dequantize(kept_o, spec.o, do.shape[-2:], do.dtype)
         wanted = [i for i in range(len(extras)) if ctx.needs_input_grad[6 + i]]
         dq, dk, dv, do_amax, dp_amax, *of_extras = _ops.attention_backward(
-            do, q, k, v, o, lse, extras, seed[0] if seed else None, _scale(spec.s, state), _scale(spec.do, state),
-            _scale(spec.dp, state), wanted, ctx.core, ctx.width,
+            do, q, k, v, o, lse, extras, seed[0] if seed else None, state.of(spec.s), state.of(spec.do),
+            state.of(spec.dp), wanted, ctx.core, ctx.width,
         )  # fmt: skip
-        for amax, operand in ((do_amax, spec.do), (dp_amax, spec.dp)):
-            if operand.is_delayed and state.backward_amax is not None:
-                state.take_backward(amax, operand.slot)
+        state.record_backward(spec.do, lambda: do_amax)
+        state.record_backward(spec.dp, lambda: dp_amax)
         results = []
         for grad in (dq, dk, dv):
-            _record(state, "backward", grad, spec.dqkv)
+            state.record_backward(spec.dqkv, amax, grad)
             if not spec.dqkv.is_identity:
                 grad = _dequantize(_quantize(grad, spec.dqkv, 1, False, state), spec.dqkv, grad.shape[-2:], grad.dtype)
             results.append(grad)
@@ -109,13 +100,7 @@ class _Attention(torch.autograd.Function):
         return (*results, None, None, None, *(by_extra.get(i) for i in range(len(extras))))
 
 
-def _record(state: StateTensors, phase: str, x: Tensor, spec: QuantSpec) -> None:
-    """Takes the amax of a tensor into its slot."""
-    if spec.is_delayed and (state.forward_amax if phase == "forward" else state.backward_amax) is not None:
-        (state.take_forward if phase == "forward" else state.take_backward)(_ops.amax(x), spec.slot)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str, state: StateTensors) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str, state: StepState) -> Tensor:
     parsed = AttentionSpec.parse(spec)
     if parsed.autocast:
         q, k, v = (x.to(getattr(torch, parsed.autocast)) for x in (q, k, v))
@@ -130,7 +115,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: s
     `extras` are the tensors that the steps of `spec`, the text of an `AttentionSpec`, speak of; each broadcasts
     against the scores [*batch, Hq, Sq, Sk]. The autocast dtype of the spec is applied here.
     """
-    return _attention(q, k, v, extras, spec, StateTensors())
+    return _attention(q, k, v, extras, spec, STATELESS)
 
 
 def attention_stateful(
@@ -145,8 +130,8 @@ def attention_stateful(
     random: Tensor | None,
     spec: str,
 ) -> Tensor:
-    """`attention` with tensors whose specs name slots of the `StateTensors`."""
-    return _attention(q, k, v, extras, spec, StateTensors(scale, forward_amax, backward_amax, step, random))
+    """`attention` with tensors whose specs name slots of the `StepState`."""
+    return _attention(q, k, v, extras, spec, StepState(scale, forward_amax, backward_amax, step, random))
 
 
 _SCHEMAS = {

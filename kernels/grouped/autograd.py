@@ -12,46 +12,35 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import no_autocast
-from fxquant.compat.private import operator_library
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels.cast.ops import shared_spec
-from fxquant.kernels.grouped.high_precision import grouped_mm
-from fxquant.kernels.grouped.ops import quantize_groups
-from fxquant.kernels.linear.autograd import Payloads, StateTensors, needed
-
-_library = operator_library("fxquant", more=True)
+from fxquant.kernels.grouped.high_precision import multiply_groups
+from fxquant.kernels.grouped.ops import grouped_scaled_mm, quantize_groups, split_amax
+from fxquant.kernels.linear.autograd import STATEFUL, Payloads, needed
+from fxquant.kernels.operator import TRACED, Traits, operator
+from fxquant.kernels.state.step import STATELESS, StepState
 
 
 def _gemm(
     a: tuple[Tensor, Tensor | None], a_spec: OperandSpec, a_direction: str,
     b: tuple[Tensor, Tensor | None], b_spec: OperandSpec, b_direction: str,
-    offs: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StateTensors,
+    offs: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StepState,
     b_parts: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """a x b^T in every group, after both (a tensor and its offsets each) are quantized in their direction.
 
     Unless the parts of b are given.
     """
-    a_parts, a_side = quantize_groups(*a, a_spec, a_direction, state.scale, state.random)
+    a_parts, a_side = quantize_groups(*a, a_spec, a_direction, state)
     if b_parts is None:
-        b_parts, b_side = quantize_groups(*b, b_spec, b_direction, state.scale, state.random)
+        b_parts, b_side = quantize_groups(*b, b_spec, b_direction, state)
     else:
         b_side = shared_spec(b_spec.columnwise if b_direction == "columnwise" else b_spec.rowwise)
     if a_side.is_identity:
         left, right = a_parts[0], b_parts[0]
         dtype = torch.promote_types(left.dtype, right.dtype)
-        return grouped_mm(left.to(dtype), right.to(dtype), offs).to(out_dtype)
-    return torch.ops.fxquant.grouped_scaled_mm(  # type: ignore[no-any-return]
-        a_parts, b_parts, offs, str(a_side), str(b_side), out_dtype, fast_accum
-    )
-
-
-def _record(state: StateTensors, phase: str, x: Tensor, offs: Tensor | None, spec: OperandSpec) -> None:
-    """Takes the amax of each group of an operand into its slot."""
-    forward = phase == "forward"
-    if spec.rowwise.is_delayed and (state.forward_amax if forward else state.backward_amax) is not None:
-        amax = torch.ops.fxquant.split_amax(x, offs)
-        (state.take_forward if forward else state.take_backward)(amax, spec.rowwise.slot)
+        return multiply_groups(left.to(dtype), right.to(dtype), offs).to(out_dtype)
+    return grouped_scaled_mm(a_parts, b_parts, offs, str(a_side), str(b_side), out_dtype, fast_accum)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -59,11 +48,11 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        input: Tensor, weight: Tensor, offs: Tensor | None, spec_text: str, state: StateTensors, known: Payloads
+        input: Tensor, weight: Tensor, offs: Tensor | None, spec_text: str, state: StepState, known: Payloads
     ) -> Tensor:
         spec = LinearSpec.parse(spec_text)
-        _record(state, "forward", input, offs, spec.input)
-        _record(state, "forward", weight, None, spec.weight)
+        state.record_forward(spec.input.rowwise, split_amax, input, offs)
+        state.record_forward(spec.weight.rowwise, split_amax, weight, None)
         return _gemm(
             (input, offs), spec.input, "rowwise", (weight, None), spec.weight, "rowwise", offs, input.dtype, True,
             state, known.rowwise,
@@ -80,11 +69,11 @@ class _GroupedLinear(torch.autograd.Function):
         (grad_output,) = grads
         input, weight, offs = ctx.saved_tensors
         spec = LinearSpec.parse(ctx.spec_text)
-        state: StateTensors = ctx.state
+        state: StepState = ctx.state
         fast = spec.grad_output.rowwise.torchao  # torchao accumulates all three so, and others their outputs alone
         grad_input = grad_weight = None
         if any(ctx.needs_input_grad[:2]):
-            _record(state, "backward", grad_output, offs, spec.grad_output)
+            state.record_backward(spec.grad_output.rowwise, split_amax, grad_output, offs)
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
                 (grad_output, offs), spec.grad_output, "rowwise", (weight, None), spec.weight, "columnwise", offs,
@@ -99,7 +88,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _grouped_linear(
-    input: Tensor, weight: Tensor, offs: Tensor | None, spec: str, state: StateTensors, known: Payloads
+    input: Tensor, weight: Tensor, offs: Tensor | None, spec: str, state: StepState, known: Payloads
 ) -> Tensor:
     autocast = LinearSpec.parse(spec).autocast
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
@@ -114,16 +103,7 @@ def _grouped_linear(
         return output.unflatten(0, batch) if len(batch) > 1 else output  # type: ignore[no-any-return]
 
 
-def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor | None, spec: str) -> Tensor:
-    """Every group of rows of input [M, K] times its own weight of [G, N, K], transposed: [M, N].
-
-    `offs` (int32 [G], on the device) are the ends of the groups; sizes may be any, zero too. Rows behind the last
-    offset give zeros, and neither they nor the zeros get or give gradients. Without `offs` the groups are the batch
-    of input [*batch, M, K] and weight [*batch, N, K]. The autocast dtype of the spec is applied here.
-    """
-    return _grouped_linear(input, weight, offs, spec, StateTensors(), Payloads())
-
-
+@operator(key=TRACED, schema=f"(Tensor input, Tensor weight, Tensor? offs, {STATEFUL}")
 def grouped_linear_stateful(
     input: Tensor,
     weight: Tensor,
@@ -137,23 +117,20 @@ def grouped_linear_stateful(
     weight_rowwise: list[Tensor] | None = None,
     weight_columnwise: list[Tensor] | None = None,
 ) -> Tensor:
-    """`grouped_linear` whose specs name random streams, or the slot of their first group, of the `StateTensors`.
+    """`grouped_linear` whose specs name random streams, or the slot of their first group, of the `StepState`.
 
     Weights whose parts are given are not quantized again.
     """
-    state = StateTensors(scale, forward_amax, backward_amax, step, random)
+    state = StepState(scale, forward_amax, backward_amax, step, random)
     return _grouped_linear(input, weight, offs, spec, state, Payloads(weight_rowwise, weight_columnwise))
 
 
-_SCHEMAS = {
-    "grouped_linear": (grouped_linear, "(Tensor input, Tensor weight, Tensor? offs, str spec) -> Tensor"),
-    "grouped_linear_stateful": (
-        grouped_linear_stateful,
-        "(Tensor input, Tensor weight, Tensor? offs, Tensor? scale, Tensor(a!)? forward_amax,"
-        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec, Tensor[]? weight_rowwise=None,"
-        " Tensor[]? weight_columnwise=None) -> Tensor",
-    ),
-}
-for _name, (_kernel, _schema) in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    _library.impl(_name, _kernel, "CompositeImplicitAutograd")
+@operator(key=TRACED, traits=Traits(stateful=grouped_linear_stateful))
+def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor | None, spec: str) -> Tensor:
+    """Every group of rows of input [M, K] times its own weight of [G, N, K], transposed: [M, N].
+
+    `offs` (int32 [G], on the device) are the ends of the groups; sizes may be any, zero too. Rows behind the last
+    offset give zeros, and neither they nor the zeros get or give gradients. Without `offs` the groups are the batch
+    of input [*batch, M, K] and weight [*batch, N, K]. The autocast dtype of the spec is applied here.
+    """
+    return _grouped_linear(input, weight, offs, spec, STATELESS, Payloads())

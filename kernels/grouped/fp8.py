@@ -1,92 +1,47 @@
-"""Grouped GEMMs of quantized operands on CUDA: FP8 by `_scaled_grouped_mm` or Triton, else bfloat16."""
+"""Grouped GEMMs of quantized operands on CUDA: FP8 by `_scaled_grouped_mm` or Triton, else bfloat16.
+
+On Hopper, elements of per-tensor, rowwise and 1x128 scaling are multiplied as FP8. Elsewhere they are multiplied as
+bfloat16, which holds them exactly, and scaled behind. Other blocks are dequantized to bfloat16, exactly for scales that
+are powers of two, and torch's grouped GEMM rounds the result to bfloat16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import capability
 from fxquant.compat.private import torch_scaled_grouped_mm
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.grouped import choice
+from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import grouped_mm, unmasked_grouped_mm
-from fxquant.kernels.grouped.reference import Dense, gemm_operands, group_of, in_groups, padded_ends, scaled_mm, starts
-from fxquant.kernels.linear import choice
-from fxquant.kernels.linear import cublas as gemm
+from fxquant.kernels.grouped.ops import grouped_scaled_mm
+from fxquant.kernels.grouped.reference import Dense, gemm_operands, group_of, in_groups, padded_ends, starts
 from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.linear.cublas import by_cublas
+from fxquant.kernels.operator import Parts
 
 Multiply = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""`grouped_mm` with offsets."""
+"""`grouped_mm` with an alignment."""
 
 
-def grouped_scaled_mm(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    offs: Tensor | None,
-    a_spec: str,
-    b_spec: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
+@grouped_scaled_mm.implementation(GemmKernel.GROUPED_PORTABLE, when=choice.portable)
+def _portable(
+    a: Parts, b: Parts, offs: Tensor | None, a_spec: str, b_spec: str, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """The meaning is `grouped_reference.scaled_mm`.
-
-    On Hopper, elements of per-tensor, rowwise and 1x128 scaling are multiplied as FP8: by `_scaled_grouped_mm` or by
-    Triton, as `choice.grouped_gemm` says. Elsewhere they are multiplied as bfloat16, which holds them exactly, and
-    scaled behind. Other blocks are dequantized to bfloat16, exactly for power-of-two scales, and torch's grouped GEMM
-    rounds the result to bfloat16.
-    """
     left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     if offs is None:
-        return _batched(a, b, left, right, out_dtype, fast_accum)
-    offs = offs.to(torch.int32)
-    kernel, _ = choice.grouped_gemm(
-        left, right, wgrad=b[0].ndim == 2, dtype=out_dtype, fast=fast_accum, capability=capability(a[0].device)
-    )
-    if kernel is GemmKernel.GROUPED:
-        return _fp8(a, b, offs, left, right, fast_accum).to(out_dtype)
-    if kernel in (GemmKernel.GROUPED_FAST, GemmKernel.GROUPED_TRITON, GemmKernel.GROUPED_BLOCKS):
-        return _triton(a, b, offs, left, right, out_dtype, fast_accum)
-    if left.row.family in ("per_tensor", "per_row"):
-        return _scaled_after(a, b, offs, left, right, _multiplied).to(out_dtype)
-    return _bfloat16(a, b, offs, left, right, _multiplied).to(out_dtype)
+        return grouped_reference.scaled_mm(a, b, offs, left, right, out_dtype)
+    return _sixteen_bits(a, b, offs, left, right, grouped_mm).to(out_dtype)
 
 
-def portable_scaled_mm(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    offs: Tensor | None,
-    a_spec: str,
-    b_spec: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    """`grouped_scaled_mm` as GEMMs of bfloat16 alone, which every device has."""
-    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    if offs is None:
-        return scaled_mm(a, b, offs, left, right, out_dtype)
-    run = _scaled_after if left.row.family in ("per_tensor", "per_row") else _bfloat16
-    return run(a, b, offs.to(torch.int32), left, right, grouped_mm).to(out_dtype)
-
-
-def _batched(
-    a: Sequence[Tensor], b: Sequence[Tensor], a_spec: QuantSpec, b_spec: QuantSpec, out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    """[G, M, K] x [G, N, K]."""
-    if a_spec.row.family in ("per_tensor", "per_row"):
-        (left, a_scale), (right, b_scale) = a, b
-        out = torch.bmm(left.to(torch.bfloat16), right.to(torch.bfloat16).mT, out_dtype=torch.float32)
-        return (out * a_scale.reshape(len(a_scale), -1, 1) * b_scale.reshape(len(b_scale), 1, -1)).to(out_dtype)
-    (a, a_spec), (b, b_spec), _ = gemm_operands(a, b, None, a_spec, b_spec)
-    return gemm.scaled_mm(a, b, str(a_spec), str(b_spec), None, out_dtype, fast_accum)
-
-
-def _row_scales(a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor) -> tuple[Tensor, Tensor]:
+def _row_scales(a: Parts, b: Parts, offs: Tensor) -> tuple[Tensor, Tensor]:
     """The scales of an FP8 GEMM by row: a's [M] and b's [G, N], or in the gradient of a weight [G, N] and [G, K]."""
 
-    def by_group(parts: Sequence[Tensor]) -> Tensor:
+    def by_group(parts: Parts) -> Tensor:
         data, scale = parts
         rows = data.shape[-2]
         return scale.reshape(scale.shape[0], -1).expand(scale.shape[0], rows)
@@ -99,9 +54,11 @@ def _row_scales(a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor) -> tuple
     return scale.reshape(-1), by_group(b)
 
 
+@grouped_scaled_mm.implementation(GemmKernel.GROUPED, when=choice.torchs)
 def _fp8(
-    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, fast_accum: bool
+    a: Parts, b: Parts, offs: Tensor, a_spec: str, b_spec: str, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
+    offs = offs.to(torch.int32)
     a_scale, b_scale = _row_scales(a, b, offs)
     left, right, features = a[0], b[0], b[0].shape[-2]
     spare = -features % 16
@@ -109,14 +66,14 @@ def _fp8(
         right = torch.nn.functional.pad(right.view(torch.uint8), (0, 0, 0, spare)).view(right.dtype)
         b_scale = torch.nn.functional.pad(b_scale, (0, spare), value=1.0)
     weight_gradient = right.ndim == 2
-    ends = padded_ends(offs, a_spec.row.alignment) if weight_gradient else offs
+    ends = padded_ends(offs, QuantSpec.parse(a_spec).row.alignment) if weight_gradient else offs
     if weight_gradient:
         a_scale, b_scale = a_scale.reshape(-1), b_scale.reshape(-1)
     out = torch_scaled_grouped_mm(
         left, right.mT, a_scale.contiguous(), b_scale.contiguous(), offs=ends, out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )  # fmt: skip
-    return _cleared(out[..., :features] if spare else out, offs)
+    return _cleared(out[..., :features] if spare else out, offs).to(out_dtype)
 
 
 def _multiplied(a: Tensor, b: Tensor, offs: Tensor, alignment: int) -> Tensor:
@@ -137,28 +94,49 @@ def _cleared(out: Tensor, offs: Tensor) -> Tensor:
     return torch.where((offs > starts(offs)).reshape(-1, 1, 1), out, 0)
 
 
+@grouped_scaled_mm.implementation(GemmKernel.GROUPED_BLOCKS, when=choice.blocks)
+@grouped_scaled_mm.implementation(GemmKernel.GROUPED_TRITON, when=choice.rows)
+@grouped_scaled_mm.implementation(GemmKernel.GROUPED_FAST, when=choice.fast)
 def _triton(
-    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec,
-    out_dtype: torch.dtype, fast_accum: bool,
-) -> Tensor:  # fmt: skip
+    a: Parts, b: Parts, offs: Tensor, a_spec: str, b_spec: str, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
     from fxquant.kernels.grouped import triton_gemm as triton_grouped
 
+    offs, left, right = offs.to(torch.int32), QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     weight_gradient = b[0].ndim == 2
-    block = b_spec.row.block[0] if b_spec.row.family == "block" else 0
+    block = right.row.block[0] if right.row.family == "block" else 0
     if block:
         a_scale, b_scale = a[1], b[1]
     else:
         a_scale, b_scale = (scale.contiguous() for scale in _row_scales(a, b, offs))
         a_scale = a_scale if weight_gradient else a_scale.unsqueeze(1)
     if weight_gradient:
-        ends = padded_ends(offs, a_spec.row.alignment)
+        ends = padded_ends(offs, left.row.alignment)
         return triton_grouped.grouped_columns(a[0], b[0], a_scale, b_scale, ends, block, out_dtype, fast_accum)
     return triton_grouped.grouped_rows(a[0], b[0], a_scale, b_scale, offs, block, out_dtype, fast_accum)
 
 
-def _scaled_after(
-    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply
+@grouped_scaled_mm.implementation(GemmKernel.EMULATED, when=choice.emulated, fallback=True)
+def _emulated(
+    a: Parts, b: Parts, offs: Tensor | None, a_spec: str, b_spec: str, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
+    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    if offs is not None:
+        return _sixteen_bits(a, b, offs, left, right, _multiplied).to(out_dtype)
+    if left.row.family in ("per_tensor", "per_row"):
+        (a_data, a_scale), (b_data, b_scale) = a, b
+        out = torch.bmm(a_data.to(torch.bfloat16), b_data.to(torch.bfloat16).mT, out_dtype=torch.float32)
+        return (out * a_scale.reshape(len(a_scale), -1, 1) * b_scale.reshape(len(b_scale), 1, -1)).to(out_dtype)
+    (a, left), (b, right), _ = gemm_operands(a, b, None, left, right)
+    return by_cublas(a, b, str(left), str(right), None, out_dtype, fast_accum)
+
+
+def _sixteen_bits(a: Parts, b: Parts, offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply) -> Tensor:
+    run = _scaled_after if a_spec.row.family in ("per_tensor", "per_row") else _bfloat16
+    return run(a, b, offs.to(torch.int32), a_spec, b_spec, multiply)
+
+
+def _scaled_after(a: Parts, b: Parts, offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply) -> Tensor:
     """The GEMM of the elements, and their scales on its result."""
     a_scale, b_scale = _row_scales(a, b, offs)
     weight_gradient = b[0].ndim == 2
@@ -171,9 +149,7 @@ def _scaled_after(
     return torch.where(in_groups(offs, out.shape[0]), out * a_scale.unsqueeze(-1) * b_scale[group], 0)
 
 
-def _bfloat16(
-    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply
-) -> Tensor:
+def _bfloat16(a: Parts, b: Parts, offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply) -> Tensor:
     """One GEMM of the elements times their block scales; NVFP4's global factors come after."""
     factors: list[Tensor] = []
     if a_spec.row.has_global_amax:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.compat.private import fake_kernel, operator_library, torch_grouped_mm
+from fxquant.compat.private import torch_grouped_mm
 from fxquant.compat.values import statically_known_true
-
-_library = operator_library("fxquant_kernels", more=True)
-_library.define(
-    "grouped_mm(Tensor a, Tensor b, Tensor offs, int alignment=1) -> Tensor", tags=torch.Tag.pt2_compliant_tag
-)
+from fxquant.kernels.operator import operator
 
 _ALIGNMENT = 16
 """Bytes that the addresses of groups and the strides of operands are multiples of in `torch._grouped_mm`."""
 
 
-def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None, alignment: int = 1) -> Tensor:
+def multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alignment: int = 1) -> Tensor:
     """a x b^T for every group, the contracted axis of each last.
 
     a [M, K] x b [G, N, K] with the ends of the groups of rows in `offs` gives [M, N], zero in rows of no group;
@@ -26,11 +22,12 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None, alignment: int = 1) ->
     """
     if offs is None:
         return torch.matmul(a, b.mT)
-    return torch.ops.fxquant_kernels.grouped_mm(a, b, offs, alignment)  # type: ignore[no-any-return]
+    return grouped_mm(a, b, offs, alignment)
 
 
-def _looped(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) -> Tensor:
-    """For the CPU, where reading the offsets waits for nothing; sizes need no alignment."""
+@operator(namespace="fxquant_kernels")
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) -> Tensor:
+    """`multiply_groups` on the CPU, where reading the offsets waits for nothing; sizes need no alignment."""
     ragged_rows = b.ndim == 3
     shape = (a.shape[0], b.shape[1]) if ragged_rows else (offs.shape[0], a.shape[0], b.shape[0])
     out = a.new_zeros(shape)
@@ -44,6 +41,14 @@ def _looped(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) -> Tensor:
     return out
 
 
+@grouped_mm.fake
+def _grouped_mm_fake(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) -> Tensor:
+    if b.ndim == 3:
+        return a.new_empty(a.shape[0], b.shape[1])
+    return a.new_empty(offs.shape[0], a.shape[0], b.shape[0])
+
+
+@grouped_mm.on("CUDA")
 def aten_grouped_mm(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) -> Tensor:
     """The operator in ATen operators, for any device.
 
@@ -106,15 +111,4 @@ def _rows_aligned(x: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, spare)) if spare else x
 
 
-_library.impl("grouped_mm", _looped, "CompositeExplicitAutograd")
-_library.impl("grouped_mm", aten_grouped_mm, "CUDA")
-
-
-@fake_kernel(_library, "grouped_mm")
-def _fake(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) -> Tensor:
-    if b.ndim == 3:
-        return a.new_empty(a.shape[0], b.shape[1])
-    return a.new_empty(offs.shape[0], a.shape[0], b.shape[0])
-
-
-__all__ = ["aten_grouped_mm", "grouped_mm", "portable_grouped_mm", "unmasked_grouped_mm"]
+__all__ = ["aten_grouped_mm", "grouped_mm", "multiply_groups", "portable_grouped_mm", "unmasked_grouped_mm"]

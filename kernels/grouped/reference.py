@@ -22,7 +22,7 @@ from torch import Tensor
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
-from fxquant.kernels.grouped.high_precision import grouped_mm
+from fxquant.kernels.grouped.high_precision import multiply_groups
 
 Dim = int | torch.SymInt
 
@@ -95,7 +95,7 @@ def scaled_mm(
     a [G, M, K] x b [G, N, K] gives [G, M, N]. Float32 products and sums, one rounding. Rows of no group are zero.
     """
     left, right, ends = gemm_operands(a, b, offs, a_spec, b_spec)
-    return grouped_mm(reference.dequantize(*left), reference.dequantize(*right), ends).to(out_dtype)
+    return multiply_groups(reference.dequantize(*left), reference.dequantize(*right), ends).to(out_dtype)
 
 
 Dense = tuple[list[Tensor], QuantSpec]

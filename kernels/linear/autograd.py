@@ -15,43 +15,10 @@ from torch import Tensor
 from fxquant.compat.device import no_autocast
 from fxquant.formats import LinearSpec, OperandSpec
 from fxquant.kernels import custom
-from fxquant.kernels.cast.ops import _library, quantize_operand, shared_spec
-
-
-@dataclass(frozen=True)
-class StateTensors:
-    """The tensors of a graph's state that its linears share; see `fxquant.state`.
-
-    `scale` [n] (delayed scaling) and `random` [2] (stochastic rounding) are read. `forward_amax` [n] and
-    `backward_amax` [n] are written, where they are given: amaxes of this step, the second with the latest `step` [n]
-    when they were written.
-    """
-
-    scale: Tensor | None = None
-    forward_amax: Tensor | None = None
-    backward_amax: Tensor | None = None
-    step: Tensor | None = None
-    random: Tensor | None = None
-
-    def record_forward(self, x: Tensor, spec: OperandSpec) -> None:
-        """Takes the amax of an input or weight into its slot."""
-        if spec.rowwise.is_delayed and self.forward_amax is not None:
-            self.take_forward(torch.ops.fxquant.amax(x), spec.rowwise.slot)
-
-    def record_backward(self, x: Tensor, spec: OperandSpec) -> None:
-        """Takes the amax of a gradient into its slot: over all backwards since the last update."""
-        if spec.rowwise.is_delayed and self.backward_amax is not None:
-            self.take_backward(torch.ops.fxquant.amax(x), spec.rowwise.slot)
-
-    def take_forward(self, amax: Tensor, slot: int) -> None:
-        """Takes amaxes [n] of the forward into n slots."""
-        assert self.forward_amax is not None
-        self.forward_amax.copy_(torch.ops.fxquant.record(self.forward_amax, [amax], [slot]))
-
-    def take_backward(self, amax: Tensor, slot: int) -> None:
-        """Takes amaxes [n] of the backward into n slots."""
-        assert self.backward_amax is not None
-        self.backward_amax.copy_(torch.ops.fxquant.record_since(self.backward_amax, self.step, [amax], [slot]))
+from fxquant.kernels.cast.ops import amax, quantize_operand, shared_spec
+from fxquant.kernels.linear.ops import scaled_mm
+from fxquant.kernels.operator import TRACED, Traits, operator
+from fxquant.kernels.state.step import STATELESS, StepState
 
 
 @dataclass(frozen=True)
@@ -64,13 +31,13 @@ class Payloads:
 
 def _gemm(
     a: Tensor, a_spec: OperandSpec, a_direction: str, b: Tensor, b_spec: OperandSpec, b_direction: str,
-    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StateTensors,
+    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StepState,
     b_parts: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """a x b^T with the contracted axis of each last, after both are quantized in their direction, unless b was."""
-    a_parts, a_side = quantize_operand(a, a_spec, a_direction, state.scale, state.random)
+    a_parts, a_side = quantize_operand(a, a_spec, a_direction, state)
     if b_parts is None:
-        b_parts, b_side = quantize_operand(b, b_spec, b_direction, state.scale, state.random)
+        b_parts, b_side = quantize_operand(b, b_spec, b_direction, state)
     else:
         b_side = shared_spec(b_spec.columnwise if b_direction == "columnwise" else b_spec.rowwise)
     if a_side.key or b_side.key:
@@ -81,9 +48,7 @@ def _gemm(
         if bias is not None:
             return torch.nn.functional.linear(left.to(dtype), right.to(dtype), bias.to(dtype)).to(out_dtype)
         return torch.matmul(left.to(dtype), right.to(dtype).mT).to(out_dtype)
-    return torch.ops.fxquant.scaled_mm(  # type: ignore[no-any-return]
-        a_parts, b_parts, str(a_side), str(b_side), bias, out_dtype, fast_accum
-    )
+    return scaled_mm(a_parts, b_parts, str(a_side), str(b_side), bias, out_dtype, fast_accum)
 
 
 def needed(ctx: Any, input: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -97,11 +62,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, state: StateTensors, known: Payloads
+        input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, state: StepState, known: Payloads
     ) -> Tensor:
         spec = LinearSpec.parse(spec_text)
-        state.record_forward(input, spec.input)
-        state.record_forward(weight, spec.weight)
+        state.record_forward(spec.input.rowwise, amax, input)
+        state.record_forward(spec.weight.rowwise, amax, weight)
         return _gemm(
             input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True, state, known.rowwise
         )
@@ -117,10 +82,10 @@ class _Linear(torch.autograd.Function):
         (grad_output,) = grads
         input, weight = ctx.saved_tensors
         spec = LinearSpec.parse(ctx.spec_text)
-        state: StateTensors = ctx.state
+        state: StepState = ctx.state
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            state.record_backward(grad_output, spec.grad_output)
+            state.record_backward(spec.grad_output.rowwise, amax, grad_output)
         if ctx.needs_input_grad[0]:
             grad_input = _gemm(
                 grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, ctx.dtype, False,
@@ -136,10 +101,7 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None
 
 
-def _linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, state: StateTensors = StateTensors(),
-    known: Payloads = Payloads(),
-) -> Tensor:  # fmt: skip
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, state: StepState, known: Payloads) -> Tensor:
     autocast = LinearSpec.parse(spec).autocast
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
     input, weight = input.to(dtype), weight.to(dtype)
@@ -152,14 +114,14 @@ def _linear(
         return output.reshape(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Tensor:
-    """input [*, K] x weight [N, K]^T + bias [N]; or, batched, input [*batch, M, K] x weight [*batch, N, K]^T.
+STATEFUL = (
+    "Tensor? scale, Tensor(a!)? forward_amax, Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec,"
+    " Tensor[]? weight_rowwise=None, Tensor[]? weight_columnwise=None) -> Tensor"
+)
+"""The end of the schema of an operator that takes the state of a graph: torch infers no optional lists."""
 
-    The autocast dtype of the spec is applied here, since no autocast rule knows this operator.
-    """
-    return _linear(input, weight, bias, spec)
 
-
+@operator(key=TRACED, schema=f"(Tensor input, Tensor weight, Tensor? bias, {STATEFUL}")
 def linear_stateful(
     input: Tensor,
     weight: Tensor,
@@ -173,23 +135,18 @@ def linear_stateful(
     weight_rowwise: list[Tensor] | None = None,
     weight_columnwise: list[Tensor] | None = None,
 ) -> Tensor:
-    """`linear` with operands whose specs name slots or random streams of the `StateTensors`.
+    """`linear` with operands whose specs name slots or random streams of the `StepState`.
 
     A weight whose parts are given is not quantized again, and gets its gradient all the same.
     """
-    state = StateTensors(scale, forward_amax, backward_amax, step, random)
+    state = StepState(scale, forward_amax, backward_amax, step, random)
     return _linear(input, weight, bias, spec, state, Payloads(weight_rowwise, weight_columnwise))
 
 
-_SCHEMAS = {
-    "linear": (linear, "(Tensor input, Tensor weight, Tensor? bias, str spec) -> Tensor"),
-    "linear_stateful": (
-        linear_stateful,
-        "(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor(a!)? forward_amax,"
-        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec, Tensor[]? weight_rowwise=None,"
-        " Tensor[]? weight_columnwise=None) -> Tensor",
-    ),
-}
-for _name, (_kernel, _schema) in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    _library.impl(_name, _kernel, "CompositeImplicitAutograd")
+@operator(key=TRACED, traits=Traits(stateful=linear_stateful))
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Tensor:
+    """input [*, K] x weight [N, K]^T + bias [N]; or, batched, input [*batch, M, K] x weight [*batch, N, K]^T.
+
+    The autocast dtype of the spec is applied here, since no autocast rule knows this operator.
+    """
+    return _linear(input, weight, bias, spec, STATELESS, Payloads())

@@ -1,27 +1,23 @@
-"""Which kernel runs a GEMM or a cast: by formats, sizes and device alone, so that a report can say it without either.
-
-The lowering asks the same functions, so what is said here is what runs.
-"""
+"""The kernels that a GEMM of quantized operands can be, and their conditions: formats, sizes and the device."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from fxquant.compat.values import statically_known_true
+from fxquant.compat.device import capability
+from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import supported
 from fxquant.kernels.grouped import supported as supported_groups
-from fxquant.kernels.linear import few_rows
-
-Dim = int | torch.SymInt | None
-"""A size, or None for one that is not known."""
-
+from fxquant.kernels.linear import few_rows as limits
+from fxquant.kernels.operator import Dim, Facts, Parts
 
 GEMM = ("auto", "cublas", "triton", "autotune")
-"""How to decide between cuBLAS and Triton where both have a GEMM: by what is known, one of them, or by measuring."""
+"""The ways to decide between cuBLAS and Triton where both have a GEMM: by rates, for one of them, or by measuring."""
 
 
 class GemmKernel(str, Enum):
@@ -37,6 +33,7 @@ class GemmKernel(str, Enum):
     GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"
     GROUPED_BLOCKS = "Triton, grouped FP8, block scales"
+    GROUPED_PORTABLE = "bf16 GEMMs that every device has"
     EMULATED = "bf16 GEMM of dequantized operands"
     REFERENCE = "float32 GEMM of dequantized operands"
     OWN = "the quantizer's own code"
@@ -45,57 +42,87 @@ class GemmKernel(str, Enum):
         return self.value
 
 
-class Chosen(NamedTuple):
-    """A kernel, and why it is none of FP8 where it is not."""
+@dataclass(frozen=True, kw_only=True)
+class GemmFacts(Facts):
+    """A GEMM a [M, K] x b [N, K]^T, or of batches of `matrices` where that is False.
 
-    kernel: GemmKernel
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kernel} ({self.reason})" if self.reason else str(self.kernel)
-
-
-class Fast(NamedTuple):
-    """Of a [M, K]: the most that M may be, and K."""
-
-    most_rows: int
-    length: Dim
-
-
-def gemm(
-    a: QuantSpec, b: QuantSpec, rows: tuple[Dim, Dim], *, matrices: bool = True, capability: tuple[int, int],
-    fast: Fast | None = None,
-) -> Chosen:  # fmt: skip
-    """The kernel on a CUDA device for a [M, K] x b [N, K]^T, whose `rows` are (M, N).
-
-    Each is a matrix, or with `matrices` false a batch of them. `fast` is of a GEMM that may accumulate fast, by a
-    kernel of our own.
+    `most_rows` is the largest M. `fast_accum` says that sums may be kept in tensor cores throughout.
     """
-    if "custom" in (a.row.family, b.row.family):
-        return Chosen(GemmKernel.OWN)
-    if fast is not None and matrices and capability[0] == 9 and fast.most_rows <= few_rows.MOST_TOKENS:
-        static = all(isinstance(size, int) and size > 0 for size in (fast.most_rows, rows[1], fast.length))
-        if static and rows[0] != 0 and few_rows.supports(a, b):
-            return Chosen(GemmKernel.FEW_ROWS)
-    if a.row.family in ("per_tensor", "per_row") and matrices:
-        by_row = "per_row" in (a.row.family, b.row.family)
-        return Chosen(GemmKernel.PER_ROW if by_row else GemmKernel.PER_TENSOR)
-    problem = _no_block_mm(a, b, rows, matrices, capability)
-    if problem is None:
-        return Chosen(GemmKernel.BLOCKS if b.row.block[0] == 1 else GemmKernel.TILES)
-    exact = all(exact_in_bfloat16(spec) for spec in (a, b))
-    return Chosen(GemmKernel.EMULATED if exact else GemmKernel.REFERENCE, problem)
+
+    a: QuantSpec
+    b: QuantSpec
+    m: Dim
+    n: Dim
+    k: Dim
+    most_rows: int
+    matrices: bool = True
+    fast_accum: bool = False
+
+    @classmethod
+    def of(
+        cls, a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool,
+        **more: object,
+    ) -> GemmFacts:  # fmt: skip
+        """The facts of the arguments of `fxquant::scaled_mm`."""
+        x, w = a[0], b[0]
+        return cls(
+            a=QuantSpec.parse(a_spec), b=QuantSpec.parse(b_spec), m=x.shape[-2], n=w.shape[-2], k=w.shape[-1],
+            most_rows=upper_bound(x.shape[-2]), matrices=x.ndim == w.ndim == 2, fast_accum=fast_accum,
+            capability=capability(w.device),
+        )  # fmt: skip
 
 
-def _no_block_mm(
-    a: QuantSpec, b: QuantSpec, rows: tuple[Dim, Dim], matrices: bool, capability: tuple[int, int]
-) -> str | None:
-    """Why cuBLAS has no GEMM of these blocks.
+def few_rows(facts: GemmFacts) -> str:
+    """Returns why the kernel that reads the weight once does not take a GEMM, "" if it does."""
+    if not (facts.triton and facts.on_hopper):
+        return "no Triton kernel for few rows on this device"
+    if not (facts.matrices and facts.fast_accum and limits.supports(facts.a, facts.b)):
+        return "no kernel for few rows of these operands"
+    static = all(isinstance(size, int) and size > 0 for size in (facts.most_rows, facts.n, facts.k))
+    few = static and facts.most_rows <= limits.MOST_TOKENS and facts.m != 0
+    return "" if few else "more than a few rows"
+
+
+def per_tensor(facts: GemmFacts) -> str:
+    """Returns why cuBLAS does not multiply by one scale of each tensor."""
+    reason = _no_long_scales(facts)
+    return reason or ("scales of rows" if "per_row" in (facts.a.row.family, facts.b.row.family) else "")
+
+
+def per_row(facts: GemmFacts) -> str:
+    """Returns why cuBLAS does not multiply by scales of rows."""
+    reason = _no_long_scales(facts)
+    return reason or ("" if "per_row" in (facts.a.row.family, facts.b.row.family) else "no scales of rows")
+
+
+def _no_long_scales(facts: GemmFacts) -> str:
+    if not facts.on_cuda:
+        return "the reference"
+    if not facts.matrices:
+        return "a batch of matrices"
+    return "" if facts.a.row.family in ("per_tensor", "per_row") else "scales of blocks"
+
+
+def tiles(facts: GemmFacts) -> str:
+    """Returns why cuBLAS does not multiply 1x128-scaled `a` by 128x128-scaled `b`."""
+    return _no_block_mm(facts) or ("scales of 1x128" if facts.b.row.block[0] == 1 else "")
+
+
+def blocks(facts: GemmFacts) -> str:
+    """Returns why cuBLAS does not multiply 1x128-scaled `a` by 1x128-scaled `b`."""
+    return _no_block_mm(facts) or ("" if facts.b.row.block[0] == 1 else "scales of tiles")
+
+
+def _no_block_mm(facts: GemmFacts) -> str:
+    """Returns why cuBLAS has no GEMM of these blocks.
 
     It has one for 1x128-scaled `a` and 1x128- or 128x128-scaled `b`: e4m3, whole 128x128 tiles of `b`, sizes in
     multiples of 16, and on Hopper alone.
     """
-    if not matrices:
+    a, b = facts.a, facts.b
+    if not facts.on_cuda:
+        return "the reference"
+    if not facts.matrices:
         return "a batch of matrices"
     if a.row.family != "block":
         return f"no FP8 GEMM for {a.row.family} scales" if a.row.family in ("mxfp8", "nvfp4") else "no FP8 GEMM"
@@ -104,44 +131,29 @@ def _no_block_mm(
     for spec in (a, b):
         if spec.row.element is None or spec.row.element.name != "e4m3":
             return "not e4m3 by e4m3"
-    if capability[0] != 9:
+    if not facts.on_hopper:
         return "no block scales on this device"
     multiple = 16 if b.row.block[0] == 1 else 128
-    for size, by in zip(rows, (16, multiple), strict=True):
+    for size, by in ((facts.m, 16), (facts.n, multiple)):
         if size is None or not statically_known_true(size % by == 0):
             return f"{size} rows are no multiple of {by}" if isinstance(size, int) else "dynamic sizes"
-    return None if rows[0] is not None and statically_known_true(rows[0] > 0) else "no rows"
+    return "" if facts.m is not None and statically_known_true(facts.m > 0) else "no rows"
+
+
+def emulated(facts: GemmFacts) -> str:
+    """Returns why bfloat16 does not hold the values of both operands."""
+    exact = facts.on_cuda and all(map(exact_in_bfloat16, (facts.a, facts.b)))
+    return "" if exact else "values that bfloat16 rounds"
 
 
 def exact_in_bfloat16(spec: QuantSpec) -> bool:
-    """Whether element x block scale fits bfloat16's 8 bits of significand: the GEMM then sees the exact values."""
+    """Returns True if element x block scale fits bfloat16's 8 bits of significand: the GEMM sees the exact values."""
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
-
-
-def grouped_gemm(
-    a: QuantSpec, b: QuantSpec, *, wgrad: bool, dtype: torch.dtype, fast: bool, capability: tuple[int, int]
-) -> Chosen:
-    """The kernel on a CUDA device for a GEMM of groups of rows, whose result has `dtype`: the faster that was measured.
-
-    `fast` says that sums may be kept in tensor cores throughout.
-    """
-    hopper = capability[0] == 9
-    if a.row.family in ("per_tensor", "per_row"):
-        both_e4m3 = all(spec.row.element is not None and spec.row.element.name == "e4m3" for spec in (a, b))
-        if both_e4m3 and (dtype == torch.bfloat16 or not hopper):
-            return Chosen(GemmKernel.GROUPED_FAST if hopper and fast and not wgrad else GemmKernel.GROUPED)
-        return (
-            Chosen(GemmKernel.GROUPED_TRITON) if hopper else Chosen(GemmKernel.EMULATED, "no FP8 GEMM of e5m2 groups")
-        )
-    one_by_128 = a.row.block[0] == 1 and (not wgrad or b.row.block[0] == 1)
-    if a.row.family == "block" and one_by_128 and hopper:
-        return Chosen(GemmKernel.GROUPED_BLOCKS)
-    return Chosen(GemmKernel.EMULATED, f"no grouped FP8 GEMM for {a.row.family} scales")
 
 
 def casts_one_row(spec: QuantSpec, capability: tuple[int, int]) -> bool:
     """Whether the GEMM of a single row, which is `GemmKernel.FEW_ROWS`, quantizes it as well."""
-    return capability[0] == 9 and few_rows.casts(spec)
+    return capability[0] == 9 and limits.casts(spec)
 
 
 def casts_by_triton(

@@ -3,64 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import capability
 from fxquant.compat.private import ScalingType, torch_scaled_mm
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.linear import choice
-from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
+from fxquant.kernels.linear.ops import scaled_mm
+from fxquant.kernels.operator import Parts
 
 
-def scaled_mm(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    a_spec: str,
-    b_spec: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
+def by_cublas(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """a [*, M, K] x b [*, N, K]^T + bias in `out_dtype`; the meaning is `reference.scaled_mm`."""
-    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    rows, matrices = (a[0].shape[-2], b[0].shape[-2]), a[0].ndim == 2
-    kernel, _ = choice.gemm(left, right, rows, matrices=matrices, capability=capability(a[0].device))
-    if kernel in (GemmKernel.PER_TENSOR, GemmKernel.PER_ROW):
-        return _fp8_mm(a, b, bias, out_dtype, fast_accum)
-    if kernel in (GemmKernel.BLOCKS, GemmKernel.TILES):
-        return _block_mm(a, b, right, bias, out_dtype)
-    if kernel is GemmKernel.EMULATED:
-        return _bfloat16_mm(a, left, b, right, bias, out_dtype)
-    return reference.scaled_mm(a, left, b, right, bias, out_dtype)
+    """`fxquant::scaled_mm` by the best kernel that is not Triton's."""
+    arguments = (a, b, a_spec, b_spec, bias, out_dtype, fast_accum)
+    facts = replace(GemmFacts.of(*arguments), triton=False)
+    return scaled_mm.run(scaled_mm.choose(facts).kernel)(*arguments)
 
 
-def fused_scaled_mm(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    a_spec: str,
-    b_spec: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    activation: str,
-    residual: Tensor | None,
-    record: bool,
-) -> list[Tensor]:
-    """`fxquant::fused_scaled_mm` by a Triton kernel that takes these operands."""
-    from fxquant.kernels.linear import triton_gemm
-
-    left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    return triton_gemm.scaled_mm(
-        a, left, b, right, bias, out_dtype, fast_accum, activation=activation, residual=residual, record=record
-    )
-
-
+@scaled_mm.implementation(GemmKernel.PER_TENSOR, when=choice.per_tensor)
+@scaled_mm.implementation(GemmKernel.PER_ROW, when=choice.per_row)
 def _fp8_mm(
-    a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     (a_data, a_scale), (b_data, b_scale) = a, b
     features = b_data.shape[0]
@@ -94,15 +64,17 @@ def _fp8_mm(
     return out.to(out_dtype) if bias is None or fused_bias is not None else (out + bias).to(out_dtype)
 
 
+@scaled_mm.implementation(GemmKernel.TILES, when=choice.tiles)
+@scaled_mm.implementation(GemmKernel.BLOCKS, when=choice.blocks)
 def _block_mm(
-    a: Sequence[Tensor], b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None, out_dtype: torch.dtype
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     (a_data, a_scale), (b_data, b_scale) = a, b
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 and bias is None else torch.float32
     if statically_known_true(a_data.shape[1] == 0):  # a sum of nothing, which cuBLAS refuses here
         empty = torch.zeros(a_data.shape[0], b_data.shape[0], dtype=out_dtype, device=a_data.device)
         return empty if bias is None else empty + bias.to(out_dtype)
-    if b_spec.row.block[0] == 1:
+    if QuantSpec.parse(b_spec).row.block[0] == 1:
         b_scale, b_kind = _by_columns(b_scale), ScalingType.BlockWise1x128
     else:  # cuBLAS reads the scales of a row of tiles in fours
         b_scale = torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4)).t()
@@ -138,21 +110,17 @@ def _by_columns(scale: Tensor) -> Tensor:
     return scale.t().contiguous().t()
 
 
+@scaled_mm.implementation(GemmKernel.EMULATED, when=choice.emulated, fallback=True)
 def _bfloat16_mm(
-    a: Sequence[Tensor],
-    a_spec: QuantSpec,
-    b: Sequence[Tensor],
-    b_spec: QuantSpec,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """One GEMM of the elements times their block scales, accumulated in float32; NVFP4's global factors come after."""
     factors: list[Tensor] = []
     sides: list[Tensor] = []
-    for parts, spec in ((a, a_spec), (b, b_spec)):
+    for parts, spec in ((a, QuantSpec.parse(a_spec)), (b, QuantSpec.parse(b_spec))):
         if spec.row.has_global_amax:
-            own = parts[2] / spec.unit_amax
-            factors.append(own.mT if sides and own.ndim > 1 else own)  # of the right operand: one a column
+            factor = parts[2] / spec.unit_amax
+            factors.append(factor.mT if sides and factor.ndim > 1 else factor)  # of the right operand: one a column
             parts = [*parts[:2], torch.full_like(parts[2], spec.unit_amax)]
         sides.append(reference.dequantize(parts, spec).to(torch.bfloat16))
     if len(factors) == 2 and all(factor.ndim == 1 for factor in factors):

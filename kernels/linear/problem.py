@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.kernels.linear.choice import Chosen, GemmKernel
+from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.operator import Chosen
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Times:
         """
         return self.copy * (problem.residual + problem.record / 2)
 
-    def chosen(self, problem: Problem, how: str, margin: float = 1.0) -> Chosen:
+    def chosen(self, problem: Problem, how: str, margin: float = 1.0) -> Chosen[GemmKernel]:
         """The fastest kernel, and how it compares, by times got somehow; a later one has to win by the margin."""
         saved = self.saved(problem)
         totals = [

@@ -21,7 +21,7 @@ from torch import Tensor
 from fxquant.compat.device import card_name, triton_version
 from fxquant.compat.private import inductor_cache, no_modes
 from fxquant.formats import QuantSpec
-from fxquant.kernels.linear import cublas as gemm
+from fxquant.kernels.linear.cublas import by_cublas
 from fxquant.kernels.linear.problem import Problem, Times
 
 log = logging.getLogger(__name__)
@@ -78,14 +78,14 @@ def measure(problem: Problem, device: torch.device) -> Times:
     y = torch.randn(problem.m, problem.n, generator=generator, device=device, dtype=torch.float32).to(problem.dtype)
     other = torch.empty_like(y)
 
-    def by_cublas() -> Tensor:
-        return gemm.scaled_mm(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum)
+    def by_scales() -> Tensor:
+        return by_cublas(a, b, problem.a, problem.b, bias, problem.dtype, problem.fast_accum)
 
     def by_rows() -> Tensor:
         assert a_spec.row.element is not None
         rows = [a[0], a[1].expand(problem.m, 1).contiguous()]
         spec = f"per_row_{a_spec.row.element.name}"
-        return gemm.scaled_mm(rows, b, spec, problem.b, bias, problem.dtype, problem.fast_accum)
+        return by_cublas(rows, b, spec, problem.b, bias, problem.dtype, problem.fast_accum)
 
     def by_triton() -> list[Tensor]:
         return triton_gemm.scaled_mm(
@@ -93,7 +93,7 @@ def measure(problem: Problem, device: torch.device) -> Times:
             residual=y if problem.residual else None, record=problem.record,
         )  # fmt: skip
 
-    runs = (by_cublas, by_triton) if len(problem.kernels) == 2 else (by_cublas, by_rows, by_triton)
+    runs = (by_scales, by_triton) if len(problem.kernels) == 2 else (by_scales, by_rows, by_triton)
     with torch.cuda.device(device):
         *times, copy = in_turn(*runs, lambda: other.copy_(y))
     return Times(tuple(times), copy)

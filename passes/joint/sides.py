@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from fxquant.formats import QuantSpec
+from fxquant.kernels.operator import Side, operator_of
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
@@ -24,27 +24,10 @@ EXTERNAL = (
 """Operators that no kernel of Inductor's own computes."""
 
 
-class Side(NamedTuple):
-    """One direction of a quantization; `state` is its input besides the tensor, such as a scale."""
-
-    direction: str
-    spec: str
-    state: Any
-
-    @property
-    def per_tensor(self) -> bool:
-        return QuantSpec.parse(self.spec).row.family == "per_tensor"
-
-
 def sides_of(node: fx.Node) -> list[Side]:
     """The directions in which a node quantizes a tensor, its first argument; none if it does not quantize."""
-    if is_fxquant(node, "quantize"):
-        _, spec, direction, state, *_ = (*node.args, None)
-        return [Side(str(direction), str(spec), state)]
-    if is_fxquant(node, "hybrid_quantize"):
-        _, row, column, row_state, column_state, *_ = (*node.args, None, None)
-        return [Side("rowwise", str(row), row_state), Side("columnwise", str(column), column_state)]
-    return []
+    called = operator_of(node.target)
+    return called.traits.sides(*node.args) if called is not None and called.traits.sides is not None else []
 
 
 def in_memory(x: Any) -> bool:

@@ -29,10 +29,11 @@ from fxquant.compat.values import faking, size_hint, statically_known_true
 from fxquant.cost.gemms import choose_gemm
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import timing as gemm_timing
-from fxquant.kernels.linear.choice import Chosen, GemmKernel
+from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.linear.problem import Problem, triton_multiplies
+from fxquant.kernels.operator import Chosen
 from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
@@ -144,7 +145,7 @@ def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
     )  # fmt: skip
 
 
-def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen:
+def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen[GemmKernel]:
     """cuBLAS or Triton, and why."""
     if gemm == "triton":
         return Chosen(GemmKernel.TRITON, "as asked for")

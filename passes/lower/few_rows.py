@@ -12,17 +12,17 @@ theirs. See `fxquant.kernels.linear.triton_few_rows`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.device import capability, converts_to_fp8, launches_early
-from fxquant.compat.values import upper_bound
+from fxquant.compat.device import converts_to_fp8, launches_early
 from fxquant.formats import QuantSpec
-from fxquant.kernels.linear import choice
 from fxquant.kernels.linear import few_rows as limits
+from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.passes.graph.builder import erase_unused
 from fxquant.passes.graph.match import behind_views, shaped
 from fxquant.passes.graph.names import RESHAPES, is_fxquant
@@ -36,36 +36,9 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def decodes(node: fx.Node) -> bool:
-    """Whether a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
-    given: Any = fx.node.map_arg(node.args, val)
-    a, b, a_spec, b_spec, _, _, fast_accum = given
-    x, w = a[0], b[0]
-    if not fast_accum or x.ndim != 2:
-        return False
-    kernel, _ = choice.gemm(
-        QuantSpec.parse(a_spec), QuantSpec.parse(b_spec), (x.shape[0], w.shape[0]), matrices=w.ndim == 2,
-        capability=capability(w.device), fast=choice.Fast(upper_bound(x.shape[0]), w.shape[1]),
-    )  # fmt: skip
-    return kernel is choice.GemmKernel.FEW_ROWS
-
-
-def scaled_mm(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    a_spec: str,
-    b_spec: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    epilogue: str | None = None,
-    other: Tensor | None = None,
-    early: bool = False,
-) -> Tensor:
-    """`fxquant::scaled_mm` of few rows by a Triton kernel, as `few_rows` leaves it."""
-    from fxquant.kernels.linear import triton_few_rows
-
-    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
-    return triton_few_rows.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
+    """Returns True if a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
+    arguments: Any = fx.node.map_arg(node.args, val)
+    return scaled_mm.choose(scaled_mm.facts_of(*arguments)).kernel is GemmKernel.FEW_ROWS
 
 
 def few_rows(graph: fx.Graph, settings: Settings) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +20,12 @@ from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import ops as attention_ops
-from fxquant.kernels.cast import ops, reference
+from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.producers import CastSpec
-from fxquant.kernels.grouped import fp8 as grouped_gemm
-from fxquant.kernels.grouped import ops as grouped_ops
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.linear import choice
-from fxquant.kernels.linear import cublas as gemm
+from fxquant.kernels.operator import OPERATORS, operator_of
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import fxquant_op, is_fxquant
 from fxquant.passes.graph.values import val
@@ -45,20 +44,22 @@ _READS_VALUES = (
 
 
 def implementation(node: fx.Node, portable: bool = False, kernels: bool = True) -> Callable[..., Any]:
-    """What to trace in the place of a node: the reference, or what suits the device better.
+    """The function to trace in the place of a node: the reference, or what suits the device better.
 
     `portable` and `kernels` are those of `lower`.
     """
     name = fxquant_op(node)
+    chosen = operator_of(node.target)
+    if chosen is not None and chosen.implementations:
+        values: Any = fx.node.map_arg((node.args, node.kwargs), val)
+        facts = replace(chosen.facts_of(*values[0], **values[1]), triton=kernels, launches=not portable)
+        return chosen.run(chosen.choose(facts).kernel)
     device = next(value.device for value in map(val, node.all_input_nodes) if isinstance(value, Tensor))
     lies = name in _READS_VALUES and in_memory(node.args[0])
     if device.type == "cuda":
         found = (kernels and _inlined(name, node, lies)) or (not portable and _launched(name, node, lies))
-        found = found or _multiplied(name, portable)
         if found:
             return found
-    if name == "grouped_scaled_mm" and portable:
-        return grouped_gemm.portable_scaled_mm
     return _meaning(name, node)
 
 
@@ -66,8 +67,6 @@ def _inlined(name: str, node: fx.Node, lies: bool) -> Callable[..., Any] | None:
     """Triton kernels whose source can be compiled into a package, too."""
     from fxquant.kernels.cast import amax as triton_amax
 
-    if name == "scaled_mm" and few_rows.decodes(node):
-        return few_rows.scaled_mm
     if name == "quantize" and (few_rows.quantizes_few_rows(node) or few_rows.quantizes_rows_in_memory(node)):
         return few_rows.quantize
     if name == "amax" and lies and 0 not in val(node.args[0]).shape:
@@ -100,16 +99,9 @@ def _launched(name: str, node: fx.Node, lies: bool) -> Callable[..., Any] | None
     return None
 
 
-def _multiplied(name: str, portable: bool) -> Callable[..., Any] | None:
-    """GEMMs, by the operators that torch has for them."""
-    if name == "scaled_mm":
-        return gemm.scaled_mm
-    return grouped_gemm.grouped_scaled_mm if name == "grouped_scaled_mm" and not portable else None
-
-
 def _meaning(name: str, node: fx.Node) -> Callable[..., Any]:
     """The reference, of values as they are in memory."""
-    meaning = (ops.IMPLEMENTATIONS | grouped_ops.IMPLEMENTATIONS | attention_ops.IMPLEMENTATIONS)[name]
+    meaning = OPERATORS[name].meaning if name in OPERATORS else attention_ops.IMPLEMENTATIONS[name]
     if name in ("quantize_qkv", "quantize_qkv_into"):
         return functools.partial(_of_three_rounded, meaning)
     if name not in _READS_VALUES or behind_views(node.args[0]).op in ("placeholder", "get_attr"):
@@ -303,6 +295,5 @@ _LAUNCHED: dict[str, Callable[..., Any]] = {
     "produce_quantize_into": triton_produce_quantize_into,
     "delayed_update": triton_delayed_update,
     "delayed_advance": triton_delayed_advance,
-    "fused_scaled_mm": gemm.fused_scaled_mm,
 }
 """Operators that have one implementation on CUDA, whatever they are given."""

@@ -31,12 +31,13 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import supported
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
+from fxquant.kernels.operator import Side
 from fxquant.passes.graph.axes import order_of
 from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.scales import scale_of
-from fxquant.passes.joint.sides import Side, in_memory, sides_of
+from fxquant.passes.joint.sides import in_memory, sides_of
 from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten

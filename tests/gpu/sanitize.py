@@ -29,9 +29,9 @@ from fxquant.kernels.attention import triton_cast as triton_head_cast
 from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast
 from fxquant.kernels.cast.producers import PRODUCERS
-from fxquant.kernels.grouped import fp8 as grouped_gemm
 from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
+from fxquant.kernels.grouped.ops import grouped_scaled_mm
 from fxquant.kernels.linear import few_rows, triton_gemm
 from fxquant.kernels.linear import triton_few_rows as triton_decode
 from fxquant.kernels.state import triton as triton_delayed
@@ -191,7 +191,7 @@ def grouped() -> Iterator[str]:
                                      (of_dy, of_x, ("columnwise",) * 2)):  # fmt: skip
                 a, b = (torch.ops.fxquant.split_quantize(*s, d) for s, d in zip((left, right), way, strict=True))
                 for fast in (False, True):
-                    grouped_gemm.grouped_scaled_mm(a, b, offs, left[2], right[2], torch.float32, fast)
+                    grouped_scaled_mm.best(a, b, offs, left[2], right[2], torch.float32, fast)
             triton_grouped_cast.clear(noise(rows, n), offs)
             triton_grouped_cast.clear(noise(len(ends), n, k), offs)
             yield f"{(input, weight, grad)}, groups to {ends}"

@@ -11,7 +11,7 @@ from gpu.test_bytes import DEVICE, DIRECTIONS, SPECS, compiled, differences, noi
 from torch import Tensor, nn
 
 from fxquant import Backend, CustomRecipe, HybridQuantizer, IdentityQuantizer, MXFP8Quantizer, Quantizer, QuantizerRole
-from fxquant.kernels.grouped.high_precision import grouped_mm
+from fxquant.kernels.grouped.high_precision import multiply_groups
 from fxquant.recipes import Recipe
 
 pytestmark = pytest.mark.gpu
@@ -93,8 +93,8 @@ def test_high_precision(sizes: tuple[int, int], dtype: torch.dtype) -> None:
         x, w = ragged(offs, k, dtype).nan_to_num(), noise(dtype, len(offs), n, k)
         dy = ragged(offs, n, dtype).nan_to_num()
         for a, b in ((x, w), (dy.mT, x.mT)):
-            expected = grouped_mm(a.double(), b.double(), ends(offs, "cpu"))
-            got = grouped_mm(a.to(DEVICE), b.to(DEVICE), ends(offs, DEVICE)).cpu().double()
+            expected = multiply_groups(a.double(), b.double(), ends(offs, "cpu"))
+            got = multiply_groups(a.to(DEVICE), b.to(DEVICE), ends(offs, DEVICE)).cpu().double()
             assert not got[expected == 0].any()
             assert (got - expected).norm() <= 2.0**-7 * expected.norm()
 

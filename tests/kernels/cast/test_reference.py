@@ -15,7 +15,8 @@ from fxquant.compat.values import FakeTensorMode
 from fxquant.formats import ELEMENTS, FORMATS, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.reference import dequantize, quantize, scaled_mm
-from fxquant.kernels.linear import cublas as gemm
+from fxquant.kernels.linear import choice
+from fxquant.kernels.linear.cublas import by_cublas
 
 QUANTIZING = [name for name in FORMATS if name != "identity"]
 FIRST_NAN = {"e4m3": 0x7F, "e5m2": 0x7D}
@@ -401,12 +402,13 @@ def test_emulated_gemm_multiplies_exact_values(
     """The path of CUDA devices, with the products of bfloat16 operands that they sum in float32."""
     for name in ("mm", "bmm"):
         monkeypatch.setattr(torch, name, lambda a, b, out_dtype: (a.float() @ b.float()).to(out_dtype))
+    monkeypatch.setattr(choice, "capability", lambda device: (8, 9))
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*batch, rows, 96, generator=generator) for rows in (40, 56))
     x[..., 3, :] *= 1e3
     parts = [quantize(operand, QuantSpec.parse(spec)) for operand, spec in ((x, a), (w, b))]
     bias = torch.randn(56, generator=generator)
-    got = gemm.scaled_mm(*parts, a, b, bias, torch.float32, False)
+    got = by_cublas(*parts, a, b, bias, torch.float32, False)
     expected = scaled_mm(parts[0], QuantSpec.parse(a), parts[1], QuantSpec.parse(b), bias, torch.float32)
     assert (got - expected).norm() < 1e-6 * expected.norm()
 

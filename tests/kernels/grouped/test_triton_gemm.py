@@ -13,10 +13,11 @@ from interpreting import interpret, run_interpreted
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
 from fxquant.formats import QuantSpec
-from fxquant.kernels.grouped import fp8 as grouped_gemm
+from fxquant.kernels.grouped import choice
 from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
 from fxquant.kernels.grouped import triton_gemm as triton_grouped
+from fxquant.kernels.grouped.ops import grouped_scaled_mm
 
 CASES = (
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)", "block_1x128_e4m3(pow2)"),
@@ -56,7 +57,7 @@ def test_launches_of_groups_in_both_directions() -> None:
 
 def main() -> None:
     interpret(triton_grouped)
-    grouped_gemm.capability = lambda device: (9, 0)
+    choice.capability = lambda device: (9, 0)
     configs = "_FAST", "_SLOW", "_BLOCKS", "_SHORT_COLUMNS"
     few = {name: replace(getattr(triton_grouped, name), programs=3) for name in configs}
     vars(triton_grouped).update(few)
@@ -77,7 +78,7 @@ def main() -> None:
                 a, b = ops.split_quantize(*left), ops.split_quantize(*right)
                 for fast in (False, True):
                     arguments = a, b, offs, left[2], right[2], torch.float32, fast
-                    got, expected = grouped_gemm.grouped_scaled_mm(*arguments), ops.grouped_scaled_mm(*arguments)
+                    got, expected = grouped_scaled_mm.best(*arguments), ops.grouped_scaled_mm(*arguments)
                     error = (got - expected).norm() / expected.norm().clamp(min=1e-30)
                     assert got.shape == expected.shape and error < 1e-5, (split, left[2:], right[2:], error)
                     assert got.ndim == 3 or not got[split[-1] :].any(), "rows of no group"

@@ -23,6 +23,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from fxquant.compat import device
 from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx, triton_kernel_wrapper_functional
+from fxquant.kernels.linear import choice
 from fxquant.passes.lower.few_rows import few_rows
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
@@ -34,7 +35,7 @@ def test_values_in_the_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.lower.few_rows"], "capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice, "capability", lambda device: (9, 0))
 
 
 def lowered(
@@ -179,5 +180,5 @@ def test_kernels_beside_early_ones_of_inductor_wait_their_turn(monkeypatch: pyte
 
 
 def test_other_cards_keep_their_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fxquant.passes.lower.few_rows"], "capability", lambda device: (8, 9))
+    monkeypatch.setattr(choice, "capability", lambda device: (8, 9))
     assert lowered(1, "per_row_e4m3")[-1] == "scaled_mm"

@@ -1,0 +1,102 @@
+"""The conditions of the kernels that a GEMM in groups can be, the fastest that was measured first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxquant.compat.device import capability
+from fxquant.formats import QuantSpec
+from fxquant.kernels.linear.choice import exact_in_bfloat16
+from fxquant.kernels.operator import Facts, Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedGemmFacts(Facts):
+    """A GEMM of groups of rows, or of a batch of matrices, whose result has `dtype`.
+
+    `wgrad` is the gradient of a weight, and `fast_accum` says that sums may be kept in tensor cores throughout.
+    """
+
+    a: QuantSpec
+    b: QuantSpec
+    dtype: torch.dtype
+    batch: bool = False
+    wgrad: bool = False
+    fast_accum: bool = False
+
+    @classmethod
+    def of(
+        cls, a: Parts, b: Parts, offs: Tensor | None, a_spec: str, b_spec: str, dtype: torch.dtype, fast_accum: bool
+    ) -> GroupedGemmFacts:
+        """The facts of the arguments of `fxquant::grouped_scaled_mm`."""
+        return cls(
+            a=QuantSpec.parse(a_spec), b=QuantSpec.parse(b_spec), dtype=dtype, batch=offs is None,
+            wgrad=b[0].ndim == 2, fast_accum=fast_accum, capability=capability(a[0].device),
+        )  # fmt: skip
+
+    @property
+    def long_scales(self) -> bool:
+        """True if a scale is of a whole row or group."""
+        return self.a.row.family in ("per_tensor", "per_row")
+
+
+def portable(facts: GroupedGemmFacts) -> str:
+    """Returns why a GEMM need not be one that every device has."""
+    return "runs beside fxquant" if facts.launches else ""
+
+
+def torchs(facts: GroupedGemmFacts) -> str:
+    """Returns why `_scaled_grouped_mm` does not multiply: it takes e4m3, and on Hopper gives bfloat16."""
+    return _torchs(facts) or ("" if fast(facts) else "Triton is faster")
+
+
+def fast(facts: GroupedGemmFacts) -> str:
+    """Returns why Triton is no faster than `_scaled_grouped_mm`."""
+    return _torchs(facts) or ("" if facts.on_hopper and facts.fast_accum and not facts.wgrad else "no faster")
+
+
+def _torchs(facts: GroupedGemmFacts) -> str:
+    if reason := _no_kernel(facts):
+        return reason
+    if not (facts.long_scales and all(_is_e4m3(spec) for spec in (facts.a, facts.b))):
+        return "not e4m3 with long scales"
+    return "" if facts.dtype == torch.bfloat16 or not facts.on_hopper else "no bfloat16"
+
+
+def rows(facts: GroupedGemmFacts) -> str:
+    """Returns why Triton does not multiply operands with long scales."""
+    if reason := _no_kernel(facts):
+        return reason
+    if not facts.long_scales:
+        return f"no grouped FP8 GEMM for {facts.a.row.family} scales"
+    return "" if facts.on_hopper else "no FP8 GEMM of e5m2 groups"
+
+
+def blocks(facts: GroupedGemmFacts) -> str:
+    """Returns why Triton does not multiply operands with scales of blocks."""
+    if (reason := _no_kernel(facts)) or facts.long_scales:
+        return reason or rows(facts) or "scales of rows"
+    one_by_128 = facts.a.row.block[0] == 1 and (not facts.wgrad or facts.b.row.block[0] == 1)
+    fits = facts.a.row.family == "block" and one_by_128 and facts.on_hopper
+    return "" if fits else f"no grouped FP8 GEMM for {facts.a.row.family} scales"
+
+
+def emulated(facts: GroupedGemmFacts) -> str:
+    """Returns why operands are not dequantized to bfloat16: the products of a batch are exact, others are torch's."""
+    exact = not facts.batch or facts.long_scales or all(map(exact_in_bfloat16, (facts.a, facts.b)))
+    return "" if facts.on_cuda and exact else "values that bfloat16 rounds"
+
+
+def _no_kernel(facts: GroupedGemmFacts) -> str:
+    if not facts.on_cuda:
+        return "the reference"
+    if facts.batch:
+        return "a batch of weights" if facts.long_scales else "a batch of matrices"
+    return ""
+
+
+def _is_e4m3(spec: QuantSpec) -> bool:
+    return spec.row.element is not None and spec.row.element.name == "e4m3"

@@ -1,0 +1,79 @@
+"""The GEMMs of quantized operands, alone and with what reads their result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.formats import QuantSpec, check_parts
+from fxquant.kernels.cast import reference
+from fxquant.kernels.linear import choice
+from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
+from fxquant.kernels.linear.epilogues import ACTIVATIONS
+from fxquant.kernels.operator import Parts, operator, runs_beside
+
+
+@operator(reference=GemmKernel.REFERENCE)
+def scaled_mm(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """a [*, M, K] x b [*, N, K]^T + bias [N] in `out_dtype`."""
+    return reference.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
+
+
+@scaled_mm.fake
+def _scaled_mm_fake(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: object, out_dtype: torch.dtype, _: bool
+) -> Tensor:
+    check_parts(a, QuantSpec.parse(a_spec))
+    check_parts(b, QuantSpec.parse(b_spec))
+    return a[0].new_empty([*a[0].shape[:-1], b[0].shape[-2]], dtype=out_dtype)
+
+
+scaled_mm.facts(GemmFacts.of)
+
+
+@scaled_mm.implementation(GemmKernel.FEW_ROWS, when=choice.few_rows)
+def _few_rows(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    epilogue: str | None = None, other: Tensor | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """A GEMM that reads its weight once, with what `fxquant.passes.lower.few_rows` has it take over."""
+    from fxquant.kernels.linear import triton_few_rows
+
+    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    return triton_few_rows.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
+
+
+@operator()
+def fused_scaled_mm(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    activation: str, residual: Tensor | None, record: bool,
+) -> list[Tensor]:  # fmt: skip
+    """activation(a x b^T + bias) + residual, and the amax of that to `record` it."""
+    y = scaled_mm.meaning(a, b, a_spec, b_spec, bias, out_dtype, fast_accum)
+    y = ACTIVATIONS[activation](y) if activation else y
+    y = y if residual is None else y + residual
+    return [y, reference.amax(y)] if record else [y]
+
+
+@fused_scaled_mm.fake
+def _fused_scaled_mm_fake(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: object, out_dtype: torch.dtype, fast_accum: bool,
+    activation: str, residual: object, record: bool,
+) -> list[Tensor]:  # fmt: skip
+    y = _scaled_mm_fake(a, b, a_spec, b_spec, bias, out_dtype, fast_accum)
+    return [y, y.new_empty([1], dtype=torch.float32)] if record else [y]
+
+
+@fused_scaled_mm.implementation(GemmKernel.TRITON, when=runs_beside)
+def _fused(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    activation: str, residual: Tensor | None, record: bool,
+) -> list[Tensor]:  # fmt: skip
+    from fxquant.kernels.linear import triton_gemm
+
+    return triton_gemm.scaled_mm(
+        a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype, fast_accum, activation=activation,
+        residual=residual, record=record,
+    )  # fmt: skip

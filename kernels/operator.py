@@ -1,0 +1,256 @@
+"""An operator of quantized graphs as one object: its meaning, its schema, its effect on fake tensors, its kernels.
+
+    @operator(reads_values=True)
+    def amax(x: Tensor) -> Tensor:
+        return reference.amax(x)                     # the meaning; the schema is inferred from the signature
+
+    @amax.implementation(CastKernel.TRITON, when=lies_in_memory)    # a condition answers "" or the reason why not
+    def tensor_amax(x: Tensor) -> Tensor: ...
+
+    amax.choose(facts)                               # the kernel for these facts, and why it is no better one
+
+A condition looks at `Facts` alone, plain values that a node of a graph and a decision about a matmul can both give, so
+that a report says what the lowering will do. The body of an implementation imports the code for its device: whoever
+only asks needs no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxquant.compat.device import capability
+from fxquant.compat.private import fake_kernel, operator_library, tree_leaves
+from fxquant.formats import QuantSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+Parts = Sequence[Tensor]
+"""A quantized operand: [data, scale] or [data, scale, global_amax]."""
+States = Sequence[Tensor | None]
+"""The state of each of several quantizations, such as a scale."""
+Dim = int | torch.SymInt | None
+"""A size, or None for an unknown one."""
+
+_LIBRARIES = {name: operator_library(name) for name in ("fxquant", "fxquant_kernels")}
+
+OPERATORS: dict[str, Operator[..., Any]] = {}
+"""Every operator of `torch.ops.fxquant` by name."""
+_BY_TARGET: dict[object, Operator[..., Any]] = {}
+
+TRACED = "CompositeImplicitAutograd"
+"""The dispatch key of an operator that tracing goes through, to what it calls, and autograd too."""
+
+
+class Reference(str, Enum):
+    """The kernel of an operator whose kernels have no names."""
+
+    REFERENCE = "the reference"
+    CUDA = "a kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts that every choice of a kernel may look at.
+
+    `capability` is that of a CUDA device, (0, 0) for other devices. `triton` says that the graph may have Triton
+    kernels, `launches` that it runs beside fxquant, whose own operators and functions it can then call.
+    """
+
+    capability: tuple[int, int] = (0, 0)
+    triton: bool = True
+    launches: bool = True
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.capability > (0, 0)
+
+    @property
+    def on_hopper(self) -> bool:
+        return self.capability[0] == 9
+
+    @property
+    def makes_fp8(self) -> bool:
+        """True if the device has instructions that convert to FP8."""
+        return self.capability >= (8, 9)
+
+
+Kernel = TypeVar("Kernel", bound=Enum)
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[Kernel]):
+    """A kernel, and why it is no better one."""
+
+    kernel: Kernel
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({self.reason})" if self.reason else str(self.kernel)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A function with the meaning of an operator, for the facts to which the condition `when` answers "".
+
+    A `fallback` is chosen for a reason: that for which the implementation before the fallbacks was not.
+    """
+
+    kernel: Enum
+    run: Callable[..., Any]
+    when: Callable[[Any], str]
+    fallback: bool
+
+
+def _device_facts(*args: Any, **kwargs: Any) -> Facts:
+    device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return Facts(capability=capability(device))
+
+
+def runs_beside(facts: Facts) -> str:
+    """Returns why a CUDA device does not run code of fxquant."""
+    return "" if facts.on_cuda and facts.launches else "not on CUDA beside fxquant"
+
+
+class Side(NamedTuple):
+    """One direction of a quantization; `state` is its input besides the tensor, such as a scale."""
+
+    direction: str
+    spec: str
+    state: Any
+
+    @property
+    def per_tensor(self) -> bool:
+        return QuantSpec.parse(self.spec).row.family == "per_tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The properties of an operator that passes ask for, and the operators that can take its place.
+
+    reads_values  the result depends on the last bit of what is read
+    operands      the number of arguments that are quantized
+    sides         gives the directions of a quantization from the operator's arguments
+    amax          takes the amaxes of the same operands
+    both          quantizes the same operands in both directions
+    recording     takes the amaxes into the state by itself
+    stateful      takes the state of a graph, and quantized weights
+    """
+
+    reads_values: bool = False
+    operands: int = 1
+    sides: Callable[..., list[Side]] | None = None
+    amax: Operator[..., Any] | None = None
+    both: Operator[..., Any] | None = None
+    recording: Operator[..., Any] | None = None
+    stateful: Operator[..., Any] | None = None
+
+
+class Operator(Generic[P, R]):
+    """An operator of `torch.ops`; calling it calls that. Its `reference` is the kernel that is its meaning."""
+
+    def __init__(
+        self, meaning: Callable[P, R], namespace: str, key: str, schema: str, reference: Enum, traits: Traits
+    ) -> None:
+        self.name = meaning.__name__
+        self.meaning = meaning
+        self.schema = schema
+        self.reference = reference
+        self.traits = traits
+        self.implementations: list[Implementation] = []
+        self._facts: Callable[..., Any] = _device_facts
+        self._fake: Callable[..., R] = meaning
+        self._library = _LIBRARIES[namespace]
+        self._library.define(self.name + self.schema, tags=torch.Tag.pt2_compliant_tag)
+        self._library.impl(self.name, meaning, key)
+        if key != TRACED:
+            fake_kernel(self._library, self.name)(lambda *args, **kwargs: self._fake(*args, **kwargs))
+        packet = getattr(getattr(torch.ops, namespace), self.name)
+        self.target = packet.default
+        _BY_TARGET.update({packet: self, self.target: self})
+        if namespace == "fxquant":
+            OPERATORS[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.target(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def fake(self, run: Callable[..., R]) -> Callable[..., R]:
+        """Registers the shapes and dtypes of the results, for an operator whose meaning takes long on fake tensors."""
+        self._fake = run
+        return run
+
+    def on(self, key: str) -> Callable[[Run], Run]:
+        """Registers another function for a dispatch key, such as ``CUDA``."""
+
+        def register(run: Run) -> Run:
+            self._library.impl(self.name, run, key)
+            return run
+
+        return register
+
+    def facts(self, run: Run) -> Run:
+        """Registers the function that gives the facts of the operator's arguments; else these are their device's."""
+        self._facts = run
+        return run
+
+    def facts_of(self, *args: Any, **kwargs: Any) -> Any:
+        """The facts of arguments, which may be fake tensors."""
+        return self._facts(*args, **kwargs)
+
+    def implementation(
+        self, kernel: Enum, *, when: Callable[[Any], str], fallback: bool = False
+    ) -> Callable[[Run], Run]:
+        """Registers an implementation, which comes after those that were registered before."""
+
+        def register(run: Run) -> Run:
+            self.implementations.append(Implementation(kernel, run, when, fallback))
+            return run
+
+        return register
+
+    def choose(self, facts: Facts) -> Chosen[Any]:
+        """The first kernel that takes what the facts say."""
+        reason = ""
+        for implementation in self.implementations:
+            refusal = implementation.when(facts)
+            if not refusal:
+                return Chosen(implementation.kernel, reason if implementation.fallback else "")
+            reason = reason if implementation.fallback else refusal
+        return Chosen(self.reference, reason)
+
+    def run(self, kernel: Enum) -> Callable[..., R]:
+        """The function that is a kernel."""
+        return next((choice.run for choice in self.implementations if choice.kernel is kernel), self.meaning)
+
+    def best(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result by the kernel that is chosen for the arguments."""
+        return self.run(self.choose(self.facts_of(*args, **kwargs)).kernel)(*args, **kwargs)
+
+
+def operator(
+    *, namespace: str = "fxquant", key: str = "CompositeExplicitAutograd", mutates: Sequence[str] = (),
+    schema: str = "", reference: Enum = Reference.REFERENCE, traits: Traits = Traits(),
+) -> Callable[[Callable[P, R]], Operator[P, R]]:  # fmt: skip
+    """Makes a function, which is its meaning, an operator of the same name.
+
+    `key` is the dispatch key of the devices that have the meaning, or `TRACED`. `mutates` names the arguments that it
+    writes into; a `schema` says so itself, where torch cannot infer one.
+    """
+
+    def make(meaning: Callable[P, R]) -> Operator[P, R]:
+        text = schema or torch.library.infer_schema(meaning, mutates_args=mutates)
+        return Operator(meaning, namespace, key, text, reference, traits)
+
+    return make
+
+
+def operator_of(target: object) -> Operator[..., Any] | None:
+    """The operator that a node of a graph calls."""
+    return _BY_TARGET.get(target)
