@@ -1,6 +1,6 @@
 """An operator of quantized graphs as one object: its meaning, its schema, its effect on fake tensors, its kernels.
 
-    @operator(reads_values=True)
+    @operator(traits=Traits(reads_values=1))
     def amax(x: Tensor) -> Tensor:
         return reference.amax(x)                     # the meaning; the schema is inferred from the signature
 
@@ -60,13 +60,16 @@ class Reference(str, Enum):
 class Facts:
     """The facts that every choice of a kernel may look at.
 
-    `capability` is that of a CUDA device, (0, 0) for other devices. `triton` says that the graph may have Triton
-    kernels, `launches` that it runs beside fxquant, whose own operators and functions it can then call.
+    `capability` is that of a CUDA device, (0, 0) for other devices. The others are of the graph: it may have Triton
+    kernels; it runs beside fxquant, whose own operators and functions it can then `launch`; the first tensor lies in
+    memory, and is not what a kernel of Inductor's has in registers; only GEMMs of few rows read the result.
     """
 
     capability: tuple[int, int] = (0, 0)
     triton: bool = True
     launches: bool = True
+    in_memory: bool = False
+    for_few_rows: bool = False
 
     @property
     def on_cuda(self) -> bool:
@@ -135,22 +138,24 @@ class Side(NamedTuple):
 class Traits:
     """The properties of an operator that passes ask for, and the operators that can take its place.
 
-    reads_values  the result depends on the last bit of what is read
-    operands      the number of arguments that are quantized
-    sides         gives the directions of a quantization from the operator's arguments
-    amax          takes the amaxes of the same operands
-    both          quantizes the same operands in both directions
-    recording     takes the amaxes into the state by itself
-    stateful      takes the state of a graph, and quantized weights
+    reads_values    the number of tensors, the first arguments, on whose last bit the result depends
+    operands        the number of arguments that are quantized
+    sides           gives the directions of a quantization from the operator's arguments
+    amax            takes the amaxes of the same operands
+    both            quantizes the same operands in both directions
+    recording       takes the amaxes into the state by itself
+    stateful        takes the state of a graph besides
+    stored_weights  takes weights that were quantized before
     """
 
-    reads_values: bool = False
+    reads_values: int = 0
     operands: int = 1
     sides: Callable[..., list[Side]] | None = None
     amax: Operator[..., Any] | None = None
     both: Operator[..., Any] | None = None
     recording: Operator[..., Any] | None = None
     stateful: Operator[..., Any] | None = None
+    stored_weights: bool = False
 
 
 class Operator(Generic[P, R]):
@@ -254,3 +259,12 @@ def operator(
 def operator_of(target: object) -> Operator[..., Any] | None:
     """The operator that a node of a graph calls."""
     return _BY_TARGET.get(target)
+
+
+def traits_of(node: Any) -> Traits:
+    """The traits of the operator that a node calls; those of none for other nodes."""
+    called = _BY_TARGET.get(node.target)
+    return _NO_TRAITS if called is None else called.traits
+
+
+_NO_TRAITS = Traits()

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import fx
 
 import fxquant
@@ -36,6 +35,7 @@ from fxquant.compat.private import (
     observed,
 )
 from fxquant.kernels.linear import timing
+from fxquant.kernels.operator import OPERATORS
 from fxquant.passes import verify
 from fxquant.passes.captured import (
     bind_state,
@@ -63,7 +63,7 @@ from fxquant.passes.exported import (
 from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.repeat import allow_later_writes, mark_recompute
 from fxquant.passes.joint.reuse import reuse_attention_payload
-from fxquant.passes.joint.scales import REPEATABLE, save_column_amaxes, save_scales
+from fxquant.passes.joint.scales import save_column_amaxes, save_scales
 from fxquant.passes.lower.amax_before_views import amax_before_views
 from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.epilogues import fuse_epilogues
@@ -216,8 +216,8 @@ class Partition(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         run(JOINT, gm.graph, self.settings)
         gm.recompile()
-        again = [getattr(torch.ops.fxquant, name) for name in REPEATABLE] if self.settings.save == "least" else []
-        with recomputable(again) if again else contextlib.nullcontext():
+        quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
+        with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
             return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:

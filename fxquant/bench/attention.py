@@ -20,8 +20,7 @@ from fxquant.backend.backend import Backend
 from fxquant.bench.inference import Inference
 from fxquant.bench.rounds import Row, compiling
 from fxquant.formats import AttentionSpec, QuantSpec, Step
-from fxquant.kernels.attention import cuda as attention_cuda
-from fxquant.kernels.attention import ops as attention_ops
+from fxquant.kernels.attention.ops import attention_forward
 from fxquant.quantizers import DelayedScalingRequest, Float8HeadQuantizer, IdentityQuantizer
 
 KERNEL = "fp8 kernel"
@@ -107,8 +106,7 @@ def _kernel(size: Attention, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], An
     head = QuantSpec(format="per_head_e4m3")
     steps = (Step("mul", size.width**-0.5), *([Step("causal")] if size.causal else []))
     parts = torch.ops.fxquant.quantize_qkv(q, k, v, str(head))
-    table = attention_cuda if q.is_cuda else attention_ops
     return functools.partial(
-        table.IMPLEMENTATIONS["attention_forward"], parts[:2], parts[2:4], parts[4:], [], None, None,
+        attention_forward.best, parts[:2], parts[2:4], parts[4:], [], None, None,
         str(AttentionSpec(qkv=head, s=head, steps=steps)), size.width, q.dtype,
     )  # fmt: skip

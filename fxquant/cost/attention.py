@@ -15,8 +15,9 @@ import torch
 from fxquant.cost.rates import RATES, AttentionRate, AttentionRates
 from fxquant.cost.work import Work
 from fxquant.decisions import Attended
-from fxquant.kernels.attention import choice as attention_choice
-from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel, Chosen
+from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel
+from fxquant.kernels.attention.ops import attention_backward, attention_forward
+from fxquant.kernels.operator import Chosen
 
 
 def attention_work(attention: Attended, training: bool) -> tuple[Work, ...]:
@@ -46,7 +47,7 @@ def attention_work(attention: Attended, training: bool) -> tuple[Work, ...]:
     return tuple(work)
 
 
-def chosen(attention: Attended, training: bool) -> list[Chosen]:
+def chosen(attention: Attended, training: bool) -> list[Chosen[AttentionKernel]]:
     """The kernels of a quantized attention: of its forward, and in training of its backward."""
     spec = attention.spec
     assert spec is not None
@@ -61,8 +62,7 @@ def chosen(attention: Attended, training: bool) -> list[Chosen]:
         flops=4 * attention.batch * attention.heads * attention.queries * attention.keys * attention.width,
         learned=attention.learned,
     )
-    run = [attention_choice.forward(facts)]
-    return [*run, attention_choice.backward(facts)] if training else run
+    return [called.choose(facts) for called in (attention_forward, attention_backward)[: 1 + training]]
 
 
 def runs_the_reference(attention: Attended, training: bool) -> str:
@@ -95,7 +95,7 @@ def _us(attention: Attended, rate: AttentionRate, flops: int) -> float:
     return rate.start + flops * pairs * attention.width / rate.tflops / 1e6
 
 
-def _casts(attention: Attended, kernels: Sequence[Chosen]) -> Iterator[tuple[str, str, int, int]]:
+def _casts(attention: Attended, kernels: Sequence[Chosen[AttentionKernel]]) -> Iterator[tuple[str, str, int, int]]:
     """The casts: name, kernel, bytes moved and launches; an element has two bytes, and one in FP8."""
     spec = attention.spec
     assert spec is not None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fxquant.cost.gemms import HALVES, elements_of, spec_of
 from fxquant.cost.rates import RATES, CardRates
 from fxquant.cost.work import Work
 from fxquant.decisions import Decision, Matmul
 from fxquant.formats import QuantSpec
-from fxquant.kernels.linear import choice
+from fxquant.kernels.cast.choice import CastFacts, CastKernel
+from fxquant.kernels.cast.ops import quantize
+from fxquant.kernels.grouped.ops import hybrid_split_quantize
+from fxquant.kernels.linear import few_rows
 from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.operator import Operator
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm
 
 _Readers = dict[int, int]
@@ -76,27 +80,23 @@ class _Cast:
     @property
     def by_triton(self) -> bool:
         """True if a Triton kernel does the cast, False if Inductor fuses it."""
-        specs, matmul = self.specs, self.matmul
-        fp8 = matmul.capability >= (8, 9)
-        if self.operand == "weight" and specs[0].row.family == "per_row" and fp8:
-            return True
-        after_amax = specs[0].row.family == "per_tensor" and self.needs_amax(specs[0]) and not self.grouped
-        return choice.casts_by_triton(
-            specs,
-            apart=self.column is not None or after_amax or (self.grouped and self.operand == "weight"),
-            dtype=matmul.dtype,
-            fp8=fp8,
-            matrix=(matmul.batch == 1 or self.grouped) and matmul.m > 0,
-            ragged=self.ragged,
-            grouped=self.grouped,
-        )
+        matmul, first = self.matmul, self.specs[0]
+        lines = {"input": (matmul.m, matmul.k), "weight": (matmul.n, matmul.k), "grad_output": (matmul.m, matmul.n)}
+        batch = (matmul.groups,) if self.grouped and not self.ragged else (matmul.batch,) * (matmul.batch > 1)
+        facts = CastFacts(
+            capability=matmul.capability, in_memory=self.operand == "weight", shape=(*batch, *lines[self.operand]),
+            dtype=matmul.dtype, row=self.row, column=self.column, ragged=self.ragged,
+            after_amax=first.row.family == "per_tensor" and self.needs_amax(first),
+        )  # fmt: skip
+        called: Operator[..., Any] = hybrid_split_quantize if self.grouped else quantize
+        return called.choose(facts).kernel is not CastKernel.FUSED
 
     def kernel_and_us(self) -> tuple[str, float | None]:
         """The kernel of the cast, and its microseconds."""
         specs, matmul = self.specs, self.matmul
         if any(spec.row.family == "custom" for spec in specs):
             return str(GemmKernel.OWN), None
-        if self.of_one_row and choice.casts_one_row(specs[0], matmul.capability):
+        if self.of_one_row and matmul.capability[0] == 9 and few_rows.casts(specs[0]):
             return "by the GEMM, rowwise", 0.0
         by_triton = self.by_triton
         amax_first = self.needs_lines or any(map(self.needs_amax, specs))

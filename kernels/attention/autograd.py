@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import no_autocast
-from fxquant.compat.private import operator_library
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.kernels.attention import ops as attention_ops
+from fxquant.kernels.attention.ops import (
+    attention_backward,
+    attention_forward,
+    dequantize_heads,
+    quantize_heads,
+    quantize_qkv,
+)
 from fxquant.kernels.cast.ops import amax
+from fxquant.kernels.operator import TRACED, Traits, operator
 from fxquant.kernels.state.step import STATELESS, StepState
-
-_library = operator_library("fxquant", more=True)
-
-_ops = torch.ops.fxquant
 
 
 def _shared(spec: QuantSpec) -> QuantSpec:
@@ -35,13 +37,11 @@ def _shared(spec: QuantSpec) -> QuantSpec:
 def _quantize(x: Tensor, spec: QuantSpec, groups: int, transposed: bool, state: StepState) -> list[Tensor]:
     if spec.is_identity:
         return [x]
-    return _ops.quantize_heads(  # type: ignore[no-any-return]
-        x, str(_shared(spec)), groups, transposed, state.of(spec)
-    )
+    return quantize_heads(x, str(_shared(spec)), groups, transposed, state.of(spec))
 
 
 def _dequantize(parts: Sequence[Tensor], spec: QuantSpec, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return _ops.dequantize_heads(parts, str(_shared(spec)), 1, False, size, dtype)  # type: ignore[no-any-return]
+    return dequantize_heads(parts, str(_shared(spec)), 1, False, size, dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -54,16 +54,14 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         spec = AttentionSpec.parse(spec_text)
         if spec.qkv.is_identity:
-            parts = [[q], [k], [v]]
+            parts = [q], [k], [v]
         else:
             record = state.records_forward(spec.qkv)
-            made = _ops.quantize_qkv(q, k, v, str(_shared(spec.qkv)), state.of(spec.qkv), record)
-            parts = [made[:2], made[2:4], made[4:6]]
-            state.record_forward(spec.qkv, lambda: made[6])
+            quantized = quantize_qkv(q, k, v, str(_shared(spec.qkv)), state.of(spec.qkv), record)
+            parts = quantized[:2], quantized[2:4], quantized[4:6]
+            state.record_forward(spec.qkv, lambda: quantized[6])
         core = str(replace(spec.each(_shared), autocast="", name=""))
-        o, lse, s_amax = _ops.attention_forward(
-            *parts, extras, seed, state.of(spec.s), core, q.shape[-1], q.dtype
-        )  # fmt: skip
+        o, lse, s_amax = attention_forward(*parts, extras, seed, state.of(spec.s), core, q.shape[-1], q.dtype)
         state.record_forward(spec.s, lambda: s_amax)
         kept_o = [o]
         if not spec.o.is_identity:
@@ -73,7 +71,7 @@ class _Attention(torch.autograd.Function):
         kept = [*parts, [lse], kept_o, extras, [] if seed is None else [seed]]
         ctx.save_for_backward(*(tensor for each in kept for tensor in each))
         ctx.spec, ctx.core, ctx.state, ctx.width, ctx.lengths = spec, core, state, q.shape[-1], list(map(len, kept))
-        return o  # type: ignore[no-any-return]
+        return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,7 +82,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, (lse,), kept_o, extras, seed = (list(itertools.islice(saved, length)) for length in ctx.lengths)
         o = kept_o[0] if spec.o.is_identity else _dequantize(kept_o, spec.o, do.shape[-2:], do.dtype)
         wanted = [i for i in range(len(extras)) if ctx.needs_input_grad[6 + i]]
-        dq, dk, dv, do_amax, dp_amax, *of_extras = _ops.attention_backward(
+        dq, dk, dv, do_amax, dp_amax, *of_extras = attention_backward(
             do, q, k, v, o, lse, extras, seed[0] if seed else None, state.of(spec.s), state.of(spec.do),
             state.of(spec.dp), wanted, ctx.core, ctx.width,
         )  # fmt: skip
@@ -109,6 +107,16 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: 
         return _Attention.apply(q, k, v, seed, spec, state, *extras)  # type: ignore[no-any-return,no-untyped-call]
 
 
+@operator(key=TRACED, mutates=["forward_amax", "backward_amax"])
+def attention_stateful(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], scale: Tensor | None, forward_amax: Tensor | None,
+    backward_amax: Tensor | None, step: Tensor | None, random: Tensor | None, spec: str,
+) -> Tensor:  # fmt: skip
+    """`attention` with tensors whose specs name slots of the `StepState`."""
+    return _attention(q, k, v, extras, spec, StepState(scale, forward_amax, backward_amax, step, random))
+
+
+@operator(key=TRACED, traits=Traits(stateful=attention_stateful))
 def attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str) -> Tensor:
     """q [*batch, Hq, Sq, D], k [*batch, Hkv, Sk, D], v [*batch, Hkv, Sk, Dv] give [*batch, Hq, Sq, Dv].
 
@@ -116,34 +124,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: s
     against the scores [*batch, Hq, Sq, Sk]. The autocast dtype of the spec is applied here.
     """
     return _attention(q, k, v, extras, spec, STATELESS)
-
-
-def attention_stateful(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Sequence[Tensor],
-    scale: Tensor | None,
-    forward_amax: Tensor | None,
-    backward_amax: Tensor | None,
-    step: Tensor | None,
-    random: Tensor | None,
-    spec: str,
-) -> Tensor:
-    """`attention` with tensors whose specs name slots of the `StepState`."""
-    return _attention(q, k, v, extras, spec, StepState(scale, forward_amax, backward_amax, step, random))
-
-
-_SCHEMAS = {
-    "attention": (attention, "(Tensor q, Tensor k, Tensor v, Tensor[] extras, str spec) -> Tensor"),
-    "attention_stateful": (
-        attention_stateful,
-        "(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? scale, Tensor(a!)? forward_amax,"
-        " Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec) -> Tensor",
-    ),
-}
-for _name, (_kernel, _schema) in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
-    _library.impl(_name, _kernel, "CompositeImplicitAutograd")
-
-__all__ = ["attention", "attention_ops", "attention_stateful"]

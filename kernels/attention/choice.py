@@ -1,21 +1,20 @@
-"""The kernels of a quantized attention on CUDA, chosen by its spec, sizes and device alone.
-
-A graph and a report both know these facts, so that the report says what runs.
-"""
+"""The kernels of a quantized attention on CUDA, and their conditions: its spec, sizes and device alone."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import converts_to_fp8, knows_gluon
-from fxquant.compat.values import statically_known_true
+from fxquant.compat.device import capability, knows_gluon
+from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.formats import ELEMENTS, AttentionSpec, QuantSpec
+from fxquant.kernels.attention.reference import features_of
+from fxquant.kernels.operator import Dim, Facts, Parts
 
 HEAD_DIMS = (64, 128, 256)
 """The head sizes that Triton kernels take."""
@@ -23,6 +22,7 @@ Scaling = Literal["tensor", "head", "block"]
 """The elements that share a scale: a tensor, heads, or 128 positions of them."""
 SCALINGS: dict[str, Scaling] = {"per_tensor_e4m3": "tensor", "per_head_e4m3": "head", "per_head_128_e4m3": "block"}
 """The formats that kernels multiply, and cast."""
+_HALVES = (torch.bfloat16, torch.float16)
 LEAST_WORK_OF_GLUON = 1 << 36
 """FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
 
@@ -40,19 +40,9 @@ class AttentionKernel(str, Enum):
         return self.value
 
 
-class Chosen(NamedTuple):
-    """A kernel, and the reason for the reference."""
-
-    kernel: AttentionKernel
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kernel} ({self.reason})" if self.reason else str(self.kernel)
-
-
 @dataclass(frozen=True, kw_only=True)
-class AttentionFacts:
-    """The facts that choose the kernels of an attention: its spec, sizes and device.
+class AttentionFacts(Facts):
+    """An attention: its spec and sizes.
 
     `axes` is how many q, k and v have, `width` and `features` are D and Dv, `keys` how many there are, `flops` those of
     a forward. `learned` says that the backward gives the gradient of a mask, a bias or a scale of the scores.
@@ -60,41 +50,87 @@ class AttentionFacts:
 
     spec: AttentionSpec
     axes: int
-    width: int
-    features: int
+    width: Dim
+    features: Dim
     dtype: torch.dtype
-    capability: tuple[int, int]
     keys: int | torch.SymInt
     flops: int = 0
     learned: bool = False
 
+    @classmethod
+    def of(
+        cls, q: Parts, k: Parts, v: Parts, spec: str, width: Dim, dtype: torch.dtype, learned: bool = False
+    ) -> AttentionFacts:
+        """The facts of an attention of these operands; a CUDA device that is not there is a Hopper GPU."""
+        keys, device, parsed = k[0].shape[-2], k[0].device, AttentionSpec.parse(spec)
+        missing = device.type == "cuda" and not torch.cuda.is_available()
+        return cls(
+            spec=parsed, axes=k[0].ndim, width=width, features=features_of(v, parsed), dtype=dtype, keys=keys,
+            capability=(9, 0) if missing else capability(device), learned=learned,
+            flops=4 * math.prod(map(size_hint, (*q[0].shape, keys))),
+        )  # fmt: skip
 
-def forward(facts: AttentionFacts) -> Chosen:
-    """The kernel of a forward."""
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFacts(Facts):
+    """A cast of tensors of heads to a format; `widths` are their sizes behind the last axis."""
+
+    spec: str
+    axes: int
+    widths: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, spec: str, *tensors: Tensor) -> HeadFacts:
+        x = tensors[0]
+        widths = tuple(x.shape[-1] for x in tensors)
+        return cls(spec=spec, axes=x.ndim, widths=widths, dtype=x.dtype, capability=capability(x.device))
+
+
+def casts(facts: HeadFacts) -> str:
+    """Returns why no kernel quantizes q, k and v [B, H, S, D] together."""
+    if not (facts.launches and facts.makes_fp8):
+        return "no Triton casts"
+    if facts.spec not in SCALINGS:
+        return f"no Triton cast of heads to {facts.spec}"
+    fits = facts.axes == 4 and facts.dtype in _HALVES and facts.widths[0] == facts.widths[-1]
+    return "" if fits and facts.widths[0] in HEAD_DIMS else "no heads of a size that kernels take"
+
+
+def casts_alone(facts: HeadFacts) -> str:
+    """Returns why no kernel quantizes one tensor of heads."""
+    return "a scale for the tensor" if SCALINGS.get(facts.spec) == "tensor" else casts(facts)
+
+
+def forward(kernel: AttentionKernel, facts: AttentionFacts) -> str:
+    """Returns why a kernel is not the one of a forward."""
+    return _problem(facts) or _unless(kernel, _forward_kernel(facts))
+
+
+def _forward_kernel(facts: AttentionFacts) -> AttentionKernel:
     spec = facts.spec
-    kernel = AttentionKernel.TRITON if _multiplied(spec.qkv) else _dequantized(spec)
+    if not _multiplied(spec.qkv):
+        return _dequantized(spec)
     unmasked = not (_masked(spec) or spec.dropout)
-    if kernel is AttentionKernel.TRITON and unmasked and _by_gluon(facts.flops):
-        kernel = AttentionKernel.GLUON
-    return _chosen(_problem(facts), kernel)
+    return AttentionKernel.GLUON if unmasked and _by_gluon(facts.flops) else AttentionKernel.TRITON
 
 
-def backward(facts: AttentionFacts) -> Chosen:
-    """The kernel of a backward."""
+def backward(kernel: AttentionKernel, facts: AttentionFacts) -> str:
+    """Returns why a kernel is not the one of a backward."""
     spec = facts.spec
     reason = _problem(facts) or ("its mask, bias or scale is learned" if facts.learned else "")
-    if not spec.has_fp8_backward:
-        return _chosen(reason, _dequantized(spec))
+    if reason or not spec.has_fp8_backward:
+        return reason or _unless(kernel, _dequantized(spec))
     for slot in ("do", "dp"):
         gradient = getattr(spec, slot)
         beside_mxfp8 = _is_mxfp8(gradient) or (slot == "dp" and gradient.is_identity)
         if not (_is_gradient(gradient) if _multiplied(spec.qkv) else beside_mxfp8):
-            reason = reason or f"{gradient} in {slot}"
-    return _chosen(reason, AttentionKernel.TRITON if _multiplied(spec.qkv) else AttentionKernel.WIDE)
+            return f"{gradient} in {slot}"
+    return _unless(kernel, AttentionKernel.TRITON if _multiplied(spec.qkv) else AttentionKernel.WIDE)
 
 
-def _chosen(reason: str, kernel: AttentionKernel) -> Chosen:
-    return Chosen(AttentionKernel.REFERENCE, reason) if reason else Chosen(kernel)
+def _unless(kernel: AttentionKernel, faster: AttentionKernel) -> str:
+    return "" if kernel is faster else f"{faster} is for it"
 
 
 def _dequantized(spec: AttentionSpec) -> AttentionKernel:
@@ -123,8 +159,10 @@ def _is_mxfp8(spec: QuantSpec) -> bool:
 def _problem(facts: AttentionFacts) -> str:
     """Returns why neither direction has a kernel."""
     spec, width = facts.spec, facts.width
-    if facts.capability[0] != 9:
+    if not facts.on_hopper:
         return "not on Hopper"
+    if not facts.launches:
+        return "not beside fxquant"
     if spec.dropout >= 1:
         return "everything is dropped"
     reason = _more_than_scale_and_mask(spec)
@@ -138,7 +176,7 @@ def _problem(facts: AttentionFacts) -> str:
         return f"head dimension {width}"
     if statically_known_true(facts.keys == 0):
         return "no keys"
-    if facts.dtype not in (torch.bfloat16, torch.float16):
+    if facts.dtype not in _HALVES:
         return str(facts.dtype).removeprefix("torch.")
     return _softmax(spec) if _multiplied(spec.qkv) or _is_mxfp8(spec.qkv) else f"{spec.qkv} in qkv"
 
@@ -184,16 +222,3 @@ def _softmax(spec: AttentionSpec) -> str:
 def _by_gluon(flops: int) -> bool:
     """Returns True if Triton has the kernel in Gluon, and it is the faster one for so much work."""
     return flops >= LEAST_WORK_OF_GLUON and knows_gluon()
-
-
-def casts(x: Tensor, spec: str) -> bool:
-    """Returns True if a kernel quantizes x [B, H, S, D]."""
-    known = SCALINGS.get(spec) in ("head", "block") and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
-    return known and x.shape[-1] in HEAD_DIMS and converts_to_fp8(x.device)
-
-
-def casts_qkv(q: Tensor, k: Tensor, v: Tensor, spec: str) -> bool:
-    """Returns True if kernels quantize q [B, H, Sq, D], k and v [B, Hkv, Sk, D] together."""
-    known = spec in SCALINGS and q.ndim == 4 and q.dtype in (torch.bfloat16, torch.float16)
-    known = known and q.shape[-1] == v.shape[-1] and q.shape[-1] in HEAD_DIMS
-    return known and converts_to_fp8(q.device)

@@ -1,28 +1,24 @@
 """Quantized attention on CUDA: Triton kernels where they take it, cuDNN for what is in high precision.
 
-Each function has the meaning, and the arguments, of its namesake in `fxquant.kernels.attention.ops`, whose reference
-runs where `choice` says so: where scores are more than scaled and masked. MXFP8, which Hopper does not multiply, is
-dequantized, exactly to bfloat16.
+Each function has the meaning, and the arguments, of its namesake in `fxquant.kernels.attention.ops`, where
+`fxquant.kernels.attention.choice` says so. MXFP8, which Hopper does not multiply, is dequantized, exactly to bfloat16.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import capability
-from fxquant.compat.values import size_hint
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.kernels.attention import choice, gluon_op, triton_backward, triton_cast, triton_forward
-from fxquant.kernels.attention import ops as attention_ops
+from fxquant.kernels.attention import gluon_op, triton_backward, triton_cast, triton_forward
 from fxquant.kernels.attention import reference as attention_reference
-from fxquant.kernels.attention.choice import SCALINGS, AttentionFacts, AttentionKernel
+from fxquant.kernels.attention.choice import SCALINGS, AttentionKernel
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
 from fxquant.kernels.attention.triton_dequantize import dequantize_qkv
+from fxquant.kernels.operator import Parts
 from fxquant.kernels.state import reference as delayed
 
 _GRADIENTS = {
@@ -52,37 +48,12 @@ class _Scores(NamedTuple):
         return cls(scale, causal, mask)
 
 
-def _facts(
-    spec: AttentionSpec,
-    q: Sequence[Tensor],
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    width: int,
-    dtype: torch.dtype,
-    *,
-    learned: bool = False,
-) -> AttentionFacts:
-    """The facts of an attention of these operands; a device that is not there is a Hopper GPU."""
-    keys, device = k[0].shape[-2], k[0].device
-    return AttentionFacts(
-        spec=spec,
-        axes=k[0].ndim,
-        width=width,
-        features=attention_reference.features_of(v, spec),
-        dtype=dtype,
-        capability=capability(device) if torch.cuda.is_available() else (9, 0),
-        keys=keys,
-        flops=4 * math.prod(map(size_hint, (*q[0].shape, keys))),
-        learned=learned,
-    )
-
-
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
-    """Payload and scale of x [B, H, S, D], where `choice.casts` says so."""
+    """Payload and scale of x [B, H, S, D], where `choice.casts_alone` says so."""
     scaling: Any = SCALINGS[spec]
     return list(triton_cast.quantize_heads(_dense(x), groups, transposed, scaling))
 
@@ -90,7 +61,7 @@ def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: T
 def quantize_qkv(
     q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None, record: bool = False
 ) -> list[Tensor]:
-    """Payloads and scales of q, k and v, where `choice.casts_qkv` says so."""
+    """Payloads and scales of q, k and v, where `choice.casts` says so."""
     amax = torch.zeros(1, device=q.device) if record else None
     parts = triton_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amax)
     return parts if amax is None else [*parts, amax]
@@ -101,9 +72,7 @@ def quantize_qkv_into(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor,
     return triton_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amaxes)
 
 
-def _dequantized(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], spec: QuantSpec, width: int, dtype: torch.dtype
-) -> list[Tensor]:
+def _dequantized(q: Parts, k: Parts, v: Parts, spec: QuantSpec, width: int, dtype: torch.dtype) -> list[Tensor]:
     """q, k and v in a 16-bit dtype."""
     scaling = SCALINGS.get(str(spec))
     if scaling is not None:
@@ -116,36 +85,20 @@ def _dequantized(
 
 
 def attention_forward(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
-    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype,
+    kernel: AttentionKernel, q: Parts, k: Parts, v: Parts, extras: Parts, seed: Tensor | None, s_scale: Tensor | None,
+    spec: str, width: int, dtype: torch.dtype, amaxes: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """[o, lse, amax of the softmax, which only a delayed scale asks for]."""
-    parsed = AttentionSpec.parse(spec)
-    kernel = choice.forward(_facts(parsed, q, k, v, width, dtype)).kernel
-    if kernel is AttentionKernel.REFERENCE:
-        run: Any = attention_ops.IMPLEMENTATIONS["attention_forward"]
-        return run(q, k, v, extras, seed, s_scale, spec, width, dtype)  # type: ignore[no-any-return]
-    amax = torch.zeros(1, device=q[0].device) if s_scale is not None else None
-    results = _forward(kernel, q, k, v, extras, seed, parsed, width, dtype, amax)
-    return [*results, torch.ones(1, device=q[0].device) if amax is None else amax]
-
-
-def attention_forward_into(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor], seed: Tensor | None,
-    s_scale: Tensor | None, spec: str, width: int, dtype: torch.dtype, amaxes: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    """[o, lse]; the amax of the softmax goes into the state."""
-    parsed = AttentionSpec.parse(spec)
-    kernel = choice.forward(_facts(parsed, q, k, v, width, dtype)).kernel
-    if kernel is AttentionKernel.REFERENCE:
-        run: Any = attention_ops.IMPLEMENTATIONS["attention_forward_into"]
-        return run(q, k, v, extras, seed, s_scale, spec, width, dtype, amaxes)  # type: ignore[no-any-return]
-    return list(_forward(kernel, q, k, v, extras, seed, parsed, width, dtype, amaxes))
+    """[o, lse, amax of the softmax, which only a delayed scale asks for], or [o, lse] where it goes into `amaxes`."""
+    s_amax = torch.zeros(1, device=q[0].device) if amaxes is None and s_scale is not None else amaxes
+    results = list(_forward(kernel, q, k, v, extras, seed, AttentionSpec.parse(spec), width, dtype, s_amax))
+    if amaxes is not None:
+        return results
+    return [*results, torch.ones(1, device=q[0].device) if s_amax is None else s_amax]
 
 
 def _forward(
-    kernel: AttentionKernel, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], extras: Sequence[Tensor],
-    seed: Tensor | None, spec: AttentionSpec, width: int, dtype: torch.dtype, s_amax: Tensor | None,
+    kernel: AttentionKernel, q: Parts, k: Parts, v: Parts, extras: Parts, seed: Tensor | None, spec: AttentionSpec,
+    width: int, dtype: torch.dtype, s_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and lse by a kernel; the amax of the softmax goes into `s_amax`."""
     scores = _Scores.of(spec, extras)
@@ -168,21 +121,12 @@ def _forward(
 
 
 def attention_backward(
-    do: Tensor, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], o: Tensor, lse: Tensor,
-    extras: Sequence[Tensor], seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None,
-    dp_scale: Tensor | None, wanted: Sequence[int], spec: str, width: int,
+    kernel: AttentionKernel, do: Tensor, q: Parts, k: Parts, v: Parts, o: Tensor, lse: Tensor, extras: Parts,
+    seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None, dp_scale: Tensor | None,
+    wanted: Sequence[int], spec: str, width: int,
 ) -> list[Tensor]:  # fmt: skip
-    """[dq, dk, dv, amaxes of do and the scores' gradient, the gradients of the `wanted` extras].
-
-    Of the amaxes only those have a meaning that a delayed scale asks for.
-    """
+    """[dq, dk, dv, amaxes of do and the scores' gradient], where the gradients of no extras are `wanted`."""
     parsed = AttentionSpec.parse(spec)
-    kernel = choice.backward(_facts(parsed, q, k, v, width, do.dtype, learned=bool(wanted))).kernel
-    if kernel is AttentionKernel.REFERENCE:
-        run: Any = attention_ops.IMPLEMENTATIONS["attention_backward"]
-        return run(  # type: ignore[no-any-return]
-            do, q, k, v, o, lse, extras, seed, s_scale, do_scale, dp_scale, wanted, spec, width
-        )
     do_amax, dp_amax = (None if scale is None else torch.zeros(1, device=do.device) for scale in (do_scale, dp_scale))
     scores = _Scores.of(parsed, extras)
     options: dict[str, Any] = {"causal": scores.causal, "scale": scores.scale}
@@ -203,11 +147,3 @@ def attention_backward(
                 more["rounded"] = (rows.to(do.dtype), columns.to(do.dtype))
             grads = triton_backward.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
     return [*grads, *(torch.ones(1, device=do.device) if amax is None else amax for amax in (do_amax, dp_amax))]
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "attention_forward": attention_forward,
-    "attention_forward_into": attention_forward_into,
-    "attention_backward": attention_backward,
-}
-"""The operators that run so on CUDA whatever they are given; `choice.casts` and `choice.casts_qkv` decide on casts."""

@@ -5,18 +5,13 @@ Inductor emits the source of Triton kernels that a graph launches anew, which it
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from fxquant.compat.private import fake_kernel, operator_library
 from fxquant.kernels.attention.choice import Scaling
-
-_library = operator_library("fxquant_kernels", more=True)
-_library.define(
-    "attention_fprop(Tensor q, Tensor k, Tensor v, Tensor q_scale_inv, Tensor k_scale_inv, Tensor v_scale_inv,"
-    " bool causal, float scale, str scaling, ScalarType dtype, bool record) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+from fxquant.kernels.operator import operator
 
 
 def forward(
@@ -31,28 +26,25 @@ def forward(
     if not scale > 0:
         raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
     parts = (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)
-    return torch.ops.fxquant_kernels.attention_fprop(  # type: ignore[no-any-return]
-        *parts, causal, scale, scaling, out_dtype, record
-    )
+    return attention_fprop(*parts, causal, scale, scaling, out_dtype, record)
 
 
-def _launch(
+@operator(namespace="fxquant_kernels", key="CUDA")
+def attention_fprop(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, causal: bool,
-    scale: float, scaling: Scaling, dtype: torch.dtype, record: bool,
+    scale: float, scaling: str, dtype: torch.dtype, record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from fxquant.kernels.attention import gluon as gluon_attention  # which not every Triton can import
+    """`forward` as an operator."""
+    from fxquant.kernels.attention import gluon  # which not every Triton can import
 
     parts = [x.contiguous() for x in (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)]
     with torch.cuda.device(q.device):
-        return gluon_attention.forward(
-            *parts, causal=causal, scale=scale, scaling=scaling, out_dtype=dtype, record=record
+        return gluon.forward(
+            *parts, causal=causal, scale=scale, scaling=cast(Scaling, scaling), out_dtype=dtype, record=record
         )
 
 
-_library.impl("attention_fprop", _launch, "CUDA")
-
-
-@fake_kernel(_library, "attention_fprop")
+@attention_fprop.fake
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, causal: bool,
     scale: float, scaling: str, dtype: torch.dtype, record: bool,

@@ -6,19 +6,26 @@ text of a `QuantSpec`, those of `produce_quantize` as that of a `CastSpec`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxquant.formats import OperandSpec, QuantSpec, check_parts, check_state
 from fxquant.kernels import custom
-from fxquant.kernels.cast import reference
+from fxquant.kernels.cast import choice, reference
+from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction
 from fxquant.kernels.cast.producers import CastSpec
-from fxquant.kernels.operator import Parts, Side, States, Traits, operator
+from fxquant.kernels.cast.rounded import rounded
+from fxquant.kernels.operator import Parts, Side, States, Traits, operator, runs_beside
 from fxquant.kernels.state import reference as delayed
 from fxquant.kernels.state.step import STATELESS, StepState
+
+if TYPE_CHECKING:
+    from fxquant.kernels.cast.triton_cast import Record
 
 
 def _oriented(x: Tensor, direction: str) -> Tensor:
@@ -49,7 +56,7 @@ def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
 
 
-@operator(traits=Traits(reads_values=True))
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of a tensor, NaN ignored: float32 [1]."""
     return reference.amax(x)
@@ -60,19 +67,27 @@ def _amax_fake(x: Tensor) -> Tensor:
     return x.new_empty([1], dtype=torch.float32)
 
 
+amax.facts(CastFacts.of)
+
+
+@amax.implementation(CastKernel.TRITON, when=choice.amax)
+def _triton_amax(x: Tensor) -> Tensor:
+    from fxquant.kernels.cast.amax import tensor_amax
+
+    return tensor_amax(x)
+
+
+def _rounded_amax(x: Tensor) -> Tensor:
+    return reference.amax(rounded(x))
+
+
 @operator()
 def scale_from_amax(amax: Tensor, spec: str) -> Tensor:
     """The number by which a tensor of this amax is multiplied."""
     return reference.multiplier_from_amax(amax, QuantSpec.parse(spec))
 
 
-def _both_sides(
-    x: Tensor, row: str, column: str, row_state: Tensor | None = None, column_state: Tensor | None = None
-) -> list[Side]:
-    return [Side("rowwise", row, row_state), Side("columnwise", column, column_state)]
-
-
-@operator(traits=Traits(reads_values=True, sides=_both_sides))
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1, sides=both_sides, amax=amax))
 def hybrid_quantize(
     x: Tensor,
     rowwise_spec: str,
@@ -90,11 +105,9 @@ def _hybrid_quantize_fake(x: Tensor, rowwise_spec: str, columnwise_spec: str, *s
     return [*_fake_operand(x, QuantSpec.parse(rowwise_spec)), *_fake_operand(x.mT, QuantSpec.parse(columnwise_spec))]
 
 
-def _one_direction(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Side]:
-    return [Side(direction, spec, state)]
-
-
-@operator(traits=Traits(reads_values=True, sides=_one_direction, amax=amax, both=hybrid_quantize))
+@operator(
+    reference=CastKernel.FUSED, traits=Traits(reads_values=1, sides=one_direction, amax=amax, both=hybrid_quantize)
+)
 def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     """Quantizes `x` [*, M, K] with K contracted (rowwise) or M (columnwise: the payload is [*, K, M]).
 
@@ -109,6 +122,39 @@ def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) 
 def _quantize_fake(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     check_state(state, QuantSpec.parse(spec))
     return _fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
+
+
+def _facts(sides: Callable[..., list[Side]], x: Tensor, *args: Any, **_: object) -> CastFacts:
+    return CastFacts.of(x, sides(x, *args))
+
+
+@quantize.implementation(CastKernel.FEW_ROWS, when=choice.few_rows)
+@quantize.implementation(CastKernel.ROWS, when=choice.rows)
+def _quantize_few_rows(
+    x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None, ahead: Tensor | None = None,
+    early: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    from fxquant.kernels.linear import triton_few_rows
+
+    return triton_few_rows.quantize(x, QuantSpec.parse(spec), multiplier, ahead, early)
+
+
+def _triton_quantize(
+    sides: Callable[..., list[Side]], measure: Callable[[Tensor], Tensor], x: Tensor, *args: Any
+) -> list[Tensor]:
+    from fxquant.kernels.cast import triton_cast
+
+    (row, row_state), (column, column_state) = by_direction(sides(x, *args))
+    return triton_cast.quantize(x, row, column, row_state, column_state, measure)
+
+
+for _called, _sides in ((quantize, one_direction), (hybrid_quantize, both_sides)):
+    _called.facts(partial(_facts, _sides))
+    for _kernel, _when, _measure in (
+        (CastKernel.STORED, choice.stored, _triton_amax),
+        (CastKernel.TRITON, choice.triton, _rounded_amax),
+    ):
+        _called.implementation(_kernel, when=_when)(partial(_triton_quantize, _sides, _measure))
 
 
 @operator(mutates=["amaxes"])
@@ -160,6 +206,29 @@ def _produce_quantize_fake(
         parts += _fake_operand(x.mT, cast.columnwise) if cast.columnwise else []
         parts += [_amax_fake(x)] if record else []
     return parts
+
+
+def _triton_produce(
+    inputs: Parts, spec: str, rowwise_states: States, columnwise_states: States, record: bool | Record
+) -> list[Tensor]:
+    from fxquant.kernels.cast import triton_cast
+
+    cast, dense = CastSpec.parse(spec), [x.contiguous() for x in inputs]
+    states = rowwise_states, columnwise_states
+    return triton_cast.produce(cast.name, dense, cast.rowwise, cast.columnwise, *states, record)
+
+
+produce_quantize.implementation(CastKernel.TRITON, when=runs_beside)(_triton_produce)
+
+
+@produce_quantize_into.implementation(CastKernel.TRITON, when=runs_beside)
+def _triton_produce_into(
+    inputs: Parts, spec: str, rowwise_states: States, columnwise_states: States, amaxes: Tensor, step: Tensor | None,
+    from_last: bool,
+) -> list[Tensor]:  # fmt: skip
+    from fxquant.kernels.cast.triton_cast import Record
+
+    return _triton_produce(inputs, spec, rowwise_states, columnwise_states, Record(amaxes, step, from_last))
 
 
 @operator()

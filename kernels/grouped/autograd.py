@@ -103,7 +103,9 @@ def _grouped_linear(
         return output.unflatten(0, batch) if len(batch) > 1 else output  # type: ignore[no-any-return]
 
 
-@operator(key=TRACED, schema=f"(Tensor input, Tensor weight, Tensor? offs, {STATEFUL}")
+@operator(
+    key=TRACED, traits=Traits(stored_weights=True), schema=f"(Tensor input, Tensor weight, Tensor? offs, {STATEFUL}"
+)
 def grouped_linear_stateful(
     input: Tensor,
     weight: Tensor,

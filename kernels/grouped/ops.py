@@ -7,18 +7,22 @@ Layouts and scales are those of `fxquant.kernels.grouped.reference`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxquant.formats import OperandSpec, QuantSpec, check_parts
-from fxquant.kernels.cast import reference
+from fxquant.kernels.cast import choice, reference
+from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction
 from fxquant.kernels.cast.ops import shared_spec
+from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
 from fxquant.kernels.linear.choice import GemmKernel
-from fxquant.kernels.operator import Parts, Traits, operator
+from fxquant.kernels.operator import Parts, Side, Traits, operator
 from fxquant.kernels.state.step import STATELESS, StepState
 
 
@@ -56,7 +60,7 @@ def _fake_operand(x: Tensor, offs: Tensor | None, spec: QuantSpec, direction: st
     return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
 
 
-@operator(traits=Traits(reads_values=True))
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
 def split_amax(x: Tensor, offs: Tensor | None) -> Tensor:
     """The largest magnitude in each group, NaN ignored: float32 [G]."""
     return grouped_reference.group_amax(x, offs)
@@ -67,7 +71,25 @@ def _split_amax_fake(x: Tensor, offs: Tensor | None) -> Tensor:
     return x.new_empty([x.shape[0] if offs is None else offs.shape[0]], dtype=torch.float32)
 
 
-@operator(traits=Traits(reads_values=True, operands=2))
+def _facts(sides: Callable[..., list[Side]], x: Tensor, offs: Tensor | None, *args: Any) -> CastFacts:
+    return CastFacts.of(x, sides(x, *args), ragged=offs is not None)
+
+
+split_amax.facts(lambda x, offs: CastFacts.of(x, ragged=offs is not None))
+
+
+@split_amax.implementation(CastKernel.TRITON, when=choice.amax_of_groups)
+def _triton_amax(x: Tensor, offs: Tensor | None) -> Tensor:
+    from fxquant.kernels.grouped import triton_cast
+
+    return triton_cast.group_amax(x, offs)
+
+
+def _rounded_amax(x: Tensor, offs: Tensor | None) -> Tensor:
+    return grouped_reference.group_amax(rounded(x), offs)
+
+
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1, operands=2))
 def hybrid_split_quantize(
     x: Tensor,
     offs: Tensor | None,
@@ -89,7 +111,10 @@ def _hybrid_split_quantize_fake(
     return [*row, *_fake_operand(x, offs, QuantSpec.parse(columnwise_spec), "columnwise")]
 
 
-@operator(traits=Traits(reads_values=True, operands=2, amax=split_amax, both=hybrid_split_quantize))
+@operator(
+    reference=CastKernel.FUSED,
+    traits=Traits(reads_values=1, operands=2, amax=split_amax, both=hybrid_split_quantize),
+)
 def split_quantize(
     x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
 ) -> list[Tensor]:
@@ -106,10 +131,38 @@ def _split_quantize_fake(
     return _fake_operand(x, offs, QuantSpec.parse(spec), direction)
 
 
-@operator(traits=Traits(reads_values=True))
+def _triton_quantize(
+    sides: Callable[..., list[Side]], measure: Callable[..., Tensor], x: Tensor, offs: Tensor | None, *args: Any
+) -> list[Tensor]:
+    from fxquant.kernels.grouped import triton_cast
+
+    (row, row_state), (column, column_state) = by_direction(sides(x, *args))
+    return triton_cast.quantize(x, offs, row, column, row_state, column_state, measure)
+
+
+for _called, _sides in ((split_quantize, one_direction), (hybrid_split_quantize, both_sides)):
+    _called.facts(partial(_facts, _sides))
+    for _kernel, _when, _measure in (
+        (CastKernel.STORED, choice.stored_groups, _triton_amax),
+        (CastKernel.TRITON, choice.groups, _rounded_amax),
+    ):
+        _called.implementation(_kernel, when=_when)(partial(_triton_quantize, _sides, _measure))
+
+
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
 def split_quantize_and_amax(x: Tensor, spec: str) -> list[Tensor]:
     """Quantizes a batch [G, R, C] rowwise, and gives the amaxes of its columns [G, C]."""
     return [*split_quantize.meaning(x, None, spec, "rowwise"), reference.amax(x.mT, -1)]
+
+
+split_quantize_and_amax.facts(lambda x, spec: _facts(one_direction, x, None, spec, "rowwise"))
+
+
+@split_quantize_and_amax.implementation(CastKernel.STORED, when=choice.stored_groups)
+def _triton_quantize_and_amax(x: Tensor, spec: str) -> list[Tensor]:
+    from fxquant.kernels.grouped import triton_cast
+
+    return triton_cast.quantize_and_amax(x, QuantSpec.parse(spec))
 
 
 @operator()

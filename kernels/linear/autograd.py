@@ -121,7 +121,9 @@ STATEFUL = (
 """The end of the schema of an operator that takes the state of a graph: torch infers no optional lists."""
 
 
-@operator(key=TRACED, schema=f"(Tensor input, Tensor weight, Tensor? bias, {STATEFUL}")
+@operator(
+    key=TRACED, traits=Traits(stored_weights=True), schema=f"(Tensor input, Tensor weight, Tensor? bias, {STATEFUL}"
+)
 def linear_stateful(
     input: Tensor,
     weight: Tensor,

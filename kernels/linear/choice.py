@@ -11,8 +11,6 @@ from torch import Tensor
 from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels.cast import supported
-from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.linear import few_rows as limits
 from fxquant.kernels.operator import Dim, Facts, Parts
 
@@ -149,26 +147,3 @@ def emulated(facts: GemmFacts) -> str:
 def exact_in_bfloat16(spec: QuantSpec) -> bool:
     """Returns True if element x block scale fits bfloat16's 8 bits of significand: the GEMM sees the exact values."""
     return spec.row.family in ("mxfp8", "nvfp4") or (spec.row.family == "block" and spec.pow2)
-
-
-def casts_one_row(spec: QuantSpec, capability: tuple[int, int]) -> bool:
-    """Whether the GEMM of a single row, which is `GemmKernel.FEW_ROWS`, quantizes it as well."""
-    return capability[0] == 9 and limits.casts(spec)
-
-
-def casts_by_triton(
-    specs: tuple[QuantSpec, ...], *, apart: bool, matrix: bool, dtype: torch.dtype, fp8: bool, grouped: bool = False,
-    ragged: bool = False,
-) -> bool:  # fmt: skip
-    """Whether a Triton kernel quantizes a tensor, in one direction or both.
-
-    Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor or of a tile of
-    several rows comes between, and stores transposed payloads a byte at a time: `apart` says that the cast is
-    transposed, or after the amax of the tensor. `matrix` says that the tensor is one and not empty, `fp8` that the
-    device makes FP8. Groups are matrices of a batch, or `ragged`.
-    """
-    known = all(supported.supports(spec) for spec in specs)
-    if grouped:
-        known = known and all(supported_groups.supports(spec, ragged=ragged) for spec in specs)
-    in_tiles = any(spec.row.block[0] > 1 for spec in specs)
-    return (apart or in_tiles) and known and matrix and dtype != torch.float64 and fp8

@@ -97,12 +97,12 @@ def in_one_kernel(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return is_one_row(rows, size_k) or tiles.steps(size_n, size_k)[0] == 1
 
 
-def quantizes_rows(x: Tensor, spec: QuantSpec) -> bool:
-    """Returns True if the cast takes x, of any number of rows that fit into a program each and have a scale each."""
+def quantizes_rows(shape: Sequence[Any], dtype: torch.dtype, spec: QuantSpec) -> bool:
+    """Returns True if the cast takes any number of rows that fit into a program each and have a scale each."""
     element = spec.row.element if spec.row.family == "per_row" else None
-    if element is None or element.dtype != torch.float8_e4m3fn or x.ndim != 2 or x.dtype == torch.float64:
+    if element is None or element.dtype != torch.float8_e4m3fn or len(shape) != 2 or dtype == torch.float64:
         return False
-    rows, length = x.shape
+    rows, length = shape
     sizes = isinstance(rows, int) and isinstance(length, int)
     return sizes and 0 < length <= LONGEST_ROW and 0 < rows * length < 2**31
 

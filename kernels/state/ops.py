@@ -8,10 +8,11 @@ by one, is for lowered graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from fxquant.kernels.operator import Parts, operator
+from fxquant.kernels.operator import Parts, Reference, operator, runs_beside
 from fxquant.kernels.state import reference
 
 
@@ -37,6 +38,13 @@ def delayed_update(
     return list(reference.update(scale, history, last, fp8_max, margin=margin, algorithm=algorithm))
 
 
+@delayed_update.implementation(Reference.CUDA, when=runs_beside)
+def _triton_update(*state: Any) -> list[Tensor]:
+    from fxquant.kernels.state import triton
+
+    return triton.update(*state)
+
+
 @operator(mutates=["scale", "history", "forward_amax", "step"])
 def delayed_advance(
     scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
@@ -49,3 +57,10 @@ def delayed_advance(
     forward_amax.zero_()
     step.add_(1)
     return [new[0].narrow(0, i, 1).clone() for i in range(len(new[0]))]
+
+
+@delayed_advance.implementation(Reference.CUDA, when=runs_beside)
+def _triton_advance(*state: Any) -> list[Tensor]:
+    from fxquant.kernels.state import triton
+
+    return triton.advance(*state)

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from fxquant.compat.private import copy_sources, mark_static, name_source, tag_activation_checkpoint
 from fxquant.compat.values import fake_mode_of
 from fxquant.formats import AttentionSpec, LinearSpec
+from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.state import Slots, State, update
@@ -155,8 +156,9 @@ def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
     for node in list(gm.graph.nodes):
         if _uses_state(node):
             *operands, spec = node.args
-            name = next(name for name in ("linear", "grouped_linear", "attention") if is_fxquant(node, name))
-            node.target = getattr(torch.ops.fxquant, f"{name}_stateful").default
+            stateful = traits_of(node).stateful
+            assert stateful is not None
+            node.target = stateful.target
             node.args = (*operands, *(getattr(bound, field.name) for field in fields(bound)), spec)
             used = True
     for body, call in _checkpoints(gm):

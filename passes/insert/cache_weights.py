@@ -29,6 +29,7 @@ from fxquant.compat.values import version
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.grouped.ops import quantize_groups
+from fxquant.kernels.operator import operator_of
 from fxquant.passes.graph.names import SAME_VALUES, calls, is_fxquant
 from fxquant.passes.graph.values import value_of
 
@@ -100,20 +101,19 @@ class _Inputs:
             if node.target is tag_activation_checkpoint:
                 self._bind_body(gm, node, outer)
                 continue
-            if not any(is_fxquant(node, name) for name in _STATEFUL):
+            called = operator_of(node.target)
+            stored = called and (called.traits.stateful or called)
+            if stored is None or not stored.traits.stored_weights:
                 continue
-            found = self._weight_of(node, outer)
-            if found is None:
+            source = self._weight_of(node, outer)
+            if source is None:
                 continue
-            place, weight, directions = found
+            place, weight, directions = source
             parts = {direction: self._take(place, weight, direction) for direction in directions}
-            stateful = "stateful" in str(node.target)
             *operands, spec = node.args
-            name = next(name for name in _STATEFUL if is_fxquant(node, name))
-            node.target = getattr(torch.ops.fxquant, _STATEFUL[name]).default
-            state = [] if stateful else [None] * 5
-            given = [parts.get("rowwise"), parts.get("columnwise")]
-            node.args = (*operands, *state, spec, *given)
+            state = [] if called is stored else [None] * 5
+            node.target = stored.target
+            node.args = (*operands, *state, spec, parts.get("rowwise"), parts.get("columnwise"))
 
     def _bind_body(self, gm: fx.GraphModule, call: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> None:
         body = getattr(gm, str(call.args[0].target))  # type: ignore[union-attr]
@@ -198,15 +198,6 @@ def _written(gm: fx.GraphModule) -> set[StorageWeakRef]:
 
 def _memory(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-_STATEFUL = {
-    "linear": "linear_stateful",
-    "linear_stateful": "linear_stateful",
-    "grouped_linear": "grouped_linear_stateful",
-    "grouped_linear_stateful": "grouped_linear_stateful",
-}
-"""The operators of a captured graph, and those of them that take quantized weights."""
 
 
 def _lasts(spec: QuantSpec) -> bool:

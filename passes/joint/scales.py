@@ -26,13 +26,11 @@ from torch import fx
 
 from fxquant.compat.private import must_save
 from fxquant.formats import QuantSpec
+from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import in_memory
 from fxquant.passes.settings import Settings
-
-REPEATABLE = {"quantize": "amax", "split_quantize": "split_amax"}
-"""The operators that quantize, and those that take the amaxes of the same operands."""
 
 
 def save_scales(graph: fx.Graph, settings: Settings) -> int:
@@ -41,15 +39,14 @@ def save_scales(graph: fx.Graph, settings: Settings) -> int:
     scales: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        name = next((name for name in REPEATABLE if is_fxquant(node, name)), None)
-        if name is None:
+        traits = traits_of(node)
+        if traits.both is None:
             continue
-        operands = 2 if name == "split_quantize" else 1
-        spec, _, *state = node.args[operands:]
+        spec, _, *state = node.args[traits.operands :]
         if not state and node not in of_backward and QuantSpec.parse(str(spec)).row.family == "per_tensor":
-            key = (name, *node.args[:operands], spec)
+            key = (node.target, *node.args[: traits.operands], spec)
             if key not in scales:
-                scales[key] = scale_of(node, REPEATABLE[name], operands, spec)
+                scales[key] = scale_of(node, spec)
             state = [scales[key]]
             node.args = (*node.args, *state)
             count += 1
@@ -102,14 +99,15 @@ def _column_amax(node: fx.Node) -> fx.Node:
     return item
 
 
-def scale_of(node: fx.Node, amax: str, operands: int, spec: Any) -> fx.Node:
+def scale_of(node: fx.Node, spec: Any) -> fx.Node:
     """Adds the amax of what a node quantizes, and the scale that it gives."""
-    graph = node.graph
-    tensors = node.args[:operands]
+    graph, traits = node.graph, traits_of(node)
+    assert traits.amax is not None
+    tensors = node.args[: traits.operands]
     groups = val(node)[1].shape
     value = val(tensors[0]).new_empty(groups, dtype=torch.float32)
     with graph.inserting_before(node):
-        largest = graph.call_function(getattr(torch.ops.fxquant, amax).default, tensors)
+        largest = graph.call_function(traits.amax.target, tensors)
         scale = graph.call_function(torch.ops.fxquant.scale_from_amax.default, (largest, spec))
     for made in (largest, scale):
         made.meta = {key: item for key, item in node.meta.items() if key not in _OF_THE_NODE} | {"val": value}
@@ -134,6 +132,3 @@ def nodes_of_backward(graph: fx.Graph) -> set[fx.Node]:
         if (node.op == "placeholder" and "tangents" in str(node.target)) or found & set(node.all_input_nodes):
             found.add(node)
     return found
-
-
-__all__ = ["REPEATABLE", "nodes_of_backward", "save_column_amaxes", "save_scales", "scale_of"]

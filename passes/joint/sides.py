@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.kernels.operator import Side, operator_of
+from fxquant.kernels.operator import Side, traits_of
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
@@ -26,8 +26,8 @@ EXTERNAL = (
 
 def sides_of(node: fx.Node) -> list[Side]:
     """The directions in which a node quantizes a tensor, its first argument; none if it does not quantize."""
-    called = operator_of(node.target)
-    return called.traits.sides(*node.args) if called is not None and called.traits.sides is not None else []
+    sides = traits_of(node).sides
+    return [] if sides is None else sides(*node.args)
 
 
 def in_memory(x: Any) -> bool:

@@ -46,7 +46,7 @@ def _give_scales(node: fx.Node, base: fx.Node) -> bool:
     made: dict[str, fx.Node] = {}
     for side in sides:
         if side.state is None and side.per_tensor and side.spec not in made:
-            made[side.spec] = scale_of(node, "amax", 1, side.spec)
+            made[side.spec] = scale_of(node, side.spec)
             made[side.spec].args[0].args = (base,)  # type: ignore[union-attr]
     if made:
         states = [made.get(side.spec) if side.state is None else side.state for side in sides]

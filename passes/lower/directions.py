@@ -16,10 +16,10 @@ from __future__ import annotations
 import operator
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
-from fxquant.passes.graph.names import VIEWS, calls, is_fxquant
+from fxquant.kernels.operator import traits_of
+from fxquant.passes.graph.names import VIEWS, calls
 from fxquant.passes.settings import Settings
 
 
@@ -30,7 +30,7 @@ def pair_directions(graph: fx.Graph, settings: Settings) -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
     first: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if not any(is_fxquant(node, name) for name in _HYBRID):
+        if traits_of(node).both is None:
             continue
         earlier = first.setdefault((node.target, *node.args), node)
         if earlier is not node:
@@ -65,10 +65,6 @@ def pair_directions(graph: fx.Graph, settings: Settings) -> int:
     return before - len(graph.nodes)
 
 
-_HYBRID = {"quantize": "hybrid_quantize", "split_quantize": "hybrid_split_quantize"}
-"""The operators that quantize in one direction, and those that do so in both."""
-
-
 def _merge_views(graph: fx.Graph) -> None:
     """Makes equal views one, as the partitioner does in training: q, k and v read one tensor by three reshapes."""
     first: dict[tuple[Any, ...], fx.Node] = {}
@@ -90,10 +86,10 @@ class _Quantization(NamedTuple):
 
     @classmethod
     def of(cls, node: fx.Node) -> _Quantization:
-        name = next(name for name in _HYBRID if is_fxquant(node, name))
-        operands = 2 if name == "split_quantize" else 1
-        spec, direction, *scale = node.args[operands:]
-        source = (getattr(torch.ops.fxquant, _HYBRID[name]).default, *node.args[:operands])
+        traits = traits_of(node)
+        assert traits.both is not None
+        spec, direction, *scale = node.args[traits.operands :]
+        source = (traits.both.target, *node.args[: traits.operands])
         return cls(source, str(spec), str(direction), scale[0] if scale else None)  # type: ignore[arg-type]
 
 

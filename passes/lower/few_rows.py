@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fxquant.compat.device import converts_to_fp8, launches_early
+from fxquant.compat.device import launches_early
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import few_rows as limits
 from fxquant.kernels.linear.choice import GemmKernel
@@ -27,7 +27,6 @@ from fxquant.passes.graph.builder import erase_unused
 from fxquant.passes.graph.match import behind_views, shaped
 from fxquant.passes.graph.names import RESHAPES, is_fxquant
 from fxquant.passes.graph.values import val
-from fxquant.passes.joint.sides import in_memory
 from fxquant.passes.lower.producers import inputs_of, last_operator
 from fxquant.passes.settings import Settings
 
@@ -188,20 +187,3 @@ def _is_fused(x: Any) -> bool:
     x = behind_views(x)
     tags = getattr(x.target, "tags", ())
     return x.op == "call_function" and (torch.Tag.pointwise in tags or x.target is _CONVERT)
-
-
-def quantizes_rows_in_memory(node: fx.Node) -> bool:
-    """Whether a quantization is of rows that lie in memory, each with a scale: a program reads a row once."""
-    x, text, direction, *_ = node.args
-    known = direction == "rowwise" and limits.quantizes_rows(val(x), QuantSpec.parse(str(text)))
-    return known and in_memory(x) and converts_to_fp8(val(x).device)
-
-
-def quantize(
-    x: Tensor, spec: str, direction: str, multiplier: Tensor | None = None, ahead: Tensor | None = None,
-    early: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """`fxquant::quantize` of few rows by Triton kernels, rowwise."""
-    from fxquant.kernels.linear import triton_few_rows
-
-    return triton_few_rows.quantize(x, QuantSpec.parse(spec), multiplier, ahead, early)

@@ -1,7 +1,7 @@
 """Lower: replaces every fxquant operator by what runs on its device. After it the graph speaks of kernels only.
 
-Which that is, `fxquant.passes.lower.implementations` says; here it is traced, and the trace put in the operator's
-place.
+The operator chooses its kernel by the facts of a node; the kernel is traced, and the trace put in the node's place. On
+the CPU that is the meaning itself, spelled in ATen operators for Inductor to fuse.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,13 +26,17 @@ from fxquant.compat.private import (
 )
 from fxquant.compat.values import statically_known_true, unguarded_sizes
 from fxquant.errors import GraphVerificationError
+from fxquant.kernels.cast.rounded import of_rounded
 from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
+from fxquant.kernels.operator import Facts, operator_of
 from fxquant.passes.graph.builder import Builder, put_in_places
+from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import is_fxquant, writes
 from fxquant.passes.graph.trace import inline, trace
 from fxquant.passes.graph.values import val
-from fxquant.passes.lower.implementations import implementation
+from fxquant.passes.joint.sides import in_memory
+from fxquant.passes.lower.few_rows import quantizes_few_rows
 from fxquant.passes.settings import Settings
 
 _GROUPED_MM = torch.ops.fxquant_kernels.grouped_mm.default
@@ -85,21 +90,50 @@ def lower(graph: fx.Graph, settings: Settings) -> int:
     and casts stay out as well, unless they will be compiled into what runs: a graph that is saved could not name them.
     """
     with unguarded_sizes() if settings.portable else contextlib.nullcontext():
-        return _lower(graph, settings.portable, settings.kernels)
+        return _lower(graph, settings)
 
 
-def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
+def implementation(node: fx.Node, settings: Settings) -> Callable[..., Any]:
+    """Returns the function to trace in the place of a node: the kernel that its operator chooses, or its meaning."""
+    called = operator_of(node.target)
+    assert called is not None
+    facts = facts_of(node, settings)
+    kernel = called.choose(facts).kernel
+    if kernel is not called.reference or not called.traits.reads_values:
+        return called.run(kernel)
+    given = called.traits.reads_values == 1 and behind_views(node.args[0]).op in ("placeholder", "get_attr")
+    return called.meaning if given else functools.partial(of_rounded, called)  # what a graph is given is rounded
+
+
+def facts_of(node: fx.Node, settings: Settings) -> Facts:
+    """Returns the facts of a node's arguments and of the graph around it."""
+    called = operator_of(node.target)
+    assert called is not None
+
+    def value(source: fx.Node) -> Any:  # a scale that the graph makes of an amax is as none
+        return None if is_fxquant(source, "scale_from_amax") else val(source)
+
+    args: Any = fx.node.map_arg(node.args, value)
+    facts: Facts = called.facts_of(*args, **fx.node.map_arg(node.kwargs, value))
+    few_rows = facts.on_cuda and settings.kernels and is_fxquant(node, "quantize") and quantizes_few_rows(node)
+    return replace(
+        facts, triton=settings.kernels, launches=not settings.portable, in_memory=in_memory(node.args[0]),
+        for_few_rows=few_rows,
+    )  # fmt: skip
+
+
+def _lower(graph: fx.Graph, settings: Settings) -> int:
     count = 0
     traced: dict[Any, fx.GraphModule] = {}
     # chosen before any of them goes, since a choice looks at what a node reads
-    chosen = [(node, implementation(node, portable, kernels)) for node in graph.nodes if is_fxquant(node)]
-    if portable:
+    chosen = [(node, implementation(node, settings)) for node in graph.nodes if is_fxquant(node)]
+    if settings.portable:
         chosen += [(node, portable_grouped_mm) for node in graph.nodes if node.target is _GROUPED_MM]
     for node, run in chosen:
         args, kwargs = _values_apart(node)
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
-            traced[key] = _trace(run, args, kwargs, portable, writes(node))
+            traced[key] = _trace(run, args, kwargs, settings.portable, writes(node))
         results, _ = inline(Builder(node), traced[key])
         if isinstance(val(node), (list, tuple)):
             put_in_places(results, node)
@@ -107,9 +141,9 @@ def _lower(graph: fx.Graph, portable: bool, kernels: bool) -> int:
             node.replace_all_uses_with(results[0] if isinstance(results, (list, tuple)) else results)
             graph.erase_node(node)
         count += 1
-    left = [node.format_node() for node in graph.nodes if is_fxquant(node)]
-    if left:
-        raise GraphVerificationError(f"operators left after lowering: {left}")
+    remaining = [node.format_node() for node in graph.nodes if is_fxquant(node)]
+    if remaining:
+        raise GraphVerificationError(f"operators left after lowering: {remaining}")
     graph.lint()
     return count
 
@@ -124,11 +158,11 @@ def _values_apart(node: fx.Node) -> Any:
 
     def value(source: fx.Node) -> Any:
         if source not in values:
-            found = val(source)
-            if isinstance(found, Tensor) and id(found) in taken:
-                found = found.detach()
-            values[source] = found
-            taken.add(id(found))
+            tensor = val(source)
+            if isinstance(tensor, Tensor) and id(tensor) in taken:
+                tensor = tensor.detach()
+            values[source] = tensor
+            taken.add(id(tensor))
         return values[source]
 
     return fx.node.map_arg((node.args, node.kwargs), value)
@@ -152,7 +186,7 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
     parts = (run.func, *run.args) if isinstance(run, functools.partial) else (run,)
     return (
-        *(f"{part.__module__}.{part.__name__}" for part in parts),
+        *(f"{part.__module__}.{getattr(part, '__name__', None) or part.name}" for part in parts),
         tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])),
         same,
     )

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from fxquant.compat.device import converts_to_fp8
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels.cast import supported
+from fxquant.kernels.cast.choice import supports
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.operator import Side
@@ -158,7 +158,7 @@ def _casts(node: fx.Node, device: str) -> bool:
         return False
     specs = [QuantSpec.parse(side.spec) for side in sides_of(node)]
     empty = any(statically_known_true(size == 0) for size in x.shape)
-    known = all(map(supported.supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
+    known = all(map(supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
     return known and not empty
 
 
@@ -256,7 +256,7 @@ def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[
     for direction, spec, state in site.sides:
         if producer.results == 1 and state is None and QuantSpec.parse(spec).row.family == "per_tensor":
             if spec not in made:
-                made[spec] = scale_of(site.quantize, "amax", 1, spec)
+                made[spec] = scale_of(site.quantize, spec)
                 order[made[spec]] = order[made[spec].args[0]] = order[site.quantize]  # type: ignore[index]
             states[direction] = made[spec]
     return [states.get("rowwise"), states.get("columnwise")]

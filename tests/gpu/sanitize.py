@@ -28,8 +28,8 @@ from fxquant.kernels.attention import triton_backward, triton_forward
 from fxquant.kernels.attention import triton_cast as triton_head_cast
 from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast
+from fxquant.kernels.cast.choice import supports_groups
 from fxquant.kernels.cast.producers import PRODUCERS
-from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
 from fxquant.kernels.linear import few_rows, triton_gemm
@@ -184,7 +184,7 @@ def grouped() -> Iterator[str]:
             x, dy, w = noise(rows, k), noise(rows, n), noise(len(ends), n, k)
             for tensor, text, where in ((x, input, offs), (dy, grad, offs), (w, weight, None)):
                 spec = QuantSpec.parse(text)
-                if supported_groups.takes(tensor, where, spec, spec):
+                if supports_groups(spec, ragged=where is not None):
                     triton_grouped_cast.quantize(tensor, where, spec, spec)
             of_x, of_dy, of_w = (x, offs, input), (dy, offs, grad), (w, None, weight)
             for left, right, way in ((of_x, of_w, ("rowwise",) * 2), (of_dy, of_w, ("rowwise", "columnwise")),

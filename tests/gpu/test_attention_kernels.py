@@ -12,14 +12,20 @@ from torch import Tensor, nn
 import fxquant
 from fxquant.compat.device import is_hopper, knows_gluon
 from fxquant.formats import QuantSpec
-from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import gluon_op as warp_attention
-from fxquant.kernels.attention import ops as attention_ops
 from fxquant.kernels.attention import reference, triton_backward, triton_dequantize, triton_forward
 from fxquant.kernels.attention import triton_cast as triton_head_cast
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
+from fxquant.kernels.attention.ops import (
+    attention_backward,
+    attention_forward,
+    attention_forward_into,
+    quantize_qkv,
+    quantize_qkv_into,
+)
 
 pytestmark = pytest.mark.gpu
+ATTENTION = (attention_forward, attention_backward)
 
 SPECS: dict[Any, QuantSpec] = {
     "tensor": QuantSpec(format="per_tensor_e4m3"), "head": QuantSpec(format="per_head_e4m3"),
@@ -153,14 +159,12 @@ def test_delayed_scales_and_their_amaxes(case: tuple[str, int, str]) -> None:
     of_qkv, of_s, of_do, of_dp = torch.tensor([37.0, 448.0, 80.0, 200.0], device="cuda").split(1)
     given = (of_s, None, None) if gradients == "identity" else (of_s, of_do, of_dp)
     outputs, amaxes, state = [], [], torch.zeros(4, 4, device="cuda")[:, 0]
-    for table, cast in (
-        (attention_ops.IMPLEMENTATIONS, attention_ops.IMPLEMENTATIONS["quantize_qkv"]),
-        (attention_cuda.IMPLEMENTATIONS, attention_cuda.quantize_qkv),
-    ):
+    for kind in ("meaning", "best"):
+        cast, forward, backward = (getattr(called, kind) for called in (quantize_qkv, *ATTENTION))
         *parts, amax = cast(q, k, v, "per_tensor_e4m3", of_qkv, True)
         pairs = (parts[:2], parts[2:4], parts[4:])
-        o, lse, s_amax = table["attention_forward"](*pairs, extras, None, of_s, spec, width, torch.bfloat16)
-        grads = table["attention_backward"](do, *pairs, o, lse, extras, None, *given, [], spec, width)
+        o, lse, s_amax = forward(*pairs, extras, None, of_s, spec, width, torch.bfloat16)
+        grads = backward(do, *pairs, o, lse, extras, None, *given, [], spec, width)
         outputs.append([o, lse, *grads[:3]])
         amaxes.append(torch.cat([amax, s_amax, *(grads[3:] if gradients != "identity" else [])]))
     assert torch.equal(amaxes[0][0], amaxes[1][0])
@@ -168,8 +172,8 @@ def test_delayed_scales_and_their_amaxes(case: tuple[str, int, str]) -> None:
     torch.testing.assert_close(amaxes[1][3:], amaxes[0][3:], rtol=5e-2, atol=0)  # of outputs that are rounded otherwise
     for a, b in zip(*outputs, strict=True):
         assert rounding.relative(b, a) < (0.15 if gradients != "identity" else 0.06)
-    into = attention_cuda.quantize_qkv_into(q, k, v, "per_tensor_e4m3", of_qkv, state[1:2])
-    attention_cuda.attention_forward_into(
+    into = quantize_qkv_into.best(q, k, v, "per_tensor_e4m3", of_qkv, state[1:2])
+    attention_forward_into.best(
         into[:2], into[2:4], into[4:], extras, None, of_s, spec, width, torch.bfloat16, state[2:3]
     )
     assert torch.equal(state, torch.nn.functional.pad(amaxes[1][:2], (1, 1)))
@@ -356,12 +360,13 @@ def test_operators_are_near_the_reference(case: tuple[str, str, str, str, float]
     q, k, v, do = (noise(2, *size, 64, seed=i) for i, size in enumerate(sizes))
     extras = [make_mask("keys", 2, 4, 200, 300)] if "keep" in steps else []
     seed = torch.tensor([11], device="cuda") if dropout else None
-    parts = attention_ops.IMPLEMENTATIONS["quantize_qkv"](q, k, v, qkv)
+    parts = quantize_qkv.meaning(q, k, v, qkv)
     pairs = (parts[:2], parts[2:4], parts[4:])
     outputs = []
-    for table in (attention_ops.IMPLEMENTATIONS, attention_cuda.IMPLEMENTATIONS):
-        o, lse, _ = table["attention_forward"](*pairs, extras, seed, None, spec, 64, torch.bfloat16)
-        grads = table["attention_backward"](do, *pairs, o, lse, extras, seed, None, None, None, [], spec, 64)
+    for kind in ("meaning", "best"):
+        forward, backward = (getattr(called, kind) for called in ATTENTION)
+        o, lse, _ = forward(*pairs, extras, seed, None, spec, 64, torch.bfloat16)
+        grads = backward(do, *pairs, o, lse, extras, seed, None, None, None, [], spec, 64)
         outputs.append([o, lse, *grads[:3]])
     for a, b in zip(*outputs, strict=True):
         assert rounding.relative(b, a) < (0.12 if do_format.startswith("per") else 0.06)

@@ -21,13 +21,12 @@ from torch import fx
 
 from fxquant.compat.values import faking
 from fxquant.kernels.cast.producers import CastSpec
+from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
-_RECORDING = ("produce_quantize", "quantize_qkv", "attention_forward")
-"""Operators that have one that records by itself, called by the same name and `_into`."""
 
 
 def record_in_kernel(graph: fx.Graph, settings: Settings) -> int:
@@ -84,11 +83,11 @@ def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], pa
     graph, first, last = produce.graph, min(slots), max(slots)
     with graph.inserting_before(produce):
         amaxes, step = (*(_entries(node, first, last) for node in before), None)[:2]
-        name = next(name for name in _RECORDING if is_fxquant(produce, name))
-        target = getattr(torch.ops.fxquant, f"{name}_into").default
-        given = produce.args if name == "attention_forward" else produce.args[:-1]
-        more = (step, slots[0] == last and len(slots) > 1) if name == "produce_quantize" else ()
-        fused = graph.call_function(target, (*given, amaxes, *more))
+        recording = traits_of(produce).recording
+        assert recording is not None
+        given = produce.args if is_fxquant(produce, "attention_forward") else produce.args[:-1]
+        more = (step, slots[0] == last and len(slots) > 1) if is_fxquant(produce, "produce_quantize") else ()
+        fused = graph.call_function(recording.target, (*given, amaxes, *more))
         kept = [value for i, value in enumerate(produce.meta["val"]) if (i + 1) % parts]
         fused.meta = {**produce.meta, "val": kept}
         for item in list(produce.users):

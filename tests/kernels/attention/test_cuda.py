@@ -16,6 +16,8 @@ from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel
+from fxquant.kernels.attention.ops import attention_forward
+from fxquant.kernels.operator import Chosen
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
 
@@ -97,7 +99,7 @@ def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatc
             spec=spec, axes=4, width=128, features=128, dtype=torch.bfloat16, capability=(9, 0), keys=length,
             flops=4 * 32 * length * length * 128,
         )  # fmt: skip
-        assert attention_choice.forward(facts) == (kernel, "")
+        assert attention_forward.choose(facts) == Chosen(kernel)
 
 
 @pytest.mark.parametrize("quantized", (False, True))

@@ -18,9 +18,10 @@ from triton.compiler import ASTSource
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
 from fxquant.formats import AttentionSpec, QuantSpec, Step
-from fxquant.kernels.attention import choice, triton_backward, triton_forward, triton_scores
+from fxquant.kernels.attention import triton_backward, triton_forward, triton_scores
 from fxquant.kernels.attention import triton_cast as head_cast
 from fxquant.kernels.attention.choice import HEAD_DIMS, AttentionFacts, AttentionKernel
+from fxquant.kernels.attention.ops import attention_forward
 
 
 def test_values_in_the_interpreter() -> None:
@@ -119,7 +120,7 @@ def test_what_is_taken() -> None:
             capability=(9, 0),
             keys=keys,
         )
-        return choice.forward(facts).kernel is not AttentionKernel.REFERENCE
+        return attention_forward.choose(facts).kernel is not AttentionKernel.REFERENCE
 
     assert all(taken(head_dim) for head_dim in (64, 128, 256))
     assert not taken(96)

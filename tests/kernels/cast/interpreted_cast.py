@@ -9,8 +9,8 @@ from torch import Tensor
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast, triton_producers
+from fxquant.kernels.cast.choice import supports_groups
 from fxquant.kernels.grouped import reference as grouped_reference
-from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
 
 SPECS = (
@@ -90,12 +90,12 @@ def groups() -> None:
         row, column = (QuantSpec.parse(text) if text else None for text in texts)
         for offs in SPLITS:
             x, ends = ragged(offs)
-            if supported_groups.takes(x, ends, row, column):
+            if all(supports_groups(spec, ragged=True) for spec in (row, column) if spec is not None):
                 got = triton_grouped_cast.quantize(x, ends, row, column)
                 check(got, quantize_groups(x, ends, row, column), offs[-1] + 7, offs[-1], f"{texts} {offs}")
         x = torch.stack([values(torch.bfloat16, (133, 50)) * scale for scale in (1e-3, 1e3)])
         for stored in (x, x.mT.contiguous().mT) if texts == GROUPED[1] else (x,):
-            assert supported_groups.takes(stored, None, row, column)
+            assert all(supports_groups(spec, ragged=False) for spec in (row, column) if spec is not None)
             got = triton_grouped_cast.quantize(stored, None, row, column)
             check(got, quantize_groups(x, None, row, column), -1, 0, f"{texts} batch {stored.stride()}")
             if row is not None and row.row.family == "per_row":

@@ -13,8 +13,8 @@ from interpreting import interpret, run_interpreted
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_mutation
 from fxquant.formats import QuantSpec
+from fxquant.kernels.cast.choice import supports_groups
 from fxquant.kernels.grouped import choice
-from fxquant.kernels.grouped import supported as supported_groups
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
 from fxquant.kernels.grouped import triton_gemm as triton_grouped
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
@@ -41,7 +41,7 @@ def test_launches_of_groups_in_both_directions() -> None:
 
     def launches(text: str) -> list[list[str]]:
         spec = QuantSpec.parse(text)
-        assert supported_groups.takes(x, offs, spec, spec)
+        assert supports_groups(spec, ragged=True)
         run = make_fx(lambda x, offs: triton_grouped_cast.quantize(x, offs, spec, spec), tracing_mode="fake")
         nodes = [n for n in run(x, offs).graph.nodes if n.target is triton_kernel_wrapper_mutation]
         return [written_by(n.kwargs) for n in nodes]
@@ -51,8 +51,7 @@ def test_launches_of_groups_in_both_directions() -> None:
     assert launches("per_row_e4m3") == [["strips"], [*rows, "column_amax"], columns]
     assert launches("per_tensor_e4m3") == launches("mxfp8_e4m3") == [["strips"], [*rows, *columns]]
     tiles = QuantSpec.parse("block_128x128_e4m3")
-    assert not supported_groups.takes(x, offs, tiles, tiles)
-    assert supported_groups.takes(x[None], None, tiles, None)
+    assert not supports_groups(tiles, ragged=True) and supports_groups(tiles, ragged=False)
 
 
 def main() -> None:

@@ -1,0 +1,171 @@
+"""The kernels that a quantization can be, and their conditions: formats, sizes, the device and the graph around."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.compat.device import capability
+from fxquant.compat.values import statically_known_true
+from fxquant.formats import QuantSpec
+from fxquant.kernels.linear import few_rows as limits
+from fxquant.kernels.operator import Dim, Facts, Side
+
+
+class CastKernel(str, Enum):
+    """The kernels that a quantization, or the amax for one, can be."""
+
+    FEW_ROWS = "Triton cast of few rows"
+    ROWS = "Triton cast of rows"
+    STORED = "Triton cast and amax"
+    TRITON = "Triton cast"
+    FUSED = "fused by Inductor"
+
+
+def one_direction(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Side]:
+    """The sides of the arguments of `fxquant::quantize`."""
+    return [Side(direction, spec, state)]
+
+
+def both_sides(
+    x: Tensor, row: str, column: str, row_state: Tensor | None = None, column_state: Tensor | None = None
+) -> list[Side]:
+    """The sides of the arguments of `fxquant::hybrid_quantize`."""
+    return [Side("rowwise", row, row_state), Side("columnwise", column, column_state)]
+
+
+def by_direction(sides: Sequence[Side]) -> list[tuple[QuantSpec | None, Tensor | None]]:
+    """The format and the state of a rowwise and of a columnwise quantization, None for what there is not."""
+    found = {side.direction: (QuantSpec.parse(side.spec), side.state) for side in sides}
+    return [found.get("rowwise", (None, None)), found.get("columnwise", (None, None))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastFacts(Facts):
+    """A tensor and the formats that it is cast to in each direction.
+
+    `after_amax` says that its scales are made of an amax that the same graph takes, `ragged` that a tensor has the ends
+    of its groups of rows.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+    row: QuantSpec | None = None
+    column: QuantSpec | None = None
+    after_amax: bool = False
+    ragged: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, sides: Sequence[Side] = (), **more: Any) -> CastFacts:
+        """The facts of a tensor that is quantized in some directions."""
+        (row, _), (column, _) = by_direction(sides)
+        return cls(
+            capability=capability(x.device), shape=tuple(x.shape), dtype=x.dtype, row=row, column=column,
+            after_amax=bool(sides) and sides[0].state is None, **more,
+        )  # fmt: skip
+
+    @property
+    def specs(self) -> list[QuantSpec]:
+        return [spec for spec in (self.row, self.column) if spec is not None]
+
+
+def supports(spec: QuantSpec) -> bool:
+    """Returns True if the Triton casts know a format with its options."""
+    row = spec.row
+    if row.family not in ("per_tensor", "per_row", "block", "mxfp8") or spec.rht:
+        return False
+    return not spec.torchao or (row.family != "block" and not spec.eps)
+
+
+def supports_groups(spec: QuantSpec, *, ragged: bool) -> bool:
+    """Returns True if the Triton casts of groups know a format, for `ragged` groups or a batch of matrices."""
+    if not supports(spec) or (ragged and spec.row.block[0] > 1):
+        return False
+    return spec.row.family != "mxfp8" or spec.row.block[0] == 1
+
+
+def few_rows(facts: CastFacts) -> str:
+    """Returns why no kernel for few rows quantizes a tensor."""
+    return _no_triton(facts) or ("" if facts.for_few_rows else "not for GEMMs of few rows alone")
+
+
+def rows(facts: CastFacts) -> str:
+    """Returns why no program quantizes a whole row in one read."""
+    if reason := _no_triton(facts) or _not_stored(facts):
+        return reason
+    fits = facts.row is not None and facts.column is None and limits.quantizes_rows(facts.shape, facts.dtype, facts.row)
+    return "" if fits else "not rows with a scale each"
+
+
+def triton(facts: CastFacts) -> str:
+    """Returns why no Triton kernel quantizes a tensor.
+
+    Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor or of a tile of
+    several rows comes between, and stores transposed payloads a byte at a time.
+    """
+    if reason := _no_triton(facts):
+        return reason
+    first = facts.specs[0]
+    amax_between = first.row.family == "per_tensor" and facts.after_amax
+    if facts.column is None and not amax_between and first.row.block[0] <= 1:
+        return "fused with what makes the tensor"
+    unknown = [str(spec) for spec in facts.specs if not supports(spec)]
+    if unknown:
+        return f"no Triton cast to {unknown[0]}"
+    matrix = len(facts.shape) == 2 and 0 not in facts.shape and facts.dtype != torch.float64
+    return "" if matrix else "no matrix"
+
+
+def stored(facts: CastFacts) -> str:
+    """Returns why no Triton kernel quantizes a tensor after another that takes its amax."""
+    return triton(facts) or _not_stored(facts)
+
+
+def amax(facts: CastFacts) -> str:
+    """Returns why no Triton kernel takes the amax of a tensor."""
+    if not (facts.on_cuda and facts.triton):
+        return "no Triton"
+    return _not_stored(facts) or ("an empty tensor" if 0 in facts.shape else "")
+
+
+def groups(facts: CastFacts) -> str:
+    """Returns why no Triton kernel quantizes groups: a rowwise cast of what does not lie in memory is fused."""
+    if not (facts.launches and facts.makes_fp8):
+        return "no Triton casts of groups"
+    if facts.column is None and (facts.ragged or not facts.in_memory):
+        return "fused with what makes the tensor"
+    unknown = [str(spec) for spec in facts.specs if not supports_groups(spec, ragged=facts.ragged)]
+    return f"no Triton cast of groups to {unknown[0]}" if unknown else _no_groups(facts)
+
+
+def stored_groups(facts: CastFacts) -> str:
+    """Returns why no Triton kernel quantizes groups after another that takes their amaxes."""
+    return groups(facts) or _not_stored(facts)
+
+
+def amax_of_groups(facts: CastFacts) -> str:
+    """Returns why no Triton kernel takes the amaxes of groups."""
+    if not (facts.on_cuda and facts.launches):
+        return "no Triton"
+    return _not_stored(facts) or _no_groups(facts)
+
+
+def _no_groups(facts: CastFacts) -> str:
+    shape: Any = facts.shape
+    some = statically_known_true(shape[-1] > 0) and (facts.ragged or statically_known_true(math.prod(shape) > 0))
+    matrices = some and facts.dtype != torch.float64 and len(shape) == (2 if facts.ragged else 3)
+    return "" if matrices else "no groups of rows"
+
+
+def _no_triton(facts: CastFacts) -> str:
+    return "" if facts.triton and facts.makes_fp8 else "no Triton casts"
+
+
+def _not_stored(facts: CastFacts) -> str:
+    return "" if facts.in_memory else "made by a kernel of Inductor's"
