@@ -151,6 +151,3 @@ class Observer(torch.nn.Module):
             return torch.full((1,), torch.inf, device=counts.device)
         # the end of the bin, so that at least that many elements lie below it
         return torch.tensor([(place << 16) | 0xFFFF], dtype=torch.int32, device=counts.device).view(torch.float32)
-
-
-__all__ = ["METHODS", "Amax", "Calibration", "Observer", "arguments", "expect"]

@@ -15,7 +15,7 @@ from fxquant.errors import ProgramError
 
 
 def check_place(path: str | Path) -> None:
-    """Raises ProgramError where no file of this name can be written, before there is anything to write."""
+    """Raises ProgramError if no file of this name can be written, before anything is computed."""
     if not os.path.isdir(Path(path).parent):
         raise ProgramError(f"{Path(path).parent}: no such folder")
     if os.path.isdir(path):
@@ -31,7 +31,7 @@ def check_place(path: str | Path) -> None:
 
 
 def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file beside `path` and then puts it in its place. Raises ProgramError where it fails.
+    """Writes a file beside `path` and then puts it in its place. Raises ProgramError if that fails.
 
     The target of a link is replaced, not the link.
     """
@@ -61,7 +61,7 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
 def in_its_place(path: str | Path) -> Iterator[Path]:
     """A scope that writes another file of the same name, which then takes the place of `path`.
 
-    Raises ProgramError where that is impossible, before anything is done.
+    Raises ProgramError if that is impossible, before anything is done.
     """
     place = Path(os.path.realpath(path))
     check_place(place)
@@ -77,7 +77,7 @@ def in_its_place(path: str | Path) -> Iterator[Path]:
 
 
 class _File(io.BufferedWriter):
-    """Keeps its first error and goes on: torch writes from C++, where an exception ends the process."""
+    """A file that keeps its first error and goes on: an exception would end the process in torch's C++ writer."""
 
     failed: OSError | None = None
 

@@ -1,4 +1,4 @@
-"""The backend of torch.compile: analyses and rewrites the captured graph, then hands it to AOTAutograd and Inductor."""
+"""The backend of torch.compile: analyses and rewrites a captured graph, then AOTAutograd and Inductor compile it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ class Backend:
 
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
-    go to Inductor. `save` says what a forward keeps for its backward: ``quantized`` activations, or the ``least``, of
-    which the backward quantizes them again, and multiplies again where attention's output goes into a sum. With
-    `cache_weights` a weight is quantized only when it has changed, and its payloads take memory in between;
-    `clear_cache` says that it has where that cannot be seen. `gemm` says which kernel multiplies where a GPU has two
-    for it: ``cublas``, ``triton``, whose epilogues do what follows a GEMM, the faster by what was measured before
-    (``auto``), or by measuring while compiling (``autotune``). `model` gives layers their full names where the graph
-    breaks. `amax_group` is the process group over which delayed scaling takes the largest amax. Backends with the same
-    `states` share them. `captured` counts the graphs so far.
+    go to Inductor. A forward keeps ``quantized`` activations for its backward, or the ``least`` (`save`): the backward
+    then quantizes them again, and multiplies again where attention's output goes into a sum. With `cache_weights` a
+    weight is quantized only after a change, and its payloads take memory in between; `clear_cache` tells of a change
+    that nothing shows. `gemm` chooses between two kernels of a GPU: ``cublas``, ``triton``, which fuses the operators
+    after a GEMM, the faster by earlier measurements (``auto``) or by measuring while compiling (``autotune``). `model`
+    gives layers their full names where the graph breaks. `amax_group` is the process group over which delayed scaling
+    takes the largest amax. Backends with the same `states` share them. `captured` counts the graphs so far.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -75,7 +74,7 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
         self.captured += 1
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # a checkpoint around counts what is saved
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # a checkpoint around counts saved tensors
             slots = self.rewrite(gm, example_inputs)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
@@ -84,7 +83,7 @@ class Backend:
         group = self.options.amax_group
         bound = Bound(gm=gm, slots=slots, states=states, group=None if group is None else group.group_name)
         bound = run(BOUND, bound, self.settings)
-        # compiled for copies: that the backward's step is the forward's is not AOTAutograd's to see
+        # compiled for copies, so that AOTAutograd does not see that forward and backward have one step
         copies = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in bound.tensors
         ]
@@ -94,7 +93,7 @@ class Backend:
         return lambda *inputs: self._call(compiled, inputs, bound.tensors, bound.taken)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings and the states, with which a copy starts; nothing of what is compiled."""
+        """The settings and states of a copy, which has compiled nothing yet."""
         return {**vars(self), "captured": 0, "_decisions": [], "_roles": [], "_names": dict, "weights": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -112,7 +111,7 @@ class Backend:
         return run(*inputs, *(tensor.data for tensor in tensors), *parts)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
-        """Analyses `gm` and puts quantized matmuls in, in place. Adds to the report; returns what needs state."""
+        """Writes quantized matmuls into `gm` and adds to the report. Returns the slots of operands with state."""
         captured = Captured(
             gm=gm,
             recipe=self.recipe,
@@ -130,27 +129,27 @@ class Backend:
         """Compiles a rewritten graph, forward and backward."""
         if self.options.inner == "aot_eager":
             return compile_eager(gm, example_inputs, lambda module, _inputs: module, Partition(self.settings))
-        if not quantizes(gm):  # then the compilation is Inductor's own, to the bit
-            return compile_with_inductor(gm, example_inputs, self.inductor)  # type: ignore[no-any-return]
-        recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
-        given = {**memory_settings(example_inputs), **self.inductor}
-        patches = inductor_settings(self.settings, given, recomputed=recomputed)
-        return compile_with_inductor(gm, example_inputs, patches)  # type: ignore[no-any-return]
+        settings = self.inductor
+        if quantizes(gm):  # else the compilation is Inductor's own, to the bit
+            recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
+            settings = {**memory_settings(example_inputs), **settings}
+            settings = inductor_settings(self.settings, settings, recomputed=recomputed)
+        return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles the quantization of one weight."""
         if self.options.inner == "aot_eager":
             return gm
-        patches = inductor_settings(self.settings, self.inductor, recomputed=False)
-        return compile_with_inductor(gm, inputs, patches)  # type: ignore[no-any-return]
+        settings = inductor_settings(self.settings, self.inductor, recomputed=False)
+        return compile_with_inductor(gm, inputs, settings)  # type: ignore[no-any-return]
 
     def clear_cache(self) -> None:
-        """Has every weight quantized again, where `cache_weights` keeps them: after writes that no version shows."""
+        """Forgets the weights that `cache_weights` keeps, after writes that no version shows."""
         if self.weights is not None:
             self.weights.clear()
 
     def activate(self) -> None:
-        """Makes the states of this backend's graphs the ones that count, where backends share them."""
+        """Makes the states of this backend's graphs the valid ones among those that backends share."""
         for state in self._states:
             self.states.activate(state)
 
@@ -159,11 +158,11 @@ class Backend:
         return self.states.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` gave, for graphs compiled already and those to come."""
+        """Restores the tensors of `state_dict`, for graphs compiled already and those to come."""
         self.states.load_state_dict(state)
 
     def report(self) -> Report:
-        """What was decided in all graphs that this backend has compiled so far."""
+        """The decisions in all graphs that this backend has compiled so far."""
         return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles))
 
 
@@ -173,7 +172,7 @@ def compile_eager(
     inner: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
     partition: Partition | None = None,
 ) -> Callable[..., Any]:
-    """AOTAutograd with the partitioner that Inductor uses, and `inner` to compile the stage `MEANING`."""
+    """Differentiates by AOTAutograd with Inductor's partitioner, and compiles the stage `MEANING` by `inner`."""
     partition = partition or Partition(Settings())
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -181,23 +180,18 @@ def compile_eager(
         graph_module.recompile()
         return make_boxed_func(inner(graph_module, inputs))
 
-    compiled = aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        inference_compiler=compiler,
-        partition_fn=partition,
-    )
-    return compiled(gm, list(example_inputs))
+    compilers = dict.fromkeys(("fw_compiler", "bw_compiler", "inference_compiler"), compiler)
+    return aot_autograd(**compilers, partition_fn=partition)(gm, list(example_inputs))
 
 
-def _as_it_is(saved: Tensor) -> Tensor:
+def _same(saved: Tensor) -> Tensor:
     return saved
 
 
 def _ambient_autocast(example_inputs: Sequence[Any]) -> dict[str, torch.dtype]:
-    """The dtypes of autocast regions around the compiled call, by device type, which no node of the graph shows."""
+    """The dtypes of autocast regions around the compiled call by device type; no node of the graph shows them."""
     devices = {x.device.type for x in example_inputs if isinstance(x, Tensor)}
-    able = filter(torch.amp.is_autocast_available, devices)  # of meta tensors there is nothing to run
+    able = filter(torch.amp.is_autocast_available, devices)  # not the meta device
     return {device: torch.get_autocast_dtype(device) for device in able if torch.is_autocast_enabled(device)}
 
 
@@ -214,9 +208,9 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
 
 
 class _OptionStates(StateStore):
-    """States that keep the options they belong to, whose identity would otherwise pass to another object.
+    """The states and quantized weights of all graphs of one call of torch.compile.
 
-    And the quantized weights of all graphs that were compiled with these options.
+    They keep the options of the call alive, since their identity would otherwise pass to another object.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -234,23 +228,15 @@ def fxquant_backend(
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
 
-    `options` are those of `Options`, of which `recipe` (a name or a Recipe) is required. Raises OptionError for another
-    and RecipeError for an unknown recipe, each with the list of those that are known.
+    `options` are the fields of `Options`; `recipe` (a name or a Recipe) is required. Raises OptionError for another
+    option and RecipeError for an unknown recipe, each with the list of the known ones.
     """
     options = {} if options is None else options
     Options.of(options)
-    states = _states_of(options)
+    states = _stores.setdefault(id(options), _OptionStates(options))  # every graph of a call gets the same options
     backend = Backend(**options, mode=mode, states=states)
     states.weights = backend.weights = states.weights or backend.weights
     return backend(gm, example_inputs)
 
 
 _stores: weakref.WeakValueDictionary[int, _OptionStates] = weakref.WeakValueDictionary()
-
-
-def _states_of(options: Mapping[str, Any]) -> _OptionStates:
-    """The states of all graphs of one call of torch.compile, which hands the same options to each of them."""
-    return _stores.setdefault(id(options), _OptionStates(options))
-
-
-__all__ = ["Backend", "compile_eager", "fxquant_backend"]

@@ -1,4 +1,4 @@
-"""The options of the backend, which check themselves."""
+"""The options of the backend and their checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INNER = ("inductor", "aot_eager")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is said of one compilation besides the model; `Backend` describes each.
+    """The options of one compilation, which `Backend` describes.
 
     Raises RecipeError for an unknown recipe and OptionError for a value that an option does not take.
     """
@@ -50,7 +50,7 @@ class Options:
 
     @classmethod
     def of(cls, options: object) -> Options:
-        """The options in a dict. Raises OptionError also for an unknown one, and where no recipe is among them."""
+        """The options in a dict. Raises OptionError also for an unknown one, and for a missing recipe."""
         if not isinstance(options, Mapping):
             raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not a {type(options).__name__}")
         unknown = [key for key in options if key not in OPTIONS]
@@ -63,11 +63,10 @@ class Options:
         return cls(**options)
 
     def for_inductor(self, mode: str | None) -> dict[str, Any]:
-        """The settings that go to Inductor, those of a mode of torch.compile among them."""
+        """The settings of Inductor, with those of a mode of torch.compile."""
         settings = {**inductor_mode_options(mode), **(self.inductor or {})}
-        for name in settings:
-            if not is_inductor_option(name):
-                raise OptionError(f"Inductor has no setting {name!r}")
+        if unknown := [name for name in settings if not is_inductor_option(name)]:
+            raise OptionError(f"Inductor has no setting {unknown[0]!r}")
         return settings
 
     def for_passes(self) -> Settings:
@@ -84,5 +83,3 @@ class Options:
 
 OPTIONS = tuple(field.name for field in fields(Options))
 """The names of all options."""
-
-__all__ = ["INNER", "OPTIONS", "Options"]

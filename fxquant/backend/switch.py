@@ -1,8 +1,6 @@
-"""The typed front door, and the recipe of a compiled model while it is used.
+"""The typed front door `fxquant.compile`, and the scope `autocast` that changes the recipe of compiled models.
 
-`fxquant.compile` gives what `torch.compile` gives, with a few methods more: `set_recipe`, `recipe`, `report`,
-`clear_cache`, `quantization_state_dict` and `load_quantization_state_dict`. Every recipe has a backend of its own, so
-going back to one finds its compiled graphs again.
+Every recipe of a model has a backend of its own, so going back to one finds its compiled graphs again.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ _scope: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar("fxquant_
 
 @contextmanager
 def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
-    """A scope in which models from `fxquant.compile` run under `recipe`, whatever theirs is.
+    """A scope in which models from `fxquant.compile` run under `recipe` in place of their own.
 
-    `enabled=False` runs them unquantized; no recipe leaves each model its own. Scopes nest, the inner one counts.
+    `enabled=False` runs them unquantized; without a recipe each model keeps its own. Scopes nest, the inner one counts.
     """
     chosen = resolve(recipe) if recipe is not None else None
     token = _scope.set(chosen if enabled else HighPrecision())
@@ -46,7 +44,7 @@ def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Ite
 
 
 class _Switch:
-    """One model or function, compiled under each recipe that it was asked to run with."""
+    """One model or function, compiled under each recipe that it has run with."""
 
     def __init__(self, model: Any, recipe: Recipe | str, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
         self.model, self.options, self.kwargs = model, dict(options), dict(kwargs)
@@ -66,7 +64,7 @@ class _Switch:
         return self.compiled[recipe]
 
     def current(self) -> Callable[..., Any]:
-        """What to call now."""
+        """The compiled model under the recipe of this call."""
         recipe = _scope.get() or self.recipe
         backend, run = self.get(recipe)
         if recipe != self.running:
@@ -77,9 +75,9 @@ class _Switch:
         return run
 
     def note_change(self, recipe: Recipe) -> None:
-        before, after = type(self.running), type(recipe)
         if self.running is None:
             return
+        before, after = type(self.running), type(recipe)
         if before is not after and HighPrecision not in (before, after) and not self.warned:
             self.warned = True
             log.warning(
@@ -89,7 +87,7 @@ class _Switch:
             log.info("recipe changed from %s to %s", self.running, recipe)
 
     def check_captured(self) -> None:
-        """Warns when the model has run under a recipe for which nothing was compiled."""
+        """Warns if the model has run under a recipe for which nothing was compiled."""
         if not self.unchecked or self.kwargs.get("disable") or torch.compiler.is_compiling():
             return
         self.unchecked = False
@@ -107,19 +105,11 @@ class _Switch:
         self.get(self.recipe)
 
     def report(self) -> Report:
-        """What was decided under the recipe that ran last."""
+        """The decisions under the recipe that ran last."""
         return self.get(self.running or self.recipe)[0].report()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The state of delayed scaling and stochastic rounding as plain tensors."""
-        return self.states.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `quantization_state_dict` gave."""
-        self.states.load_state_dict(state)
-
     def clear_cache(self) -> None:
-        """Has every weight quantized again, where they are cached, under whatever recipe."""
+        """Forgets the cached weights of all recipes."""
         for backend, _ in self.compiled.values():
             backend.clear_cache()
 
@@ -127,11 +117,11 @@ class _Switch:
 def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """`torch.compile` with fxquant as its backend.
 
-    `model`: a module or function; `recipe`: a name or a Recipe; `options`: those of the backend; `kwargs`: those of
-    torch.compile (`dynamic`, `fullgraph`, `mode`). The result has besides: `set_recipe(recipe)`, `report()`,
-    `clear_cache()` for cached weights, and `quantization_state_dict()` / `load_quantization_state_dict(state)` for the
-    state of delayed scaling and stochastic rounding, which is never among the model's keys. Unknown recipes and options
-    are refused here.
+    `model` is a module or function, `recipe` a name or a Recipe, `options` are the backend's, `kwargs` torch.compile's
+    (`dynamic`, `fullgraph`, `mode`). The result has more methods: `set_recipe(recipe)`, `report()`, `clear_cache()` for
+    cached weights, and `quantization_state_dict()` and `load_quantization_state_dict(state)` for the state of delayed
+    scaling and stochastic rounding, which is never among the model's keys. Raises RecipeError and OptionError for
+    unknown recipes and options.
     """
     _check_arguments(model, recipe, options, kwargs)
     switch = _Switch(model, recipe, options or {}, kwargs)
@@ -161,15 +151,15 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         "set_recipe": switch.set_recipe,
         "report": switch.report,
         "clear_cache": switch.clear_cache,
-        "quantization_state_dict": switch.state_dict,
-        "load_quantization_state_dict": switch.load_state_dict,
+        "quantization_state_dict": switch.states.state_dict,
+        "load_quantization_state_dict": switch.states.load_state_dict,
     }
     for name, method in methods.items():
         object.__setattr__(compiled, name, method)
     if isinstance(compiled, nn.Module):  # torch's own copies would not have the methods, nor the recipe set by one
 
         def settings() -> tuple[Any, ...]:
-            return switch.recipe, switch.options, switch.kwargs, switch.state_dict()
+            return switch.recipe, switch.options, switch.kwargs, switch.states.state_dict()
 
         object.__setattr__(
             compiled, "__deepcopy__", lambda memo: _compiled_again(copy.deepcopy(model, memo), *settings())
@@ -194,10 +184,7 @@ def _check_arguments(model: Any, recipe: Recipe | str, options: Any, kwargs: Map
 def _compiled_again(
     model: nn.Module, recipe: Recipe, options: Mapping[str, Any], kwargs: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> Any:
-    """What `compile` gave, of a copy of its model."""
-    made = compile(model, recipe, options=options, **kwargs)
-    made.load_quantization_state_dict(state)
-    return made
-
-
-__all__ = ["autocast", "compile"]
+    """A copy of a compiled model, with its recipe and state."""
+    compiled = compile(model, recipe, options=options, **kwargs)
+    compiled.load_quantization_state_dict(state)
+    return compiled

@@ -18,9 +18,8 @@ from fxquant.passes.insert.cache_weights import Taken, Weight
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-
 _optimizer_steps = [0]
-"""How often an optimizer has stepped: what they write through `.data`, or into shards, has no version."""
+"""The number of optimizer steps: their writes through `.data`, or into shards, change no version."""
 
 
 @functools.cache
@@ -45,9 +44,8 @@ class _Entry:
 class WeightCache:
     """The quantized weights of the graphs of one backend.
 
-    They are made again when their parameter is another one, has another version or memory, or an optimizer has
-    stepped. They take as much memory as their payloads in each direction that is used: of 8-bit formats in training
-    two bytes an element.
+    A weight is quantized again after its parameter has got another version or memory, or an optimizer has stepped. Its
+    payloads take memory in each direction that is used: 8-bit formats two bytes an element in training.
     """
 
     def __init__(self, compile: Compile) -> None:
@@ -59,16 +57,13 @@ class WeightCache:
     def parts(self, taken: Sequence[Taken], inputs: Sequence[Any]) -> list[Tensor]:
         """All parts that a graph takes, in order, given its inputs."""
         wanted: dict[tuple[int, Weight], list[str]] = {}
-        for each in taken:
-            wanted.setdefault((each.place, each.weight), []).append(each.direction)
-        found = {
-            (place, weight): self._get(inputs[place], weight, directions)
-            for (place, weight), directions in wanted.items()
-        }
-        return [part for each in taken for part in found[each.place, each.weight][each.direction]]
+        for part in taken:
+            wanted.setdefault((part.place, part.weight), []).append(part.direction)
+        quantized = {key: self._get(inputs[key[0]], key[1], directions) for key, directions in wanted.items()}
+        return [tensor for part in taken for tensor in quantized[part.place, part.weight][part.direction]]
 
     def clear(self) -> None:
-        """Forgets all quantized weights, so that the next forward makes them again."""
+        """Forgets all quantized weights, so that the next forward quantizes them again."""
         self._entries.clear()
 
     def _get(self, parameter: Tensor, weight: Weight, directions: list[str]) -> dict[str, list[Tensor]]:
@@ -113,9 +108,6 @@ class WeightCache:
 
 
 def _state(parameter: Tensor) -> tuple[Any, ...]:
-    """What changes when a parameter does. Inference tensors have no version, and never the same state twice."""
+    """A value that changes with a parameter. Inference tensors have no version, and never the same state twice."""
     writes = object() if parameter.is_inference() else version(parameter)
     return writes, parameter.data_ptr(), parameter.dtype, parameter.shape, _optimizer_steps[0]
-
-
-__all__ = ["WeightCache"]

@@ -18,7 +18,7 @@ from fxquant.files import write_whole
 
 
 def load_program(path: str | Path) -> ExportedProgram:
-    """`torch.export.load`, with a ProgramError that names the file and the reason where it fails."""
+    """`torch.export.load`. Raises ProgramError with the file and the reason if it fails."""
     _check_file(path)
     if not zipfile.is_zipfile(path):
         raise ProgramError(f"{path} is not an exported program, or it is damaged")
@@ -36,7 +36,7 @@ def load_program(path: str | Path) -> ExportedProgram:
 
 
 def load_inputs(path: str | Path) -> list[Any]:
-    """Calibration inputs from a file of `torch.save([...])`. Raises ProgramError for what is not a list of them."""
+    """Calibration inputs from a file of `torch.save([...])`. Raises ProgramError for a file without a list."""
     _check_file(path)
     with _explained(path, "cannot be loaded as calibration inputs"):
         inputs = torch.load(str(path), weights_only=True)
@@ -56,7 +56,7 @@ def _check_file(path: str | Path) -> None:
 
 
 def save_program(program: ExportedProgram, path: str | Path) -> None:
-    """`torch.export.save` that leaves no half-written file, and an old one untouched where it fails."""
+    """`torch.export.save` that leaves no half-written file, and an old file as it is if it fails."""
     write_whole(path, lambda file: torch.export.save(program, file))
 
 
@@ -85,12 +85,9 @@ def _explained(path: str | Path, what: str) -> Iterator[None]:
         while (earlier := cause.__cause__ or cause.__context__) is not None:
             cause = earlier
         reason = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-        if " " not in reason:  # a key that was looked for
+        if " " not in reason:  # the missing key of a KeyError
             reason = f"{type(cause).__name__} {reason}"
         version = torch.__version__
         raise ProgramError(f"{path} {what} by torch {version}: {reason.partition('. ')[0].rstrip('.')}") from error
     finally:
         log.handlers, log.propagate = before
-
-
-__all__ = ["load_inputs", "load_program", "save_program"]

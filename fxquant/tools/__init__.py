@@ -1,1 +1,1 @@
-"""What people ask of a model: `explain` before it runs, `measure` for errors, `uncaptured` for what no graph holds."""
+"""Questions about a model: `explain` before it runs, `measure` for errors, `uncaptured` for matmuls outside graphs."""

@@ -1,4 +1,4 @@
-"""`fxquant.explain`: what a recipe does to a model, without running its graphs."""
+"""`fxquant.explain`: reports the effects of a recipe on a model, without running its graphs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from fxquant.tools.uncaptured import Uncaptured
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """A graph as Python text, without the comments and blank lines that change with the source's place."""
+    """A graph as Python text, without blank lines and the comments that name places in the source."""
     lines = gm.print_readable(print_output=False).splitlines()
     text = [re.sub(r";\s+[\w\s=]*= None$", "", line.rstrip()) for line in lines if line.strip()]
     return "\n".join(line for line in text if not line.lstrip().startswith("#"))
 
 
 class _Explainer(Backend):
-    """Rewrites and partitions like the backend it stands for, records the graphs, and answers calls with zeros."""
+    """A backend that records the graphs it would compile, and answers calls with zeros."""
 
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)
@@ -56,11 +56,10 @@ class _Explainer(Backend):
             ]
             output = next(n for n in graph_module.graph.nodes if n.op == "output")
             values = fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
-
             changed = [] if backward else changed_inputs()
 
             def zeros(*inputs: Any) -> list[Any]:
-                # what the graph would write into an input comes first, and is copied there: the input as it was
+                # the new values of inputs come first, and are copied into them: the old values here
                 kept = [inputs[i].clone() for i in changed]
                 return [*kept, *tree_map_only(Tensor, _zeros, list(values)[len(changed) :])]
 
@@ -82,11 +81,11 @@ def _zeros(fake: Tensor) -> Tensor:
 def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
     """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
 
-    The model's graphs are captured, rewritten and differentiated, but not run: where Python needs a result between
-    two graphs it gets zeros, and what the graphs would write into stays as it was. What torch.compile leaves out of its
-    graphs does run, and its matmuls are NOT_CAPTURED. The report holds the decisions, the reasons for graph breaks, the
-    parts of the recipe that matched nothing, and the text of the rewritten forward and backward graphs. Raises
-    RecipeError as compiling would.
+    The model's graphs are captured, rewritten and differentiated, but not run: Python gets zeros for the results of a
+    graph, and inputs that a graph writes into keep their values. Code that torch.compile leaves out of its graphs does
+    run, and its matmuls are NOT_CAPTURED. The report holds the decisions, the reasons for graph breaks, the parts of
+    the recipe that matched nothing, and the text of the rewritten forward and backward graphs. Raises RecipeError as
+    compiling would.
     """
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
     uncaptured = Uncaptured(backend._names())

@@ -1,4 +1,4 @@
-"""`fxquant.measure`: how far quantized products are from unquantized ones of the same tensors, layer by layer."""
+"""`fxquant.measure`: the errors of quantized products against unquantized ones of the same tensors, by layer."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ class _Run(fx.Interpreter):
         seen = [grouped_reference.dequantize(*side, "rowwise") for side in sides]
         left, right = self._unquantized(node, seen)
         exact = multiply_groups(left, right, offs)
-        rows = slice(None if offs is None else int(offs[-1]))  # those behind belong to no group
+        rows = slice(None if offs is None else int(offs[-1]))  # later rows belong to no group
         pairs = {"input": (left[rows], seen[0][rows]), "weight": (right, seen[1])}
         self._add(node, "experts", result[rows], exact[rows], pairs)
 
     def _unquantized(self, node: fx.Node, seen: Sequence[Tensor]) -> list[Tensor]:
-        """The operands of a product, float32 [*, M, K] and [*, N, K]; what was `seen` of them has K padded."""
+        """The operands of a product, float32 [*, M, K] and [*, N, K]; `seen` are its own, with K padded."""
         sources = [self._source(parts) for parts in node.args[:2]]
-        known = [x if source is None else source.float() for x, source in zip(seen, sources, strict=True)]
-        inner = min(x.shape[-1] for x in known)
-        return [x[..., :inner] for x in known]
+        operands = [x if source is None else source.float() for x, source in zip(seen, sources, strict=True)]
+        inner = min(x.shape[-1] for x in operands)
+        return [x[..., :inner] for x in operands]
 
     def _attention(self, node: fx.Node, result: Sequence[Tensor]) -> None:
         args, _ = self.fetch_args_kwargs_from_env(node)
@@ -95,19 +95,19 @@ class _Run(fx.Interpreter):
         self._add(node, "attention", result[0], exact, pairs)
 
     def _source(self, parts: Any) -> Tensor | None:
-        """What an operand is a quantization of, as it is multiplied; None where that is not in this graph."""
-        made = parts[0]
-        if made.target is not operator.getitem or not isinstance(made.args[0], fx.Node):
+        """The tensor that was quantized into `parts`, as it is multiplied; None if it is not in this graph."""
+        payload = parts[0]
+        if payload.target is not operator.getitem or not isinstance(payload.args[0], fx.Node):
             return None
-        cast = made.args[0]
+        cast, place = payload.args
         if is_fxquant(cast, "quantize_qkv"):
-            three: Tensor = self.env[cast.all_input_nodes[int(made.args[1]) // 2]]
-            return three
+            q_k_or_v: Tensor = self.env[cast.all_input_nodes[place // 2]]
+            return q_k_or_v
         names = ("quantize", "hybrid_quantize", "quantize_heads", "split_quantize")
         if not any(is_fxquant(cast, name) for name in names):
             return None
         source: Tensor = self.env[cast.all_input_nodes[0]]
-        column = made.args[1] > 1 if is_fxquant(cast, "hybrid_quantize") else "columnwise" in cast.args
+        column = place > 1 if is_fxquant(cast, "hybrid_quantize") else "columnwise" in cast.args
         return source.mT if column else source
 
     def _add(
@@ -119,18 +119,17 @@ class _Run(fx.Interpreter):
 
 
 def _lost(source: Tensor, seen: Tensor) -> float:
-    """The share of elements that are not zero and become it."""
+    """The share of elements that are not zero and become zero."""
     seen = seen[..., : source.shape[-1]]
     return ((source != 0) & (seen == 0)).float().mean().item()
 
 
 def measure(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
-    """Runs `model(*args, **kwargs)` under `recipe` without gradients, and reports what each product loses.
+    """Runs `model(*args, **kwargs)` under `recipe` without gradients, and reports the losses of each product.
 
-    `Report.losses` has, for every quantized linear, of experts too, and attention, the error of its result against the
-    float32 one of the same tensors, relative in the norm, and the share of the elements of each operand that became
-    zero. The sizes and values of the example count; operators run one by one, so that it takes far longer than the
-    compiled model.
+    For every quantized linear, experts and attention `Report.losses` has the error of its result against the float32
+    one of the same tensors, relative in the norm, and the share of the elements of each operand that became zero. The
+    sizes and values of the example count. Operators run one by one, far slower than the compiled model.
     """
     backend = _Measurer(recipe, model if isinstance(model, nn.Module) else None)
     with own_errors(), torch.no_grad():

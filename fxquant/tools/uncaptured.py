@@ -1,7 +1,6 @@
 """Matmuls that run outside of every captured graph: behind a graph break, a disabled function, or an unsupported layer.
 
-torch.compile runs such code as it is, and no pass sees it. A mode that does see it while `fxquant.explain` runs the
-model gives each of these matmuls its decisions, so that the report has all of a model.
+No pass sees them. A dispatch mode sees them while `fxquant.explain` runs the model, so that the report has all of it.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from fxquant.passes.plan.resolve import gemms
 from fxquant.roles import GEMM_OPERANDS, QuantizerRole
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
-"""The operators [*, M, K] x [*, K, N], with what is added first in the arguments."""
+"""The operators [*, M, K] x [*, K, N]; a summand stands first in their arguments."""
 
 _COUNTED_AS = dict.fromkeys(
     (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, flex_attention_op),
     torch.ops.aten._scaled_dot_product_flash_attention,
 )
-"""Operators that torch's counter may not know, and one of the same shapes that it does."""
-
+"""Operators unknown to some versions of torch's counter, and a known one with the same arguments."""
 
 _IN_PLACE = {getattr(torch.ops.aten, f"{name}_"): getattr(torch.ops.aten, name) for name in ("addmm", "baddbmm")}
 
@@ -69,7 +67,7 @@ class _Product:
 
 
 class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
-    """Notes the matmuls of forwards that run while it is entered, and are neither traced nor our own operators.
+    """Records the matmuls of forwards that run in its scope, without traced ones and fxquant's own operators.
 
     `names` maps ``str(id(module))`` to the path of a module in the user's model.
     """
@@ -77,15 +75,15 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
     def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
-        self.found: Counter[_Product] = Counter()
+        self.products: Counter[_Product] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         packet = getattr(func, "overloadpacket", func)  # higher-order operators have none
-        own = getattr(func, "namespace", "") == "fxquant" or is_tracing() or in_backward()
+        ignored = getattr(func, "namespace", "") == "fxquant" or is_tracing() or in_backward()
         whole = torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and packet not in flop_registry
-        if whole and not own:  # autograd, which takes `linear` and its like apart, is out of the way
+        if whole and not ignored:  # without autograd nothing else takes `linear` and its like apart
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
@@ -93,32 +91,31 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         packet = _IN_PLACE.get(packet, packet)
         op, counts = packet.__name__, flop_registry.get(_COUNTED_AS.get(packet, packet))
-        if (counts or tells(op)) and not op.endswith("_backward") and not own:
+        if (counts or tells(op)) and not op.endswith("_backward") and not ignored:
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.ndim > 1]
+            flops = recurrent_flops(tensors) if RECURRENT & set(op.split("_")) else 0
             if counts:
                 flops = counts(*args, **(kwargs or {}), out_val=result)
-            else:
-                flops = recurrent_flops(tensors) if RECURRENT & set(op.split("_")) else 0
             if len(tensors) > 1:
-                self.found[self._product(op, tensors, flops)] += 1
+                self.products[self._product(op, tensors, flops)] += 1
         return result
 
     def _product(self, op: str, tensors: Sequence[Tensor], flops: int) -> _Product:
         left, right = tensors[-2:] if op in _PRODUCTS else tensors[:2]
-        known = op in _PRODUCTS
-        *batch, m, k = left.shape if known else (flops // 2, 1)
+        matmul = op in _PRODUCTS
+        *batch, m, k = left.shape if matmul else (flops // 2, 1)
         weight = viewed(right)
         needs_grad = (left.requires_grad, right.requires_grad) if torch.is_grad_enabled() else (False, False)
         return _Product(
             layer=_layer(inspect.currentframe(), self.names), op=op, batch=tuple(batch), m=m, k=k,
-            n=right.shape[-1] if known else 1, has_weight=isinstance(weight, nn.Parameter), needs_grad=needs_grad,
+            n=right.shape[-1] if matmul else 1, has_weight=isinstance(weight, nn.Parameter), needs_grad=needs_grad,
             flops=flops,
         )  # fmt: skip
 
     def decisions(self, first_site: int) -> list[Decision]:
-        """What to tell of them; equal ones, as those of a recurrent layer's steps, are told of together."""
-        found = enumerate(self.found.items(), first_site)
-        return [decision for site, (product, times) in found for decision in product.decisions(site, times)]
+        """The decisions for the matmuls; equal ones, as in the steps of a recurrent layer, are one site."""
+        sites = enumerate(self.products.items(), first_site)
+        return [decision for site, (product, times) in sites for decision in product.decisions(site, times)]
 
 
 def _layer(frame: FrameType | None, names: Mapping[str, str]) -> str:
@@ -129,6 +126,3 @@ def _layer(frame: FrameType | None, names: Mapping[str, str]) -> str:
             return names[str(id(module))]
         frame = frame.f_back
     return ""
-
-
-__all__ = ["Uncaptured"]
