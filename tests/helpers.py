@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from fxquant import Backend, CustomRecipe, HybridQuantizer, Quantizer, QuantizerRole, Recipe
 from fxquant.backend.backend import compile_eager
 from fxquant.formats import QuantSpec
+from fxquant.passes.graph.names import op_name
+from fxquant.passes.graph.values import value_of
 
 Tensors = dict[str, Tensor]
 
@@ -155,6 +158,24 @@ def story(gm: fx.GraphModule) -> str:
 
 def shape(node: fx.Node) -> str:
     return str(list(node.meta["val"].shape))
+
+
+def listing(graph: fx.Graph) -> str:
+    """The nodes of a graph, one a line, by number: names of nodes differ between versions of torch."""
+    numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(text, value))}]"
+        return numbers[value] if isinstance(value, fx.Node) else str(value).removeprefix("torch.")
+
+    lines = []
+    for node, number in numbers.items():
+        arguments = ", ".join([*map(text, node.args), *(f"{key}={text(x)}" for key, x in node.kwargs.items())])
+        value = value_of(node) if node.op == "placeholder" else None
+        call = f"input {list(value.shape)}" if isinstance(value, Tensor) else op_name(node).removeprefix("fxquant::")
+        lines.append(f"return {arguments}" if node.op == "output" else f"{number} = {call}({arguments})")
+    return "\n".join(textwrap.fill(line.removesuffix("()"), 100, subsequent_indent="    ") for line in lines)
 
 
 def recorded_story(model: Callable[..., Any], recipe: Recipe | str, *args: Any) -> str:

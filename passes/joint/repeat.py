@@ -7,7 +7,6 @@ of an attention's output and what it is added to.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Sequence
 
@@ -29,9 +28,9 @@ def mark_recompute(graph: fx.Graph, settings: Settings) -> int:
 
     Dequantized heads come from payloads, which take half as much; and an attention's output is saved in one order.
     """
-    marked = [node for node in graph.nodes if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node)]
+    marked = {node for node in graph.nodes if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node)}
     if settings.save == "least":
-        marked += itertools.chain(*products_to_repeat(graph).values())
+        marked.update(*products_to_repeat(graph).values())
     for node in marked:
         must_recompute(node)
     return len(marked)

@@ -1,30 +1,18 @@
+"""Products that are quantized become one operator each; all others keep their nodes."""
+
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
-from helpers import captured, hybrid, per_role
+from expecttest import assert_expected_inline
+from helpers import captured, hybrid, listing, per_role
+from rewritten import rewritten
 from torch import fx, nn
 
-from fxquant import IdentityQuantizer, MXFP8Quantizer, Recipe, Rule, Rules, recipes
+from fxquant import IdentityQuantizer, MXFP8Quantizer, Rule, Rules, recipes
 from fxquant.formats import LinearSpec
-from fxquant.passes.captured import Captured
 from fxquant.passes.graph.values import value_of
-from fxquant.passes.pipeline import CAPTURED
-from fxquant.passes.pipeline import run as run_stage
-from fxquant.passes.settings import Settings
 
 LINEAR = torch.ops.fxquant.linear.default
-
-
-def rewritten(
-    recipe: Recipe | str, run: Callable, *args, autocast: Mapping[str, torch.dtype] | None = None
-) -> fx.GraphModule:
-    (gm,) = captured(run, *args)
-    run_stage(CAPTURED, Captured(gm=gm, recipe=recipes.resolve(recipe), autocast=autocast), Settings())
-    gm.graph.lint()
-    gm.recompile()
-    return gm
 
 
 def inserted(gm: fx.GraphModule) -> list[fx.Node]:
@@ -39,6 +27,28 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).relu())
+
+
+def test_before_and_after() -> None:
+    x = torch.randn(8, 32)
+    assert_expected_inline(listing(captured(Model(), x)[0].graph), """\
+%0 = input [48, 32]
+%1 = input [48]
+%2 = input [8, 32]
+%3 = input [32, 48]
+%4 = linear(%2, %0, %1)
+%5 = relu(%4)
+%6 = linear(%5, %3, None)
+return [%6]""")  # fmt: skip
+    assert_expected_inline(listing(rewritten("mxfp8", Model(), x).graph), """\
+%0 = input [48, 32]
+%1 = input [48]
+%2 = input [8, 32]
+%3 = input [32, 48]
+%4 = linear(%2, %0, %1, input=mxfp8_e4m3 weight=mxfp8_e4m3 grad_output=mxfp8_e4m3 name=up)
+%5 = relu(%4)
+%6 = linear(%5, %3, None, input=mxfp8_e4m3 weight=mxfp8_e4m3 grad_output=mxfp8_e4m3 name=down)
+return [%6]""")  # fmt: skip
 
 
 def test_a_linear_keeps_its_tensors_and_gets_the_spec_of_its_layer() -> None:
@@ -62,9 +72,7 @@ def test_high_precision_leaves_the_graph_alone() -> None:
     model, x = Model(), torch.randn(8, 32)
     (before,) = captured(model, x)
     text = before.print_readable(print_output=False)
-    run_stage(CAPTURED, Captured(gm=before, recipe=recipes.get("high_precision")), Settings())
-    before.recompile()
-    assert before.print_readable(print_output=False) == text
+    assert rewritten("high_precision", model, x).print_readable(print_output=False) == text
 
 
 def test_layers_that_a_rule_leaves_out_keep_their_node() -> None:

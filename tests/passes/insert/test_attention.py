@@ -1,0 +1,72 @@
+"""An attention that is quantized becomes one operator; one that is not keeps its nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from helpers import captured, listing
+from rewritten import rewritten
+from torch import Tensor
+
+from fxquant import CustomRecipe, Float8HeadQuantizer, IdentityQuantizer, QuantizerRole
+from fxquant.passes.graph.names import is_fxquant
+
+
+def forward_only(role: QuantizerRole) -> Any:
+    quantized = role.module_type == "dpa" and role.tensor_type in ("qkv", "s")
+    return Float8HeadQuantizer() if quantized else IdentityQuantizer()
+
+
+RECIPE = CustomRecipe(qfactory=forward_only)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / 4 + mask, -1) @ v
+
+
+def inputs() -> list[Tensor]:
+    return [torch.randn(2, 4, 32, 16) for _ in range(3)]
+
+
+def test_before_and_after() -> None:
+    args = (*inputs(), torch.randn(32, 32))
+    assert_expected_inline(listing(captured(written_out, *args)[0].graph), """\
+%0 = input [2, 4, 32, 16]
+%1 = input [2, 4, 32, 16]
+%2 = input [32, 32]
+%3 = input [2, 4, 32, 16]
+%4 = mT(%0, mT)
+%5 = matmul(%1, %4)
+%6 = truediv(%5, 4)
+%7 = add(%6, %2)
+%8 = softmax(%7, -1)
+%9 = matmul(%8, %3)
+return [%9]""")  # fmt: skip
+    assert_expected_inline(listing(rewritten(RECIPE, written_out, *args).graph), """\
+%0 = input [2, 4, 32, 16]
+%1 = input [2, 4, 32, 16]
+%2 = input [32, 32]
+%3 = input [2, 4, 32, 16]
+%4 = attention(%1, %0, %3, [%2], qkv=per_head_e4m3 s=per_head_e4m3 do=identity dp=identity
+    o=identity dqkv=identity steps=mul:0.25:-1;add:0.0:0 dropout=0.0 name=)
+return [%4]""")  # fmt: skip
+
+
+def test_the_repeating_of_keys_goes_away() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (torch.repeat_interleave(x, 2, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = inputs()
+    gm = rewritten(RECIPE, run, q, k[:, :2], v[:, :2])
+    (node,) = (node for node in gm.graph.nodes if is_fxquant(node))
+    assert "repeat_interleave" not in gm.code and node.meta["custom"]["fxquant"] == ""
+
+
+def test_high_precision_leaves_the_graph_alone() -> None:
+    args = (*inputs(), torch.randn(32, 32))
+    before = listing(captured(written_out, *args)[0].graph)
+    assert listing(rewritten("high_precision", written_out, *args).graph) == before
