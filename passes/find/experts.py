@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxquant.passes.find.facts import Contraction, Finish, Gemm2d, Label, Match, Product, product_of
-from fxquant.passes.find.layout import arrange, permute, settle, transposed
+from fxquant.passes.find.layout import arrange, permute, sizes, transposed
 from fxquant.passes.find.site import Site
 from fxquant.passes.find.weights import Gather, find_gather
 from fxquant.passes.graph.builder import Builder
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def by_expert(site: Site, contraction: Contraction, finish: Finish | None) -> Match | None:
-    """The match of rows that are multiplied by `stack[index]`. None where it is no such product.
+    """Returns the match of rows that are multiplied by `stack[index]`; None for another product.
 
     A weight is then quantized once, and not for each row that its expert gets.
     """
@@ -39,21 +39,19 @@ def by_expert(site: Site, contraction: Contraction, finish: Finish | None) -> Ma
     rows = product_of(map(right.size, chosen)) * product_of(map(left.size, contraction.rows))
     groups = value_of(gather.stack).shape[0]
     product = Product(m=rows, k=left.size(k), n=right.size(n), groups=groups, lhs=left.node, rhs=right.node)
-    slots = site.slots(left.node, right.node)
 
-    def emit(builder: Builder, gemm: Gemm2d) -> fx.Node:
-        lhs, rhs = (builder.anchor.all_input_nodes[slot] for slot in slots)
-        gather = find_gather(rhs, site.outer)
+    def write(builder: Builder, gemm: Gemm2d, lhs: fx.Node, rhs: fx.Node) -> fx.Node:
+        gather = find_gather(rhs, site.outer)  # again: matmuls in front of it are replaced by now
         assert gather is not None
         result = experts.write(builder, gemm, gather, lhs, rhs)
-        return settle(builder, result if finish is None else finish(builder, result))
+        return result if finish is None else finish(builder, result)
 
-    return site.match("grouped_linear", product, emit=emit)
+    return site.match("grouped_linear", product, emit=site.emit(write, left.node, right.node))
 
 
 @dataclass(frozen=True)
 class _Experts:
-    """The axes of such a product: those of the index are `chosen`, and `rows_last` says that the stack is [E, N, K]."""
+    """The axes of such a product: `chosen` are those of the index, and `rows_last` says that the stack is [E, N, K]."""
 
     contraction: Contraction
     chosen: tuple[Label, ...]
@@ -63,17 +61,18 @@ class _Experts:
 
     @property
     def shared(self) -> tuple[Label, ...]:
-        """The axes of the index that the rows have."""
+        """The axes of the index that the rows have too."""
         return tuple(label for label in self.chosen if label in self.contraction.left.kept)
 
     def write(self, builder: Builder, gemm: Gemm2d, gather: Gather, lhs: fx.Node, rhs: fx.Node) -> fx.Node:
+        """Adds the product of the rows in the order of their experts, and gives the result the order they had."""
         left, rows = self.contraction.left, self.contraction.rows
         weight = gather.stack if self.rows_last else transposed(builder, gather.stack)
         if value_of(weight).dtype != value_of(rhs).dtype:
             weight = builder.call(aten.to.dtype, weight, value_of(rhs).dtype)
         lhs = left.viewed(builder, lhs)
         batch = self.batch(builder, gather, lhs, rhs)
-        split = [builder.size(lhs, left.labels.index(label)) for label in rows]
+        split = [*sizes(builder, lhs, left, rows)]
         lhs = self.rows(builder, lhs, batch)
         order, ends = _by_index(builder, gather)
         offs = builder.call(torch.mul, ends, builder.size(lhs, 1))
@@ -90,7 +89,7 @@ class _Experts:
         return permute(builder, result, (*self.chosen, *rows, self.n), self.contraction.out)
 
     def batch(self, builder: Builder, gather: Gather, lhs: fx.Node, rhs: fx.Node) -> list[int | fx.Node]:
-        """The sizes of the axes of the index, of tensors that stay in the graph where possible."""
+        """Returns the sizes of the index's axes, read of tensors that stay in the graph where possible."""
         left, whole = self.contraction.left, value_of(gather.index).ndim == len(self.chosen)
         return [
             builder.size(lhs, left.labels.index(label)) if label in self.shared
@@ -99,7 +98,7 @@ class _Experts:
         ]  # fmt: skip
 
     def rows(self, builder: Builder, lhs: fx.Node, batch: list[int | fx.Node]) -> fx.Node:
-        """The rows [entries of the index, rows of each, K]."""
+        """Arranges the rows as [entries of the index, rows of an entry, K]."""
         left, shared = self.contraction.left, self.shared
         lhs = arrange(builder, lhs, left, [*((label,) for label in shared), self.contraction.rows, (self.k,)])
         for axis, label in enumerate(self.chosen):

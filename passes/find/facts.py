@@ -48,7 +48,7 @@ class Product:
 
 
 class Gemm2d(Protocol):
-    """Adds product `index` of a match to the graph: lhs [*, M, K] x rhs [N, K] (or [*batch, N, K]) + bias [N].
+    """Writes product `index` of a match: lhs [*, M, K] x rhs [N, K] (or [*batch, N, K]) + bias [N].
 
     With the ends of groups `offs` [G]: lhs [M, K] x rhs [G, N, K].
     """
@@ -66,7 +66,7 @@ Emit = Callable[[Builder, Gemm2d], fx.Node]
 
 
 class Attend(Protocol):
-    """Adds an attention to the graph: q [*batch, Hq, Sq, D], k and v [*batch, Hkv, Sk, D], the tensors of its steps."""
+    """Writes an attention: q [*batch, Hq, Sq, D], k and v [*batch, Hkv, Sk, D], the tensors of its steps."""
 
     def __call__(self, q: fx.Node, k: fx.Node, v: fx.Node, extras: Sequence[fx.Node]) -> fx.Node: ...
 
@@ -96,7 +96,7 @@ class Operand:
         return self.sizes[self.labels.index(label)]
 
     def viewed(self, builder: Builder, node: fx.Node) -> fx.Node:
-        """Adds the view to `node`, which stands for the operand when the graph is rewritten."""
+        """Adds the view of `node`, which stands for the operand when the graph is rewritten."""
         return node if self.view is None else self.view(builder, node)
 
 
@@ -113,7 +113,7 @@ class Contraction:
     inner: tuple[Label, ...]
 
     def size(self, label: Label) -> Dim:
-        """The size of an axis of the result."""
+        """Returns the size of an axis of the result."""
         return (self.left if label in self.left.labels else self.right).size(label)
 
     def product(self, rhs_is_weight: bool) -> Product:
@@ -134,8 +134,13 @@ def axes(name: str, count: int) -> tuple[Label, ...]:
 
 
 def product_of(sizes: Iterable[Dim]) -> Dim:
-    """The product of sizes; 1 for none."""
+    """Returns the product of sizes; 1 for none."""
     return reduce(mul, sizes, 1)
+
+
+def shape_text(sizes: Iterable[Dim]) -> str:
+    """Returns a shape as it stands in details of decisions."""
+    return f"[{', '.join(map(str, sizes))}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +185,7 @@ class Match:
     contraction: Contraction | None = None
     """The axes of a product of two tensors."""
     needs_grad: tuple[tuple[bool, bool], ...] = ()
-    """For each product, whether (lhs, rhs) get a gradient."""
+    """A pair for each product: True where lhs, and where rhs, gets a gradient."""
     takes_state: bool = True
     """True if the state of delayed scaling and stochastic rounding can be passed to this node's graph."""
     resolved: tuple[Resolved, ...] = ()
@@ -205,5 +210,5 @@ def quantized(match: Match) -> bool:
 
 
 def decisions_of(matches: Iterable[Match]) -> list[Decision]:
-    """The decisions of all matches, in their order."""
+    """Returns the decisions of all matches, in order."""
     return [decision for match in matches for resolved in match.resolved for decision in resolved.decisions]

@@ -1,7 +1,7 @@
 """The forms a matmul can take in a captured graph, and the one way to put another subgraph in its place.
 
 To add a form: write a function that binds the operator's arguments and calls `contract` (see products.py), and give it
-a row in `FORMS`, and in `FUNCTIONS` where Dynamo captures a function that is not a method of the same name.
+a row in `FORMS`; functions that Dynamo captures stand in `FUNCTIONS` too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ Form = Callable[..., Match | Arguments | None]
 
 FORMS: dict[str, Form] = {
     "linear": products.linear,
-    "matmul": products.matmul,
-    "__matmul__": products.matmul,
-    "linalg_matmul": products.matmul,
-    "mm": products.matmul,
-    "bmm": products.matmul,
-    "mv": products.matmul,
-    "dot": products.matmul,
-    "vdot": products.matmul,
+    **dict.fromkeys("matmul imatmul __matmul__ linalg_matmul mm bmm mv dot vdot".split(), products.matmul),
     "inner": products.inner,
     "addmm": products.addmm,
     "addbmm": products.addmm,
@@ -48,60 +41,28 @@ FORMS: dict[str, Form] = {
     "addmv_": partial(products.addmv, in_place=True),
     "einsum": products.einsum,
     "tensordot": products.tensordot,
-    "chain_matmul": products.chain_matmul,
-    "linalg_multi_dot": products.chain_matmul,
+    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), products.chain_matmul),
     "bilinear": products.bilinear,
-    "conv1d": convolutions.Conv,
-    "conv2d": convolutions.Conv,
-    "conv3d": convolutions.Conv,
-    "convolution": convolutions.Convolution,
-    "conv_transpose1d": convolutions.conv_transpose,
-    "conv_transpose2d": convolutions.conv_transpose,
-    "conv_transpose3d": convolutions.conv_transpose,
-    "_grouped_mm": grouped.grouped_mm,
-    "transformers::grouped_mm_fallback": grouped.grouped_mm,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolutions.Conv),
+    "convolution": convolutions.convolution,
+    **dict.fromkeys((f"conv_transpose{axes}d" for axes in (1, 2, 3)), convolutions.conv_transpose),
+    **dict.fromkeys(("_grouped_mm", "transformers::grouped_mm_fallback"), grouped.grouped_mm),
     "scaled_dot_product_attention": ScaledDotProduct,
     "flex_attention": Flex,
     "multi_head_attention_forward": multi_head,
 }
-"""The forms by the names of methods and ATen operators, custom ones with their namespace."""
+"""The forms by the names of functions, methods and ATen operators, custom ones with their namespace."""
 
-FUNCTIONS: dict[Callable[..., Any], str] = {
-    F.linear: "linear",
-    operator.matmul: "matmul",
-    operator.imatmul: "matmul",
-    torch.matmul: "matmul",
-    torch.linalg.matmul: "matmul",
-    torch.mm: "mm",
-    torch.bmm: "bmm",
-    torch.mv: "mv",
-    torch.dot: "dot",
-    torch.vdot: "vdot",
-    torch.inner: "inner",
-    torch.addmm: "addmm",
-    torch.addbmm: "addbmm",
-    torch.baddbmm: "baddbmm",
-    torch.addmv: "addmv",
-    torch.einsum: "einsum",
-    torch.tensordot: "tensordot",
-    torch.chain_matmul: "chain_matmul",
-    torch.linalg.multi_dot: "linalg_multi_dot",
-    torch.bilinear: "bilinear",
-    torch.conv1d: "conv1d",
-    torch.conv2d: "conv2d",
-    torch.conv3d: "conv3d",
-    torch.conv_transpose1d: "conv_transpose1d",
-    torch.conv_transpose2d: "conv_transpose2d",
-    torch.conv_transpose3d: "conv_transpose3d",
-    torch_grouped_mm: "_grouped_mm",
-    F.scaled_dot_product_attention: "scaled_dot_product_attention",
-    flex_attention_op: "flex_attention",
-    F.multi_head_attention_forward: "multi_head_attention_forward",
-}
-"""The functions that Dynamo captures, with the names of their forms."""
+FUNCTIONS: frozenset[Any] = frozenset((
+    F.linear, operator.matmul, operator.imatmul, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv,
+    torch.dot, torch.vdot, torch.inner, torch.addmm, torch.addbmm, torch.baddbmm, torch.addmv, torch.einsum,
+    torch.tensordot, torch.chain_matmul, torch.linalg.multi_dot, torch.bilinear, torch.conv1d, torch.conv2d,
+    torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, torch_grouped_mm,
+    F.scaled_dot_product_attention, flex_attention_op, F.multi_head_attention_forward,
+))  # fmt: skip
+"""The functions that Dynamo captures: a function of a user's own may have the name of a form."""
 
-
-KEYWORDS = {
+_KEYWORDS = {
     "mm": {"mat2": "other"},
     "bmm": {"mat2": "other"},
     "mv": {"vec": "other"},
@@ -113,20 +74,19 @@ KEYWORDS = {
 
 
 def form_name(node: fx.Node) -> str:
-    """The name of a node's form in `FORMS`, or another name."""
-    target = node.target
-    by_name = isinstance(target, (str, OpOverload, OpOverloadPacket))
-    return op_name(node) if by_name else FUNCTIONS.get(target, "")  # type: ignore[arg-type]
+    """Returns the name of a node's form in `FORMS`, or a name that is not there."""
+    named = isinstance(node.target, (str, OpOverload, OpOverloadPacket)) or node.target in FUNCTIONS
+    return op_name(node) if named else ""
 
 
 def arguments_of(node: fx.Node, form: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments, with the keywords of its form."""
-    names = KEYWORDS.get(form, {})
+    """Returns a node's arguments, with the keywords of its form."""
+    names = _KEYWORDS.get(form, {})
     return node.args, {names.get(key, key): value for key, value in node.kwargs.items()}
 
 
 def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:
-    """Rewrites a match: `gemm(builder, index, lhs, rhs, bias)` adds each product. Returns what replaces its node."""
+    """Rewrites a match: `gemm(builder, index, lhs, rhs, bias)` adds each product. Returns the node of its result."""
     assert match.emit is not None, match
     node, builder = match.node, Builder(match.node)
     result = match.emit(builder, partial(gemm, builder))
@@ -134,6 +94,3 @@ def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:
     put_in_place(result, node)
     erase_unused(inputs)  # such as the weights that were gathered for each row
     return result
-
-
-__all__ = ["FORMS", "FUNCTIONS", "KEYWORDS", "Form", "apply_match", "arguments_of", "form_name"]

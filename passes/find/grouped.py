@@ -10,8 +10,8 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import contract
-from fxquant.passes.find.facts import Gemm2d, Match, Operand, Product
-from fxquant.passes.find.layout import settle, transposed
+from fxquant.passes.find.facts import Gemm2d, Match, Operand, Product, shape_text
+from fxquant.passes.find.layout import transposed
 from fxquant.passes.find.site import Site
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import value_of
@@ -20,9 +20,9 @@ from fxquant.passes.graph.values import value_of
 def grouped_mm(
     site: Site, input: fx.Node, mat2: fx.Node, offs: fx.Node | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Match:
-    """Rows in groups, each with a weight of its own; `offs` are the ends of the groups. No autocast touches it.
+    """Reads rows in groups, each with a weight of its own; `offs` are the ends of the groups. Autocast leaves it alone.
 
-    Of two matrices the contracted axis is in groups, as in the gradient of a weight.
+    Two matrices have groups along the contracted axis, as in the gradient of a weight.
     """
     ranks = value_of(input).ndim, value_of(mat2).ndim
     if ranks == (3, 3):
@@ -37,26 +37,24 @@ def grouped_mm(
 
 
 def _by_rows(site: Site, rows: fx.Node, weight: fx.Node, offs: fx.Node, columns: bool = False) -> Match:
-    """Ragged rows [M, K] and weights [G, K, N]; `columns` where both and the result are transposed in the node."""
+    """Reads rows [M, K] and weights [G, K, N]; `columns` says that the node has both, and the result, transposed."""
     ragged, (groups, *matrix) = value_of(rows).shape, value_of(weight).shape
     (m, k), n = reversed(ragged) if columns else ragged, matrix[0] if columns else matrix[1]
     product = Product(m=m, k=k, n=n, groups=groups, lhs=rows, rhs=weight)
     if statically_known_true(groups == 0):
         return site.match("grouped_linear", product, skip=(SkipReason.TOO_SMALL, "no group"))
-    slots = site.slots(rows, weight, offs)
 
-    def emit(builder: Builder, gemm: Gemm2d) -> fx.Node:
-        lhs, rhs, ends = (builder.anchor.all_input_nodes[slot] for slot in slots)
+    def write(builder: Builder, gemm: Gemm2d, lhs: fx.Node, rhs: fx.Node, ends: fx.Node) -> fx.Node:
         if columns:
-            return settle(builder, transposed(builder, gemm(0, transposed(builder, lhs), rhs, offs=ends)))
-        return settle(builder, gemm(0, lhs, transposed(builder, rhs), offs=ends))
+            return transposed(builder, gemm(0, transposed(builder, lhs), rhs, offs=ends))
+        return gemm(0, lhs, transposed(builder, rhs), offs=ends)
 
-    return site.match("grouped_linear", product, emit=emit)
+    return site.match("grouped_linear", product, emit=site.emit(write, rows, weight, offs))
 
 
 def _ungrouped(site: Site, input: fx.Node, mat2: fx.Node) -> Match:
-    """A grouped product that is no linear layer."""
+    """Describes a grouped product that is no linear layer."""
     left, right = value_of(input).shape, value_of(mat2).shape
     product = Product(m=left[-2], k=left[-1], n=right[-1], lhs=input, rhs=mat2, rhs_is_weight=site.is_weight(mat2))
-    detail = f"[{', '.join(map(str, left))}] x [{', '.join(map(str, right))}]: the contracted axis is in groups"
+    detail = f"{shape_text(left)} x {shape_text(right)}: the contracted axis is in groups"
     return site.match("grouped_linear", product, skip=(SkipReason.GROUPED, detail))

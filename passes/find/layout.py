@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxquant.compat.values import size_hint, statically_known_true
-from fxquant.passes.find.facts import Contraction, Gemm2d, Label, Operand
+from fxquant.passes.find.facts import Contraction, Label, Operand
 from fxquant.passes.find.weights import expanded_from
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import ORDERS, calls
@@ -20,36 +20,27 @@ aten = torch.ops.aten
 
 
 def multiply(
-    builder: Builder,
-    gemm: Gemm2d,
-    index: int,
-    planned: Contraction,
-    lhs: fx.Node,
-    rhs: fx.Node,
-    bias: fx.Node | None = None,
+    builder: Builder, add: Callable[..., fx.Node], plan: Contraction, lhs: fx.Node, rhs: fx.Node, *bias: fx.Node
 ) -> fx.Node:
     """Adds the views of both operands, the GEMM, and the views of its result."""
-    singles = [(label,) for label in planned.batch]
-    rows = [(label,) for label in planned.rows] if planned.rows and not planned.batch else [planned.rows]
-    lhs, rhs = planned.left.viewed(builder, lhs), planned.right.viewed(builder, rhs)
-    result = gemm(
-        index,
-        arrange(builder, lhs, planned.left, [*singles, *rows, planned.inner]),
-        arrange(builder, rhs, planned.right, [*singles, planned.columns, planned.inner]),
-        bias,
-    )
-
-    def sizes(node: fx.Node, operand: Operand, labels: tuple[Label, ...]) -> tuple[int | fx.Node, ...]:
-        return tuple(builder.size(node, operand.labels.index(label)) for label in labels)
-
-    if len(planned.columns) > 1:
-        result = builder.call(torch.unflatten, result, -1, sizes(rhs, planned.right, planned.columns))
-    if planned.batch and len(planned.rows) > 1:
-        split = sizes(lhs, planned.left, planned.rows)
-        result = builder.call(torch.unflatten, result, len(planned.batch), split)
-    if not planned.rows:
+    singles = [(label,) for label in plan.batch]
+    rows = [(label,) for label in plan.rows] if plan.rows and not plan.batch else [plan.rows]
+    lhs, rhs = plan.left.viewed(builder, lhs), plan.right.viewed(builder, rhs)
+    left = arrange(builder, lhs, plan.left, [*singles, *rows, plan.inner])
+    right = arrange(builder, rhs, plan.right, [*singles, plan.columns, plan.inner])
+    result = add(left, right, *bias)
+    if len(plan.columns) > 1:
+        result = builder.call(torch.unflatten, result, -1, sizes(builder, rhs, plan.right, plan.columns))
+    if plan.batch and len(plan.rows) > 1:
+        result = builder.call(torch.unflatten, result, len(plan.batch), sizes(builder, lhs, plan.left, plan.rows))
+    if not plan.rows:
         result = builder.call(torch.squeeze, result, 0)
-    return permute(builder, result, (*planned.batch, *planned.rows, *planned.columns), planned.out)
+    return permute(builder, result, (*plan.batch, *plan.rows, *plan.columns), plan.out)
+
+
+def sizes(builder: Builder, node: fx.Node, operand: Operand, labels: Sequence[Label]) -> tuple[int | fx.Node, ...]:
+    """Returns the sizes of the axes with these labels, of the node that stands for an operand."""
+    return tuple(builder.size(node, operand.labels.index(label)) for label in labels)
 
 
 def settle(builder: Builder, result: fx.Node) -> fx.Node:
@@ -68,7 +59,7 @@ def settle(builder: Builder, result: fx.Node) -> fx.Node:
 
 
 def arrange(builder: Builder, node: fx.Node, operand: Operand, groups: list[tuple[Label, ...]]) -> fx.Node:
-    """Puts the axes in the order of `groups` and makes each group one axis."""
+    """Puts the axes of an operand in the order of `groups` and makes each group one axis."""
     repeating = [axis for axis, label in enumerate(operand.labels) if label is None]
     source = expanded_from(node, repeating)
     for axis in reversed(repeating if source is None else []):
@@ -84,7 +75,7 @@ def arrange(builder: Builder, node: fx.Node, operand: Operand, groups: list[tupl
 
 
 def permute(builder: Builder, node: fx.Node, have: tuple[Label, ...], wanted: tuple[Label, ...]) -> fx.Node:
-    """A tensor with its axes in another order."""
+    """Puts the axes of a tensor in another order."""
     if have == wanted:
         return node
     order = tuple(have.index(label) for label in wanted)
@@ -94,29 +85,19 @@ def permute(builder: Builder, node: fx.Node, have: tuple[Label, ...], wanted: tu
 
 
 def transposed(builder: Builder, node: fx.Node) -> fx.Node:
-    """The transpose of a matrix or of a batch of them."""
-    source = _transposed_from(node)
-    if source is not None:
-        return source
-    return builder.call(torch.permute, node, _swapped(range(value_of(node).ndim)))
+    """Transposes a matrix, or each of a batch. A transpose becomes its source, so that a tied weight is one tensor."""
+    source, value = node.args[0] if node.args else None, value_of(node)
+    if calls(node, ORDERS) and isinstance(source, fx.Node) and value_of(source).ndim == value.ndim:
+        before = value_of(source)
+        # other orders leave the axes as they are
+        if (value.stride(), value.shape) == (_swapped(before.stride()), _swapped(before.shape)):
+            return source
+    return builder.call(torch.permute, node, _swapped(range(value.ndim)))
 
 
 def _swapped(axes: Sequence[Any]) -> tuple[Any, ...]:
     *batch, rows, columns = axes
     return (*batch, columns, rows)
-
-
-def _transposed_from(node: fx.Node) -> fx.Node | None:
-    """What a node is the transpose of, matrix by matrix, so that a tied weight is seen as one tensor."""
-    transpose = calls(node, ORDERS)
-    source = node.args[0] if transpose and node.args else None
-    if not isinstance(source, fx.Node):
-        return None
-    matrix, value = value_of(source), value_of(node)
-    # other orders leave the axes as they are
-    if matrix.ndim != value.ndim or tuple(value.stride()) != _swapped(matrix.stride()):
-        return None
-    return source if tuple(value.shape) == _swapped(matrix.shape) else None
 
 
 def is_one(size: Dim) -> bool:
@@ -125,19 +106,18 @@ def is_one(size: Dim) -> bool:
 
 
 def _memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The axes from the slowest to the fastest of a dense tensor; None for a tensor with gaps or repeats."""
+    """Returns the axes of a dense tensor from the slowest to the fastest; None for one with gaps or repeats."""
     if statically_known_true(value.numel() == 0):
         return None
     sized = [axis for axis in range(value.ndim) if not is_one(value.shape[axis])]
     strides: tuple[Dim, ...] = value.stride()
-    ordered = sorted(sized, key=lambda axis: -size_hint(strides[axis]))
+    order = sorted(sized, key=lambda axis: -size_hint(strides[axis]))
     step: Dim = 1
-    for axis in reversed(ordered):
+    for axis in reversed(order):
         if not statically_known_true(strides[axis] == step):
             return None
         step = step * value.shape[axis]
     # axes of size 1 may stand anywhere: in front of the axis that follows them
-    order = list(ordered)
     for axis in reversed([axis for axis in range(value.ndim) if axis not in sized]):
         place = order.index(axis + 1) if axis + 1 in order else len(order)
         order.insert(place, axis)

@@ -1,4 +1,4 @@
-"""`F.multi_head_attention_forward`, which Dynamo captures as one node, and how it is opened.
+"""Opens `F.multi_head_attention_forward`, which Dynamo captures as one node.
 
 out, weights = multi_head_attention_forward(query, key, value, 64, 4, in_proj_weight, ...)
 # becomes
@@ -38,7 +38,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 def multi_head(site: Site, *args: Any, **kwargs: Any) -> Match:
-    """The function as it stands in a Dynamo graph: four linears and an attention in one node."""
+    """Describes the function as it stands in a Dynamo graph: four linears and an attention in one node."""
     arguments = _SIGNATURE.bind(*args, **kwargs).arguments
     query, key, value, heads = (arguments[name] for name in ("query", "key", "value", "num_heads"))
     out_proj, in_proj = arguments["out_proj_weight"], arguments["in_proj_weight"]
@@ -59,7 +59,7 @@ def multi_head(site: Site, *args: Any, **kwargs: Any) -> Match:
 
 
 def open_modules(matches: Sequence[Match]) -> int:
-    """Opens the modules that were captured as one node; returns their number. Matmuls must be found anew after it.
+    """Opens the modules that were captured as one node; returns their number. Matmuls must be looked for anew then.
 
     Masks, dropout, returned weights and gradients are those of the node, since what replaces it is its own trace.
     """

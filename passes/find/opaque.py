@@ -31,9 +31,9 @@ _REMEDIES = {
 
 
 def opaque(site: Site, free: set[Any]) -> Match | None:
-    """A match for a node that costs matmul FLOPs, or whose name says so.
+    """Returns a match for a node that costs matmul FLOPs, or whose name says so.
 
-    `free` collects the targets found to cost nothing, so that each is run once.
+    `free` collects the targets that cost nothing, so that each runs once.
     """
     node = site.node
     if node.target in free:
@@ -48,16 +48,14 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
     if not operands:
         return None
     weights = [operand for operand in operands if site.is_weight(operand)]
-    product = Product(
-        m=(flops or 0) // 2, k=1, n=1, lhs=operands[0], rhs=(weights or operands)[-1], rhs_is_weight=bool(weights)
-    )
+    product = _by_flops(flops, operands[0], (weights or operands)[-1], bool(weights))
     cost = f"{flops} FLOPs" if flops else "its FLOPs are unknown"
     detail = f"{op_name(node)} is not a form that can be rewritten ({cost})" + _REMEDIES.get(op_name(node), "")
     return site.match("linear" if weights else "matmul", product, skip=(SkipReason.OPAQUE, detail))
 
 
 def _worth_running(node: fx.Node) -> bool:
-    """Returns False for what is surely no matmul, makes no floating tensor, or would write into its operands."""
+    """Returns False for a node that is surely no matmul, has no floating result, or would write into its operands."""
     name = op_name(node)
     if name in SAME_VALUES or name.endswith("_") or getattr(node.target, "__module__", "") == "_operator":
         return False
@@ -72,12 +70,16 @@ def tells(operator: str) -> bool:
 
 
 def by_flops(site: Site, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
-    """A product [flops / 2, 1] x [1, 1], for a node whose products have no sizes of their own."""
-    return Product(m=(node_flops(site.node) or 0) // 2, k=1, n=1, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight)
+    """Returns a product [flops / 2, 1] x [1, 1], for a node whose products have no sizes of their own."""
+    return _by_flops(node_flops(site.node), lhs, rhs, rhs_is_weight)
+
+
+def _by_flops(flops: int | None, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
+    return Product(m=(flops or 0) // 2, k=1, n=1, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight)
 
 
 def recurrent_flops(tensors: Sequence[Tensor]) -> int:
-    """The matmul FLOPs of a recurrent layer: every weight times every row of its input, which is the first."""
+    """Returns the matmul FLOPs of a recurrent layer: every weight times every row of its input, the first tensor."""
     weights = sum(x.numel() for x in tensors if isinstance(x, nn.Parameter) and x.ndim == 2)
     return 2 * size_hint(tensors[0].shape[:-1].numel()) * weights
 

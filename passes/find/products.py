@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import contract, contraction_of
 from fxquant.passes.find.facts import Contraction, Gemm2d, Label, Match, Operand, Product, axes, product_of
-from fxquant.passes.find.layout import multiply, settle
+from fxquant.passes.find.layout import multiply
 from fxquant.passes.find.opaque import by_flops
 from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.graph.builder import Builder
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 
 
 def linear(site: Site, input: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Match:
-    """`F.linear`: the second operand is the weight, whatever computed it."""
+    """Reads `F.linear`: the second operand is the weight, whatever computed it."""
     rows = axes("m", value_of(input).ndim - 1)
     columns = axes("n", value_of(weight).ndim - 1)
     left, right = Operand.of(input, (*rows, "k")), Operand.of(weight, (*columns, "k"))
@@ -30,7 +31,7 @@ def linear(site: Site, input: fx.Node, weight: fx.Node, bias: fx.Node | None = N
 
 
 def matmul(site: Site, input: fx.Node, other: fx.Node) -> Match:
-    """`@` with its broadcasting; `mm`, `bmm`, `mv` and `dot` are `@` of fixed ranks."""
+    """Reads `@` with its broadcasting; `mm`, `bmm`, `mv` and `dot` are `@` of fixed ranks."""
     batch = max(value_of(input).ndim, value_of(other).ndim) - 2
     left, right = _matmul_labels(value_of(input).ndim), _matmul_labels(value_of(other).ndim, right=True)
     ends = tuple(label for label in ("m", "n") if label in left + right)
@@ -38,7 +39,7 @@ def matmul(site: Site, input: fx.Node, other: fx.Node) -> Match:
 
 
 def inner(site: Site, input: fx.Node, other: fx.Node) -> Match | None:
-    """The last axes contracted; of two numbers, a multiplication."""
+    """Contracts the last axes; a product with a number is no matmul."""
     if value_of(input).ndim == 0 or value_of(other).ndim == 0:
         return None
     rows, columns = axes("m", value_of(input).ndim - 1), axes("n", value_of(other).ndim - 1)
@@ -46,24 +47,24 @@ def inner(site: Site, input: fx.Node, other: fx.Node) -> Match | None:
 
 
 def addmm(site: Site, input: fx.Node, mat1: fx.Node, mat2: fx.Node, **factors: Any) -> Match:
-    """`beta * input + alpha * mat1 @ mat2`; `addbmm` contracts the batch axis as well."""
+    """Reads `beta * input + alpha * mat1 @ mat2`; `addbmm` contracts the batch axis as well."""
     ranks = value_of(mat1).ndim
     left, right = (("b", "m", "k"), ("b", "k", "n")) if ranks == 3 else (("m", "k"), ("k", "n"))
     return _added(site, input, (Operand.of(mat1, left), Operand.of(mat2, right)), "mn", **factors)
 
 
 def baddbmm(site: Site, input: fx.Node, batch1: fx.Node, batch2: fx.Node, **factors: Any) -> Match:
-    """`beta * input + alpha * batch1 @ batch2`, batch by batch."""
+    """Reads `beta * input + alpha * batch1 @ batch2`, batch by batch."""
     return _added(site, input, (Operand.of(batch1, "bmk"), Operand.of(batch2, "bkn")), "bmn", **factors)
 
 
 def addmv(site: Site, input: fx.Node, mat: fx.Node, vec: fx.Node, **factors: Any) -> Match:
-    """`beta * input + alpha * mat @ vec`."""
+    """Reads `beta * input + alpha * mat @ vec`."""
     return _added(site, input, (Operand.of(mat, "mk"), Operand.of(vec, "k")), "m", **factors)
 
 
 def tensordot(site: Site, a: fx.Node, b: fx.Node, dims: Any = 2, dims_other: Any = None) -> Match:
-    """`dims` is a count, a pair of lists, or (ATen) the two lists one after the other."""
+    """Contracts `dims`: a count, a pair of lists, or (ATen) the two lists one after the other."""
     ranks = value_of(a).ndim, value_of(b).ndim
     if isinstance(dims, int):
         pairs = list(zip(range(ranks[0] - dims, ranks[0]), range(dims), strict=True))
@@ -79,20 +80,15 @@ def tensordot(site: Site, a: fx.Node, b: fx.Node, dims: Any = 2, dims_other: Any
 
 
 def einsum(site: Site, *args: Any, path: Any = None) -> Match | None:
-    """Two operands that contract like a matmul, or a chain of weights applied to one activation."""
+    """Reads two operands that contract like a matmul, or a chain of weights applied to one activation."""
     if isinstance(args[0], fx.Node):  # operands and lists of axes in turn
-        nodes, lists = list(args[: len(args) // 2 * 2 : 2]), args[1::2]
+        nodes, terms = list(args[: len(args) // 2 * 2 : 2]), [tuple(labels) for labels in args[1::2]]
         out = tuple(args[-1]) if len(args) % 2 else None
-        labels = _spread([tuple(terms) for terms in lists], out, [value_of(node).ndim for node in nodes])
     else:
         nodes = list(args[1]) if isinstance(args[1], (list, tuple)) else list(args[1:])
-        left, arrow, right = args[0].replace(" ", "").partition("->")
-        terms = [tuple(term.replace("...", ".")) for term in left.split(",")]
-        out = tuple(right.replace("...", ".")) if arrow else None
-        terms = [tuple(Ellipsis if label == "." else label for label in term) for term in terms]
-        out = None if out is None else tuple(Ellipsis if label == "." else label for label in out)
-        labels = _spread(terms, out, [value_of(node).ndim for node in nodes])
-    *inputs, result = labels
+        left, arrow, right = args[0].replace(" ", "").replace("...", ".").partition("->")
+        terms, out = [_letters(term) for term in left.split(",")], _letters(right) if arrow else None
+    *inputs, result = _spread(terms, out, [value_of(node).ndim for node in nodes])
     operands = [Operand.of(node, term) for node, term in zip(nodes, inputs, strict=True)]
     if len(operands) == 2:
         product = contract(site, operands[0], operands[1], result)
@@ -102,7 +98,7 @@ def einsum(site: Site, *args: Any, path: Any = None) -> Match | None:
 
 
 def chain_matmul(site: Site, *matrices: Any) -> Match:
-    """`chain_matmul` and `multi_dot`: matrices in a row, of which the first and last may be vectors."""
+    """Reads `chain_matmul` and `multi_dot`: matrices in a row, the first and last of which may be vectors."""
     nodes = list(matrices[0]) if isinstance(matrices[0], (list, tuple)) else list(matrices)
     labels: list[tuple[Label, ...]] = [(index, index + 1) for index in range(len(nodes))]
     out: tuple[Label, ...] = (0, len(nodes))
@@ -115,7 +111,7 @@ def chain_matmul(site: Site, *matrices: Any) -> Match:
 
 
 def chain(site: Site, operands: Sequence[Operand], out: Sequence[Label]) -> Match:
-    """Several weights applied to one activation, from the left: each step a linear on the result of the one before."""
+    """Applies several weights to one activation, from the left: a step is a linear on the result of the one before."""
     weights = [site.is_weight(operand.node) for operand in operands]
     start = weights.index(False) if False in weights else 0
     current, rest = operands[start], [*operands[:start], *operands[start + 1 :]]
@@ -136,25 +132,21 @@ def chain(site: Site, operands: Sequence[Operand], out: Sequence[Label]) -> Matc
         steps.append(step)
         grads.append((trained and grad, trained and requires_grad(operand.node)))
         grad = grad or requires_grad(operand.node)
-        sizes = {**dict(zip(operand.labels, operand.sizes, strict=True)),
-                 **dict(zip(current.labels, current.sizes, strict=True))}  # fmt: skip
         # the node itself stands for every intermediate result: it has their dtype
-        current = Operand(node=site.node, labels=kept, sizes=tuple(sizes[label] for label in kept))
+        sizes = tuple((current if label in current.labels else operand).size(label) for label in kept)
+        current = Operand(node=site.node, labels=kept, sizes=sizes)
 
-    start_slot, *slots = site.slots(operands[start].node, *(step.right.node for step in steps))
+    def write(builder: Builder, gemm: Gemm2d, result: fx.Node, *weights: fx.Node) -> fx.Node:
+        for index, (step, weight) in enumerate(zip(steps, weights, strict=True)):
+            result = multiply(builder, partial(gemm, index), step, result, weight)
+        return result
 
-    def emit(builder: Builder, gemm: Gemm2d) -> fx.Node:
-        inputs = builder.anchor.all_input_nodes
-        result = inputs[start_slot]
-        for index, (step, slot) in enumerate(zip(steps, slots, strict=True)):
-            result = multiply(builder, gemm, index, step, result, inputs[slot])
-        return settle(builder, result)
-
+    emit = site.emit(write, operands[start].node, *(step.right.node for step in steps))
     return site.match("linear", *(step.product(True) for step in steps), emit=emit, needs_grad=tuple(grads))
 
 
 def bilinear(site: Site, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Match:
-    """`nn.Bilinear`: out[o] = x1 W[o] x2."""
+    """Describes `nn.Bilinear`: out[o] = x1 W[o] x2."""
     columns, first, second = value_of(weight).shape
     rows = product_of(value_of(site.node).shape[:-1])
     product = Product(m=rows, k=first * second, n=columns, lhs=input1, rhs=weight)
@@ -162,16 +154,10 @@ def bilinear(site: Site, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias
 
 
 def _added(
-    site: Site,
-    addend: fx.Node,
-    operands: tuple[Operand, Operand],
-    out: str,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
+    site: Site, addend: fx.Node, operands: tuple[Operand, Operand], out: str, *, beta: Any = 1, alpha: Any = 1,
     in_place: bool = False,
-) -> Match:
-    """`beta * addend + alpha * left @ right`: the bias of the GEMM where that is all it is."""
+) -> Match:  # fmt: skip
+    """Reads `beta * addend + alpha * left @ right`; an addend that can be the bias of the GEMM is that."""
     left, right = operands
     value = value_of(addend)
     plain = _is(beta, 1) and _is(alpha, 1) and not in_place
@@ -219,11 +205,10 @@ def _spread(
     return [*spread, _fill(out, widest)]
 
 
+def _letters(term: str) -> tuple[Any, ...]:
+    return tuple(Ellipsis if letter == "." else letter for letter in term)
+
+
 def _fill(term: tuple[Any, ...], count: int) -> tuple[Label, ...]:
     ellipsis = axes("...", count)[::-1]
-    return tuple(filled for label in term for filled in (ellipsis if label is Ellipsis else (label,)))
-
-
-__all__ = [
-    "addmm", "addmv", "baddbmm", "bilinear", "chain_matmul", "einsum", "inner", "linear", "matmul", "tensordot"
-]  # fmt: skip
+    return tuple(x for label in term for x in (ellipsis if label is Ellipsis else (label,)))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Emit, Match, Product
+from fxquant.passes.find.layout import settle
 from fxquant.passes.find.weights import find_weight
+from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.graph.values import value_of
 
@@ -25,14 +28,22 @@ class Site:
     def is_weight(self, node: fx.Node) -> bool:
         return find_weight(node, self.outer) is not None
 
-    def is_expert(self, node: fx.Node) -> bool:
-        """Returns True if a matrix is one of several that a parameter holds."""
-        weight = find_weight(node, self.outer)
-        return weight is not None and weight.stacked and value_of(node).ndim == 2
-
     def slots(self, *nodes: fx.Node) -> list[int]:
-        """The places of inputs. By the time the node is rewritten, the matmuls among them have been replaced."""
+        """Returns the places of inputs, which outlast them: matmuls among them are replaced before this node is."""
         return [self.node.all_input_nodes.index(node) for node in nodes]
+
+    def emit(self, write: Callable[..., fx.Node], *nodes: fx.Node) -> Callable[[Builder, Any], fx.Node]:
+        """Returns the way to rewrite this node.
+
+        `write` gets the builder, the function that adds a product or an attention, and these inputs. Its result gets
+        the dtype and the memory layout of the node.
+        """
+        slots = self.slots(*nodes)
+
+        def emit(builder: Builder, add: Any) -> fx.Node:
+            return settle(builder, write(builder, add, *(builder.anchor.all_input_nodes[slot] for slot in slots)))
+
+        return emit
 
     def match(
         self,
@@ -42,7 +53,7 @@ class Site:
         skip: tuple[SkipReason, str] | None = None,
         needs_grad: tuple[tuple[bool, bool], ...] | None = None,
     ) -> Match:
-        """A match of this node; gradients are those of the products' own operands unless given."""
+        """Returns a match of this node. Without `needs_grad`, the operands of its products say who gets gradients."""
         if needs_grad is None:
             trained = requires_grad(self.node)
             needs_grad = tuple((trained and requires_grad(p.lhs), trained and requires_grad(p.rhs)) for p in products)
@@ -54,12 +65,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The form of an operator with many arguments: a dataclass with them as fields, by their names and in order."""
+    """A form with many arguments: a dataclass whose fields are those of the operator, by name and in order."""
 
     site: Site
 
     def match(self) -> Match | None:
-        """Describes the node."""
+        """Returns the match of the node, or None where it is no matmul."""
         raise NotImplementedError
 
 

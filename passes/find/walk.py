@@ -33,13 +33,12 @@ from fxquant.passes.graph.values import value_of
 Regions = Mapping[str, torch.dtype | None]
 """The autocast dtype in force, by device type; None where autocast is off."""
 
-
 _LOOPS = ("scan", "while_loop", "associative_scan")
 """Higher-order operators whose steps torch differentiates one by one; it cannot stack what they save in FP8."""
 
 
 class _Walk:
-    """One walk over a graph and its bodies, each body once."""
+    """A walk over a graph and its bodies, which visits a body once."""
 
     def __init__(self) -> None:
         self.outer: dict[fx.Node, fx.Node] = {}
@@ -92,14 +91,14 @@ class _Walk:
                 yield from _closed(self.graph(body, regions), "in the backward of a custom autograd.Function")
                 continue
             inputs = body.graph.find_nodes(op="placeholder")
-            if len(inputs) <= len(operands):  # what comes before them is a predicate
+            if len(inputs) <= len(operands):  # a predicate comes before them
                 self.outer |= dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
             matches = self.graph(body, regions)
             yield from _closed(matches, f"in a {op} that gets gradients") if trained_loop else matches
 
 
 def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list[Match]:
-    """All matches in graph order, a body's where its op stands. `autocast` has the regions entered outside."""
+    """Returns all matches in graph order, a body's where its operator stands; `autocast` was entered outside."""
     return join_attentions(list(_Walk().graph(gm, autocast or {})))
 
 

@@ -1,4 +1,4 @@
-"""Which operands are weights: parameters seen through views, casts and the boundaries of nested graphs."""
+"""Weights among operands: parameters seen through views, casts and the boundaries of nested graphs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fxquant.passes.graph.values import value_of
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter's node in the outermost graph, and what happens on the way from it.
+    """A parameter's node in the outermost graph.
 
-    `picked`: one of its entries is selected. `gathered`: entries are, by a tensor of indices.
+    `picked` says that one of its entries is selected on the way, `gathered` that entries are, by a tensor of indices.
     """
 
     parameter: fx.Node
@@ -37,12 +37,12 @@ class Weight:
 
     @property
     def stacked(self) -> bool:
-        """Whether this is one of several matrices that one parameter holds."""
+        """True for one of several matrices that a parameter holds."""
         return self.picked and value_of(self.parameter).ndim > 2
 
 
 def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | None:
-    """The parameter a node shows, if it shows one."""
+    """Returns the parameter that a node shows, if it shows one."""
     gathered = picked = False
     while True:
         if node.op in ("placeholder", "get_attr"):
@@ -76,7 +76,7 @@ class Gather:
 
 
 def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | None:
-    """How a batch of matrices was gathered from the stack [E, rows, columns] that a parameter is, if it was.
+    """Returns the gather of a batch of matrices from the stack [E, rows, columns] that a parameter is, if it is one.
 
     Casts, copies, transposes of the matrices and views of the batch may follow.
     """
@@ -88,8 +88,8 @@ def find_gather(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Gather | Non
         index = _index_of(node)
         if index is not None:
             stack = find_weight(source, outer)
-            known = stack is not None and not stack.gathered and not stack.picked and value_of(source).ndim == 3
-            return Gather(stack=source, index=index, transposed=transposed) if known else None
+            whole = stack is not None and not stack.gathered and not stack.picked and value_of(source).ndim == 3
+            return Gather(stack=source, index=index, transposed=transposed) if whole else None
         before, after = value_of(source), value_of(node)
         if order_of(node, before.ndim) == [*range(before.ndim - 2), before.ndim - 1, before.ndim - 2]:
             transposed = not transposed
@@ -116,7 +116,7 @@ def expanded_from(node: fx.Node, repeating: Collection[int]) -> fx.Node | None:
 
 
 def _index_of(node: fx.Node) -> fx.Node | None:
-    """The tensor of whole numbers by which a node picks entries of its first argument's first axis."""
+    """Returns the tensor of whole numbers by which a node picks entries of its first argument's first axis."""
     name, rest = op_name(node), node.args[1:]
     index: object = None
     if name == "getitem" and len(rest) == 1:

@@ -156,9 +156,3 @@ def attention_decision(base: Decision, answer: ResolvedAttention) -> Decision:
         detail = "as stored, dequantized" if backward and not spec.has_fp8_backward else ""
         return replace(base, quantizer=answer.quantizers[slot], skip_reason=None, detail=detail)
     return replace(base, quantizer=None, skip_reason=SkipReason.HIGH_PRECISION, detail=detail)
-
-
-__all__ = [
-    "CONTEXT", "HINTS", "SCORES", "SLOTS", "ResolvedAttention", "Skip", "attention_decision", "attention_roles",
-    "resolve_attention",
-]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Gives every match the name of its layer, the module path that users know."""
+"""Names the layer of every match by the module path that users know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapp
 
 
 def clean_path(path: str) -> str:
-    """A module path without Dynamo's root and spelling: ``L['self'].layers._modules['0'].mlp`` is ``layers.0.mlp``."""
+    """Returns a path without Dynamo's spelling: ``layers.0.mlp`` for ``L['self'].layers._modules['0'].mlp``."""
     while (inner := re.sub(r"getattr\((.*?), ['\"]([^'\"]+)['\"]\)", r"\1.\2", path)) != path:
         path = inner
     path = _ROOT.sub("", path)
@@ -28,7 +28,7 @@ def clean_path(path: str) -> str:
 
 
 def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
-    """The path of the innermost module that a node was called in.
+    """Returns the path of the innermost module that a node was called in.
 
     `names` maps ``str(id(module))`` to the path in the user's model, and wins: after a graph break the captured paths
     start at an inner module.

@@ -5,6 +5,7 @@ Everything that could go wrong in a GEMM, in the backward included, is found her
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
@@ -18,10 +19,11 @@ from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
 from fxquant.passes.find.facts import Attention, Match, Product, Resolved, product_of
-from fxquant.passes.graph.values import Dim, value_of
+from fxquant.passes.graph.values import value_of
 from fxquant.passes.plan.attention import (
     CONTEXT,
     SCORES,
+    Answer,
     ResolvedAttention,
     Skip,
     attention_decision,
@@ -39,22 +41,18 @@ SMALLEST = 16
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _sizes(*dims: Dim) -> tuple[Size, ...]:
-    return tuple(dim if isinstance(dim, int) else str(dim) for dim in dims)
-
-
 def _shape(operand: str, product: Product) -> tuple[Size, ...]:
     m, k, n = product.m, product.k, product.n
     rows = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}[operand]
     groups = () if product.groups is None or operand != "weight" else (product.groups,)
-    return _sizes(*product.batch, *groups, *rows)
+    return tuple(dim if isinstance(dim, int) else str(dim) for dim in (*product.batch, *groups, *rows))
 
 
 def _flops(product: Product) -> int:
     return 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
 
 
-def _matmul(match: Match, product: Product, sources: _Sources, stored: bool) -> Matmul | None:
+def _matmul(match: Match, product: Product, sources: Mapping[fx.Node, str], stored: bool) -> Matmul | None:
     """Returns all that a product's time depends on; None for attention, whose products are one kernel."""
     lhs, rhs = value_of(product.lhs), value_of(product.rhs)
     if match.module_type == "dpa" or not isinstance(lhs, Tensor) or not isinstance(rhs, Tensor):
@@ -71,20 +69,8 @@ def _matmul(match: Match, product: Product, sources: _Sources, stored: bool) -> 
     )  # fmt: skip
 
 
-class _Sources(dict[object, str]):
-    """A name for each node that is an operand, unlike those in other graphs."""
-
-    def __init__(self, graph: int) -> None:
-        super().__init__()
-        self.graph = graph
-
-    def __missing__(self, node: object) -> str:
-        self[node] = f"{self.graph}.{len(self)}"
-        return self[node]
-
-
 def gemms(needs_grad: tuple[bool, bool]) -> list[Gemm]:
-    """Returns the GEMMs that a product runs; `needs_grad` says whether (lhs, rhs) get a gradient."""
+    """Returns the GEMMs of a product; `needs_grad` is true for lhs, and for rhs, where it gets a gradient."""
     return [Gemm.FPROP] + [Gemm.DGRAD] * needs_grad[0] + [Gemm.WGRAD] * needs_grad[1]
 
 
@@ -109,47 +95,31 @@ def _unusable_tensors(match: Match, product: Product, allow_float64: bool) -> Sk
 def _check_pairs(match: Match, quantizers: Mapping[str, Quantizer], needed: Sequence[Gemm]) -> None:
     """Raises RecipeError for a GEMM whose operands cannot multiply."""
     for gemm in needed:
-        (left, left_side), (right, right_side) = GEMM_OPERANDS[gemm]
-        problem = gemm_mismatch(quantizers[left].spec(left_side), quantizers[right].spec(right_side))
-        if problem is None:
-            continue
-        sides = ((left, left_side), (right, right_side))
-        first, second = (f"{op}.{side} {quantizer_text(quantizers[op].side(side))}" for op, side in sides)
-        raise RecipeError(
-            f"layer {match.name or '<model>'!r}: {gemm} cannot multiply {first} by {second}: {problem}. "
-            f"Give both operands of {gemm} quantizers of one kind; HybridQuantizer sets each direction by itself."
-        )
+        sides = GEMM_OPERANDS[gemm]
+        problem = gemm_mismatch(*(quantizers[operand].spec(side) for operand, side in sides))
+        if problem is not None:
+            left, right = (f"{op}.{side} {quantizer_text(quantizers[op].side(side))}" for op, side in sides)
+            raise RecipeError(
+                f"layer {match.name or '<model>'!r}: {gemm} cannot multiply {left} by {right}: {problem}. "
+                f"Give both operands of {gemm} quantizers of one kind; HybridQuantizer sets each direction by itself."
+            )
 
 
-Answers = Mapping[str, Quantizer | DelayedScalingRequest]
-"""The recipe's answers by operand. It is asked once for each operand."""
-
-
-def _needs_state(answer: Quantizer | DelayedScalingRequest) -> bool:
-    return isinstance(answer, DelayedScalingRequest) or answer.operand_spec().is_stochastic
-
-
-def _ungroupable(answers: Answers) -> Skip | None:
-    """Returns the reason why a quantizer cannot take all groups of a product at once, if there is one."""
-    for operand, answer in answers.items():
-        if isinstance(answer, DelayedScalingRequest):
-            continue
-        for direction in Direction:
-            spec, name = answer.spec(direction), type(answer.side(direction)).__name__
-            if spec.key:
-                return SkipReason.GROUPED, f"{name}, a quantizer of your own for {operand}, takes one matrix at a time"
-    return None
-
-
-def _unusable_answers(match: Match, product: Product, answers: Answers) -> Skip | None:
+def _unusable_answers(match: Match, product: Product, answers: Mapping[str, Answer]) -> Skip | None:
     """Returns the reason why the recipe's answers cannot be used for this product, if there is one."""
-    stateful = [answer for answer in answers.values() if _needs_state(answer)]
-    delayed = any(isinstance(answer, DelayedScalingRequest) for answer in stateful)
+    quantizers = {op: answer for op, answer in answers.items() if not isinstance(answer, DelayedScalingRequest)}
+    delayed = len(quantizers) < len(answers)
     if delayed and not isinstance(product.weights, (int, NoneType)):
         return SkipReason.STATE, "the number of groups is not known"
+    stateful = delayed or any(quantizer.operand_spec().is_stochastic for quantizer in quantizers.values())
     if stateful and not match.takes_state:
         return SkipReason.STATE, "this region is called as a function of its own"
-    return None if product.weights is None else _ungroupable(answers)
+    for operand, quantizer in quantizers.items() if product.weights is not None else ():
+        for direction in Direction:
+            if quantizer.spec(direction).key:
+                name = type(quantizer.side(direction)).__name__
+                return SkipReason.GROUPED, f"{name}, a quantizer of your own for {operand}, takes one matrix at a time"
+    return None
 
 
 def _outcome(
@@ -191,7 +161,8 @@ class _Resolver:
     site: int
     allow_float64: bool
     stored_weights: bool
-    sources: _Sources
+    sources: Mapping[fx.Node, str]
+    """A name for each node that is an operand, unlike those in other graphs."""
     roles: list[QuantizerRole] = field(default_factory=list)
     shared: dict[object, int] = field(default_factory=dict)
     """The slots of tensors that several products may read, by the tensor."""
@@ -235,7 +206,7 @@ class _Resolver:
         quantized = not all(quantizer.is_identity for quantizer in quantizers.values())
         return Resolved(quantizers=quantizers if quantized else None, decisions=tuple(decisions), numbers=numbers)
 
-    def with_slots(self, answers: Answers, match: Match, product: Product) -> dict[str, Quantizer]:
+    def with_slots(self, answers: Mapping[str, Answer], match: Match, product: Product) -> dict[str, Quantizer]:
         """Returns the quantizers, each request of delayed scaling with a slot of the graph's state for each group.
 
         Linears that read the same tensor, such as those of q, k and v, share its slot, and one quantization.
@@ -275,10 +246,11 @@ class _Resolver:
                 self.roles += attention_roles(match.name).values()
                 reasons = (_unusable_tensors(m, product, self.allow_float64) for m in whole for product in m.products)
                 skip = next(filter(None, reasons), None)
-                if skip is None:
-                    answer = resolve_attention(attention, whole[-1], self.recipe, self.slots)
-                else:
-                    answer = ResolvedAttention(skip=skip)
+                answer = (
+                    ResolvedAttention(skip=skip)
+                    if skip
+                    else resolve_attention(attention, whole[-1], self.recipe, self.slots)
+                )
                 resolved = replace(attention, spec=answer.spec)
                 self.attentions[attention.node] = answer, _attended(whole, resolved, self.site)
             answer, attended = self.attentions[attention.node]
@@ -303,7 +275,7 @@ class _Resolver:
 
 
 def _role(operand: str, match: Match, product: Product) -> QuantizerRole:
-    """The right operand of a product of two activations is an input as well."""
+    """Returns the role of an operand: the right one of a product of two activations is an input as well."""
     kind = "input" if operand == "weight" and not product.rhs_is_weight else operand
     return QuantizerRole(match.module_type, kind, match.name)
 
@@ -317,15 +289,16 @@ def resolve(
     first_site: int = 0,
     stored_weights: bool = False,
 ) -> tuple[list[Match], list[QuantizerRole]]:
-    """Returns the matches with their quantizers and decisions, and all roles that were found.
+    """Returns the matches with their quantizers and decisions, and the roles that the recipe was asked for.
 
     Operands with delayed scaling or stochastic rounding get a place in `slots`. With `stored_weights` weights are kept
     quantized.
 
     Raises RecipeError for a pair that cannot multiply, naming layer, GEMM and both quantizers.
     """
+    sources: defaultdict[fx.Node, str] = defaultdict(lambda: f"{first_site}.{len(sources)}")
     resolver = _Resolver(
         matches=matches, recipe=recipe, slots=Slots() if slots is None else slots, site=first_site,
-        allow_float64=allow_float64, stored_weights=stored_weights, sources=_Sources(first_site),
+        allow_float64=allow_float64, stored_weights=stored_weights, sources=sources,
     )  # fmt: skip
     return [resolver.match(match) for match in matches], resolver.roles

@@ -1,6 +1,6 @@
-"""Predicts which linears will get an operand as an attention beside them has quantized it.
+"""Predicts the operands of linears that an attention beside them quantizes.
 
-Reads the rewritten graph, before autograd, and says it in the decisions; passes/joint/reuse.py does it, after autograd.
+It reads the rewritten graph, before autograd, and marks the decisions; passes/joint/reuse.py does it, after autograd.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ _Operand = tuple[int, str, Direction]
 
 
 def predict_reuse(graphs: Iterable[fx.GraphModule], decisions: Sequence[Decision]) -> list[Decision]:
-    """Returns the decisions; those of operands that are not quantized again are marked as `shared`, with a detail."""
+    """Returns the decisions; those of operands that are not quantized again are `shared`, with a detail."""
     shared = dict(pair for gm in graphs for pair in _shared(gm.graph))
     marked = []
     for d in decisions:
         name = shared.get((d.site, d.role.tensor_type, d.direction))
         if name is not None and d.quantizer is not None:
-            what = "output" if d.role.tensor_type == "input" else "gradient"
+            tensor = "output" if d.role.tensor_type == "input" else "gradient"
             turned = ", transposed" if d.direction is Direction.COLUMNWISE else ""
-            detail = f"as attention {name or '<model>'} quantized its {what}{turned}"
-            d = replace(d, shared=True, detail=detail)
+            d = replace(d, shared=True, detail=f"as attention {name or '<model>'} quantized its {tensor}{turned}")
         marked.append(d)
     return marked
 
@@ -58,14 +57,12 @@ def _shared(graph: fx.Graph) -> Iterator[tuple[_Operand, str]]:
 
 
 def _moved(node: fx.Node) -> fx.Node | None:
-    """Returns the node whose elements this one only moves; None where it does something else."""
-    if not calls(node, SAME_ELEMENTS):
-        return None
-    return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    """Returns the node whose elements this one only moves; None where it does anything else."""
+    return node.args[0] if calls(node, SAME_ELEMENTS) and isinstance(node.args[0], fx.Node) else None
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """The users of a node that are not what the rewriting left unused."""
+    """Returns the users of a node but those that the rewriting left unused."""
     return [user for user in node.users if user.users or user.op == "output" or user.is_impure()]
 
 

@@ -1,8 +1,7 @@
 """Under an `auto` recipe, keeps in high precision what is estimated to be slower quantized.
 
-That is single matmuls, and attention as a whole; one that no FP8 kernel takes is left out wherever it runs on a GPU.
-
-A matmul that is left out no longer shares the cast of its input: the others are weighed again, until nothing changes.
+It weighs single matmuls, and attention as a whole. An attention without an FP8 kernel stays in high precision on a GPU.
+A matmul that stays no longer shares the cast of its input: the others are weighed again, until nothing changes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fxquant.passes.find.facts import Match, Resolved, decisions_of
 
 
 def weigh(matches: Sequence[Match]) -> list[Match]:
-    """Returns the matches, those that are slower quantized in high precision."""
+    """Returns the matches; those that are slower when quantized become high precision."""
     matches = list(matches)
     while True:
         slower = {site: cost for site, cost in estimate(decisions_of(matches)).items() if cost.slower}
@@ -38,13 +37,12 @@ def _weighed(match: Match, slower: Mapping[int, Estimate]) -> Match:
 
 
 def _in_high_precision(resolved: Resolved, cost: Estimate) -> Resolved:
-    """The same product in high precision."""
+    """Returns the same product in high precision."""
     decisions = []
     for d in resolved.decisions:
         if d.quantizer is not None or d.attention is not None:
             plain = None if d.attention is None else replace(d.attention, spec=None)
-            d = replace(
-                d, quantizer=None, skip_reason=SkipReason.NOT_PROFITABLE, detail=str(cost), attention=plain
-            )  # fmt: skip
+            reason = SkipReason.NOT_PROFITABLE
+            d = replace(d, quantizer=None, skip_reason=reason, detail=str(cost), attention=plain)
         decisions.append(d)
     return Resolved(quantizers=None, decisions=tuple(decisions))

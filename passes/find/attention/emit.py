@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxquant.passes.find.facts import Contraction, Label, product_of
-from fxquant.passes.find.layout import arrange, permute
+from fxquant.passes.find.facts import Contraction, product_of
+from fxquant.passes.find.layout import arrange, is_one, permute
 from fxquant.passes.graph.axes import same, same_sizes
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.names import COPIES, EXPANDS, PICKS, RESHAPES, UNIT_AXES, op_name
@@ -17,7 +17,7 @@ from fxquant.passes.graph.values import Dim, value_of
 
 
 class Unknown(Exception):
-    """A chain cannot be read; says why."""
+    """The reason why a chain cannot be read."""
 
 
 Change = Callable[[Builder, fx.Node], fx.Node]
@@ -38,29 +38,28 @@ class Extra:
         return self.user.all_input_nodes[self.slot]
 
     def repeated(self) -> tuple[Dim, ...]:
-        """The batch sizes along which the tensor must be repeated before its batch axes can be reshaped."""
+        """Returns the batch sizes along which the tensor must be repeated before its batch axes can be reshaped."""
         shape = tuple(value_of(self.node).shape)
         if self.order:
             shape = (1,) * (len(self.order) - len(shape)) + shape
             shape = tuple(shape[axis] for axis in self.order)
         outer = shape[:-2]
-        if all(isinstance(size, int) and size == 1 for size in outer):
+        if all(map(is_one, outer)):
             return ()
         outer = (1,) * (len(self.lead) - len(outer)) + outer
         return tuple(wide for wide, size in zip(self.lead, outer, strict=True) if not same(wide, size))
 
     def build(self, builder: Builder, lead: tuple[Dim, ...], like: fx.Node) -> fx.Node:
-        """The tensor for scores whose batch sizes are `lead`, those of `like` [*lead, _, _]."""
+        """Adds the tensor for scores whose batch sizes are `lead`, those of `like` [*lead, _, _]."""
         repeated = self.repeated()
         node = self.node if self.change is None else self.change(builder, self.node)
         outer = value_of(node).shape[:-2]
         if same_sizes(self.lead, lead) or not outer:
             return node
-        if all(isinstance(size, int) and size == 1 for size in outer):
+        if all(map(is_one, outer)):
             return builder.call(torch.reshape, node, [builder.size(node, axis) for axis in (-2, -1)])
         if repeated:
-            sizes = [*_sizes(builder, self.lead, like), -1, -1]
-            node = builder.call(torch.Tensor.expand, node, sizes)
+            node = builder.call(torch.Tensor.expand, node, [*_sizes(builder, self.lead, like), -1, -1])
         return with_lead(builder, node, lead, like)
 
 
@@ -71,10 +70,8 @@ class Scores:
         *self.labels, self.row, column = plan.out
         outer = [label for label in self.labels if label in plan.rows]
         shared = [label for label in self.labels if label in plan.batch]
-        if (
-            plan.columns != (column,) or self.row not in plan.rows or len(plan.inner) != 1
-            or self.labels != [*shared, *outer]
-        ):  # fmt: skip
+        ends = plan.columns == (column,) and self.row in plan.rows and len(plan.inner) == 1
+        if not ends or self.labels != [*shared, *outer]:
             raise Unknown("its scores are not [*batch, queries, keys]")
         self.plan, self.shared_labels, self.outer = plan, shared, outer
         self.lead = tuple(map(plan.left.size, self.labels))
@@ -85,6 +82,7 @@ class Scores:
         sizes = tuple(map(self.plan.left.size, self.shared_labels))
         return (*sizes, 1) if self.outer and len(sizes) < 2 else sizes
 
+    @property
     def canonical(self) -> tuple[Dim, ...]:
         """The batch sizes of q: those of k, the last one times the heads that only queries have."""
         if not self.outer:
@@ -93,6 +91,7 @@ class Scores:
         return (*batch, heads * product_of(map(self.plan.left.size, self.outer)))
 
     def operands(self, builder: Builder, left: fx.Node, right: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Arranges q and k in canonical axes."""
         plan, batch = self.plan, len(self.shared) - 1
         left, right = (operand.viewed(builder, node) for operand, node in ((plan.left, left), (plan.right, right)))
         q = arrange(builder, left, plan.left, [*((label,) for label in self.labels), (self.row,), plan.inner])
@@ -103,7 +102,7 @@ class Scores:
 
 
 class Context:
-    """The second product: of weights [*lead, queries, keys]."""
+    """The second product, whose left operand is the weights [*lead, queries, keys]."""
 
     def __init__(self, plan: Contraction, axes: int) -> None:
         shared = [label for label in plan.left.kept if label in plan.batch]
@@ -120,21 +119,19 @@ class Context:
         return tuple(map(self.plan.left.size, self.shared_labels))
 
     def operand(self, builder: Builder, right: fx.Node) -> fx.Node:
-        plan = self.plan
-        right = plan.right.viewed(builder, right)
-        return arrange(
-            builder, right, plan.right, [*((label,) for label in self.shared_labels), plan.inner, plan.columns]
-        )
+        """Arranges v in canonical axes."""
+        batch, operand = [(label,) for label in self.shared_labels], self.plan.right
+        return arrange(builder, operand.viewed(builder, right), operand, [*batch, self.plan.inner, self.plan.columns])
 
     def result(self, builder: Builder, node: fx.Node) -> fx.Node:
-        have: tuple[Label, ...] = (*self.labels, self.row, *self.plan.columns)
-        result = permute(builder, node, have, self.plan.out)
+        """Gives the output of an attention the axes of the second product."""
+        result = permute(builder, node, (*self.labels, self.row, *self.plan.columns), self.plan.out)
         merged = len(self.plan.out) - self.axes
         return builder.call(torch.flatten, result, 0, merged) if merged else result
 
 
 def with_lead(builder: Builder, node: fx.Node, lead: tuple[Dim, ...], like: fx.Node) -> fx.Node:
-    """A tensor [*batch, S, D] with its batch axes in other sizes, of which at most one is not of `like`."""
+    """Gives the batch axes of a tensor [*batch, S, D] other sizes, at most one of which is not of `like`."""
     if same_sizes(value_of(node).shape[:-2], lead):
         return node
     sizes = _sizes(builder, lead, like)
@@ -142,7 +139,7 @@ def with_lead(builder: Builder, node: fx.Node, lead: tuple[Dim, ...], like: fx.N
 
 
 def _sizes(builder: Builder, sizes: Sequence[Dim], like: fx.Node) -> list[int | fx.Node]:
-    """Numbers, or nodes of the same sizes of `like`, or -1."""
+    """Returns sizes as numbers, or as nodes that read them of `like`; -1 for another."""
     nodes: list[int | fx.Node] = []
     for size in sizes:
         axes = [axis for axis, x in enumerate(value_of(like).shape) if same(size, x)]
@@ -151,17 +148,16 @@ def _sizes(builder: Builder, sizes: Sequence[Dim], like: fx.Node) -> list[int | 
 
 
 def unknown_sizes(sizes: Sequence[Dim], among: Sequence[Dim]) -> list[Dim]:
-    """The dynamic ones of the sizes that are not among others."""
+    """Returns the dynamic sizes that are not among others."""
     return [size for size in sizes if not isinstance(size, int) and not any(same(size, x) for x in among)]
 
 
 def without_repeats(key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Keys and values [B, H, S, D] before each of their heads was repeated for several queries, if both were."""
-    before = [_unrepeated(node) for node in (key, value)]
-    if before[0] is None or before[1] is None:
+    """Returns keys and values [B, H, S, D] before their heads were repeated for several queries, if both were."""
+    k, v = _unrepeated(key), _unrepeated(value)
+    if k is None or v is None or not same_sizes(value_of(k).shape[:2], value_of(v).shape[:2]):
         return key, value
-    alike = same_sizes(value_of(before[0]).shape[:2], value_of(before[1]).shape[:2])
-    return (before[0], before[1]) if alike else (key, value)
+    return k, v
 
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:

@@ -46,7 +46,7 @@ _AND = frozenset(("and", "bitwise_and", "logical_and"))
 
 
 def _name(node: fx.Node) -> str:
-    """The name of an operation, without the underscores of its methods."""
+    """Returns the name of an operation, without the underscores of its methods."""
     return op_name(node).strip("_")
 
 
@@ -80,7 +80,7 @@ class Flex(Arguments):
         return [*steps, *_conjuncts(*_bound(mask_mod, self.mask_buffers, 0))]
 
     def attention(self, result: fx.Node, read: Sequence[_Step]) -> Attention:
-        """The attention whose output is `result`."""
+        """Makes an attention of the steps; its output is `result`."""
         node, slots = self.site.node, self.site.slots(self.query, self.key, self.value)
         expressions = [expression for _, _, expression in read if expression is not None]
 
@@ -94,17 +94,15 @@ class Flex(Arguments):
                 node.graph.erase_node(user)
             return output
 
-        buffers = (*self.score_buffers, *self.mask_buffers)
+        buffers = [buffer for buffer in (*self.score_buffers, *self.mask_buffers) if isinstance(buffer, fx.Node)]
         number = itertools.count()
-        return Attention(
-            node=node, emit=emit, axes=value_of(self.query).ndim,
-            steps=tuple(Step(kind, factor, -1 if tensor is None else next(number)) for kind, factor, tensor in read),
-            learned=any(isinstance(buffer, fx.Node) and requires_grad(buffer) for buffer in buffers),
-        )  # fmt: skip
+        steps = (Step(kind, factor, -1 if tensor is None else next(number)) for kind, factor, tensor in read)
+        axes, learned = value_of(self.query).ndim, any(map(requires_grad, buffers))
+        return Attention(node=node, emit=emit, axes=axes, steps=tuple(steps), learned=learned)
 
 
 def _result(node: fx.Node) -> fx.Node:
-    """The only thing that is read of the operator: its output."""
+    """Returns the output of the operator. Raises Unknown where more is read of it."""
     read = [user for user in node.users if user.users or user.op == "output"]
     if len(read) != 1 or read[0].target is not operator.getitem or read[0].args[1] != 0:
         raise Unknown("more than its output is read (return_lse)")
@@ -132,7 +130,7 @@ _PLACES = ("batch", "head", "query", "key")
 
 
 def _bound(graph: fx.Graph, buffers: Sequence[Any], skipped: int) -> tuple[fx.Node, dict[fx.Node, Any]]:
-    """The node that a function returns, and what its inputs behind the first `skipped` stand for."""
+    """Returns the result of a function, and the meanings of its inputs behind the first `skipped`."""
     inputs, output = graph.find_nodes(op="placeholder"), next(n for n in graph.nodes if n.op == "output").args[0]
     output = output[0] if isinstance(output, (tuple, list)) else output
     if len(inputs) != skipped + len(_PLACES) + len(buffers) or not isinstance(output, fx.Node):
@@ -141,7 +139,7 @@ def _bound(graph: fx.Graph, buffers: Sequence[Any], skipped: int) -> tuple[fx.No
 
 
 def _of_scores(graph: fx.Graph, buffers: Sequence[Any]) -> list[_Step]:
-    """The steps of a score function, read backwards along what comes from the score."""
+    """Returns the steps of a score function, which is read backwards along the nodes that come from the score."""
     node, inputs = _bound(graph, buffers, 1)
     score = graph.find_nodes(op="placeholder")[0]
     path = {score}
@@ -186,7 +184,7 @@ def _number(x: Any) -> float | None:
 
 
 def _conjuncts(node: fx.Node, inputs: dict[fx.Node, Any]) -> Iterator[_Step]:
-    """A condition on places as steps, one for all that is no causality."""
+    """Yields the steps of a condition on places: one for causality, and one for everything else."""
     whole, causal = _dense(node, inputs), False
     parts, rest = [node], []
     while parts:
@@ -212,14 +210,14 @@ def _is_causal(node: fx.Node, inputs: dict[fx.Node, Any]) -> bool:
 
 
 def _shifted(node: Any) -> Any:
-    """Goes behind additions of zero."""
+    """Returns a node without additions of zero."""
     while isinstance(node, fx.Node) and _name(node) == "add" and node.args[1] == 0:
         node = node.args[0]
     return node
 
 
 def _dense(node: Any, inputs: dict[fx.Node, Any], negated: bool = False) -> _Expression:
-    """An expression of places alone. Raises Unknown for what is more than elementwise."""
+    """Returns an expression of places alone. Raises Unknown where an operation is more than elementwise."""
     queue = [node]
     while queue:
         part = queue.pop()
@@ -242,7 +240,7 @@ class _Places:
         self.tensors: dict[str, fx.Node] = {}
 
     def place(self, name: str) -> fx.Node:
-        """The numbers of all places along an axis, added once."""
+        """Adds the numbers of all places along an axis, once."""
         if name not in self.tensors:
             node, axis = self.axes[name]
             size = self.builder.size(node, axis)
@@ -253,26 +251,23 @@ class _Places:
         return self.tensors[name]
 
     def tensor(self, expression: _Expression) -> fx.Node:
-        """The tensor of an expression, of at least the axes of queries and keys."""
-        env: dict[fx.Node, fx.Node] = {}
+        """Adds the tensor of an expression, of at least the axes of queries and keys."""
+        copies: dict[fx.Node, fx.Node] = {}
 
-        def of(node: fx.Node) -> fx.Node:
-            if node in env:
-                return env[node]
-            place = expression.inputs.get(node)
-            if isinstance(place, str):
-                env[node] = self.place(place)
-            elif place is not None:
-                env[node] = place
-            else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), of)
-                target = node.target
-                if node.op == "call_method":
-                    target = getattr(torch.Tensor, str(node.target))
-                env[node] = self.builder.call(target, *args, **kwargs)  # type: ignore[arg-type]
-            return env[node]
+        def copy(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                place = expression.inputs.get(node)
+                if isinstance(place, str):
+                    place = self.place(place)
+                elif place is None:
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
+                    target: Any = node.target
+                    target = getattr(torch.Tensor, target) if node.op == "call_method" else target
+                    place = self.builder.call(target, *args, **kwargs)
+                copies[node] = place
+            return copies[node]
 
-        tensor = of(expression.node)
+        tensor = copy(expression.node)
         if expression.negated:
             tensor = self.builder.call(torch.neg, tensor)
         missing, shape = 2 - value_of(tensor).ndim, value_of(tensor).shape

@@ -12,7 +12,6 @@ from fxquant.decisions import SkipReason
 from fxquant.formats import Step
 from fxquant.passes.find.attention.emit import without_repeats
 from fxquant.passes.find.facts import Attend, Attention, Match, Product
-from fxquant.passes.find.layout import settle
 from fxquant.passes.find.site import Arguments, requires_grad
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import value_of
@@ -37,21 +36,20 @@ class ScaledDotProduct(Arguments):
         problem = self.problem()
         if problem:
             return replace(match, skip=(SkipReason.ATTENTION, problem))
-        mask, nodes = self.attn_mask, (self.query, self.key, self.value)
-        slots = self.site.slots(*nodes, *([] if mask is None else [mask]))
+        masks = [] if self.attn_mask is None else [self.attn_mask]
 
-        def emit(builder: Builder, attend: Attend) -> fx.Node:
-            query, key, value, *extras = (builder.anchor.all_input_nodes[slot] for slot in slots)
-            return settle(builder, attend(query, *without_repeats(key, value), extras))
+        def write(builder: Builder, attend: Attend, q: fx.Node, k: fx.Node, v: fx.Node, *extras: fx.Node) -> fx.Node:
+            return attend(q, *without_repeats(k, v), extras)
 
         attention = Attention(
-            node=self.site.node, steps=self.steps(), dropout=float(self.dropout_p), emit=emit,
-            axes=value_of(self.query).ndim, learned=mask is not None and requires_grad(mask),
+            node=self.site.node, steps=self.steps(), dropout=float(self.dropout_p),
+            emit=self.site.emit(write, self.query, self.key, self.value, *masks), axes=value_of(self.query).ndim,
+            learned=any(map(requires_grad, masks)),
         )  # fmt: skip
         return replace(match, attention=attention)
 
     def needs_grad(self) -> tuple[tuple[bool, bool], ...]:
-        """The gradients of q and k, and of the weights, which need one for the mask as well, and v."""
+        """Says for q and k, and for weights and v, who gets gradients; the weights need one for the mask as well."""
         if not requires_grad(self.site.node):
             return (False, False), (False, False)
         query, key, value = map(requires_grad, (self.query, self.key, self.value))
@@ -59,7 +57,7 @@ class ScaledDotProduct(Arguments):
         return (query, key), (query or key or mask, value)
 
     def problem(self) -> str:
-        """Returns the reason why this cannot be quantized, if there is one."""
+        """Returns the reason why this cannot be quantized; "" where it can."""
         q, k, v = map(value_of, (self.query, self.key, self.value))
         *batch, _, width = q.shape
         same = batch == list(k.shape[:-2]) == list(v.shape[:-2])
@@ -82,7 +80,7 @@ class ScaledDotProduct(Arguments):
 
 
 def attention_products(query: fx.Node, key: fx.Node, value: fx.Node) -> tuple[Product, Product]:
-    """The scores and the context of q [*batch, Sq, D], k and v."""
+    """Returns the products of an attention of q [*batch, Sq, D], k and v: the scores and the context."""
     *batch, length, width = value_of(query).shape
     keys, features = value_of(key).shape[-2], value_of(value).shape[-1]
     scores = Product(m=length, k=width, n=keys, batch=tuple(batch), lhs=query, rhs=key, rhs_is_weight=False)

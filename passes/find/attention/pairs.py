@@ -23,7 +23,7 @@ _SOFTMAX = frozenset(("softmax", "_softmax", "log_softmax", "_log_softmax", "exp
 
 
 def join_attentions(matches: Sequence[Match]) -> list[Match]:
-    """Joins every two products of activations with a softmax, and nothing but its trimmings, between to an attention.
+    """Joins two products of activations to an attention where a softmax, and nothing but its trimmings, is between.
 
     Products that cannot be joined stay two products, with a remark that says why.
     """
@@ -46,7 +46,7 @@ def join_attentions(matches: Sequence[Match]) -> list[Match]:
 
 
 def _name_writes(node: fx.Node) -> None:
-    """Makes what is read after ``scores.mul_(2)`` that operation's result, which is the same tensor."""
+    """Makes later readers of ``scores.mul_(2)`` read its result, which is the same tensor."""
     while True:
         writes = [user for user in node.users if op_name(user).endswith("_") and user.args[:1] == (node,)]
         writes = [user for user in writes if user.op == "call_method" and not user.users]
@@ -58,7 +58,7 @@ def _name_writes(node: fx.Node) -> None:
 
 
 def _products_after_softmax(first: fx.Node, products: Collection[fx.Node]) -> list[fx.Node]:
-    """The products that a softmax of this product's result goes into."""
+    """Returns the products that a softmax of this product's result goes into."""
     reached: list[fx.Node] = []
     seen: set[tuple[fx.Node, bool]] = set()
     queue = [(user, False) for user in first.users]

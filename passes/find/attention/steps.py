@@ -30,7 +30,7 @@ _OF_MASKS = frozenset("invert __invert__ bitwise_not logical_not eq ne".split())
 
 @dataclass
 class Chain:
-    """The operations that were read so far; steps and extras from the softmax backwards."""
+    """The operations that were read so far: steps and extras from the softmax backwards."""
 
     first: fx.Node
     path: frozenset[fx.Node]
@@ -59,7 +59,7 @@ class Chain:
             raise Unknown(f"{node.name} is not read")
 
     def extra(self, node: fx.Node, value: fx.Node, change: Change | None = None) -> Extra:
-        """A tensor that a node combines with the scores, with its axes in their order."""
+        """Returns a tensor that a node combines with the scores, with its axes in their order."""
         order, lead = self.order, tuple(value_of(node).shape[axis] for axis in self.order[:-2])
         slot = node.all_input_nodes.index(value)
         if order == tuple(range(len(order))):
@@ -79,7 +79,7 @@ class Chain:
         return isinstance(axis, int) and axis % value_of(node).ndim == self.order[-1]
 
     def along(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs of a node that come from the first product."""
+        """Returns the inputs of a node that come from the first product."""
         return [source for source in node.all_input_nodes if source in self.path]
 
 
@@ -145,7 +145,7 @@ def _read(chain: Chain, node: fx.Node, reader: Reader | None) -> fx.Node:
 
 
 def _through_view(chain: Chain, node: fx.Node) -> fx.Node:
-    """Goes through a cast, or a view in which queries and keys are axes of their own."""
+    """Returns the source of a cast, or of a view in which queries and keys are axes of their own."""
     name, inner = op_name(node), chain.along(node)
     if name == "type_as" and node.args[0] in inner:
         inner = [source for source in inner if source is node.args[0]]  # the other one may be scores too
@@ -169,7 +169,7 @@ def _through_view(chain: Chain, node: fx.Node) -> fx.Node:
 
 
 def _softmax_by_hand(chain: Chain, node: fx.Node) -> fx.Node | None:
-    """The scores of exp(scores) / sum of exp(scores)."""
+    """Returns the scores of exp(scores) / sum of exp(scores)."""
     weights, total = node.args[:2]
     if not isinstance(weights, fx.Node) or not isinstance(total, fx.Node) or op_name(weights) != "exp":
         return None
@@ -187,7 +187,7 @@ def _dropout(chain: Chain, node: fx.Node) -> fx.Node:
 
 
 def _without_last_key(chain: Chain, node: fx.Node) -> fx.Node | None:
-    """``weights[..., :-1]``, which drops the column of a sink."""
+    """Reads ``weights[..., :-1]``, which drops the column of a sink."""
     if op_name(node) == "slice":
         drops = node.args[2:] == (0, -1) and chain.is_over_keys(node, node.args[1])
     else:
@@ -199,7 +199,7 @@ def _without_last_key(chain: Chain, node: fx.Node) -> fx.Node | None:
 
 
 def _zeroed_where(chain: Chain, node: fx.Node) -> fx.Node | None:
-    """The safe softmax: rows with nothing to attend to are zero."""
+    """Reads the safe softmax: rows with nothing to attend to are zero."""
     weights = node.args[2]
     return weights if isinstance(weights, fx.Node) and _constant(node.args[1]) == 0 else None
 
@@ -212,7 +212,7 @@ def _zeroed(chain: Chain, node: fx.Node) -> fx.Node | None:
 
 
 def _cat(chain: Chain, node: fx.Node) -> fx.Node:
-    """A column beside the scores: the sink."""
+    """Reads a column beside the scores: the sink."""
     parts: Any = node.args[0]
     last = chain.is_over_keys(node, _argument(node, 1, "dim", 0)) and chain.is_over_keys(node, -1)
     alone = last and not chain.steps and len(parts) == 2 and parts[0] in chain.along(node)
@@ -292,7 +292,7 @@ def _where(chain: Chain, node: fx.Node) -> fx.Node | None:
 
 
 def _maximum(chain: Chain, node: fx.Node) -> fx.Node | None:
-    """A bound that every number of the dtype is above."""
+    """Reads a lower bound that no number of the dtype is below."""
     if len(node.args) != 2 or not all(isinstance(operand, fx.Node) for operand in node.args):
         return None
     scores, other = node.args if node.args[0] in chain.along(node) else reversed(node.args)
@@ -321,11 +321,11 @@ _OF_SCORES: dict[str, Reader] = {
     "where": _where,
     **dict.fromkeys(("max", "maximum"), _maximum),
 }
-"""By names without underscores around them: in-place methods are read as well."""
+"""Readers by names without underscores around them: in-place methods are read as well."""
 
 
 def _rows(node: fx.Node, order: Sequence[int]) -> Dim:
-    """The number of rows of scores."""
+    """Returns the number of rows of scores."""
     return product_of(value_of(node).shape[axis] for axis in order[:-1])
 
 
@@ -338,10 +338,8 @@ def _is_one_for_a_row(node: fx.Node, order: Sequence[int]) -> bool:
 
 def _drops_last(node: fx.Node) -> bool:
     index = node.args[1]
-    last = index[-1] if isinstance(index, tuple) else None
-    rest = index[:-1] if isinstance(index, tuple) else ()
-    whole = all(part is Ellipsis or part == slice(None) for part in rest)
-    return whole and last == slice(None, -1)
+    whole = isinstance(index, tuple) and all(part is Ellipsis or part == slice(None) for part in index[:-1])
+    return whole and index[-1] == slice(None, -1)  # type: ignore[index]
 
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
@@ -349,7 +347,7 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """The number that a value or a node is, if it is one."""
+    """Returns the number that a value or a node is, if it is one."""
     if isinstance(value, fx.Node):
         if op_name(value) in SAME_PLACES and isinstance(value.args[0], fx.Node):
             return _constant(value.args[0])
@@ -369,7 +367,7 @@ def _float(value: Any) -> float:
 
 
 def _filled_in(user: fx.Node, filled: fx.Node, at: bool) -> Change:
-    """Makes of the condition of a `where` the number that it fills in, known at run time, and zero elsewhere."""
+    """Turns the condition of a `where` into the number that it fills in, known at run time, and zero elsewhere."""
     slot = user.all_input_nodes.index(filled)
 
     def change(builder: Builder, condition: fx.Node) -> fx.Node:
@@ -381,6 +379,3 @@ def _filled_in(user: fx.Node, filled: fx.Node, at: bool) -> Change:
 
 def _calls(target: Callable[..., Any], *args: Any) -> Change:
     return lambda builder, node: builder.call(target, node, *args)
-
-
-__all__ = ["Chain", "alike", "read_product", "scores_before", "scores_of_weights"]

@@ -31,7 +31,7 @@ _WRITES = frozenset(("setitem", "iadd", "isub", "imul", "itruediv"))
 
 @dataclass(frozen=True)
 class _Undone:
-    """An operand, the sizes of the axes that its batch axis was merged of, and what it is to be multiplied by."""
+    """An operand, the sizes of the axes that its batch axis was merged of, and the factor that was taken out of it."""
 
     operand: Operand
     batch: tuple[Dim, ...] = ()
@@ -39,40 +39,40 @@ class _Undone:
 
 
 def undone(written: Contraction) -> tuple[Contraction, float]:
-    """A product of queries and keys as that of what they were before, and the number its result is to be scaled by."""
-    left, right = (_undone(each, written, scales=True) for each in (written.left, written.right))
-    found = _planned(written, left, right)
-    return (written, 1.0) if found is None else (found, left.by * right.by)
+    """Returns the product of queries and keys before views and factors, and the factor of its result."""
+    left, right = (_undone(operand, written, scales=True) for operand in (written.left, written.right))
+    before = _planned(written, left, right)
+    return (written, 1.0) if before is None else (before, left.by * right.by)
 
 
 def undone_like(written: Contraction, lead: Sequence[Dim]) -> Contraction:
-    """A product of weights and values with the batch axes that the product of queries and keys has."""
+    """Returns the product of weights and values with the batch axes that the product of queries and keys has."""
     right = _undone(written.right, written, scales=False)
-    left, (batch, *rest), many = written.left, written.left.labels, len(lead)
-    if len(rest) != 2 or not right.batch or many != len(right.batch):
+    left, (batch, *rest) = written.left, written.left.labels
+    if len(rest) != 2 or not right.batch or len(lead) != len(right.batch):
         return written
-    labels = (*((batch, part) for part in range(many)), *rest)
+    labels = (*((batch, part) for part in range(len(lead))), *rest)
     left = replace(left, labels=labels, sizes=(*lead, *left.sizes[1:]))
     return _planned(written, _Undone(left, tuple(lead)), right) or written
 
 
 def _planned(written: Contraction, left: _Undone, right: _Undone) -> Contraction | None:
-    """The product with the batch axes of its operands, where these are the same."""
+    """Returns the product with the batch axes of its operands, where these are the same."""
     if len(left.batch) != len(right.batch) or not all(map(same, left.batch, right.batch)):
         return None
     if not left.batch:
         return replace(written, left=left.operand, right=right.operand)
     batch, *rest = written.out
     parts = [(batch, part) for part in range(len(left.batch))]
-    found = contraction_of(left.operand, right.operand, (*parts, *rest))
-    return found if isinstance(found, Contraction) else None
+    plan = contraction_of(left.operand, right.operand, (*parts, *rest))
+    return plan if isinstance(plan, Contraction) else None
 
 
 def _undone(operand: Operand, written: Contraction, *, scales: bool) -> _Undone:
-    """What an operand is a view or a multiple of, as far as it is one."""
+    """Returns the tensor that an operand is a view or a multiple of, as far as it is one."""
     node, by = operand.node, 1.0
     splits = len(operand.labels) == 3 and written.batch == operand.labels[:1] == written.out[:1]
-    found = _Undone(operand)
+    result = _Undone(operand)
     views: list[fx.Node] = []
     while operand.view is None and node.all_input_nodes:
         source, number = node.all_input_nodes[0], _number(node) if scales else None
@@ -87,50 +87,49 @@ def _undone(operand: Operand, written: Contraction, *, scales: bool) -> _Undone:
         if labelled is None or (labelled[1] and not splits):
             break
         labels, batch = labelled
-        if found.batch and len(batch) != len(found.batch):
+        if result.batch and len(batch) != len(result.batch):
             break
         if number is not None or batch:
             view = partial(_source, depth=len(views))
-            sizes = tuple(before.shape)
-            found = _Undone(replace(operand, labels=labels, sizes=sizes, view=view), batch, by)
+            result = _Undone(replace(operand, labels=labels, sizes=tuple(before.shape), view=view), batch, by)
         node = source
-    return found
+    return result
 
 
 def _labelled(
     operand: Operand, source: fx.Node, views: Sequence[fx.Node]
 ) -> tuple[tuple[Label, ...], tuple[Dim, ...]] | None:
-    """The labels of a tensor's axes that an operand is a view of, and the sizes that its first axis was merged of."""
+    """Returns the labels of `source`, which an operand is a view of, and the sizes merged to its first axis."""
     parts = Parts(source)
     for node in views:
         if _number(node) is None and not parts.view(node):
             return None
     first, *rest = parts.axes
-    known = {axis: label for axis, label in zip(parts.axes, operand.labels, strict=True) if axis}
+    label_of = {axis: label for axis, label in zip(parts.axes, operand.labels, strict=True) if axis}
     ones = [label for axis, label in zip(parts.axes, operand.labels, strict=True) if not axis]
     if len(first) > 1:
-        del known[first]
-        known |= {(part,): (operand.labels[0], place) for place, part in enumerate(first)}
+        del label_of[first]
+        label_of |= {(part,): (operand.labels[0], place) for place, part in enumerate(first)}
     labels: list[Label] = []
     for axis in parts.source:
-        labels.append(known.pop(axis, None) if axis else ones.pop(0) if ones else None)
+        labels.append(label_of.pop(axis, None) if axis else ones.pop(0) if ones else None)
         if axis and labels[-1] is None:
             return None
-    if ones or any(axis in known for axis in rest):
+    if ones or any(axis in label_of for axis in rest):
         return None  # repeated rows or columns
     return tuple(labels), tuple(parts.sizes[part] for part in first) if len(first) > 1 else ()
 
 
 def _source(builder: Builder, node: fx.Node, depth: int) -> fx.Node:
-    """What a node is computed from, so many operations before."""
+    """Returns the first input of a node, `depth` operations before it."""
     for _ in range(depth):
         node = node.all_input_nodes[0]
     return node
 
 
 def _number(node: fx.Node) -> float | None:
-    """What a node multiplies its one tensor by, if that is a number."""
-    name, numbers = op_name(node), [each for each in node.args if not isinstance(each, fx.Node)]
+    """Returns the number that a node multiplies its one tensor by; None where it does anything else."""
+    name, numbers = op_name(node), [argument for argument in node.args if not isinstance(argument, fx.Node)]
     if len(node.args) != 2 or node.kwargs or len(numbers) != 1 or not isinstance(numbers[0], (int, float)):
         return None
     if name in _MULTIPLICATIONS:
@@ -139,8 +138,5 @@ def _number(node: fx.Node) -> float | None:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node changes what it reads."""
+    """Returns True if a node changes its input."""
     return op_name(node).endswith("_") or op_name(node) in _WRITES
-
-
-__all__ = ["undone", "undone_like"]

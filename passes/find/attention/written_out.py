@@ -11,22 +11,15 @@ lies between the products; else a reason is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import fx
 
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import Step
-from fxquant.passes.find.attention.emit import (
-    Context,
-    Extra,
-    Scores,
-    Unknown,
-    unknown_sizes,
-    with_lead,
-    without_repeats,
-)
+from fxquant.passes.find.attention import emit as writing
+from fxquant.passes.find.attention.emit import Context, Extra, Scores, Unknown
 from fxquant.passes.find.attention.steps import Chain, alike, read_product, scores_before, scores_of_weights
 from fxquant.passes.find.attention.undo_layout import undone, undone_like
 from fxquant.passes.find.facts import Attend, Attention, Contraction, Match, product_of
@@ -57,12 +50,12 @@ def read_chain(first: Match, second: Match) -> Attention | str:
 
 
 def _read(first: fx.Node, product: Contraction, context: Contraction) -> tuple[Chain, Contraction, Contraction]:
-    """Reads all between two products; returns that and both, with axes [*batch, queries, keys] of the scores."""
+    """Reads the chain between two products; returns it and both, with axes [*batch, queries, keys] of the scores."""
     reached = _reached([first])
     if context.left.node not in reached:
         context = _exchanged(context)
     start = context.left.node
-    path = reached & _backward(start)
+    path = reached & _reached([start], lambda node: node.all_input_nodes)
     if start not in path or context.right.node in reached:
         raise Unknown("the softmax is not one operand of the second product")
     chain = Chain(first, path, _order_of_weights(context))
@@ -75,12 +68,12 @@ def _read(first: fx.Node, product: Contraction, context: Contraction) -> tuple[C
 
 
 def _exchanged(plan: Contraction) -> Contraction:
-    """The same product with its left operand on the right."""
+    """Returns the same product with its left operand on the right."""
     return replace(plan, left=plan.right, right=plan.left, rows=plan.columns, columns=plan.rows)
 
 
 def _order_of_weights(context: Contraction) -> tuple[int, ...]:
-    """The order in which the axes of weights are [*batch, queries, keys]."""
+    """Returns the order in which the axes of weights are [*batch, queries, keys]."""
     labels = context.left.labels
     rows = [axis for axis, label in enumerate(labels) if label in context.rows]
     if len(context.inner) != 1 or not rows or None in labels:
@@ -90,7 +83,7 @@ def _order_of_weights(context: Contraction) -> tuple[int, ...]:
 
 
 def _attention(chain: Chain, second: Match, plans: tuple[Contraction, Contraction], scale: float) -> Attention:
-    """Makes an attention of all that was read. Raises Unknown for what one operator cannot compute."""
+    """Makes an attention of the chain. Raises Unknown where one operator cannot compute it."""
     first, (scores, context) = chain.first, plans
     assert second.contraction is not None
     into, out_of = Scores(scores), Context(context, len(second.contraction.out))
@@ -99,18 +92,18 @@ def _attention(chain: Chain, second: Match, plans: tuple[Contraction, Contractio
     steps, extras = _steps(chain, scale)
     if not statically_known_true(product_of(into.shared) == product_of(out_of.shared)):
         raise Unknown("keys and values differ in their heads")
-    lead = into.canonical()
-    repeated = [extra.repeated() for extra in extras if not same_sizes(extra.lead, lead)]
-    if len(unknown_sizes(out_of.lead, lead)) > 1 or any(unknown_sizes(sizes, lead) for sizes in repeated):
+    lead = into.canonical
+    repeated = [size for extra in extras if not same_sizes(extra.lead, lead) for size in extra.repeated()]
+    if len(writing.unknown_sizes(out_of.lead, lead)) > 1 or writing.unknown_sizes(repeated, lead):
         raise Unknown("batch axes are reshaped and dynamic")
-    slots = [_slots(first, scores), _slots(second.node, context)]
+    qk, (_, v_slot) = _slots(first, scores), _slots(second.node, context)
 
     def emit(builder: Builder, attend: Attend) -> fx.Node:
-        q, k = into.operands(builder, *(first.all_input_nodes[slot] for slot in slots[0]))
-        v = with_lead(builder, out_of.operand(builder, second.node.all_input_nodes[slots[1][1]]), into.shared, k)
-        k, v = without_repeats(k, v)
+        q, k = into.operands(builder, *(first.all_input_nodes[slot] for slot in qk))
+        v = writing.with_lead(builder, out_of.operand(builder, second.node.all_input_nodes[v_slot]), into.shared, k)
+        k, v = writing.without_repeats(k, v)
         result = attend(q, k, v, [extra.build(builder, lead, q) for extra in extras])
-        return settle(builder, out_of.result(builder, with_lead(builder, result, out_of.lead, result)))
+        return settle(builder, out_of.result(builder, writing.with_lead(builder, result, out_of.lead, result)))
 
     return Attention(
         node=second.node, steps=steps, dropout=chain.dropout, emit=emit, inside=inside | {first}, axes=len(lead) + 2,
@@ -149,8 +142,8 @@ def _slots(node: fx.Node, plan: Contraction) -> tuple[int, int]:
 
 
 def _closed(chain: Chain, last: fx.Node) -> frozenset[fx.Node]:
-    """All nodes between the products. What they compute must be read by none but each other and the last product."""
-    inside = _reached((*chain.read, chain.first), stop=last)
+    """Returns the nodes between the products. Raises Unknown where another node than the last product reads them."""
+    inside = _reached((*chain.read, chain.first), lambda node: [user for user in node.users if user is not last])
     for node in inside:
         if op_name(node) == "_assert_tensor_metadata" or (op_name(node) == "getitem" and not node.users):
             continue  # in an exported program, of a cast and of a result that nobody takes: it goes with the chain
@@ -160,27 +153,14 @@ def _closed(chain: Chain, last: fx.Node) -> frozenset[fx.Node]:
     return inside
 
 
-def _reached(nodes: Iterable[fx.Node], stop: fx.Node | None = None) -> frozenset[fx.Node]:
-    """The nodes and everything computed from them, but for `stop` and what is computed from that alone."""
+def _reached(
+    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.users
+) -> frozenset[fx.Node]:
+    """Returns the nodes and all that follow them: those computed from them, if nothing else is said."""
     queue = list(nodes)
     seen = set(queue)
     while queue:
-        for user in queue.pop().users:
-            if user not in seen and user is not stop:
-                seen.add(user)
-                queue.append(user)
+        more = set(following(queue.pop())) - seen
+        seen |= more
+        queue += more
     return frozenset(seen)
-
-
-def _backward(node: fx.Node) -> frozenset[fx.Node]:
-    """Everything a node is computed from, itself included."""
-    seen, queue = {node}, [node]
-    while queue:
-        for source in queue.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                queue.append(source)
-    return frozenset(seen)
-
-
-__all__ = ["read_chain"]
