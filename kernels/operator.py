@@ -167,6 +167,7 @@ class Operator(Generic[P, R]):
         self.name = meaning.__name__
         self.meaning = meaning
         self.schema = schema
+        self.key = key
         self.reference = reference
         self.traits = traits
         self.implementations: list[Implementation] = []

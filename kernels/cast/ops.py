@@ -20,7 +20,7 @@ from fxquant.kernels.cast import choice, reference
 from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.cast.rounded import rounded
-from fxquant.kernels.operator import Parts, Side, States, Traits, operator, runs_beside
+from fxquant.kernels.operator import Dim, Parts, Side, States, Traits, operator, runs_beside
 from fxquant.kernels.state import reference as delayed
 from fxquant.kernels.state.step import STATELESS, StepState
 
@@ -32,28 +32,31 @@ def _oriented(x: Tensor, direction: str) -> Tensor:
     return x.mT if direction == "columnwise" else x
 
 
-def _fake_operand(x: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """Shapes and dtypes of `reference.quantize(x, spec)`."""
+def fake_operand(
+    x: Tensor, spec: QuantSpec, *, tensors: Dim = 1, tile_rows: Dim = None, lines: Sequence[Any] | None = None
+) -> list[Tensor]:
+    """Empty parts of the shapes and dtypes of a quantized operand [*, rows, length].
+
+    `tensors` have a scale each where it is one of a whole tensor, tiles cover `tile_rows`, and scales of rows lie as
+    `lines`, where those are not the operand's.
+    """
     row = spec.row
     assert row.element is not None and row.scale_dtype is not None
     *batch, rows, length = x.shape
+    lines = [*batch, rows, 1] if lines is None else lines
     padded = (length + row.alignment - 1) // row.alignment * row.alignment
     block_rows, block_columns = row.block
+    scale_shape: list[Any]
     if row.family == "per_tensor":
-        scale_shape = [1]
+        scale_shape = [tensors]
     elif row.family == "per_row":
-        scale_shape = [*batch, rows, 1]
+        scale_shape = [*lines]
     else:
+        covered = rows if tile_rows is None else tile_rows
         tiled = row.family == "block" and block_rows > 1
-        scale_rows = (rows + block_rows - 1) // block_rows if tiled else rows
-        scale_shape = [*batch, scale_rows, padded // block_columns]
-    packed = row.element.packed
-    parts = [
-        x.new_empty([*batch, rows, padded // packed], dtype=row.dtypes[0]),
-        x.new_empty(scale_shape, dtype=row.dtypes[1]),
-    ]
-    amax_shape = [*batch, rows, 1] if spec.row_scaled else [1]
-    return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
+        scale_shape = [*batch, (covered + block_rows - 1) // block_rows if tiled else rows, padded // block_columns]
+    shapes = [[*batch, rows, padded // row.element.packed], scale_shape, lines if spec.row_scaled else [tensors]]
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, row.dtypes, strict=False)]
 
 
 @operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
@@ -102,7 +105,7 @@ def hybrid_quantize(
 
 @hybrid_quantize.fake
 def _hybrid_quantize_fake(x: Tensor, rowwise_spec: str, columnwise_spec: str, *states: Tensor | None) -> list[Tensor]:
-    return [*_fake_operand(x, QuantSpec.parse(rowwise_spec)), *_fake_operand(x.mT, QuantSpec.parse(columnwise_spec))]
+    return [*fake_operand(x, QuantSpec.parse(rowwise_spec)), *fake_operand(x.mT, QuantSpec.parse(columnwise_spec))]
 
 
 @operator(
@@ -121,7 +124,7 @@ def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) 
 @quantize.fake
 def _quantize_fake(x: Tensor, spec: str, direction: str, state: Tensor | None = None) -> list[Tensor]:
     check_state(state, QuantSpec.parse(spec))
-    return _fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
+    return fake_operand(_oriented(x, direction), QuantSpec.parse(spec))
 
 
 def _facts(sides: Callable[..., list[Side]], x: Tensor, *args: Any, **_: object) -> CastFacts:
@@ -202,8 +205,8 @@ def _produce_quantize_fake(
     cast, parts = CastSpec.parse(spec), []
     x = inputs[0].new_empty(cast.producer.shape(inputs[0]))
     for _ in range(cast.producer.results):
-        parts += _fake_operand(x, cast.rowwise) if cast.rowwise else []
-        parts += _fake_operand(x.mT, cast.columnwise) if cast.columnwise else []
+        parts += fake_operand(x, cast.rowwise) if cast.rowwise else []
+        parts += fake_operand(x.mT, cast.columnwise) if cast.columnwise else []
         parts += [_amax_fake(x)] if record else []
     return parts
 

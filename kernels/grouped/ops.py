@@ -17,7 +17,7 @@ from torch import Tensor
 from fxquant.formats import OperandSpec, QuantSpec, check_parts
 from fxquant.kernels.cast import choice, reference
 from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction
-from fxquant.kernels.cast.ops import shared_spec
+from fxquant.kernels.cast.ops import fake_operand, shared_spec
 from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
@@ -28,36 +28,17 @@ from fxquant.kernels.state.step import STATELESS, StepState
 
 def _fake_operand(x: Tensor, offs: Tensor | None, spec: QuantSpec, direction: str) -> list[Tensor]:
     """Shapes and dtypes of `grouped_reference.quantize`."""
-    row, align = spec.row, spec.row.alignment
-    assert row.element is not None and row.scale_dtype is not None
-    sizes: list[Any] = list(x.shape)
-    *batch, rows, length = sizes
-    groups = x.shape[0] if offs is None else offs.shape[0]
-    tiled = row.family == "block" and row.block[0] > 1
-    tile_rows = rows
-    if direction == "columnwise":
-        rows, length = length, rows
-        tile_rows = rows
-        if offs is not None:
-            length = grouped_reference.padded_rows(length, groups, align)
-    elif offs is not None and tiled:
-        tile_rows = grouped_reference.padded_rows(rows, groups, row.block[0])
-    padded = (length + align - 1) // align * align
-    if row.family == "per_tensor":
-        scale_shape = [groups]
-    elif row.family == "per_row":
-        scale_shape = [groups, rows] if direction == "columnwise" and offs is not None else [*batch, rows, 1]
-    else:
-        scale_rows = (tile_rows + row.block[0] - 1) // row.block[0] if tiled else rows
-        scale_shape = [*batch, scale_rows, padded // row.block[1]]
-    packed = row.element.packed
-    parts = [
-        x.new_empty([*batch, rows, padded // packed], dtype=row.dtypes[0]),
-        x.new_empty(scale_shape, dtype=row.dtypes[1]),
-    ]
-    by_column = direction == "columnwise" and offs is not None
-    amax_shape = ([groups, rows] if by_column else [*batch, rows, 1]) if spec.row_scaled else [groups]
-    return [*parts, x.new_empty(amax_shape, dtype=torch.float32)] if row.has_global_amax else parts
+    columnwise = direction == "columnwise"
+    x = x.mT if columnwise else x
+    if offs is None:
+        return fake_operand(x, spec, tensors=x.shape[0])
+    groups, padded_rows = offs.shape[0], grouped_reference.padded_rows
+    if columnwise:
+        rows, length = x.shape
+        x = x.new_empty(rows, padded_rows(length, groups, spec.row.alignment))
+        return fake_operand(x, spec, tensors=groups, lines=[groups, rows])
+    tile_rows = padded_rows(x.shape[0], groups, max(1, spec.row.block[0]))
+    return fake_operand(x, spec, tensors=groups, tile_rows=tile_rows)
 
 
 @operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))

@@ -1,19 +1,21 @@
 """`fxquant::linear`: one linear layer whose three GEMMs are quantized as its spec says.
 
 The operator is CompositeImplicitAutograd: AOTAutograd traces through it, and the joint graph shows the quantize and
-GEMM nodes of the forward and of the backward, each direction by itself, for the partitioner to place.
+GEMM nodes of the forward and of the backward, each direction by itself, for the partitioner to place. So it is for
+`fxquant::grouped_linear`, which differs in its `Gemms` alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxquant.compat.device import no_autocast
-from fxquant.formats import LinearSpec, OperandSpec
+from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels import custom
 from fxquant.kernels.cast.ops import amax, quantize_operand, shared_spec
 from fxquant.kernels.linear.ops import scaled_mm
@@ -22,96 +24,136 @@ from fxquant.kernels.state.step import STATELESS, StepState
 
 
 @dataclass(frozen=True)
-class Payloads:
-    """The parts of a weight that was quantized before, by direction; None where it was not."""
+class Gemms:
+    """The functions that a linear's GEMMs consist of, for matrices or for groups of rows whose ends are `offs`.
 
-    rowwise: list[Tensor] | None = None
-    columnwise: list[Tensor] | None = None
+    `quantize(x, offs, spec, direction, state)` gives the parts and their spec, `amax(x, offs)` largest magnitudes, and
+    `multiply(a, a_spec, b, b_spec, offs, bias, out_dtype, fast_accum)` a x b^T, the contracted axis of each last.
+    `one_batch` says that batches have one axis.
+    """
 
-
-def _gemm(
-    a: Tensor, a_spec: OperandSpec, a_direction: str, b: Tensor, b_spec: OperandSpec, b_direction: str,
-    bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool, state: StepState,
-    b_parts: list[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """a x b^T with the contracted axis of each last, after both are quantized in their direction, unless b was."""
-    a_parts, a_side = quantize_operand(a, a_spec, a_direction, state)
-    if b_parts is None:
-        b_parts, b_side = quantize_operand(b, b_spec, b_direction, state)
-    else:
-        b_side = shared_spec(b_spec.columnwise if b_direction == "columnwise" else b_spec.rowwise)
-    if a_side.key or b_side.key:
-        return custom.gemm(a_parts, a_side, b_parts, b_side, bias, out_dtype)
-    if a_side.is_identity:
-        left, right = a_parts[0], b_parts[0]
-        dtype = torch.promote_types(left.dtype, right.dtype)
-        if bias is not None:
-            return torch.nn.functional.linear(left.to(dtype), right.to(dtype), bias.to(dtype)).to(out_dtype)
-        return torch.matmul(left.to(dtype), right.to(dtype).mT).to(out_dtype)
-    return scaled_mm(a_parts, b_parts, str(a_side), str(b_side), bias, out_dtype, fast_accum)
+    quantize: Callable[..., tuple[list[Tensor], QuantSpec]]
+    amax: Callable[..., Tensor]
+    multiply: Callable[..., Tensor]
+    one_batch: bool
 
 
-def needed(ctx: Any, input: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of the two, what the gradient of the other takes: what no gradient takes may be written into, as in torch."""
-    of_input, of_weight = ctx.needs_input_grad[:2]
-    return input if of_weight else None, weight if of_input else None
+class _Operand(NamedTuple):
+    """An operand of a GEMM, with its parts if it was quantized before."""
+
+    x: Tensor
+    offs: Tensor | None
+    spec: OperandSpec
+    direction: str
+    parts: list[Tensor] | None = None
+
+    def quantized(self, gemms: Gemms, state: StepState) -> tuple[list[Tensor], QuantSpec]:
+        if self.parts is None:
+            return gemms.quantize(*self[:4], state)
+        return self.parts, shared_spec(self.spec.columnwise if self.direction == "columnwise" else self.spec.rowwise)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The arguments of a linear that are no operands.
+
+    `weight_rowwise` and `weight_columnwise` are the parts of a weight that was quantized before.
+    """
+
+    gemms: Gemms
+    spec: LinearSpec
+    state: StepState
+    weight_rowwise: list[Tensor] | None = None
+    weight_columnwise: list[Tensor] | None = None
+
+    def multiply(
+        self, a: _Operand, b: _Operand, offs: Tensor | None, bias: Tensor | None, dtype: torch.dtype, *, fast: bool
+    ) -> Tensor:
+        """a x b^T, after both are quantized."""
+        left, right = a.quantized(self.gemms, self.state), b.quantized(self.gemms, self.state)
+        return self.gemms.multiply(*left, *right, offs, bias, dtype, fast)
 
 
 class _Linear(torch.autograd.Function):
-    """input [*batch, M, K] x weight [*batch, N, K]^T + bias [N], all of one dtype."""
+    """input [*batch, M, K] x weight [*batch, N, K]^T + bias [N], all of one dtype, or that of each group of rows."""
 
     @staticmethod
-    def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, spec_text: str, state: StepState, known: Payloads
-    ) -> Tensor:
-        spec = LinearSpec.parse(spec_text)
-        state.record_forward(spec.input.rowwise, amax, input)
-        state.record_forward(spec.weight.rowwise, amax, weight)
-        return _gemm(
-            input, spec.input, "rowwise", weight, spec.weight, "rowwise", bias, input.dtype, True, state, known.rowwise
-        )
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor | None, context: Context) -> Tensor:
+        spec, state, measure = context.spec, context.state, context.gemms.amax
+        state.record_forward(spec.input.rowwise, measure, input, offs)
+        state.record_forward(spec.weight.rowwise, measure, weight, None)
+        left = _Operand(input, offs, spec.input, "rowwise")
+        right = _Operand(weight, None, spec.weight, "rowwise", context.weight_rowwise)
+        return context.multiply(left, right, offs, bias, input.dtype, fast=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, ctx.spec_text, ctx.state, ctx.known = inputs
+        input, weight, _, offs, ctx.context = inputs
         ctx.dtype = input.dtype
-        ctx.save_for_backward(*needed(ctx, input, weight))
+        # what no gradient takes may be written into, as in torch
+        of_input, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(input if of_weight else None, weight if of_input else None, offs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grads
-        input, weight = ctx.saved_tensors
-        spec = LinearSpec.parse(ctx.spec_text)
-        state: StepState = ctx.state
-        grad_input = grad_weight = grad_bias = None
+        input, weight, offs = ctx.saved_tensors
+        context: Context = ctx.context
+        spec, grad_input, grad_weight, grad_bias = context.spec, None, None, None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            state.record_backward(spec.grad_output.rowwise, amax, grad_output)
+            context.state.record_backward(spec.grad_output.rowwise, context.gemms.amax, grad_output, offs)
         if ctx.needs_input_grad[0]:
-            grad_input = _gemm(
-                grad_output, spec.grad_output, "rowwise", weight, spec.weight, "columnwise", None, ctx.dtype, False,
-                state, ctx.known.columnwise,
-            )  # fmt: skip
+            left = _Operand(grad_output, offs, spec.grad_output, "rowwise")
+            right = _Operand(weight, None, spec.weight, "columnwise", context.weight_columnwise)
+            grad_input = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
         if ctx.needs_input_grad[1]:
-            grad_weight = _gemm(
-                grad_output, spec.grad_output, "columnwise", input, spec.input, "columnwise", None, ctx.dtype, False,
-                state,
-            )  # fmt: skip
+            left = _Operand(grad_output, offs, spec.grad_output, "columnwise")
+            right = _Operand(input, offs, spec.input, "columnwise")
+            grad_weight = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str, state: StepState, known: Payloads) -> Tensor:
-    autocast = LinearSpec.parse(spec).autocast
+def run_linear(input: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor | None, context: Context) -> Tensor:
+    """The linear of operands of any dtype and number of axes. The autocast dtype of the spec is applied here."""
+    autocast, batch = context.spec.autocast, weight.shape[:-2]
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
     input, weight = input.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     with no_autocast(input.device):
-        if weight.ndim > 2:
-            return _Linear.apply(input, weight, bias, spec, state, known)  # type: ignore[no-any-return,no-untyped-call]
-        rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)
-        output = _Linear.apply(rows, weight, bias, spec, state, known)  # type: ignore[no-untyped-call]
-        return output.reshape(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+        if not batch:
+            rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)
+            output = _Linear.apply(rows, weight, bias, offs, context)  # type: ignore[no-untyped-call]
+            return output.reshape(*input.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+        flat = context.gemms.one_batch and offs is None and len(batch) > 1
+        if flat:
+            input, weight = input.flatten(0, -3), weight.flatten(0, -3)
+        output = _Linear.apply(input, weight, bias, offs, context)  # type: ignore[no-untyped-call]
+        return output.unflatten(0, batch) if flat else output  # type: ignore[no-any-return]
+
+
+def _multiply(
+    a: list[Tensor], a_spec: QuantSpec, b: list[Tensor], b_spec: QuantSpec, offs: None, bias: Tensor | None,
+    out_dtype: torch.dtype, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    if a_spec.key or b_spec.key:
+        return custom.gemm(a, a_spec, b, b_spec, bias, out_dtype)
+    if a_spec.is_identity:
+        left, right = a[0], b[0]
+        dtype = torch.promote_types(left.dtype, right.dtype)
+        if bias is not None:
+            return torch.nn.functional.linear(left.to(dtype), right.to(dtype), bias.to(dtype)).to(out_dtype)
+        return torch.matmul(left.to(dtype), right.to(dtype).mT).to(out_dtype)
+    return scaled_mm(a, b, str(a_spec), str(b_spec), bias, out_dtype, fast_accum)
+
+
+_MATRICES = Gemms(
+    quantize=lambda x, offs, *more: quantize_operand(x, *more),
+    amax=lambda x, offs: amax(x),
+    multiply=_multiply,
+    one_batch=False,
+)
 
 
 STATEFUL = (
@@ -125,24 +167,17 @@ STATEFUL = (
     key=TRACED, traits=Traits(stored_weights=True), schema=f"(Tensor input, Tensor weight, Tensor? bias, {STATEFUL}"
 )
 def linear_stateful(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    forward_amax: Tensor | None,
-    backward_amax: Tensor | None,
-    step: Tensor | None,
-    random: Tensor | None,
-    spec: str,
-    weight_rowwise: list[Tensor] | None = None,
-    weight_columnwise: list[Tensor] | None = None,
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, forward_amax: Tensor | None,
+    backward_amax: Tensor | None, step: Tensor | None, random: Tensor | None, spec: str,
+    weight_rowwise: list[Tensor] | None = None, weight_columnwise: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """`linear` with operands whose specs name slots or random streams of the `StepState`.
 
     A weight whose parts are given is not quantized again, and gets its gradient all the same.
     """
     state = StepState(scale, forward_amax, backward_amax, step, random)
-    return _linear(input, weight, bias, spec, state, Payloads(weight_rowwise, weight_columnwise))
+    context = Context(_MATRICES, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise)
+    return run_linear(input, weight, bias, None, context)
 
 
 @operator(key=TRACED, traits=Traits(stateful=linear_stateful))
@@ -151,4 +186,4 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, spec: str) -> Ten
 
     The autocast dtype of the spec is applied here, since no autocast rule knows this operator.
     """
-    return _linear(input, weight, bias, spec, STATELESS, Payloads())
+    return run_linear(input, weight, bias, None, Context(_MATRICES, LinearSpec.parse(spec), STATELESS))

@@ -6,14 +6,26 @@ import ast
 import re
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fxquant
 import fxquant.kernels
 import fxquant.passes.pipeline
-from fxquant.kernels.operator import OPERATORS, Facts, operator_of
+from fxquant.compat.private import tree_map_only
+from fxquant.compat.values import FakeTensorMode
+from fxquant.formats import FORMATS, AttentionSpec, QuantSpec, Step
+from fxquant.kernels.attention import ops as attention
+from fxquant.kernels.cast import ops as cast
+from fxquant.kernels.cast.producers import CastSpec
+from fxquant.kernels.grouped import ops as grouped
+from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.linear.ops import fused_scaled_mm, scaled_mm
+from fxquant.kernels.operator import OPERATORS, TRACED, Facts, operator_of
+from fxquant.kernels.state import ops as state_ops
 
 SCHEMAS = {
     "quantize": "(Tensor x, str spec, str direction, Tensor? state=None) -> Tensor[]",
@@ -121,6 +133,125 @@ def test_meanings_have_the_schemas(name: str) -> None:
     assert operator_of(found.target) is operator_of(found.target.overloadpacket) is found
     parameters = [argument.name for argument in found.target._schema.arguments]
     assert parameters == list(found.meaning.__code__.co_varnames[: found.meaning.__code__.co_argcount])
+
+
+HEADS = [name for name, row in FORMATS.items() if row.family in ("per_head", "mxfp8") and "2d" not in name]
+MATRICES = [name for name, row in FORMATS.items() if row.element is not None and row.family not in ("per_head",)]
+BIAS, OFFS = torch.randn(48), torch.tensor([3, 3, 40, 60], dtype=torch.int32)
+
+
+def calls(name: str) -> list[tuple[Any, ...]]:
+    """Arguments of an operator of casts, GEMMs and groups, in a format."""
+    x, w, batch = torch.randn(70, 50).bfloat16(), torch.randn(48, 50).bfloat16(), torch.randn(4, 48, 50)
+    a, b = cast.quantize(x, name, "rowwise"), cast.quantize(w, name, "rowwise")
+    stacked = grouped.split_quantize(batch, None, name, "rowwise")
+    rows, columns = (grouped.split_quantize(x, OFFS, name, way) for way in ("rowwise", "columnwise"))
+    both = str(CastSpec("silu_mul", QuantSpec(format=name), QuantSpec(format=name)))
+    return [
+        (cast.quantize, x, name, "rowwise"), (cast.quantize, x, name, "columnwise"),
+        (cast.hybrid_quantize, x, name, name), (cast.produce_quantize, [x, x], both, [None], [None], True),
+        (cast.produce_quantize_into, [x, x], both, [None], [None], torch.zeros(1), None, False),
+        (cast.scale_from_amax, torch.ones(1), name),
+        (cast.dequantize, a, name, "rowwise", [70, 50], torch.float32), (cast.amax, x),
+        (scaled_mm, a, b, name, name, BIAS, torch.bfloat16, False),
+        (fused_scaled_mm, a, b, name, name, None, torch.bfloat16, False, "gelu", torch.ones(70, 48).bfloat16(), True),
+        (grouped.split_quantize, x, OFFS, name, "rowwise"), (grouped.split_quantize, x, OFFS, name, "columnwise"),
+        (grouped.split_quantize, batch, None, name, "columnwise"), (grouped.split_amax, x, OFFS),
+        (grouped.hybrid_split_quantize, x, OFFS, name, name), (grouped.split_quantize_and_amax, batch, name),
+        (grouped.split_dequantize, rows, OFFS, name, 50, torch.float32),
+        (grouped.grouped_scaled_mm, rows, stacked, OFFS, name, name, torch.float32, False),
+        (grouped.grouped_scaled_mm, columns, columns, OFFS, name, name, torch.float32, False),
+    ]  # fmt: skip
+
+
+def calls_of_heads(name: str) -> list[tuple[Any, ...]]:
+    """Arguments of an operator of attention, in a format."""
+    q, k = torch.randn(2, 4, 20, 40), torch.randn(2, 2, 30, 40)
+    parts = attention.quantize_qkv(q, k, k, name)
+    pairs, mask = (parts[:2], parts[2:4], parts[4:]), torch.randn(20, 30)
+    high, spec = QuantSpec(format="identity"), QuantSpec(format=name)
+    steps = (Step("mul", 0.1), Step("add", extra=0))
+    text = str(AttentionSpec(qkv=spec, s=high, do=high, dp=high, steps=steps))
+    o, lse, _ = attention.attention_forward(*pairs, [mask], None, None, text, 40, torch.float32)
+    more = ([mask], None, None)
+    return [
+        (attention.quantize_heads, q, name, 2, False), (attention.quantize_heads, k, name, 1, True),
+        (attention.quantize_qkv, q, k, k, name, None, True),
+        (attention.dequantize_heads, pairs[0], name, 2, False, [20, 40], torch.bfloat16),
+        (attention.transpose_codes, parts[0], 16), (attention.transpose_codes, q, 10),
+        (attention.attention_forward, *pairs, *more, text, 40, torch.bfloat16),
+        (attention.attention_backward, q, *pairs, o, lse, *more, None, None, [0], text, 40),
+    ]  # fmt: skip
+
+
+def stateful_calls() -> list[tuple[Any, ...]]:
+    """Arguments of the operators that write a state."""
+    n, (q, k) = torch.ones(3), (torch.randn(2, 4, 20, 40), torch.randn(2, 2, 30, 40))
+    tensor = QuantSpec(format="per_tensor_e4m3")
+    parts = attention.quantize_qkv(q, k, k, str(tensor))
+    text = str(AttentionSpec(qkv=tensor, s=tensor, steps=(Step("mul", 0.1),)))
+    steps = torch.ones(3, dtype=torch.int64)
+    state = (n, torch.ones(4, 3), n.clone(), steps, torch.ones(1, dtype=torch.int64), n, 0.0, "max")
+    return [
+        (attention.quantize_qkv_into, q, k, k, str(tensor), torch.ones(1), torch.zeros(1)),
+        (attention.attention_forward_into, parts[:2], parts[2:4], parts[4:], [], None, torch.ones(1), text, 40,
+         torch.bfloat16, torch.zeros(1)),
+        (state_ops.record, n, [torch.ones(1)], [1]), (state_ops.record_since, steps, state[4], [torch.ones(1)], [1]),
+        (state_ops.delayed_update, *state), (state_ops.delayed_advance, *state),
+    ]  # fmt: skip
+
+
+CALLS = {
+    f"{name} {i} {call[0].name}": call
+    for make, names in ((calls, MATRICES), (calls_of_heads, HEADS), (lambda _: stateful_calls(), ["state"]))
+    for name in names
+    for i, call in enumerate(make(name))
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_fake_tensors_are_as_the_meaning_makes_them(call: str) -> None:
+    called, *args = CALLS[call]
+    real = called.meaning(*tree_map_only(Tensor, torch.clone, args))
+    with FakeTensorMode() as mode:
+        fake = called.target(*tree_map_only(Tensor, mode.from_tensor, args))
+    results = [[made] if isinstance(made, Tensor) else made for made in (real, fake)]
+    described = [[(t.shape, t.dtype, t.stride()) for t in tensors] for tensors in results]
+    assert described[0] == described[1]
+
+
+def test_every_operator_was_called() -> None:
+    """But for those that tracing goes through, which have no fake of their own."""
+    called = {call[0].name for call in CALLS.values()}
+    assert called == {name for name, found in OPERATORS.items() if found.key != TRACED}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_conditions_say_why_nothing_but_the_meaning_runs_on_a_cpu(call: str) -> None:
+    called, *args = CALLS[call]
+    facts = called.facts_of(*args)
+    assert called.choose(facts).kernel is called.reference
+    for implementation in called.implementations:
+        reason = implementation.when(facts)
+        assert isinstance(reason, str) and reason and reason[-1] != ".", implementation.kernel
+
+
+EXACT = [name for name, row in FORMATS.items() if row.family == "mxfp8"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_emulated_products_are_those_of_the_meaning(name: str) -> None:
+    """Elements with scales that are powers of two are exact in bfloat16."""
+    x, w = torch.randn(70, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    a, b = cast.quantize(x, name, "rowwise"), cast.quantize(w, name, "rowwise")
+    args = (a, b, name, name, None, torch.bfloat16, False)
+    torch.testing.assert_close(scaled_mm.run(GemmKernel.EMULATED)(*args), scaled_mm.meaning(*args))
+    rows = grouped.split_quantize(x, OFFS, name, "rowwise")
+    stacked = grouped.split_quantize(w.reshape(4, 12, 64), None, name, "rowwise")
+    grouped_args = (rows, stacked, OFFS, name, name, torch.bfloat16, False)
+    for kernel in (GemmKernel.GROUPED_PORTABLE, GemmKernel.EMULATED):
+        got = grouped.grouped_scaled_mm.run(kernel)(*grouped_args)
+        torch.testing.assert_close(got, grouped.grouped_scaled_mm.meaning(*grouped_args))
 
 
 def test_operators_that_are_named_are_registered() -> None:
