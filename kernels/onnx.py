@@ -136,6 +136,3 @@ def _power_of_two(x: Tensor, *, up: bool) -> Tensor:
         return torch.where(power * 0.5 >= x, power * 0.5, power)
     power = torch.where(power > x, power * 0.5, power)
     return torch.where(power * 2 <= x, power * 2, power)
-
-
-__all__ = ["MEANINGS", "OPSET", "dequantize", "quantize", "scaled_mm"]

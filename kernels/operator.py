@@ -49,8 +49,15 @@ TRACED = "CompositeImplicitAutograd"
 """The dispatch key of an operator that tracing goes through, to what it calls, and autograd too."""
 
 
-class Reference(str, Enum):
-    """The kernel of an operator whose kernels have no names."""
+class Kernel(str, Enum):
+    """The kernels that an operator can be, by names for people."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Reference(Kernel):
+    """The kernels of an operator whose kernels have no names."""
 
     REFERENCE = "the reference"
     CUDA = "a kernel"
@@ -85,14 +92,14 @@ class Facts:
         return self.capability >= (8, 9)
 
 
-Kernel = TypeVar("Kernel", bound=Enum)
+K = TypeVar("K", bound=Kernel)
 
 
 @dataclass(frozen=True)
-class Chosen(Generic[Kernel]):
+class Chosen(Generic[K]):
     """A kernel, and why it is no better one."""
 
-    kernel: Kernel
+    kernel: K
     reason: str = ""
 
     def __str__(self) -> str:
@@ -106,7 +113,7 @@ class Implementation:
     A `fallback` is chosen for a reason: that for which the implementation before the fallbacks was not.
     """
 
-    kernel: Enum
+    kernel: Kernel
     run: Callable[..., Any]
     when: Callable[[Any], str]
     fallback: bool
@@ -162,7 +169,7 @@ class Operator(Generic[P, R]):
     """An operator of `torch.ops`; calling it calls that. Its `reference` is the kernel that is its meaning."""
 
     def __init__(
-        self, meaning: Callable[P, R], namespace: str, key: str, schema: str, reference: Enum, traits: Traits
+        self, meaning: Callable[P, R], namespace: str, key: str, schema: str, reference: Kernel, traits: Traits
     ) -> None:
         self.name = meaning.__name__
         self.meaning = meaning
@@ -211,7 +218,7 @@ class Operator(Generic[P, R]):
         return self._facts(*args, **kwargs)
 
     def implementation(
-        self, kernel: Enum, *, when: Callable[[Any], str], fallback: bool = False
+        self, kernel: Kernel, *, when: Callable[[Any], str], fallback: bool = False
     ) -> Callable[[Run], Run]:
         """Registers an implementation, which comes after those that were registered before."""
 
@@ -231,7 +238,7 @@ class Operator(Generic[P, R]):
             reason = reason if implementation.fallback else refusal
         return Chosen(self.reference, reason)
 
-    def run(self, kernel: Enum) -> Callable[..., R]:
+    def run(self, kernel: Kernel) -> Callable[..., R]:
         """The function that is a kernel."""
         return next((choice.run for choice in self.implementations if choice.kernel is kernel), self.meaning)
 
@@ -242,7 +249,7 @@ class Operator(Generic[P, R]):
 
 def operator(
     *, namespace: str = "fxquant", key: str = "CompositeExplicitAutograd", mutates: Sequence[str] = (),
-    schema: str = "", reference: Enum = Reference.REFERENCE, traits: Traits = Traits(),
+    schema: str = "", reference: Kernel = Reference.REFERENCE, traits: Traits = Traits(),
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:  # fmt: skip
     """Makes a function, which is its meaning, an operator of the same name.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from fxquant.compat.device import capability, knows_gluon
 from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.formats import ELEMENTS, AttentionSpec, QuantSpec
 from fxquant.kernels.attention.reference import features_of
-from fxquant.kernels.operator import Dim, Facts, Parts
+from fxquant.kernels.operator import Dim, Facts, Kernel, Parts
 
 HEAD_DIMS = (64, 128, 256)
 """The head sizes that Triton kernels take."""
@@ -27,7 +26,7 @@ LEAST_WORK_OF_GLUON = 1 << 36
 """FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
 
 
-class AttentionKernel(str, Enum):
+class AttentionKernel(Kernel):
     """The kernels of a forward or backward of quantized attention."""
 
     TRITON = "Triton, FP8"
@@ -35,9 +34,6 @@ class AttentionKernel(str, Enum):
     WIDE = "Triton on dequantized q, k and v"
     CUDNN = "cuDNN on dequantized q, k and v"
     REFERENCE = "the reference, float32 scores in memory"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,3 @@ def cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), none, none, absent, absent, absent, q.shape[2], k.shape[2], 0.0, causal,
         scale=scale,
     )  # fmt: skip
-
-
-__all__ = ["cudnn_attention", "cudnn_attention_backward"]

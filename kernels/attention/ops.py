@@ -128,13 +128,6 @@ def dequantize_heads(
     return reference.dequantize_heads(parts, QuantSpec.parse(spec), groups, transposed, size).to(dtype).contiguous()
 
 
-@dequantize_heads.fake
-def _dequantize_heads_fake(
-    parts: Parts, spec: str, groups: int, transposed: bool, size: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    return parts[0].new_empty([*parts[0].shape[:-2], *size], dtype=dtype)
-
-
 @operator()
 def transpose_codes(codes: Tensor, alignment: int) -> Tensor:
     """The bytes [M, K] of a payload as [K, Mp], M padded with zeros to a multiple of `alignment`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import few_rows as limits
-from fxquant.kernels.operator import Dim, Facts, Side
+from fxquant.kernels.operator import Dim, Facts, Kernel, Operator, Side
 
 
-class CastKernel(str, Enum):
+class CastKernel(Kernel):
     """The kernels that a quantization, or the amax for one, can be."""
 
     FEW_ROWS = "Triton cast of few rows"
@@ -38,6 +38,20 @@ def both_sides(
 ) -> list[Side]:
     """The sides of the arguments of `fxquant::hybrid_quantize`."""
     return [Side("rowwise", row, row_state), Side("columnwise", column, column_state)]
+
+
+def register_casts(
+    operators: Sequence[Operator[..., Any]], facts: Callable[..., CastFacts], run: Callable[..., list[Tensor]],
+    kernels: Sequence[tuple[CastKernel, Callable[[CastFacts], str], Callable[..., Tensor]]],
+) -> None:  # fmt: skip
+    """Registers Triton's casts of an operator for one direction, and of one for both.
+
+    `kernels` have conditions and the amax that is taken before. `facts` and `run` get the sides of the arguments first.
+    """
+    for called, sides in zip(operators, (one_direction, both_sides), strict=True):
+        called.facts(partial(facts, sides))
+        for kernel, when, amax in kernels:
+            called.implementation(kernel, when=when)(partial(run, sides, amax))
 
 
 def by_direction(sides: Sequence[Side]) -> list[tuple[QuantSpec | None, Tensor | None]]:

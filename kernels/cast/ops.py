@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fxquant.formats import OperandSpec, QuantSpec, check_parts, check_state
+from fxquant.formats import OperandSpec, QuantSpec, check_state
 from fxquant.kernels import custom
 from fxquant.kernels.cast import choice, reference
-from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction
+from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction, register_casts
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.operator import Dim, Parts, Side, States, Traits, operator, runs_beside
@@ -151,13 +150,10 @@ def _triton_quantize(
     return triton_cast.quantize(x, row, column, row_state, column_state, measure)
 
 
-for _called, _sides in ((quantize, one_direction), (hybrid_quantize, both_sides)):
-    _called.facts(partial(_facts, _sides))
-    for _kernel, _when, _measure in (
-        (CastKernel.STORED, choice.stored, _triton_amax),
-        (CastKernel.TRITON, choice.triton, _rounded_amax),
-    ):
-        _called.implementation(_kernel, when=_when)(partial(_triton_quantize, _sides, _measure))
+register_casts(
+    (quantize, hybrid_quantize), _facts, _triton_quantize,
+    [(CastKernel.STORED, choice.stored, _triton_amax), (CastKernel.TRITON, choice.triton, _rounded_amax)],
+)  # fmt: skip
 
 
 @operator(mutates=["amaxes"])
@@ -240,12 +236,6 @@ def dequantize(parts: Parts, spec: str, direction: str, size: Sequence[int], dty
     values = reference.dequantize(parts, QuantSpec.parse(spec))
     length = size[-2] if direction == "columnwise" else size[-1]
     return _oriented(values.narrow(-1, 0, length), direction).to(dtype).contiguous()
-
-
-@dequantize.fake
-def _dequantize_fake(parts: Parts, spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    check_parts(parts, QuantSpec.parse(spec))
-    return parts[0].new_empty([*parts[0].shape[:-2], *size[-2:]], dtype=dtype)
 
 
 def dequantize_operand(parts: Parts, spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -109,6 +109,3 @@ def _rows_aligned(x: Tensor, multiple: int) -> Tensor:
     """Rows of zeros behind the last, so that rows of the result start at aligned addresses."""
     spare = -x.shape[-2] % multiple
     return torch.nn.functional.pad(x, (0, 0, 0, spare)) if spare else x
-
-
-__all__ = ["aten_grouped_mm", "grouped_mm", "multiply_groups", "portable_grouped_mm", "unmasked_grouped_mm"]

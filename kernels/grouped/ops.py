@@ -8,7 +8,6 @@ Layouts and scales are those of `fxquant.kernels.grouped.reference`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fxquant.formats import OperandSpec, QuantSpec, check_parts
 from fxquant.kernels.cast import choice, reference
-from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction
+from fxquant.kernels.cast.choice import CastFacts, CastKernel, by_direction, one_direction, register_casts
 from fxquant.kernels.cast.ops import fake_operand, shared_spec
 from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.grouped import reference as grouped_reference
@@ -121,13 +120,10 @@ def _triton_quantize(
     return triton_cast.quantize(x, offs, row, column, row_state, column_state, measure)
 
 
-for _called, _sides in ((split_quantize, one_direction), (hybrid_split_quantize, both_sides)):
-    _called.facts(partial(_facts, _sides))
-    for _kernel, _when, _measure in (
-        (CastKernel.STORED, choice.stored_groups, _triton_amax),
-        (CastKernel.TRITON, choice.groups, _rounded_amax),
-    ):
-        _called.implementation(_kernel, when=_when)(partial(_triton_quantize, _sides, _measure))
+register_casts(
+    (split_quantize, hybrid_split_quantize), _facts, _triton_quantize,
+    [(CastKernel.STORED, choice.stored_groups, _triton_amax), (CastKernel.TRITON, choice.groups, _rounded_amax)],
+)  # fmt: skip
 
 
 @operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
@@ -151,12 +147,6 @@ def split_dequantize(parts: Parts, offs: Tensor | None, spec: str, length: int, 
     """The values of a rowwise operand [*, C] in `dtype`, C being `length`."""
     values = grouped_reference.dequantize(parts, offs, QuantSpec.parse(spec), "rowwise")
     return values[..., :length].to(dtype).contiguous()
-
-
-@split_dequantize.fake
-def _split_dequantize_fake(parts: Parts, offs: Tensor | None, spec: str, length: int, dtype: torch.dtype) -> Tensor:
-    check_parts(parts, QuantSpec.parse(spec))
-    return parts[0].new_empty([*parts[0].shape[:-1], length], dtype=dtype)
 
 
 @operator(reference=GemmKernel.REFERENCE)

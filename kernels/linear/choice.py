@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -12,13 +11,13 @@ from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import few_rows as limits
-from fxquant.kernels.operator import Dim, Facts, Parts
+from fxquant.kernels.operator import Dim, Facts, Kernel, Parts
 
 GEMM = ("auto", "cublas", "triton", "autotune")
 """The ways to decide between cuBLAS and Triton where both have a GEMM: by rates, for one of them, or by measuring."""
 
 
-class GemmKernel(str, Enum):
+class GemmKernel(Kernel):
     """The kernels that a GEMM of quantized operands can be."""
 
     PER_TENSOR = "cuBLAS _scaled_mm, per tensor"
@@ -35,9 +34,6 @@ class GemmKernel(str, Enum):
     EMULATED = "bf16 GEMM of dequantized operands"
     REFERENCE = "float32 GEMM of dequantized operands"
     OWN = "the quantizer's own code"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,12 +60,9 @@ def fused_scaled_mm(
 
 
 @fused_scaled_mm.fake
-def _fused_scaled_mm_fake(
-    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: object, out_dtype: torch.dtype, fast_accum: bool,
-    activation: str, residual: object, record: bool,
-) -> list[Tensor]:  # fmt: skip
-    y = _scaled_mm_fake(a, b, a_spec, b_spec, bias, out_dtype, fast_accum)
-    return [y, y.new_empty([1], dtype=torch.float32)] if record else [y]
+def _fused_scaled_mm_fake(*args: Any) -> list[Tensor]:
+    y = _scaled_mm_fake(*args[:7])
+    return [y, y.new_empty([1], dtype=torch.float32)] if args[-1] else [y]
 
 
 @fused_scaled_mm.implementation(GemmKernel.TRITON, when=runs_beside)

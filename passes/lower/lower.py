@@ -186,7 +186,7 @@ def _key(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
     parts = (run.func, *run.args) if isinstance(run, functools.partial) else (run,)
     return (
-        *(f"{part.__module__}.{getattr(part, '__name__', None) or part.name}" for part in parts),
+        parts,
         tuple(map(str, tree_flatten(tree_map_only(Tensor, describe, (args, kwargs)))[0])),
         same,
     )

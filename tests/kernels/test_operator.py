@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.grouped import ops as grouped
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.ops import fused_scaled_mm, scaled_mm
-from fxquant.kernels.operator import OPERATORS, TRACED, Facts, operator_of
+from fxquant.kernels.operator import OPERATORS, TRACED, Facts, Kernel, operator_of
 from fxquant.kernels.state import ops as state_ops
 
 SCHEMAS = {
@@ -266,20 +265,18 @@ def test_operators_that_are_named_are_registered() -> None:
 
 
 def test_a_fallback_says_why_nothing_better_was_chosen() -> None:
-    class Kernel(Enum):
-        BEST, OTHER = range(2)
+    class Names(Kernel):
+        BEST, OTHER = "the best", "another"
 
     @fxquant.kernels.operator.operator(namespace="fxquant_kernels")
     def chosen_in_tests(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
-    @chosen_in_tests.implementation(Kernel.BEST, when=lambda facts: "" if facts.on_hopper else "not on Hopper")
+    @chosen_in_tests.implementation(Names.BEST, when=lambda facts: "" if facts.on_hopper else "not on Hopper")
     def best(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
-    chosen_in_tests.implementation(Kernel.OTHER, when=lambda facts: "no CUDA" * (not facts.on_cuda), fallback=True)(
-        best
-    )
+    chosen_in_tests.implementation(Names.OTHER, when=lambda facts: "no CUDA" * (not facts.on_cuda), fallback=True)(best)
     chosen = [str(chosen_in_tests.choose(Facts(capability=(major, 0)))) for major in (9, 8, 0)]
-    assert chosen == ["Kernel.BEST", "Kernel.OTHER (not on Hopper)", "Reference.REFERENCE (not on Hopper)"]
-    assert chosen_in_tests.best(torch.zeros(1)).item() == 0 and chosen_in_tests.run(Kernel.BEST) is best
+    assert chosen == ["the best", "another (not on Hopper)", "the reference (not on Hopper)"]
+    assert chosen_in_tests.best(torch.zeros(1)).item() == 0 and chosen_in_tests.run(Names.BEST) is best
