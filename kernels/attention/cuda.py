@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxquant.formats import AttentionSpec, QuantSpec
-from fxquant.kernels.attention import gluon_op, triton_backward, triton_cast, triton_forward
+from fxquant.kernels.attention import gluon_op, triton_backward, triton_forward
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention.choice import SCALINGS, AttentionKernel
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
@@ -46,30 +46,6 @@ class _Scores(NamedTuple):
             else:
                 mask = torch.logical_not(extras[step.extra]) if step.kind == "fill" else extras[step.extra]
         return cls(scale, causal, mask)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, scale: Tensor | None = None) -> list[Tensor]:
-    """Payload and scale of x [B, H, S, D], where `choice.casts_alone` says so."""
-    scaling: Any = SCALINGS[spec]
-    return list(triton_cast.quantize_heads(_dense(x), groups, transposed, scaling))
-
-
-def quantize_qkv(
-    q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None, record: bool = False
-) -> list[Tensor]:
-    """Payloads and scales of q, k and v, where `choice.casts` says so."""
-    amax = torch.zeros(1, device=q.device) if record else None
-    parts = triton_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amax)
-    return parts if amax is None else [*parts, amax]
-
-
-def quantize_qkv_into(q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor, amaxes: Tensor) -> list[Tensor]:
-    """`quantize_qkv` whose amax goes into the state."""
-    return triton_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), SCALINGS[spec], scale, amaxes)
 
 
 def _dequantized(q: Parts, k: Parts, v: Parts, spec: QuantSpec, width: int, dtype: torch.dtype) -> list[Tensor]:

@@ -56,9 +56,14 @@ quantize_heads.facts(lambda x, spec, *_: HeadFacts.of(spec, x))
 
 @quantize_heads.implementation(CastKernel.TRITON, when=choice.casts_alone)
 def _triton_quantize_heads(x: Tensor, spec: str, groups: int, transposed: bool, _: object = None) -> list[Tensor]:
-    from fxquant.kernels.attention import cuda
+    from fxquant.kernels.attention import triton_cast
 
-    return cuda.quantize_heads(x, spec, groups, transposed)
+    scaling: Any = choice.SCALINGS[spec]
+    return list(triton_cast.quantize_heads(_dense(x), groups, transposed, scaling))
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _sides(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, int, bool], ...]:
@@ -87,10 +92,12 @@ quantize_qkv_into.facts(_facts_of_qkv)
 
 
 @quantize_qkv_into.implementation(CastKernel.TRITON, when=choice.casts)
-def _triton_quantize_qkv_into(*args: Any) -> list[Tensor]:
-    from fxquant.kernels.attention import cuda
+def _triton_quantize_qkv_into(
+    q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None, amaxes: Tensor | None
+) -> list[Tensor]:
+    from fxquant.kernels.attention import triton_cast
 
-    return cuda.quantize_qkv_into(*args)
+    return triton_cast.quantize_qkv(_dense(q), _dense(k), _dense(v), choice.SCALINGS[spec], scale, amaxes)
 
 
 @operator(reference=CastKernel.FUSED, traits=Traits(reads_values=3, recording=quantize_qkv_into))
@@ -114,10 +121,12 @@ quantize_qkv.facts(_facts_of_qkv)
 
 
 @quantize_qkv.implementation(CastKernel.TRITON, when=choice.casts)
-def _triton_quantize_qkv(*args: Any) -> list[Tensor]:
-    from fxquant.kernels.attention import cuda
-
-    return cuda.quantize_qkv(*args)
+def _triton_quantize_qkv(
+    q: Tensor, k: Tensor, v: Tensor, spec: str, scale: Tensor | None = None, record: bool = False
+) -> list[Tensor]:
+    amax = torch.zeros(1, device=q.device) if record else None
+    parts = _triton_quantize_qkv_into(q, k, v, spec, scale, amax)
+    return parts if amax is None else [*parts, amax]
 
 
 @operator()
