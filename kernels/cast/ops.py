@@ -45,7 +45,6 @@ def fake_operand(
     lines = [*batch, rows, 1] if lines is None else lines
     padded = (length + row.alignment - 1) // row.alignment * row.alignment
     block_rows, block_columns = row.block
-    scale_shape: list[Any]
     if row.family == "per_tensor":
         scale_shape = [tensors]
     elif row.family == "per_row":
@@ -54,7 +53,11 @@ def fake_operand(
         covered = rows if tile_rows is None else tile_rows
         tiled = row.family == "block" and block_rows > 1
         scale_shape = [*batch, (covered + block_rows - 1) // block_rows if tiled else rows, padded // block_columns]
-    shapes = [[*batch, rows, padded // row.element.packed], scale_shape, lines if spec.row_scaled else [tensors]]
+    shapes: list[Any] = [
+        [*batch, rows, padded // row.element.packed],
+        scale_shape,
+        lines if spec.row_scaled else [tensors],
+    ]
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, row.dtypes, strict=False)]
 
 

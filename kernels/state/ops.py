@@ -7,25 +7,15 @@ by one, is for lowered graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fxquant.kernels.operator import Parts, Reference, operator, runs_beside
+from fxquant.kernels.operator import Reference, operator, runs_beside
 from fxquant.kernels.state import reference
 
-
-@operator()
-def record(amaxes: Tensor, new: Parts, slots: Sequence[int]) -> Tensor:
-    """The amaxes [n] of a forward with the `new` ones, each from its slot on, taken in."""
-    return reference.record(amaxes, new, slots)
-
-
-@operator()
-def record_since(amaxes: Tensor, step: Tensor, new: Parts, slots: Sequence[int]) -> Tensor:
-    """`record` for the amaxes of a backward, of which only those since `step` [n] count."""
-    return reference.record_since(amaxes, step, new, slots)
+record = operator()(reference.record)
+record_since = operator()(reference.record_since)
 
 
 @operator()
