@@ -24,6 +24,9 @@ STACK_TRACE = "stack_trace"
 CUSTOM = "custom"
 """A dictionary of annotations that torch keeps through every transformation; `layer_of` reads ours."""
 
+OF_A_TRACE = ("eager_input_vals", "original_aten")
+"""What tracing writes of an operator: inputs whose strides Inductor keeps for it, and the name that kernels get."""
+
 LAYER = "fxquant_layer"
 """The layer of a node that was captured without its modules."""
 
@@ -43,8 +46,7 @@ _OF_CUSTOM = "fxquant"
 """The key in `CUSTOM` for the name of the layer that an operator was inserted for."""
 
 _OF_ONE_NODE = frozenset(
-    f"""{VAL} {EXAMPLE_VALUE} tensor_meta unbacked_bindings recompute ac_graph_id eager_input_vals original_aten
-    from_node""".split()
+    [VAL, EXAMPLE_VALUE, *OF_A_TRACE, "tensor_meta", "unbacked_bindings", "recompute", "ac_graph_id", "from_node"]
 )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_leaves
 from fxquant.compat.values import fake_mode_of
 from fxquant.passes.graph.builder import Builder
+from fxquant.passes.graph.meta import OF_A_TRACE
 from fxquant.passes.graph.values import value_of
 
 _INPUTS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -51,6 +52,5 @@ def inline(builder: Builder, body: fx.GraphModule) -> tuple[Any, dict[fx.Node, f
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
             copies[node] = builder.call(node.target, *args, **kwargs)
-            if "original_aten" in node.meta:  # Inductor names kernels by it
-                copies[node].meta["original_aten"] = node.meta["original_aten"]
+            copies[node].meta.update((key, node.meta[key]) for key in OF_A_TRACE if key in node.meta)
     return fx.node.map_arg(output.args[0], copies.__getitem__), copies

@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers import captured, listing
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant.passes.graph.builder import Builder, put_in_place
@@ -86,3 +87,21 @@ def test_several_results_keep_their_structure() -> None:
         torch.ops.aten.add.Tensor,
         torch.ops.aten.sub.Tensor,
     }
+
+
+def test_inputs_keep_the_strides_that_an_operator_was_traced_with() -> None:
+    """Inductor gives an operator that wants exact strides those of `eager_input_vals`, and else may choose others."""
+
+    def product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_mm.default(a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+
+    with FakeTensorMode():
+        a, b, scale = torch.empty(32, 64), torch.empty(48, 64), torch.ones(())
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        gm = make_fx(lambda a, b, scale: torch.ops.aten.clone.default(a))(a, b, scale)
+        places = gm.graph.find_nodes(op="placeholder")
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+        node.args = (*places,)
+        _, copies = inline(Builder(node), trace(product, (a, b, scale)))
+    (call,) = (copy for inner, copy in copies.items() if inner.target is torch.ops.aten._scaled_mm.default)
+    assert call.meta["eager_input_vals"][0][1].stride() == (1, 64)
