@@ -2,7 +2,7 @@
 
     torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})
 
-`fxquant.explain(model, recipe, *args)` shows what was done to every operand of every matmul.
+`fxquant.explain(model, recipe, *args)` shows the decision for every operand of every matmul.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calibration: which data gives a program its static activation scales, and how."""
+"""Calibration: the data and the method that give a program its static activation scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BINS = 0x7F80
 
 @dataclass(frozen=True, kw_only=True)
 class Amax:
-    """How the magnitudes of an activation over all calibration inputs become the one that its scale is made from.
+    """The method that makes one amax, and from it a scale, of an activation's magnitudes over all calibration inputs.
 
     ``max`` takes the largest. ``moving_average`` starts at the first input's amax and then adds `1 - momentum` of each
     further one to `momentum` of itself. ``percentile`` takes the magnitude that `percentile` percent of all elements
@@ -51,12 +51,12 @@ class Amax:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Calibration inputs and how to use them.
+    """Calibration inputs and their use.
 
-    Each of `inputs` is what one call of the program takes: a tensor, a tuple of positional inputs, a dict of keyword
-    inputs, or a (tuple, dict) of both. `overrides` maps regular expressions of layer names, of which the first that
-    matches the whole name counts, to an `Amax` of their own, or to None to leave a layer's scales dynamic. An input
-    that several layers share goes by the first of them. `progress` shows a count on stderr.
+    Each of `inputs` is the input of one call of the program: a tensor, a tuple of positional inputs, a dict of keyword
+    inputs, or a (tuple, dict) of both. `overrides` maps regular expressions of layer names to an `Amax` of their own,
+    or to None, which leaves a layer's scales dynamic; the first that matches the whole name counts. The first of
+    several layers that share an input decides. `progress` shows a count on stderr.
     """
 
     inputs: Iterable[Any]
@@ -85,7 +85,7 @@ class Calibration:
         return [f"calibration of {name!r}" for name in self.overrides if name not in met]
 
     def amax_of(self, layer: str) -> Amax | None:
-        """The method of a layer, None for dynamic scales."""
+        """The method of a layer, or None for dynamic scales."""
         return next((amax for name, amax in self.overrides.items() if re.fullmatch(name, layer)), self.amax)
 
 
@@ -102,7 +102,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def expect(value: Any, name: str, dtype: torch.dtype) -> None:
-    """Raises TypeError for a calibration input that is no tensor of the dtype that the program was exported with."""
+    """Raises TypeError for a calibration input that is no tensor of the exported program's dtype."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
     if value.dtype != dtype:
@@ -110,10 +110,7 @@ def expect(value: Any, name: str, dtype: torch.dtype) -> None:
 
 
 class Observer(torch.nn.Module):
-    """Sees an activation of every calibration input.
-
-    `result()` is its amax, float32 [1], or None where there never was a number.
-    """
+    """Observes an activation of every calibration input; `result()` is its amax, float32 [1], None without a number."""
 
     def __init__(self, amax: Amax) -> None:
         super().__init__()
@@ -145,7 +142,7 @@ class Observer(torch.nn.Module):
         counts = self.counts[: _BINS + 1].cumsum(0)  # without NaN
         wanted = (counts[-1].double() * (self.amax.percentile / 100)).ceil().clamp(min=1).long()
         place = int(torch.searchsorted(counts, wanted).item())
-        if not place:  # zeros, and what is as good as zero
+        if not place:  # zeros, or smaller than any bin
             return torch.zeros(1, device=counts.device)
         if place >= _BINS:
             return torch.full((1,), torch.inf, device=counts.device)

@@ -1,4 +1,4 @@
-"""What was decided for every operand of every matmul, and why."""
+"""The decision for every operand of every matmul, with its reason."""
 
 from __future__ import annotations
 
@@ -17,47 +17,49 @@ if TYPE_CHECKING:
 
 
 class SkipReason(str, Enum):
-    """Why an operand stays in high precision: the name, and its `meaning`."""
+    """The reasons why an operand stays in high precision."""
 
-    meaning: str
+    HIGH_PRECISION = "HIGH_PRECISION"
+    TOO_SMALL = "TOO_SMALL"
+    DTYPE = "DTYPE"
+    LAYOUT = "LAYOUT"
+    GROUPED = "GROUPED"
+    GATHERED_WEIGHT = "GATHERED_WEIGHT"
+    ATTENTION = "ATTENTION"
+    CONVOLUTION = "CONVOLUTION"
+    BILINEAR = "BILINEAR"
+    MULTI_PRODUCT = "MULTI_PRODUCT"
+    UNSUPPORTED_FORM = "UNSUPPORTED_FORM"
+    OPAQUE = "OPAQUE"
+    STATE = "STATE"
+    NOT_PROFITABLE = "NOT_PROFITABLE"
+    NOT_CAPTURED = "NOT_CAPTURED"
 
-    def __new__(cls, value: str, meaning: str) -> SkipReason:
-        reason = str.__new__(cls, value)
-        reason._value_, reason.meaning = value, meaning
-        return reason
+    @property
+    def meaning(self) -> str:
+        return _MEANINGS[self]
 
-    HIGH_PRECISION = ("HIGH_PRECISION", "the recipe keeps this operand in high precision")
-    TOO_SMALL = ("TOO_SMALL", "fewer than 16 input or output features: padding would cost more than it saves")
-    DTYPE = ("DTYPE", "integer, boolean, complex, or float64 (which stays exact unless allow_float64 is set)")
-    LAYOUT = ("LAYOUT", "a sparse, quantized or otherwise not strided tensor")
-    GROUPED = ("GROUPED", "a grouped product (experts) that is no linear layer, or a quantizer that cannot take groups")
-    GATHERED_WEIGHT = (
-        "GATHERED_WEIGHT",
-        "the weight is gathered by an index for each row: a batch of matrix-vector products",
-    )
-    ATTENTION = (
-        "ATTENTION",
-        "attention that cannot be quantized as one; by hand, its products are then `matmul` roles",
-    )
-    CONVOLUTION = ("CONVOLUTION", "a convolution that is not a matmul of its channels or patches")
-    BILINEAR = ("BILINEAR", "a product of three tensors at once")
-    MULTI_PRODUCT = ("MULTI_PRODUCT", "several products in one node whose order is not a chain from the activation")
-    UNSUPPORTED_FORM = ("UNSUPPORTED_FORM", "a contraction that is not a matmul: diagonal, outer or summed axes")
-    OPAQUE = ("OPAQUE", "an operator whose inside cannot be seen")
-    STATE = (
-        "STATE",
-        "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach",
-    )
-    NOT_PROFITABLE = (
-        "NOT_PROFITABLE",
-        "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized",
-    )
-    NOT_CAPTURED = (
-        "NOT_CAPTURED",
-        "torch.compile left it out of its graphs: a graph break, or a disabled function or layer",
-    )
+    def __str__(self) -> str:
+        return self.value
 
-    __str__ = str.__str__
+
+_MEANINGS = {
+    "HIGH_PRECISION": "the recipe keeps this operand in high precision",
+    "TOO_SMALL": "fewer than 16 input or output features: padding would cost more than it saves",
+    "DTYPE": "integer, boolean, complex, or float64 (which stays exact unless allow_float64 is set)",
+    "LAYOUT": "a sparse, quantized or otherwise not strided tensor",
+    "GROUPED": "a grouped product (experts) that is no linear layer, or a quantizer that cannot take groups",
+    "GATHERED_WEIGHT": "the weight is gathered by an index for each row: a batch of matrix-vector products",
+    "ATTENTION": "attention that cannot be quantized as one; by hand, its products are then `matmul` roles",
+    "CONVOLUTION": "a convolution that is not a matmul of its channels or patches",
+    "BILINEAR": "a product of three tensors at once",
+    "MULTI_PRODUCT": "several products in one node whose order is not a chain from the activation",
+    "UNSUPPORTED_FORM": "a contraction that is not a matmul: diagonal, outer or summed axes",
+    "OPAQUE": "an operator whose inside cannot be seen",
+    "STATE": "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach",
+    "NOT_PROFITABLE": "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized",
+    "NOT_CAPTURED": "torch.compile left it out of its graphs: a graph break, or a disabled function or layer",
+}
 
 
 Size = int | str
@@ -66,13 +68,13 @@ Size = int | str
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """What the time of a product [M, K] x [N, K]^T depends on, besides its formats.
+    """The facts that decide the time of a product [M, K] x [N, K]^T, besides its formats.
 
-    Sizes named in `dynamic` are those of the example, and `most_m` the most that M may be. `batch` products have
-    operands of their own, which can be `batch_weights`; of grouped ones, `groups` weights share the rows M. `dtype` is
-    that of the high-precision GEMM. `input` and `weight` are equal for equal tensors of a model. `stored` says that the
-    weight is kept quantized, and not cast in each call, `calibrated` that no call takes the input's amax. `device` is a
-    card's name, ``cpu`` or another type of device, with the `capability` of a CUDA one.
+    `dynamic` names the sizes that only the example has, and `most_m` is the largest M. `batch` products have operands
+    of their own, which can be `batch_weights`; in grouped ones `groups` weights share the rows M. `dtype` is the
+    high-precision GEMM's. `input` and `weight` are equal for equal tensors of a model. A `stored` weight is kept
+    quantized, and not cast in each call; no call takes the amax of a `calibrated` input. `device` is a card's name,
+    ``cpu`` or another type of device, with the `capability` of a CUDA one.
     """
 
     m: int
@@ -94,11 +96,11 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """What the time of an attention depends on: sizes of the example, and its `spec` where it is quantized.
+    """The facts that decide the time of an attention: sizes of the example, and its `spec` if it is quantized.
 
-    q [batch, heads, queries, width], k [batch, kv_heads, keys, width], v [batch, kv_heads, keys, features], given with
-    so many `axes`. `fused` is one node that torch has a kernel for, `learned` one with a mask, bias or scale that gets
-    a gradient. `site` is that of its first product. `device` and `capability` are those of `Matmul`.
+    q [batch, heads, queries, width], k [batch, kv_heads, keys, width], v [batch, kv_heads, keys, features], each with
+    `axes` axes in the graph. A `fused` one is a node that torch has a kernel for, a `learned` one has a mask, bias or
+    scale that gets a gradient. `site` is its first product's. `device` and `capability` are as in `Matmul`.
     """
 
     site: int
@@ -123,9 +125,9 @@ class Attended:
 class Decision:
     """One operand of one GEMM: either a quantizer or a skip reason, never both, never neither.
 
-    `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` are those of
-    the whole GEMM with dynamic sizes at their example values. `matmul`, or `attention` of both products of one, is None
-    where nothing is known of its time. A `shared` operand comes from an attention that has quantized it already.
+    `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` count the whole
+    GEMM with dynamic sizes at their example values. `matmul`, or `attention` for both products of one, has the facts
+    that decide the time, None if they are unknown. A `shared` operand comes from an attention that has quantized it.
     """
 
     role: QuantizerRole
@@ -151,5 +153,5 @@ class Decision:
 
     @property
     def weighed(self) -> int:
-        """The site whose estimate has this one in it: of an attention, that of its first product."""
+        """The site whose estimate includes this one: the first product's for an attention."""
         return self.site if self.attention is None else self.attention.site

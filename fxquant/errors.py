@@ -1,4 +1,4 @@
-"""Errors that users can meet. Each message says what is wrong, where, and what to do."""
+"""Errors that users can meet. Each message names the fault, its place and a remedy."""
 
 from __future__ import annotations
 

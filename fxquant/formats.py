@@ -255,7 +255,7 @@ class OperandSpec:
         return self.rowwise.stochastic or self.columnwise.stochastic
 
     def numbered(self, number: int) -> OperandSpec:
-        """The same with random streams of its own for each direction, given the operand's number in its graph."""
+        """A copy whose directions have random streams of their own, by the operand's number in its graph."""
         sides = enumerate((self.rowwise, self.columnwise), 2 * number)
         row, column = (replace(side, stream=stream) if side.stochastic else side for stream, side in sides)
         return OperandSpec(row, column, self.from_rowwise)
@@ -312,9 +312,9 @@ class LinearSpec:
 class Step:
     """One operation on the scores of an attention, between its first product and its softmax.
 
-    ``mul`` by tensor `extra`, or by the number `value` where there is none; ``add`` likewise; ``tanh``; ``keep`` where
-    tensor `extra` is true, and -inf elsewhere; ``fill`` with `value` where tensor `extra` is true; ``causal`` keeps
-    keys up to the query's own position; ``sink`` has the softmax count tensor `extra` [..., 1] as one more column.
+    ``mul`` by tensor `extra`, or by the number `value` without one; ``add`` likewise; ``tanh``; ``keep`` where tensor
+    `extra` is true, and -inf elsewhere; ``fill`` with `value` where tensor `extra` is true; ``causal`` keeps keys up to
+    the query's own position; ``sink`` makes tensor `extra` [..., 1] one more column of the softmax.
     """
 
     kind: str
@@ -338,8 +338,8 @@ ATTENTION_OPERANDS = ("qkv", "s", "do", "dp", "o", "dqkv")
 class AttentionSpec:
     """The settings of `fxquant::attention`: the quantization of its tensors, and the steps from scores to weights.
 
-    `qkv`: the operands; `s`: the softmax; `do`: the gradient of the output; `dp`: that of the scores; `o` and `dqkv`:
-    the results. `dropout` is the probability that a weight is dropped.
+    `qkv`: the operands; `s`: the softmax; `do`: the output's gradient; `dp`: the scores' gradient; `o` and `dqkv`: the
+    results. `dropout` is the probability that a weight is dropped.
     """
 
     qkv: QuantSpec = IDENTITY
@@ -364,7 +364,7 @@ class AttentionSpec:
         return not self.do.is_identity
 
     def each(self, change: Callable[[QuantSpec], QuantSpec]) -> AttentionSpec:
-        """The same with every tensor's spec changed."""
+        """A copy with every tensor's spec changed."""
         specs: dict[str, Any] = {operand: change(getattr(self, operand)) for operand in ATTENTION_OPERANDS}
         return replace(self, **specs)
 

@@ -1,4 +1,4 @@
-"""What a quantizer factory is asked about: one operand of one matmul."""
+"""Roles: the questions to a quantizer factory, each about one operand of one matmul."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Gemm(str, Enum):
 
 
 class Direction(str, Enum):
-    """Which axis of an operand [M, K] is contracted: rowwise K, columnwise M (the payload is then [K, M])."""
+    """The contracted axis of an operand [M, K]: rowwise K, columnwise M (the payload is then [K, M])."""
 
     ROWWISE = "rowwise"
     COLUMNWISE = "columnwise"
@@ -54,4 +54,4 @@ GEMM_OPERANDS: dict[Gemm, tuple[tuple[str, Direction], tuple[str, Direction]]] =
     Gemm.DGRAD: (("grad_output", Direction.ROWWISE), ("weight", Direction.COLUMNWISE)),
     Gemm.WGRAD: (("grad_output", Direction.COLUMNWISE), ("input", Direction.COLUMNWISE)),
 }
-"""For each GEMM its two operands: (operand, direction), left then right."""
+"""The two operands of each GEMM: (operand, direction), left then right."""

@@ -46,13 +46,13 @@ class Slots:
     """The operands that are rounded stochastically: their numbers are their places here."""
 
     def add(self, request: DelayedScalingRequest, key: SlotKey, dtype: torch.dtype) -> int:
-        """The index of a new slot. Raises RecipeError when the request differs from those before it."""
+        """The index of a new slot. Raises RecipeError if the request differs from an earlier one."""
         self.check(request, key)
         self.dtypes.append(dtype)
         return _append(self.keys, key)
 
     def check(self, request: DelayedScalingRequest, key: SlotKey) -> None:
-        """Raises RecipeError when a request differs from those before it."""
+        """Raises RecipeError if a request differs from an earlier one."""
         self.request = self.request or request
         for name in vars(request):
             if getattr(request, name) != getattr(self.request, name):
@@ -101,7 +101,7 @@ class DelayedState:
         return {name: getattr(self, name) for name in names} | {"latest_step": self.step}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is the step that is not yet taken in."""
+        """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is not part of `scale` yet."""
         history = self.history.clone()
         history[0] = delayed.recorded(self.forward_amax, self.backward_amax, self.step)
         return {"scale": self.scale.clone(), "amax_history": history}

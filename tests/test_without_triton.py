@@ -1,4 +1,7 @@
-"""Without Triton everything runs on the CPU, where no kernel of it would."""
+"""Without Triton everything that needs no GPU works: compiling, reports, costs, measurements, exported programs.
+
+Each call runs in a process in which Triton cannot be imported, and uses the CPU or a card that is only named.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,15 @@ CALLS = {
     "compile, aot_eager": 'fxquant.compile(model, "mxfp8", options={"inner": "aot_eager"})(x).sum().backward()',
     "compile": 'fxquant.compile(model, "current_scaling")(x).sum().backward()',
     "by name": 'torch.compile(model, backend="fxquant", options={"recipe": "delayed_scaling"})(x).sum().backward()',
-    "explain": 'str(fxquant.explain(model, "nvfp4", x).on("H100"))',
+    "explain and report": (
+        'report = fxquant.explain(model, "nvfp4", x).on("H100")\n'
+        'assert report.to_json() and report._repr_html_() and "NVIDIA H100" in str(report)'
+    ),
+    "cost": (
+        'report = fxquant.explain(model.to(torch.bfloat16), "current_scaling", x.bfloat16()).on("H100")\n'
+        'assert report.time()["quantized_us"] > report.time()["unquantized_us"] and report.slower() == ["0", "2"]'
+    ),
+    "measure": 'assert fxquant.measure(model, "mxfp8", x).losses',
     "explain attention": (
         'str(fxquant.explain(lambda q: attend(q, q, q), fxquant.DelayedScaling(fp8_dpa=True), q).on("H100"))'
     ),

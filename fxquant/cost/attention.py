@@ -1,9 +1,8 @@
 """The estimated time of attention, in high precision and quantized, from measured rates.
 
-A kernel takes a start and its FLOPs at its rate. Causal attention is half of them, and a strip of `diagonal` keys for
+A kernel takes a start and its FLOPs at its rate. Causal attention has half of them, and a strip of `diagonal` keys for
 each query, of tiles that are masked in part. Casts, and tensors dequantized for a backward in high precision, take
-their bytes at the rate of a copy. There is no estimate for masks, for head dimensions that were not measured, and for
-attention written by hand, which torch has no kernel for.
+their bytes at the rate of a copy. Masks, unmeasured head dimensions and attention written by hand have no estimate.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def runs_the_reference(attention: Attended, training: bool) -> str:
 
 
 def _rates(attention: Attended) -> AttentionRates | None:
-    """The rates that hold for an attention, quantized or not."""
+    """The rates of an attention, quantized or not, or None if nobody measured them."""
     half = attention.dtype in (torch.bfloat16, torch.float16)
     plain = all(step.kind in ("mul", "causal") for step in attention.steps) and attention.width == attention.features
     if not (attention.fused and half and plain):
@@ -83,7 +82,7 @@ def _rates(attention: Attended) -> AttentionRates | None:
 
 
 def _times(attention: Attended, *rates: AttentionRate) -> list[float]:
-    """Microseconds of a forward, and of a backward, at these rates: two products, and five."""
+    """Microseconds of a forward (two products), and of a backward (five), at these rates."""
     return [_us(attention, rate, flops) for rate, flops in zip(rates, (4, 10), strict=False)]
 
 
@@ -96,7 +95,7 @@ def _us(attention: Attended, rate: AttentionRate, flops: int) -> float:
 
 
 def _casts(attention: Attended, kernels: Sequence[Chosen[AttentionKernel]]) -> Iterator[tuple[str, str, int, int]]:
-    """The casts: name, kernel, bytes moved and launches; an element has two bytes, and one in FP8."""
+    """The casts: name, kernel, bytes moved and launches. An element has two bytes, one in FP8."""
     spec = attention.spec
     assert spec is not None
     rows = {"q": attention.heads * attention.queries, "k": attention.kv_heads * attention.keys}

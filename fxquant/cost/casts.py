@@ -1,4 +1,4 @@
-"""The estimated time of casts: equal ones are one, and two directions of a tensor are one kernel."""
+"""The estimated time of casts. Equal casts run once, and one kernel casts both directions of a tensor."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cast:
-    """A cast of a tensor in one or both directions, one kernel.
-
-    `amax_known` says that the forward has taken the amax of the tensor: per-tensor scales then need no other.
-    """
+    """A kernel that casts a tensor in one or both directions; `amax_known` if the forward has taken its amax."""
 
     matmul: Matmul
     operand: str
@@ -126,7 +123,7 @@ class _Cast:
 
 
 def cast_work(sites: Mapping[int, Sequence[Decision]]) -> dict[int, list[Work]]:
-    """The casts by site. Equal ones of a tensor are one, and a rowwise and a columnwise one of it are one kernel."""
+    """The casts by site."""
     wanted: dict[_Tensor, dict[Direction, dict[QuantSpec, _Readers]]] = {}
     matmuls: dict[_Tensor, Matmul] = {}
     work: dict[int, list[Work]] = {site: [] for site in sites}

@@ -1,12 +1,12 @@
 """The estimated time of matmuls and their casts, in high precision and quantized, from measured rates.
 
-A GEMM takes as long as its arithmetic, in whole waves of tiles over the multiprocessors, or as reading its operands and
-writing its result, whichever is more; a cast as long as its fewest bytes at the share of the copy rate that its kernel
-reaches; and each launch a little. A linear is weighed with all GEMMs that it runs: without wgrad for a frozen weight,
-fprop alone for inference. A tensor that several layers read is cast once, and they share the time by their FLOPs.
+A GEMM takes the time of its arithmetic, in whole waves of tiles over the multiprocessors, or of reading its operands
+and writing its result, whichever is longer. A cast moves its fewest bytes at its kernel's share of the copy rate. Each
+launch adds a little. A linear counts all GEMMs that it runs: no wgrad for a frozen weight, fprop alone for inference. A
+tensor that several layers read is cast once, and they share the time by their FLOPs.
 
-Rates were measured, see `fxquant.cost.rates`. Biases and the operators between the matmuls are not part of an estimate:
-they are the same on both sides. Attention is weighed whole, by `fxquant.cost.attention`.
+An estimate leaves out biases and the operators between the matmuls, which are the same on both sides.
+`fxquant.cost.rates` has the measured rates; `fxquant.cost.attention` estimates an attention as a whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxquant.roles import Gemm
 def estimate(decisions: Sequence[Decision], card: str = "") -> dict[int, Estimate]:
     """The work of every matmul, by site, on its own device or on another `card`.
 
-    The site of an attention is that of its first product. Raises OptionError for a card without rates.
+    An attention has the site of its first product. Raises OptionError for a card without rates.
     """
     if card:
         decisions = [_on_card(d, find_card(card)) for d in decisions]

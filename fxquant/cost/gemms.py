@@ -25,7 +25,6 @@ _AXES = {Gemm.FPROP: "mkn", Gemm.DGRAD: "mnk", Gemm.WGRAD: "nmk"}
 _RESULTS = {Gemm.FPROP: "grad_output", Gemm.DGRAD: "input", Gemm.WGRAD: "weight"}
 """The operand that has the size of each GEMM's result."""
 
-
 _CUBLAS_TILES = ((128, 128), (128, 256), (256, 128))
 """[rows, columns] of the tiles of cuBLAS, without the smallest."""
 
@@ -41,7 +40,7 @@ def elements_of(matmul: Matmul) -> dict[str, int]:
 
 
 def _gemm_us(rates: CardRates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsize: int) -> float:
-    """Microseconds of a GEMM whose operands have so many bytes an element."""
+    """Microseconds of a GEMM whose operands have `itemsize` bytes an element."""
     m, k, n = (int(getattr(matmul, axis)) for axis in _AXES[gemm])
     tflops = float(getattr(rate, gemm.value))
     start = rates.gemm_start + rate.group * matmul.groups
@@ -57,7 +56,7 @@ def _gemm_us(rates: CardRates, rate: GemmRate, matmul: Matmul, gemm: Gemm, items
 
 
 def _waves_us(rates: CardRates, tflops: float, batch: int, m: int, k: int, n: int, tile: tuple[int, int]) -> float:
-    """Microseconds in whole waves of tiles over the multiprocessors; the last is faster where it is not full."""
+    """Microseconds in whole waves of tiles over the multiprocessors; a last wave that is not full is faster."""
     rows, columns = tile
     tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
     waves, rest = divmod(tiles, rates.multiprocessors)
@@ -100,10 +99,9 @@ def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
 
 
 def choose_gemm(problem: Problem, card: str) -> Chosen[GemmKernel]:
-    """The kernel of a GEMM with an epilogue, by the rates of a card; cuBLAS where there are none.
+    """The kernel of a GEMM with an epilogue, by the rates of a card; cuBLAS without rates.
 
-    An epilogue is not hidden: measured beside a copy of the result, a residual takes 0.9 of its time, an amax 0.35 and
-    GELU 0.7.
+    An epilogue takes time: by measurements a residual 0.9 of a copy of the result, an amax 0.35 and GELU 0.7.
     """
     rates = RATES.get(card)
     if rates is None or GemmKernel.TRITON not in rates.gemm:
@@ -125,9 +123,9 @@ def choose_gemm(problem: Problem, card: str) -> Chosen[GemmKernel]:
 
 
 _ROW_SCALES_US = 20.0
-"""Microseconds to write the scales of tensors once for each row: two launches, as long as they take the host."""
+"""Microseconds to write the scales of tensors once for each row: two launches by the host."""
 _DOUBT = 1.03
-"""The factor by which another kernel has to be estimated faster than the usual one."""
+"""The factor by which the estimate of another kernel must beat the usual one."""
 
 
 def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> Chosen[GemmKernel]:

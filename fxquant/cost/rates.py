@@ -1,7 +1,4 @@
-"""The measured rates of cards, one row of `RATES` a card. There is no estimate for another card.
-
-Rates are those of random data; each row says when they were measured, and with what.
-"""
+"""The measured rates of cards on random data, one row of `RATES` a card. Other cards have no estimate."""
 
 from __future__ import annotations
 
@@ -60,14 +57,14 @@ class AttentionRates:
 class CardRates:
     """The rates of one kind of card.
 
-    `copy` is in TB/s, bytes read and written. Rates of GEMMs are those of random data in the steady state under the
-    card's power limit; a multiprocessor reaches `headroom` times its part of them while others are idle. `casts` are by
-    scaling family, with ``_2d`` for tiles; `rowwise` is the share of the copy rate of Inductor's fused casts,
-    `transposed` that of its casts that no Triton kernel does, `amax` that of reading a tensor for its amax; `ragged` is
-    the part of a cast's rate that ragged groups reach. `attention` is by head dimension.
+    `source` says how, when and with which versions the rates were measured. `copy` is in TB/s, bytes read and written.
+    GEMMs run in the steady state under the card's power limit; a multiprocessor reaches `headroom` times its part of
+    their rates while others are idle. Shares of the copy rate: `casts` by scaling family, with ``_2d`` for tiles,
+    `rowwise` of Inductor's fused casts, `transposed` of its columnwise casts, `amax` of reading a tensor for its amax.
+    Ragged groups reach the part `ragged` of a cast's rate. `attention` is by head dimension.
 
-    Microseconds in a CUDA graph, before anything is moved: `gemm_start` of a GEMM, `launch` of another kernel,
-    `amax_start` of the amax of a tensor, and `lines_start` of those of rows and columns.
+    Microseconds in a CUDA graph before data moves: `gemm_start` for a GEMM, `launch` for another kernel, `amax_start`
+    for the amax of a tensor, `lines_start` for the amaxes of rows and columns.
     """
 
     source: str

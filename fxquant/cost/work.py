@@ -18,7 +18,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All work of one matmul, or of an attention; `reference` says why that would hold its scores in memory."""
+    """All work of one matmul or attention; `reference` is the reason why an attention holds its scores in memory."""
 
     work: tuple[Work, ...]
     reference: str = ""
@@ -30,7 +30,7 @@ class Estimate:
 
     @property
     def quantized(self) -> float | None:
-        """Microseconds as decided."""
+        """Microseconds with the quantization that was decided."""
         return _sum(work.quantized for work in self.work)
 
     @property
@@ -52,9 +52,5 @@ class Estimate:
 
 
 def _sum(times: Iterable[float | None]) -> float | None:
-    total = 0.0
-    for time in times:
-        if time is None:
-            return None
-        total += time
-    return total
+    parts = list(times)
+    return None if None in parts else sum(filter(None, parts), 0.0)

@@ -57,7 +57,7 @@ class QuantizedOperand:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor quantized in one or both directions. `shape` [*, K] and `dtype` are those of the original."""
+    """A tensor quantized in one or both directions. `shape` [*, K] and `dtype` are the original's."""
 
     rowwise: QuantizedOperand | None = None
     columnwise: QuantizedOperand | None = None
@@ -86,7 +86,7 @@ class QuantizedTensor:
 
 
 class Quantizer:
-    """How one operand is quantized.
+    """The quantization of one operand.
 
     A format of your own is a subclass with three methods in plain torch code, best a frozen dataclass of its settings:
 
@@ -95,7 +95,7 @@ class Quantizer:
     - optionally ``qgemm(a, b, *, bias, out_dtype) -> Tensor``, a [M, K] x b [N, K]^T + bias [N].
 
     They are traced into the graph and compiled with the model, forward and backward. The quantizers of this package
-    answer `spec` instead, and share kernels.
+    define `spec` instead, and share kernels.
     """
 
     def spec(self, direction: Direction) -> QuantSpec:

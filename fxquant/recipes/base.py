@@ -159,7 +159,7 @@ def resolve(recipe: Recipe | str) -> Recipe:
 
 
 def of_operands(recipe: Recipe) -> dict[str, Quantizer]:
-    """The quantizers of a linear's operands; for delayed scaling those of its format, with a slot of state."""
+    """The quantizers of a linear's operands; delayed scaling has quantizers of its format with a slot of state."""
     quantizers = {}
     for operand in LINEAR_OPERANDS:
         answer = recipe.quantizer(QuantizerRole("linear", operand))

@@ -201,7 +201,7 @@ class Rules:
         return ask(self.default, role, "the default of Rules")
 
     def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
-        """The rules that no role reached, with those of rules inside of rules."""
+        """The rules that no role reached, also those inside of other rules."""
         reached = [(self._index(role), role) for role in roles]
         unused = []
         for i, (rule, answer) in enumerate([*((r, r.quantizer) for r in self.rules), (None, self.default)]):

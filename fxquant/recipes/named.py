@@ -75,10 +75,7 @@ class _Named(Recipe):
 
 @dataclass(frozen=True)
 class QParams:
-    """How one kind of operand is quantized: TransformerEngine's name for the settings of a recipe's quantizer.
-
-    The last three are for FP4; recipes of FP8 refuse them.
-    """
+    """The quantization of one kind of operand, under TransformerEngine's name; recipes of FP8 refuse the last three."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -112,7 +109,7 @@ class _Float32Scales(_Named):
 
 @dataclass(frozen=True, repr=False)
 class HighPrecision(Recipe):
-    """Quantizes nothing: the compilation is the one of plain Inductor."""
+    """Quantizes nothing: plain Inductor compiles the model."""
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         return IdentityQuantizer()

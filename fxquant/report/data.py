@@ -133,7 +133,7 @@ class ReportData:
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of all GEMMs (``total``), and of those with both operands quantized (``quantized``)."""
+        """The FLOPs of all GEMMs (``total``), and of GEMMs with both operands quantized (``quantized``)."""
         gemms = self.gemms().values()
         quantized = sum(operands[0].flops for operands in gemms if _quantized(operands))
         return {"total": sum(operands[0].flops for operands in gemms), "quantized": quantized}
@@ -200,7 +200,7 @@ def shape_text(decision: Decision) -> str:
 
 
 def result(decision: Decision) -> str:
-    """How the operand is quantized in its direction, or ``skipped: REASON``; with the detail in parentheses."""
+    """The operand's format in its direction, or ``skipped: REASON``; with the detail in parentheses."""
     detail = f" ({decision.detail})" if decision.detail else ""
     if decision.quantizer is None:
         return f"skipped: {decision.skip_reason}{detail}"

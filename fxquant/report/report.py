@@ -26,7 +26,7 @@ class Report(ReportData):
     _repr_html_ = html.fragment
 
     def on(self, card: str) -> Report:
-        """The same report with the kernels and estimated times of another card, named in part, such as ``H100``.
+        """A copy with the kernels and estimated times of another card, named in part, such as ``H100``.
 
         Raises OptionError for a card without measured rates.
         """
