@@ -155,3 +155,13 @@ class Decision:
     def weighed(self) -> int:
         """The site whose estimate includes this one: the first product's for an attention."""
         return self.site if self.attention is None else self.attention.site
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotFused:
+    """A fusion, or a kernel, that a pass (`step`) considered for an operator of a layer, and why it did not take it."""
+
+    step: str
+    layer: str
+    operator: str
+    reason: str

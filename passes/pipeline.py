@@ -34,6 +34,7 @@ from fxquant.compat.private import (
     min_cut_rematerialization_partition,
     observed,
 )
+from fxquant.decisions import NotFused
 from fxquant.kernels.linear import timing
 from fxquant.kernels.operator import OPERATORS
 from fxquant.passes import verify
@@ -60,6 +61,7 @@ from fxquant.passes.exported import (
     strip,
     to_aten,
 )
+from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.repeat import allow_later_writes, mark_recompute
 from fxquant.passes.joint.reuse import reuse_attention_payload
@@ -205,16 +207,21 @@ def _change(graph: fx.Graph, step: Pass, settings: Settings) -> str:
 
 
 class Partition(CustomPartitionerFn):
-    """The stage `JOINT`, and behind it the partitioner: `inner`, or torch's min-cut."""
+    """The stage `JOINT`, and behind it the partitioner: `inner`, or torch's min-cut.
 
-    def __init__(self, settings: Settings, inner: Any = None) -> None:
+    Adds the reasons of passes that did not fuse something to `left`.
+    """
+
+    def __init__(self, settings: Settings, inner: Any = None, left: list[NotFused] | None = None) -> None:
         self.settings = settings
         self.inner = inner
+        self.left = [] if left is None else left
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         run(JOINT, gm.graph, self.settings)
+        self.left += not_fused(gm.graph)
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
         with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
@@ -228,14 +235,19 @@ class Partition(CustomPartitionerFn):
 
 
 class Lowering(QuantizedGraphPass):
-    """The stage `SPLIT` as one Inductor pass, and behind it what the user had in the same place."""
+    """The stage `SPLIT` as one Inductor pass, and behind it what the user had in the same place.
 
-    def __init__(self, settings: Settings, after: Any = None) -> None:
+    Adds the reasons of passes that did not fuse something to `left`.
+    """
+
+    def __init__(self, settings: Settings, after: Any = None, left: list[NotFused] | None = None) -> None:
         self.settings = settings
+        self.left = [] if left is None else left
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
     def __call__(self, graph: fx.Graph) -> None:
         run(SPLIT, graph, self.settings)
+        self.left += not_fused(graph)
         for other in self.after:
             other(graph)
 

@@ -16,8 +16,9 @@ from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func
 from fxquant.compat.values import static_fakes
-from fxquant.decisions import Decision
+from fxquant.decisions import Decision, NotFused
 from fxquant.passes.captured import Bound, Captured, quantizes
+from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.insert.cache_weights import Taken
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
 from fxquant.passes.plan.layers import clean_path
@@ -69,6 +70,7 @@ class Backend:
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
+        self._left: list[NotFused] = []
         self._roles: list[Any] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -94,7 +96,8 @@ class Backend:
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""
-        return {**vars(self), "captured": 0, "_decisions": [], "_roles": [], "_names": dict, "weights": None}
+        empty: dict[str, list[Any]] = {"_decisions": [], "_left": [], "_roles": []}
+        return {**vars(self), **empty, "captured": 0, "_names": dict, "weights": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -128,12 +131,13 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.options.inner == "aot_eager":
-            return compile_eager(gm, example_inputs, lambda module, _inputs: module, Partition(self.settings))
+            partition = Partition(self.settings, left=self._left)
+            return compile_eager(gm, example_inputs, lambda module, _inputs: module, partition)
         settings = self.inductor
         if quantizes(gm):  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
-            settings = inductor_settings(self.settings, settings, recomputed=recomputed)
+            settings = inductor_settings(self.settings, settings, recomputed=recomputed, left=self._left)
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -163,7 +167,8 @@ class Backend:
 
     def report(self) -> Report:
         """The decisions in all graphs that this backend has compiled so far."""
-        return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=self.recipe.unused(self._roles))
+        unused, left = self.recipe.unused(self._roles), [*dict.fromkeys(self._left)]
+        return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=unused, not_fused=left)
 
 
 def compile_eager(
@@ -177,6 +182,7 @@ def compile_eager(
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         run(MEANING, graph_module.graph, partition.settings)
+        partition.left += not_fused(graph_module.graph)
         graph_module.recompile()
         return make_boxed_func(inner(graph_module, inputs))
 

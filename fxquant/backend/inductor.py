@@ -11,14 +11,17 @@ from torch import Tensor
 
 from fxquant.compat.patches import STATIC_LAUNCH
 from fxquant.compat.private import inductor_config
+from fxquant.decisions import NotFused
 from fxquant.passes.pipeline import Lowering, Partition
 from fxquant.passes.settings import Settings
 
 
-def inductor_settings(settings: Settings, by_user: Mapping[str, Any], *, recomputed: bool) -> dict[str, Any]:
+def inductor_settings(
+    settings: Settings, by_user: Mapping[str, Any], *, recomputed: bool, left: list[NotFused] | None = None
+) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; the user's own come first.
 
-    `recomputed` says that the backward computes quantized activations again.
+    `recomputed` says that the backward computes quantized activations again. `left` gets the reasons of passes.
     """
     chosen: dict[str, Any] = {
         "eager_numerics.division_rounding": True,  # scales are true quotients
@@ -37,7 +40,7 @@ def inductor_settings(settings: Settings, by_user: Mapping[str, Any], *, recompu
         cpp_wrapper=bool(by_user.get("cpp_wrapper", inductor_config.cpp_wrapper)),
     )
     for name, of_us in (("custom_partitioner_fn", Partition), ("post_grad_custom_post_pass", Lowering)):
-        chosen[name] = of_us(settings, by_user.get(name, getattr(inductor_config, name)))
+        chosen[name] = of_us(settings, by_user.get(name, getattr(inductor_config, name)), left)
     return chosen
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
 from fxquant.cost.work import Estimate, Work
-from fxquant.decisions import Decision, Matmul
+from fxquant.decisions import Decision, Matmul, NotFused
 from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class ReportData:
     recipe that matched no operand, `breaks` the reasons for graph breaks. `epilogues` are the GEMMs whose results are
     activated, added to something or measured by their readers. `again` are the layers whose product a backward computes
     again with the option ``save="least"``. Kernels and times are those of `card`, or of the tensors' own device if that
-    is empty; see `on`. `losses` are the measurements of `fxquant.measure`.
+    is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the
+    passes behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from
+    a cache has none.
     """
 
     recipe: str
@@ -71,6 +73,7 @@ class ReportData:
     again: list[str] = field(default_factory=list)
     card: str = ""
     losses: list[Loss] = field(default_factory=list)
+    not_fused: list[NotFused] = field(default_factory=list)
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""
@@ -168,6 +171,7 @@ class ReportData:
             "flops": self.flops,
             "coverage": self.coverage,
             "explained": self.explained,
+            "not_fused": dict(Counter(f"{left.reason} ({left.step})" for left in self.not_fused).most_common()),
             "skipped": dict(Counter(str(d.skip_reason) for d in self.decisions if d.skip_reason).most_common()),
         }
 

@@ -8,8 +8,8 @@ from html import escape
 
 from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
-from fxquant.report.data import Layer, ReportData, result, role_text, shape_text
-from fxquant.report.text import COLUMNS, WORK_COLUMNS, loss_table, totals, us_text, verdict
+from fxquant.report.data import MODEL, Layer, ReportData, result, role_text, shape_text
+from fxquant.report.text import COLUMNS, LEFT_COLUMNS, WORK_COLUMNS, aligned, loss_table, totals, us_text, verdict
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 STYLE = """
@@ -129,15 +129,19 @@ def section(report: ReportData) -> str:
     parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
     if report.decisions:
         parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]
+    if report.not_fused:
+        rows = [(left.layer or MODEL, left.step, left.operator, left.reason) for left in report.not_fused]
+        parts.append(_folded("Not fused", aligned([LEFT_COLUMNS, *rows])))
     if report.losses:
         parts.append(f"<h2>Losses</h2><pre>{escape(loss_table(report))}</pre>")
     if report.graphs:
         parts.append("<h2>Rewritten graphs</h2>")
-        parts += [
-            f"<details><summary>{escape(name)}</summary><pre>{escape(text)}</pre></details>"
-            for name, text in report.graphs.items()
-        ]
+        parts += [_folded(name, text) for name, text in report.graphs.items()]
     return "\n".join(parts)
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
 
 
 def _cards(report: ReportData) -> str:

@@ -10,12 +10,13 @@ from fxquant.report.data import MODEL, ReportData, result, role_text, shape_text
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
 EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
+LEFT_COLUMNS = ("layer", "pass", "operator", "reason")
 LOSS_COLUMNS = ("layer", "result", "relative error", "elements that became zero")
 WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
 
 
 def text(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
-    """Tables, estimate, totals, unused parts of the recipe, graph breaks; see `table` for the arguments."""
+    """Tables, estimate, totals, reasons against fusions, unused rules, graph breaks; see `table` for the arguments."""
     lines = [f"recipe: {report.recipe}"]
     if report.decisions:
         layers = report.layers(layer, collapse=collapse)
@@ -24,6 +25,7 @@ def text(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
     lines += filter(None, tables)
     lines += verdict(report)
     lines.append(totals(report))
+    lines += [f"not fused: {count} x {reason}" for reason, count in report.summary()["not_fused"].items()]
     if report.again:
         layer_names = _some([name or MODEL for name in report.again])
         lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')

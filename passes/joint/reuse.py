@@ -24,6 +24,7 @@ from fxquant.compat.private import enable_python_dispatcher, must_recompute
 from fxquant.compat.values import faking, statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.passes.graph.builder import erase_unused, put_in_places
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.names import SAME_ELEMENTS, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -37,11 +38,18 @@ def reuse_attention_payload(graph: fx.Graph, settings: Settings) -> int:
     for node in list(graph.nodes):
         if is_fxquant(node, "quantize") and len(node.args) == 3:
             moves, source = _behind(node.args[0])
-            if source is not None and source.args[1] == node.args[1] and val(source).dtype == val(moves[-1]).dtype:
+            if source is not None and allowed(node, "reuse_attention_payload", _difference(node, source, moves[-1])):
                 _share(node, source, moves)
                 count += 1
     graph.lint()
     return count
+
+
+def _difference(node: fx.Node, source: fx.Node, matrix: fx.Node) -> str:
+    """Returns why a quantization of a matrix is not that of an attention; empty if it is."""
+    if source.args[1] != node.args[1]:
+        return f"the attention beside it quantizes to {source.args[1]}"
+    return "" if val(source).dtype == val(matrix).dtype else "it is cast to another dtype on the way"
 
 
 def _behind(node: Any) -> tuple[list[fx.Node], fx.Node | None]:

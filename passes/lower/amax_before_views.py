@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import RESHAPES, is_fxquant
 from fxquant.passes.graph.values import val
@@ -28,20 +29,20 @@ def amax_before_views(graph: fx.Graph, settings: Settings) -> int:
     for node in list(graph.nodes):
         sides = sides_of(node)
         base = behind_views(node.args[0], RESHAPES) if sides or is_fxquant(node, "amax") else None
-        if base is None or base is node.args[0] or in_memory(base) or val(base).device.type != settings.device:
+        if base is None or base is node.args[0] or val(base).device.type != settings.device:
+            continue
+        if not allowed(node, "amax_before_views", "the tensor is in memory" if in_memory(base) else ""):
             continue
         if sides:
             count += _give_scales(node, base)
         else:
             node.args = (base,)
             count += 1
-    if count:
-        graph.lint()
     return count
 
 
 def _give_scales(node: fx.Node, base: fx.Node) -> bool:
-    """Gives a quantization the scales that are made of its own amax; returns whether there are any."""
+    """Gives a quantization the scales that are made of its own amax; returns True if it has some."""
     sides = sides_of(node)
     made: dict[str, fx.Node] = {}
     for side in sides:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from fxquant.kernels.operator import traits_of
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.names import VIEWS, calls
 from fxquant.passes.settings import Settings
 
@@ -48,8 +49,9 @@ def pair_directions(graph: fx.Graph, settings: Settings) -> int:
         anchor = min(node, pair, key=order.__getitem__)
         column = columns[pair]
         scales = [row.scale, column.scale]
-        if any(order[n] > order[anchor] for n in scales if isinstance(n, fx.Node)):
-            continue  # a scale that is not there yet
+        late = any(order[scale] > order[anchor] for scale in scales if isinstance(scale, fx.Node))
+        if not allowed(node, "pair_directions", "the scale of a direction is computed later" if late else ""):
+            continue
         while scales and scales[-1] is None:
             scales.pop()
         target, *operands = row.source
@@ -61,7 +63,6 @@ def pair_directions(graph: fx.Graph, settings: Settings) -> int:
         del columns[pair]
         for old in (node, pair):
             graph.erase_node(old)
-    graph.lint()
     return before - len(graph.nodes)
 
 

@@ -34,6 +34,7 @@ from fxquant.kernels.linear.epilogues import ACTIVATIONS
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.linear.problem import Problem, triton_multiplies
 from fxquant.kernels.operator import Chosen
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
@@ -59,6 +60,11 @@ class Epilogue:
     amaxes: tuple[fx.Node, ...] = ()
     """What takes the amax of the whole tensor: `amax`, or a quantization that is not told its scale."""
 
+    @property
+    def fuses(self) -> bool:
+        """Returns True if anything of it is another kernel behind cuBLAS."""
+        return bool(self.activation or self.residual or self.amaxes)
+
 
 def fuse_epilogues(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites `graph` in place; returns how many GEMMs were rewritten."""
@@ -70,12 +76,16 @@ def fuse_epilogues(graph: fx.Graph, settings: Settings) -> int:
     scales: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in _gemms(graph):
         where = val(node).device
-        if where.type != settings.device or (where.type == "cuda" and not is_hopper(where)) or decodes(node):
+        if where.type != settings.device or decodes(node):
+            continue
+        if where.type == "cuda" and not is_hopper(where):
+            allowed(node, _STEP, "Triton's GEMM is for Hopper")
             continue
         # of the graph as it is by now: a sum has one GEMM that takes it
-        epilogue = _epilogue(node) if fuses else Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
+        possible = _epilogue(node)
+        epilogue = possible if fuses else Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
         problem = _problem(node, epilogue)
-        chosen = _choose(problem, settings.gemm, where)
+        chosen, apart = _choose(problem, settings.gemm, where), _kept_apart(possible)
         log.info("%s: %s", problem, chosen)
         if chosen.kernel is GemmKernel.TRITON and fuses:
             _insert(graph, node, epilogue)
@@ -83,10 +93,25 @@ def fuse_epilogues(graph: fx.Graph, settings: Settings) -> int:
         elif chosen.kernel is GemmKernel.PER_ROW and _is_per_tensor(node) and isinstance(val(node).shape[0], int):
             _scale_rows(graph, node, scales)
             count += 1
+        if chosen.kernel is not GemmKernel.TRITON or not fuses:
+            reason = f"{chosen if fuses else _INEXACT}, without {_problem(node, possible).epilogue}"
+            allowed(node, _STEP, reason if possible.fuses else "")
+        allowed(node, _STEP, apart)
     if count:
         graph.eliminate_dead_code()
-        graph.lint()
     return count
+
+
+_STEP = "fuse_epilogues"
+_INEXACT = "Inductor's own kernels have other bits, or only they take the C++ wrapper"
+
+
+def _kept_apart(epilogue: Epilogue) -> str:
+    """Returns why a GEMM leaves a sum with its result to others; empty if it takes it, or there is none."""
+    users = list(readers(epilogue.root))
+    if epilogue.residual is not None or not any(user.target is _aten.add.Tensor for user in users):
+        return ""
+    return "something else than a sum reads its result" if len(users) > 1 else "its sum has another shape or dtype"
 
 
 def problems(graph: fx.Graph) -> Iterator[tuple[fx.Node, Problem]]:

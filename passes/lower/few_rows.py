@@ -24,6 +24,7 @@ from fxquant.kernels.linear import few_rows as limits
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.passes.graph.builder import erase_unused
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, shaped
 from fxquant.passes.graph.names import RESHAPES, is_fxquant
 from fxquant.passes.graph.values import val
@@ -35,7 +36,9 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def decodes(node: fx.Node) -> bool:
-    """Returns True if a GEMM is of so few rows that a kernel which reads the weight once is quicker than cuBLAS."""
+    """Returns True if a kernel that reads the weight once does a GEMM of so few rows faster than cuBLAS."""
+    if not is_fxquant(node, "scaled_mm"):
+        return False
     arguments: Any = fx.node.map_arg(node.args, val)
     return scaled_mm.choose(scaled_mm.facts_of(*arguments)).kernel is GemmKernel.FEW_ROWS
 
@@ -78,11 +81,13 @@ def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
         x, spec, direction, *multiplier = node.args
         gemms = _gemms(node)
-        if direction != "rowwise" or not gemms:
+        if direction != "rowwise" or not any(map(decodes, gemms or _readers(node))):
             continue
         parsed = QuantSpec.parse(str(spec))
         early = not packaged and launches_early(val(x).device)
-        if limits.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms), early=early):
+        alone = limits.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms), early=early)
+        reason = "" if alone else "quantizing it once, in a kernel of its own, is faster"
+        if allowed(node, _STEP, reason if gemms else "something else than GEMMs of few rows reads it"):
             for user in gemms:
                 user.args = ([x, *multiplier], *user.args[1:])
             for item in [*node.users, node]:
@@ -96,7 +101,7 @@ def _fuse_epilogues(graph: fx.Graph) -> None:
     for name in limits.EPILOGUES:
         for root in graph.find_nodes(op="call_function", target=_root(name)):
             for gemm, other in _ends_of(name, root):
-                if _takes_epilogue(gemm) and _is_all_between(gemm, root):
+                if decodes(gemm) and allowed(gemm, _STEP, _no_epilogue(gemm) or _other_reader(gemm, root)):
                     with graph.inserting_before(root):
                         shape = list(val(gemm).shape)
                         more = {"epilogue": name, **({} if other is None else {"other": shaped(other, shape)})}
@@ -130,22 +135,22 @@ def _ends_of(name: str, root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None
             yield gemm, other
 
 
-def _takes_epilogue(gemm: fx.Node) -> bool:
-    """Whether a GEMM is one kernel, of few rows, that has no epilogue yet."""
-    if gemm.kwargs or not decodes(gemm):
-        return False
+def _no_epilogue(gemm: fx.Node) -> str:
+    """Returns why a GEMM of few rows takes no epilogue; empty if it does."""
+    if gemm.kwargs:
+        return "it has an epilogue"
     a, b = ([val(part) for part in parts] for parts in gemm.args[:2])  # type: ignore[union-attr]
-    return limits.in_one_kernel(a, b)
+    return "" if limits.in_one_kernel(a, b) else "several kernels add up its result"
 
 
-def _is_all_between(gemm: fx.Node, root: fx.Node) -> bool:
-    """Whether nothing but what `root` is computed from reads a GEMM's result, or what is computed from that."""
+def _other_reader(gemm: fx.Node, root: fx.Node) -> str:
+    """Returns a reason if more than `root` is computed from a GEMM's result; empty if nothing else is."""
     between, todo = {root}, [gemm]
     while todo:
         for user in todo.pop().users:
             if user not in between:
                 if user.op == "output" or len(between) > 16:
-                    return False
+                    return _READ
                 between.add(user)
                 todo.append(user)
     needed, todo = {root}, [root]
@@ -154,17 +159,22 @@ def _is_all_between(gemm: fx.Node, root: fx.Node) -> bool:
             if source in between and source not in needed:
                 needed.add(source)
                 todo.append(source)
-    return between == needed
+    return "" if between == needed else _READ
+
+
+_STEP = "few_rows"
+_READ = "something else than its epilogue reads its result"
 
 
 def _gemms(node: fx.Node) -> set[fx.Node]:
     """The GEMMs that read a quantization, where nothing else does and `decodes` them all."""
-    users = {user for item in node.users for user in item.users}
-    alone = all(
-        user.target is torch.ops.fxquant.scaled_mm.default and user.args[0] == [*node.users] and decodes(user)
-        for user in users
-    )
+    users = _readers(node)
+    alone = all(decodes(user) and user.args[0] == [*node.users] for user in users)
     return users if alone else set()
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    return {user for item in node.users for user in item.users}
 
 
 def quantizes_few_rows(node: fx.Node) -> bool:

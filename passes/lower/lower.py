@@ -144,7 +144,6 @@ def _lower(graph: fx.Graph, settings: Settings) -> int:
     remaining = [node.format_node() for node in graph.nodes if is_fxquant(node)]
     if remaining:
         raise GraphVerificationError(f"operators left after lowering: {remaining}")
-    graph.lint()
     return count
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.private import OpOverload, force_stride_order, triton_kernel_wrapper_functional
 from fxquant.compat.values import detect_fake_mode
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, readers
 from fxquant.passes.graph.names import VIEWS
 from fxquant.passes.graph.values import val
@@ -33,7 +34,9 @@ def materialize_shared_inputs(graph: fx.Graph, settings: Settings) -> int:
     count = 0
     for base in bases:
         shared = len(set(readers(base, VIEWS))) > 1
-        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or not shared or not _plain(base):
+        if not isinstance(base.target, OpOverload) or base.target in EXTERNAL or not shared:
+            continue
+        if not allowed(base, "materialize_shared_inputs", _obstacle(base)):
             continue
         users = list(base.users)
         with graph.inserting_after(base):
@@ -48,11 +51,11 @@ def materialize_shared_inputs(graph: fx.Graph, settings: Settings) -> int:
     return count
 
 
-def _plain(node: fx.Node) -> bool:
+def _obstacle(node: fx.Node) -> str:
+    """Returns why the strides of a result cannot be asked for; empty if they can."""
     value = val(node)
-    return (
-        isinstance(value, Tensor)
-        and value.is_contiguous()
-        and value.numel() > 1
-        and all(isinstance(step, int) for step in value.stride())
-    )
+    if not isinstance(value, Tensor) or value.numel() <= 1:
+        return "it is one number, or several results"
+    if not value.is_contiguous():
+        return "it is not dense"
+    return "" if all(isinstance(step, int) for step in value.stride()) else "its strides are dynamic"

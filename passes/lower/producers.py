@@ -10,7 +10,7 @@ the gradients of both factors, come out of one operator. The amax that delayed s
 the tensor itself is read: then the producer is the ``identity``. The amax that a scale is made of stays in the graph,
 for Inductor to take without writing the tensor.
 
-Fused is what moves fewer bytes (`_pays`). A tensor that something else reads is left alone, and so is one that
+Fused is what moves fewer bytes (`_loss`). A tensor that something else reads is left alone, and so is one that
 Inductor would fuse by itself (a cast that is wanted rowwise alone), or where recomputed activations have to come out
 with the bits of Inductor's own kernels.
 """
@@ -33,6 +33,7 @@ from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Ca
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.operator import Side
 from fxquant.passes.graph.axes import order_of
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_fxquant
 from fxquant.passes.graph.values import val
@@ -47,21 +48,30 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 def fuse_producers(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites `graph` in place; returns how many quantizations were fused."""
-    sites = list(_sites(graph, settings.device))
+    reasons: dict[fx.Node, str] = {}
+    sites = list(_sites(graph, settings.device, reasons))
     order = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for producer in PRODUCERS.values():
-        if settings.exact_recompute and not producer.exact:
-            continue
+        inexact = settings.exact_recompute and not producer.exact
         for group in _groups(producer, sites):
-            fused = _pays(producer, group[0]) and _insert(graph, producer, group, order)
-            if fused or producer.parts:  # one kernel makes all results, Inductor's if not ours
+            reason = _INEXACT if inexact else _loss(producer, group[0]) or _insert(graph, producer, group, order)
+            if not inexact and (producer.parts or not reason):  # one kernel makes all results, Inductor's if not ours
                 sites = [site for site in sites if site not in group]
-            count += len(group) if fused else 0
+            for site in group:
+                if not reason:
+                    reasons.pop(site.quantize, None)
+                elif producer is not IDENTITY or (site.amax is not None and site.quantize not in reasons):
+                    reasons[site.quantize] = f"{producer.name}: {reason}"
+            count += 0 if reason else len(group)
+    for node, reason in reasons.items():
+        allowed(node, "fuse_producers", reason)
     if count:
         graph.eliminate_dead_code()
-        graph.lint()
     return count
+
+
+_INEXACT = "what is computed again must have the bits of Inductor's own kernels"
 
 
 @dataclass(frozen=True)
@@ -97,14 +107,14 @@ class _Site:
         return any(side.per_tensor and _by_own_amax(side.state) for side in self.sides)
 
 
-def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
-    """What can be fused, in the order of the graph."""
+def _sites(graph: fx.Graph, device: str, reasons: dict[fx.Node, str]) -> Iterator[_Site]:
+    """Yields the quantizations that can be fused, in the order of the graph; adds the `reasons` for others."""
     seen: set[fx.Node] = set()
     for node in list(graph.nodes):
         if not sides_of(node):
             continue
         root = behind_views(node.args[0], RESHAPES)
-        if root in seen:
+        if root in seen or val(root).device.type != device:
             continue
         seen.add(root)
         users = list(readers(root))
@@ -112,10 +122,14 @@ def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
         own = {_own_amax(side.state) for user in quantizations for side in sides_of(user)}
         amaxes = [user for user in users if is_fxquant(user, "amax")]
         recorded = [amax for amax in amaxes if amax not in own]
+        obstacles = {user: _obstacle(user) for user in quantizations}
         if len(recorded) > 1:
-            continue
-        fusible = [user for user in quantizations if _casts(user, device)]
+            obstacles = dict.fromkeys(quantizations, "its amax is recorded more than once")
+        fusible = [user for user, obstacle in obstacles.items() if not obstacle]
         alone = len(fusible) + len(amaxes) == len(users) and not any(map(_inductor_fuses, fusible))
+        computed = not in_memory(root)
+        if computed or recorded:
+            reasons.update({user: obstacle for user, obstacle in obstacles.items() if obstacle})
         for quantization in fusible:
             rows, length = val(quantization.args[0]).shape
             made = {
@@ -125,6 +139,10 @@ def _sites(graph: fx.Graph, device: str) -> Iterator[_Site]:
                 and (alone or producer is IDENTITY)
                 and (inputs := _match(producer, root, rows, length)) is not None
             }
+            if computed:
+                single = "its producer's other result is not quantized in the same way"
+                unknown = single if made.keys() - {IDENTITY.name} else "no kernel computes what it quantizes"
+                reasons[quantization] = unknown if alone else "something else reads what it quantizes"
             if made:
                 yield _Site(quantization, next(iter(recorded), None), made)
                 recorded = []
@@ -149,17 +167,19 @@ def _by_own_amax(state: Any) -> bool:
     return state is None or _own_amax(state) is not None
 
 
-def _casts(node: fx.Node, device: str) -> bool:
-    """Whether a quantization is one that a Triton kernel makes, of a kind that can be fused."""
+def _obstacle(node: fx.Node) -> str:
+    """Returns why a quantization is none that a Triton kernel makes, of a kind that can be fused; empty if it is."""
     x = val(node.args[0])
-    if x.ndim != 2 or x.device.type != device or x.dtype not in _NARROW:
-        return False
+    if x.ndim != 2 or x.dtype not in _NARROW:
+        return f"kernels quantize matrices of 16 bits, not {x.ndim} axes of {str(x.dtype).removeprefix('torch.')}"
     if _inductor_fuses(node) and not in_memory(node.args[0]):
-        return False
-    specs = [QuantSpec.parse(side.spec) for side in sides_of(node)]
-    empty = any(statically_known_true(size == 0) for size in x.shape)
-    known = all(map(supports, specs)) and (device != "cuda" or converts_to_fp8(x.device))
-    return known and not empty
+        return "Inductor casts rowwise where it computes the tensor"
+    if any(statically_known_true(size == 0) for size in x.shape):
+        return "it has no elements"
+    if x.device.type == "cuda" and not converts_to_fp8(x.device):
+        return "the device does not convert to FP8"
+    unknown = [side.spec for side in sides_of(node) if not supports(QuantSpec.parse(side.spec))]
+    return f"no kernel casts to {unknown[0]}" if unknown else ""
 
 
 def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]:
@@ -183,36 +203,41 @@ def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]
             yield group
 
 
-def _pays(producer: Producer, site: _Site) -> bool:
-    """Whether a fusion moves fewer bytes; `docs/performance.md` has the times.
+def _loss(producer: Producer, site: _Site) -> str:
+    """Returns why a fusion moves no fewer bytes, empty if it does; `docs/performance.md` has the times.
 
     An element that is written, and read by its cast, costs 4 bytes, and 2 more where amaxes of its lines are taken
     first. Unless blocks have the scales or they are given, the fused kernel comes after amaxes of what is not written:
     then the producer's inputs are read, and it is computed, once more.
     """
     if producer is IDENTITY:
-        return site.amax is not None and site.families == {"per_tensor"} and not site.scales_by_own_amax
+        if site.amax is None or site.families != {"per_tensor"}:
+            return "no amax of a tensor with one scale is recorded"
+        return "its scale needs the amax first" if site.scales_by_own_amax else ""
     if site.families == {"per_row"}:
-        return producer.matrices < 3 and producer.results == 1 and not producer.slow
+        cheap = producer.matrices < 3 and producer.results == 1 and not producer.slow
+        return "" if cheap else "computing it twice, once for the amaxes of its rows, is slower"
     if site.scales_by_own_amax:
         alone = all(side.state is None for side in site.sides)  # nothing else waits for the amax
-        return not producer.slow and (producer.matrices < 2 or (producer.results == 2 and alone))
-    return site.families <= {"block", "mxfp8", "per_tensor"}
+        cheap = not producer.slow and (producer.matrices < 2 or (producer.results == 2 and alone))
+        return "" if cheap else "computing it twice, once for its amax, is slower"
+    others = sorted(site.families - {"block", "mxfp8", "per_tensor"})
+    return f"no fused kernel has scales {' and '.join(others)}" if others else ""
 
 
-def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> bool:
-    """Puts one operator in the place of a group; False where a state is not there yet."""
+def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> str:
+    """Puts one operator in the place of a group; returns why it cannot, empty if it has."""
     name = producer.parts[0][0] if producer.parts else producer.name
     inputs = group[0].made[name]
     anchor = min((node for site in group for node in (site.quantize, site.amax) if node), key=order.__getitem__)
     if not all(_is_there(node, anchor, order) for node in inputs):
-        return False
+        return "its inputs are computed later"
     states = [list(side) for side in zip(*(_states(site, order, producer) for site in group), strict=True)]
     if producer is JOINED_HEADS:
         for amax in filter(None, map(_own_amax, (state for side in states for state in side))):
             amax.args = (inputs[0],)
     if not all(_is_there(state, anchor, order) for side in states for state in side if state is not None):
-        return False
+        return "its scales are computed later"
     rows, length = val(group[0].quantize.args[0]).shape
     record = group[0].amax is not None
     with graph.inserting_before(anchor):
@@ -243,7 +268,7 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     order[fused] = order[anchor]
     for node in gone:
         graph.erase_node(node)
-    return True
+    return ""
 
 
 def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[fx.Node | None]:
@@ -263,7 +288,7 @@ def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[
 
 
 def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether a node stands before another, or is one that can be moved there, and then is."""
+    """Returns True if a node stands before another; moves it there if it can."""
     if order[node] < order[anchor]:
         return True
     tags = getattr(node.target, "tags", ())

@@ -22,11 +22,13 @@ from torch import fx
 from fxquant.compat.values import faking
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.operator import traits_of
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
+_STEP = "record_in_kernel"
 
 
 def record_in_kernel(graph: fx.Graph, settings: Settings) -> int:
@@ -53,13 +55,14 @@ def _take(record: fx.Node) -> int:
     count = 0
     for each in dict.fromkeys(_arguments(amax)[0] for amax in times if amax.target is operator.getitem):
         results = _results(each, before)
-        if not results:
+        if not allowed(each, _STEP, "" if results else "the kernel that has the amax writes no state"):
             continue
         parts = len(each.meta["val"]) // results
         items = {_arguments(user)[1]: user for user in each.users}
         amaxes = [items[place] for i in range(results) if (place := parts * (i + 1) - 1) in items]
         alone = len(amaxes) == results and all(times[amax] == 1 and list(amax.users) == [record] for amax in amaxes)
-        if alone and len({places[amax] for amax in amaxes}) == results:
+        alone = alone and len({places[amax] for amax in amaxes}) == results
+        if allowed(each, _STEP, "" if alone else "something else reads its amaxes, or one slot has several"):
             _record_itself(each, [places[amax] for amax in amaxes], before, parts)
             left = [(amax, slot) for amax, slot in zip(*_arguments(record)[-2:], strict=True) if amax not in amaxes]
             record.args = (*before, [amax for amax, _ in left], [slot for _, slot in left])

@@ -20,6 +20,7 @@ from fxquant.compat.private import (
     make_fx,
     min_cut_rematerialization_partition,
 )
+from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.producers import fuse_producers
@@ -247,22 +248,33 @@ def test_what_does_not_pay_or_is_not_ours_is_left_alone() -> None:
 
     def cases() -> Any:
         h = lambda gate, up: silu(gate) * up  # noqa: E731
-        yield "another reader", lambda g, u: [*both(y := h(g, u), BLOCK), y.sum(0)], (gate, up)
-        yield "rowwise alone", lambda g, u: quantize(h(g, u), BLOCK, "rowwise"), (gate, up)
-        yield "nvfp4", lambda g, u: both(h(g, u), "nvfp4"), (gate, up)
-        yield "the amax of the tensor first", lambda g, u: both(h(g, u), TENSOR), (gate, up)
-        yield "float32", lambda g, u: both(h(g, u), BLOCK), (gate.float(), up.float())
-        yield "a batch", lambda g, u: both(h(g, u)[None], BLOCK), (gate, up)
-        yield "another expression", lambda g, u: both(silu(g) + u, BLOCK), (gate, up)
-        yield "inputs by columns", lambda g, u: both(h(g.t(), u.t()), BLOCK), (gate, up)
+        yield "something else reads what", lambda g, u: [*both(y := h(g, u), BLOCK), y.sum(0)], (gate, up)
+        yield "Inductor casts rowwise", lambda g, u: quantize(h(g, u), BLOCK, "rowwise"), (gate, up)
+        yield "no kernel casts to nvfp4", lambda g, u: both(h(g, u), "nvfp4"), (gate, up)
+        yield "silu_mul: computing it twice, once for its amax,", lambda g, u: both(h(g, u), TENSOR), (gate, up)
+        yield "not 2 axes of float32", lambda g, u: both(h(g, u), BLOCK), (gate.float(), up.float())
+        yield "not 3 axes of bfloat16", lambda g, u: both(h(g, u)[None], BLOCK), (gate, up)
+        yield "no kernel computes what it quantizes", lambda g, u: both(silu(g) + u, BLOCK), (gate, up)
+        yield "no kernel computes", lambda g, u: both(h(g.t(), u.t()), BLOCK), (gate, up)
 
-    for name, run, inputs in cases():
-        assert not fuse_producers(traced(run, *inputs).graph, CPU), name
-    graph = traced(lambda g, u: both(silu(g) * u, BLOCK), gate, up).graph
-    assert not fuse_producers(graph, Settings()), "another device"
+    for reason, run, inputs in cases():
+        assert reason in left(run, *inputs)
+    assert not left(lambda g: both(g, BLOCK), gate), "nothing computes an input"
+    run = lambda g, u: both(silu(g) * u, BLOCK)  # noqa: E731
+    assert not left(run, gate, up, settings=Settings()), "another device"
     exact = Settings(device="cpu", exact_recompute=True)
-    assert not fuse_producers(graph, exact), "activations are recomputed, not to the bit of Inductor's"
-    assert fuse_producers(graph, CPU) == 1
+    assert "must have the bits of Inductor's" in left(run, gate, up, settings=exact)
+    graph = traced(run, gate, up).graph
+    assert fuse_producers(graph, CPU) == 1 and not not_fused(graph)
+
+
+def left(run: Callable[..., list[Tensor]], *inputs: Tensor, settings: Settings = CPU) -> str:
+    """The reason why the one quantization of a function stays; empty if nothing was considered."""
+    graph = traced(run, *inputs).graph
+    assert not fuse_producers(graph, settings)
+    reasons = not_fused(graph)
+    assert len(reasons) <= 1 and all(each.step == "fuse_producers" for each in reasons)
+    return "".join(each.reason for each in reasons)
 
 
 class Block(nn.Module):
