@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -190,6 +190,7 @@ FLOAT8_HEADERS = Patch(
 )
 
 
+_Kernel = TypeVar("_Kernel")
 _written: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
 
 
@@ -237,10 +238,22 @@ WRITTEN_ARGUMENTS = Patch(
 )
 
 
-def declare_written(kernel: Any, written: Callable[[Mapping[str, Any]], list[str]]) -> None:
-    """Declares the arguments that a Triton kernel writes: `written` gets all arguments by name."""
-    _apply(WRITTEN_ARGUMENTS)
-    _written[kernel] = written
+def writes(*names: str, **flags: str) -> Callable[[_Kernel], _Kernel]:
+    """Declares the arguments that a Triton kernel writes: `names`, and those of `flags` where another is set.
+
+    An argument is set if it is neither None nor False.
+    """
+
+    def written(arguments: Mapping[str, Any]) -> list[str]:
+        values = {name: arguments.get(flag) for name, flag in flags.items()}
+        return [*names, *(name for name, value in values.items() if value is not None and value is not False)]
+
+    def declare(kernel: _Kernel) -> _Kernel:
+        _apply(WRITTEN_ARGUMENTS)
+        _written[kernel] = written
+        return kernel
+
+    return declare
 
 
 def written_by(launch: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,6 @@ Each function has the meaning, and the arguments, of its namesake in `fxquant.ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ from fxquant.kernels.attention import gluon_op, triton_backward, triton_forward
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention.choice import SCALINGS, AttentionKernel
 from fxquant.kernels.attention.cudnn import cudnn_attention, cudnn_attention_backward
+from fxquant.kernels.attention.scores import Scores
+from fxquant.kernels.attention.triton_backward import GradientCast
 from fxquant.kernels.attention.triton_dequantize import dequantize_qkv
 from fxquant.kernels.operator import Parts
 from fxquant.kernels.state import reference as delayed
@@ -28,28 +29,22 @@ _GRADIENTS = {
 """The dtypes that do is cast to, by its format."""
 
 
-class _Scores(NamedTuple):
-    """The steps on the scores, which kernels do: a scale, a mask of a kind, and causality."""
-
-    scale: float
-    causal: bool
-    mask: Tensor | None
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, extras: Sequence[Tensor]) -> _Scores:
-        scale, causal, mask = 1.0, False, None
-        for step in spec.steps:
-            if step.kind == "mul":
-                scale *= step.value
-            elif step.kind == "causal":
-                causal = True
-            else:
-                mask = torch.logical_not(extras[step.extra]) if step.kind == "fill" else extras[step.extra]
-        return cls(scale, causal, mask)
+def _scores(spec: AttentionSpec, extras: Parts, seed: Tensor | None) -> Scores:
+    """Returns the steps of a spec as kernels do them."""
+    scale, causal, mask = 1.0, False, None
+    for step in spec.steps:
+        if step.kind == "mul":
+            scale *= step.value
+        elif step.kind == "causal":
+            causal = True
+        else:
+            mask = torch.logical_not(extras[step.extra]) if step.kind == "fill" else extras[step.extra]
+    return Scores(scale=scale, causal=causal, mask=mask, dropout=spec.dropout, seed=seed)
 
 
-def _dequantized(q: Parts, k: Parts, v: Parts, spec: QuantSpec, width: int, dtype: torch.dtype) -> list[Tensor]:
+def _dequantized(operands: Sequence[Parts], spec: QuantSpec, width: int, dtype: torch.dtype) -> list[Tensor]:
     """q, k and v in a 16-bit dtype."""
+    q, k, v = operands
     scaling = SCALINGS.get(str(spec))
     if scaling is not None:
         return dequantize_qkv(q, k, v, scaling, dtype)
@@ -66,31 +61,28 @@ def attention_forward(
 ) -> list[Tensor]:  # fmt: skip
     """[o, lse, amax of the softmax, which only a delayed scale asks for], or [o, lse] where it goes into `amaxes`."""
     s_amax = torch.zeros(1, device=q[0].device) if amaxes is None and s_scale is not None else amaxes
-    results = list(_forward(kernel, q, k, v, extras, seed, AttentionSpec.parse(spec), width, dtype, s_amax))
+    parsed = AttentionSpec.parse(spec)
+    scores = _scores(parsed, extras, seed)
+    results = list(_forward(kernel, (q, k, v), scores, parsed.qkv, width, dtype, s_amax))
     if amaxes is not None:
         return results
     return [*results, torch.ones(1, device=q[0].device) if s_amax is None else s_amax]
 
 
 def _forward(
-    kernel: AttentionKernel, q: Parts, k: Parts, v: Parts, extras: Parts, seed: Tensor | None, spec: AttentionSpec,
-    width: int, dtype: torch.dtype, s_amax: Tensor | None,
+    kernel: AttentionKernel, operands: Sequence[Parts], scores: Scores, spec: QuantSpec, width: int,
+    dtype: torch.dtype, s_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and lse by a kernel; the amax of the softmax goes into `s_amax`."""
-    scores = _Scores.of(spec, extras)
-    options: dict[str, Any] = {"causal": scores.causal, "scale": scores.scale}
-    more: dict[str, Any] = {"mask": scores.mask, "dropout": spec.dropout, "seed": seed, "out_dtype": dtype}
     if kernel in (AttentionKernel.CUDNN, AttentionKernel.WIDE):
-        wide_q, wide_k, wide_v = _dequantized(q, k, v, spec.qkv, width, dtype)
+        wide = _dequantized(operands, spec, width, dtype)
         if kernel is AttentionKernel.CUDNN:
-            return cudnn_attention(wide_q, wide_k, wide_v, **options)
-        return triton_forward.forward(wide_q, wide_k, wide_v, None, None, None, **options, **more)
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-    options["scaling"] = SCALINGS[str(spec.qkv)]
+            return cudnn_attention(*wide, causal=scores.causal, scale=scores.scale)
+        return triton_forward.forward([[x] for x in wide], scores, dtype)
+    scaling = SCALINGS[str(spec)]
     if kernel is AttentionKernel.TRITON:
-        return triton_forward.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options, **more, s_amax=s_amax)
-    options |= {"out_dtype": dtype, "record": s_amax is not None}
-    o, lse, weights = gluon_op.forward(q8, k8, v8, q_scale, k_scale, v_scale, **options)
+        return triton_forward.forward(operands, scores, dtype, scaling=scaling, s_amax=s_amax)
+    o, lse, weights = gluon_op.forward(operands, scores, dtype, scaling, record=s_amax is not None)
     if s_amax is not None:
         delayed.take(s_amax, weights.amax().reshape(1))
     return o, lse
@@ -104,22 +96,21 @@ def attention_backward(
     """[dq, dk, dv, amaxes of do and the scores' gradient], where the gradients of no extras are `wanted`."""
     parsed = AttentionSpec.parse(spec)
     do_amax, dp_amax = (None if scale is None else torch.zeros(1, device=do.device) for scale in (do_scale, dp_scale))
-    scores = _Scores.of(parsed, extras)
-    options: dict[str, Any] = {"causal": scores.causal, "scale": scores.scale}
-    more: dict[str, Any] = {"mask": scores.mask, "dropout": parsed.dropout, "seed": seed}
+    scores = _scores(parsed, extras, seed)
     grads: Sequence[Tensor]
     if kernel is AttentionKernel.TRITON:
-        (q8, q_scale), (k8, k_scale), (v8, v_scale) = q, k, v
-        more |= {"do_dtype": _GRADIENTS[str(parsed.do)], "do_multiplier": do_scale}
-        more |= {"do_amax": do_amax, "dp_amax": dp_amax, "scaling": SCALINGS[str(parsed.qkv)]}
-        grads = triton_backward.backward(do, q8, k8, v8, o, lse, q_scale, k_scale, v_scale, **options, **more)
+        cast = GradientCast(dtype=_GRADIENTS[str(parsed.do)], multiplier=do_scale, amax=do_amax, scores_amax=dp_amax)
+        grads = triton_backward.backward(do, (q, k, v), o, lse, scores, SCALINGS[str(parsed.qkv)], cast)
     else:
-        wide_q, wide_k, wide_v = _dequantized(q, k, v, parsed.qkv, width, do.dtype)
+        wide_q, wide_k, wide_v = wide = _dequantized((q, k, v), parsed.qkv, width, do.dtype)
         if kernel is AttentionKernel.CUDNN:
-            grads = cudnn_attention_backward(do, wide_q, wide_k, wide_v, o, lse, **options)
+            grads = cudnn_attention_backward(
+                do, wide_q, wide_k, wide_v, o, lse, causal=scores.causal, scale=scores.scale
+            )
         else:
+            rounded = None
             if parsed.has_fp8_backward:
                 rows, columns = attention_reference.rows_and_columns(do, parsed.do)
-                more["rounded"] = (rows.to(do.dtype), columns.to(do.dtype))
-            grads = triton_backward.wide_backward(do, wide_q, wide_k, wide_v, o, lse, **options, **more)
+                rounded = (rows.to(do.dtype), columns.to(do.dtype))
+            grads = triton_backward.wide_backward(do, wide, o, lse, scores, rounded)
     return [*grads, *(torch.ones(1, device=do.device) if amax is None else amax for amax in (do_amax, dp_amax))]

@@ -401,8 +401,7 @@ CONFIGS = {
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
-    scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False,
-    config: Config | None = None,
+    scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False, config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """softmax(q k^T * scale) v: `triton_forward.forward` of e4m3 operands without mask and dropout. Launches at once.
 
@@ -436,12 +435,11 @@ def forward(
     fprop_warps_kernel[(programs,)](
         _descriptor(q.view(-1, q_len, head_dim), _ROWS.value, head_dim),
         _descriptor(k.view(-1, kv_len, head_dim), config.block_n, head_dim),
-        _descriptor(v.view(-1, head_dim, v.shape[3]), head_dim, config.block_n),
-        out, lse, weights, q_scale_inv, k_scale_inv, v_scale_inv, scale / math.log(2), tiles, heads, kv_heads,
-        batches * heads, q_len, kv_len, together,
-        SCALING=KINDS[scaling], CAUSAL=causal, EVEN=not causal and kv_len % config.block_n == 0,
-        RECORD=record, Q_HELD=config.q_held, GROUPS=config.groups, REGISTERS=config.registers, STAGES=config.stages,
-        BN=config.block_n, D=head_dim, num_warps=4,
+        _descriptor(v.view(-1, head_dim, v.shape[3]), head_dim, config.block_n), out, lse, weights, q_scale_inv,
+        k_scale_inv, v_scale_inv, scale / math.log(2), tiles, heads, kv_heads, batches * heads, q_len, kv_len, together,
+        SCALING=KINDS[scaling], CAUSAL=causal, EVEN=not causal and kv_len % config.block_n == 0, RECORD=record,
+        Q_HELD=config.q_held, GROUPS=config.groups, REGISTERS=config.registers, STAGES=config.stages, BN=config.block_n,
+        D=head_dim, num_warps=4,
     )  # fmt: skip
     return out, lse, weights
 
@@ -487,6 +485,3 @@ def _dealt_evenly(
             return width
         together *= 2
     return None
-
-
-__all__ = ["CONFIGS", "Config", "forward", "fprop_warps_kernel"]

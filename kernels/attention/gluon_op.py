@@ -5,28 +5,29 @@ Inductor emits the source of Triton kernels that a graph launches anew, which it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from fxquant.kernels.attention.choice import Scaling
-from fxquant.kernels.operator import operator
+from fxquant.kernels.attention.scores import Scores
+from fxquant.kernels.operator import Parts, operator
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
-    scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    operands: Sequence[Parts], scores: Scores, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """`triton_forward.forward` of e4m3 operands without mask and dropout, where `choice.forward` says so.
 
     To `record`, the largest weight of each row of the softmax comes third, [B, H, Sq] in float32. Raises ValueError for
     a scale that is not positive.
     """
-    if not scale > 0:
-        raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
-    parts = (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)
-    return attention_fprop(*parts, causal, scale, scaling, out_dtype, record)
+    if not scores.scale > 0:
+        raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scores.scale}")
+    (q, q_scale), (k, k_scale), (v, v_scale) = operands
+    return attention_fprop(q, k, v, q_scale, k_scale, v_scale, scores.causal, scores.scale, scaling, out_dtype, record)
 
 
 @operator(namespace="fxquant_kernels", key="CUDA")

@@ -8,8 +8,8 @@ Scales are what dequantization multiplies by, as `triton_cast` has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,21 +18,13 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.device import triton_workspace
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.compat.values import statically_known_true
 from fxquant.kernels.attention.choice import Scaling
+from fxquant.kernels.attention.scores import Scores, filled
 from fxquant.kernels.attention.triton_cast import BLOCK, BLOCK_LEN, KINDS, quantize_heads, scale_place
 from fxquant.kernels.attention.triton_dequantize import dequantize_qkv
-from fxquant.kernels.attention.triton_scores import (
-    KEY_MASK,
-    LOG2_E,
-    NO_MASK,
-    dropped,
-    filled,
-    mask_arguments,
-    masked,
-    survivors,
-)
+from fxquant.kernels.attention.triton_scores import KEY_MASK, LOG2_E, NO_MASK, masked, survivors
 from fxquant.kernels.cast.codes import raise_amax
 
 _E4M3, _WIDE, _WIDE_TWICE = (tl.constexpr(i) for i in range(3))
@@ -45,14 +37,14 @@ def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
     return tl.reshape(source.load([head, first, 0]), (ROWS, D))
 
 
+@writes("dk", "dv")
 @triton.jit
 def dkdv_kernel(
     q, k, v, do, q_wide, do_wide, log_sum, delta, dk, dv, q_scale, k_scale, v_scale, do_scale, mask, seen, seed, scale,
     heads, kv_heads, batches, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step,
-    seen_batch_step, seen_head_step,
-    SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
-    RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr,
+    seen_batch_step, seen_head_step, SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
+    MASK: tl.constexpr, DROPPED: tl.constexpr, RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
 
@@ -141,14 +133,14 @@ def dkdv_kernel(
     tl.store(dv + at, acc_v.to(dv.dtype.element_ty), mask=columns[:, None] < kv_len)
 
 
+@writes("dq", dp_amax="RECORD")
 @triton.jit
 def dq_kernel(
     q, k, v, do, k_wide, log_sum, delta, dq, dp_amax, q_scale, k_scale, v_scale, do_scale, mask, seen, seed, scale,
     heads, kv_heads, q_len, kv_len, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
-    seen_head_step,
-    SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
-    RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, D: tl.constexpr,
+    seen_head_step, SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr,
+    DROPPED: tl.constexpr, RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the values of k in 16 bits.
 
@@ -240,65 +232,69 @@ _WIDE_QUERY_TILES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4,
 """As `_QUERY_TILES`, for 16-bit operands."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientCast:
+    """How do is quantized, with a scale per query head or by a `multiplier`, float32 [1], for all."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    multiplier: Tensor | None = None
+    amax: Tensor | None = None
+    """float32 [1], into which the amax of do is taken where a delayed scale records it."""
+    scores_amax: Tensor | None = None
+    """Likewise that of dS times the scale, the gradient of q k^T, which is not rounded to FP8 and needs no scale."""
+
+
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor,
-    v_scale_inv: Tensor, *, causal: bool, scale: float, scaling: Scaling = "head", mask: Tensor | None = None,
-    dropout: float = 0.0, seed: Tensor | None = None, do_dtype: torch.dtype = torch.float8_e4m3fn,
-    do_multiplier: Tensor | None = None, do_amax: Tensor | None = None, dp_amax: Tensor | None = None,
+    do: Tensor, operands: Sequence[Sequence[Tensor]], o: Tensor, lse: Tensor, scores: Scores, scaling: Scaling = "head",
+    cast: GradientCast | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 operands; v is transposed there too.
 
-    do [B, H, Sq, D] is quantized to `do_dtype` with a scale per query head, or by a `do_multiplier`, float32 [1], for
-    all. What is rounded: S = q k^T and dP = do v^T multiply FP8 operands, and are float32. For dv, P is rounded to 16
-    bits, and multiplied with do as it came; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to 16 bits, and
-    multiplied with the dequantized k and q. Sums are float32. The tests hold it to the same in plain torch
+    S = q k^T and dP = do v^T multiply FP8 operands, and are float32. For dv, P is rounded to 16 bits, and multiplied
+    with do [B, H, Sq, D] as it came; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to 16 bits, and multiplied
+    with the dequantized k and q. Sums are float32. The tests hold it to the same in plain torch
     (tests/attention_rounding.py).
-
-    Into `do_amax` and `dp_amax`, float32 [1], the amaxes are taken that delayed scales record: of do, and of dS times
-    `scale`, the gradient of q k^T. Since that is not rounded to FP8 here, it needs no scale.
     """
-    do = do.contiguous()
-    do8, do_scale_inv = quantize_heads(do, 1, False, dtype=do_dtype, multiplier=do_multiplier, recorded=do_amax)
-    scales = (q_scale_inv, k_scale_inv, v_scale_inv)
-    wide_q, wide_k, rows = dequantize_qkv((q, q_scale_inv), (k, k_scale_inv), (v, v_scale_inv), scaling, do.dtype, True)
+    do, cast = do.contiguous(), cast or GradientCast()
+    do8, do_scale = quantize_heads(do, 1, False, dtype=cast.dtype, multiplier=cast.multiplier, recorded=cast.amax)
+    q, k, v = operands
+    wide_q, wide_k, rows = dequantize_qkv(q, k, v, scaling, do.dtype, True)
+    wide, scales = (do, wide_q, wide_k), (q[1], k[1], v[1], do_scale)
     return _backward(
-        do8, q, k, rows, (do, wide_q, wide_k), o, lse, (*scales, do_scale_inv), causal, scale, KINDS[scaling], mask,
-        dropout, seed, delta_of=do, dp_amax=dp_amax,
-    )  # fmt: skip
+        (do8, q[0], k[0], rows), wide, scales, row_terms(do, o, lse), scores, KINDS[scaling], cast.scores_amax
+    )
 
 
 def wide_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float,
-    mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
+    do: Tensor, operands: Sequence[Tensor], o: Tensor, lse: Tensor, scores: Scores,
     rounded: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `forward` in high precision, from 16-bit operands [B, H, S, D] of the dtype of do.
+    """The gradients of `forward` in high precision, from 16-bit q, k and v [B, H, S, D] of the dtype of do.
 
-    `rounded` is what of do is multiplied with v, and with P.
+    `rounded` are the do to multiply with v, and the do to multiply with P, in place of do itself.
     """
     do = do.contiguous()
     row, column = (do, None) if rounded is None else (x.contiguous() for x in rounded)
-    return _backward(
-        row, q, k, v, (column, None, None), o, lse, (None,) * 4, causal, scale, 0, mask, dropout, seed, delta_of=do
-    )  # fmt: skip
+    return _backward((row, *operands), (column, None, None), (None,) * 4, row_terms(do, o, lse), scores, 0, None)
 
 
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, wide: Sequence[Tensor | None], o: Tensor, lse: Tensor,
-    scales: Sequence[Tensor | None], causal: bool, scale: float, scaling: int, mask: Tensor | None, dropout: float,
-    seed: Tensor | None, delta_of: Tensor, dp_amax: Tensor | None = None,
+    operands: Sequence[Tensor], wide: Sequence[Tensor | None], scales: Sequence[Tensor | None],
+    terms: tuple[Tensor, Tensor], scores: Scores, scaling: int, scores_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Both kernels. `wide` are do, q and k in 16 bits where the operands are of e4m3."""
+    """Both kernels for do, q, k and v. `wide` are do, q and k in 16 bits where the operands are of e4m3."""
+    do, q, k, v = operands
     batches, heads, q_len = q.shape[:3]
     head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    operands = _E4M3 if wide[1] is not None else _WIDE if wide[0] is None else _WIDE_TWICE
-    is_wide = operands.value != _E4M3.value
-    delta, log_sum = row_terms(delta_of, o, lse)
-    dq, dk, dv = (torch.empty(x.shape, dtype=delta_of.dtype, device=do.device) for x in (q, k, k))
-    kind, mask, seen, mask_steps = mask_arguments(mask, q.device)
+    form = _E4M3 if wide[1] is not None else _WIDE if wide[0] is None else _WIDE_TWICE
+    is_wide = form.value != _E4M3.value
+    delta, log_sum = terms
+    dtype = (do if wide[0] is None else wide[0]).dtype
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=do.device) for x in (q, k, k))
+    kind, hidden, mask_steps = scores.arguments(q.device)
     wide_do, wide_q, wide_k = filled(*wide, device=do.device)
-    shared = (*filled(*scales, device=do.device), mask, seen, *filled(seed, device=do.device), scale)
+    shared = (*filled(*scales, device=do.device), *hidden, scores.scale)
     key_tiles, query_tiles = (_WIDE_KEY_TILES, _WIDE_QUERY_TILES) if is_wide else (_KEY_TILES, _QUERY_TILES)
     with triton_workspace(q.device):
         block_m, block_n, warps, stages = key_tiles[head_dim]
@@ -306,16 +302,16 @@ def _backward(
         grid = (triton.cdiv(kv_len, block_n) * (batches * kv_heads),)
         wrap_triton(dkdv_kernel)[grid](
             q, k, v, do, wide_q, wide_do, log_sum, delta, dk, dv, *shared, heads, kv_heads, batches, q_len, kv_len,
-            *mask_steps, scaling, causal, even, kind, *dropped(dropout), operands.value, stages, block_m, block_n,
+            *mask_steps, scaling, scores.causal, even, kind, *scores.rule, form.value, stages, block_m, block_n,
             head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         block_m, block_n, warps, stages = query_tiles[head_dim]
         even = statically_known_true(kv_len % block_n == 0)
         grid = (triton.cdiv(q_len, block_m) * (batches * heads),)
         wrap_triton(dq_kernel)[grid](
-            q, k, v, do, wide_k, log_sum, delta, dq, *filled(dp_amax, device=do.device), *shared, heads, kv_heads,
-            q_len, kv_len, *mask_steps, scaling, causal, even, kind, *dropped(dropout), operands.value,
-            dp_amax is not None, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
+            q, k, v, do, wide_k, log_sum, delta, dq, *filled(scores_amax, device=do.device), *shared, heads, kv_heads,
+            q_len, kv_len, *mask_steps, scaling, scores.causal, even, kind, *scores.rule, form.value,
+            scores_amax is not None, stages, block_m, block_n, head_dim, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -323,14 +319,3 @@ def _backward(
 def row_terms(do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """rowsum(do o), and the log-sum-exp in units of log2, infinite for a row that saw nothing, which has no P."""
     return (do.float() * o.float()).sum(-1), torch.where(lse == -math.inf, math.inf, lse) * LOG2_E.value
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch of a kernel of this file writes."""
-    if "dk" in arguments:
-        return ["dk", "dv"]
-    return ["dq", "dp_amax"] if arguments["RECORD"] else ["dq"]
-
-
-declare_written(dkdv_kernel, written)
-declare_written(dq_kernel, written)

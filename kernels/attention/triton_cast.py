@@ -7,7 +7,6 @@ dequantization multiplies by: float32 [1], [B, H / groups] or [B, H / groups, ce
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.kernels.attention.choice import Scaling
 from fxquant.kernels.cast.codes import four, in_words, magnitude, raise_amax, word
 
@@ -50,9 +49,7 @@ def _tile_amax(tile):
 
 
 @triton.jit
-def _head_amax(
-    x, first, length, row_step, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+def _head_amax(x, first, length, row_step, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """The bits of the amax, NaN ignored, of STEPS times ROWS rows of a head: magnitudes are ordered as they are.
 
     Without masks more loads are on their way at a time.
@@ -96,22 +93,23 @@ def _head_store(
 
 
 @triton.jit
-def _head_scale(amax, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """What is multiplied by for an amax."""
-    scale = tl.minimum(tl.div_rn(FMAX, amax), MOST)
-    return tl.where((amax > LEAST) & (amax < float("inf")), scale, 1.0)
+def _head_scale(amax, RULE: tl.constexpr):
+    """Returns the multiplier for an amax; RULE is (the largest of FP8, the least amax that counts, the most)."""
+    scale = tl.minimum(tl.div_rn(RULE[0], amax), RULE[2])
+    return tl.where((amax > RULE[1]) & (amax < float("inf")), scale, 1.0)
 
 
 @triton.jit
-def _scale_for(given, at, GIVEN: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+def _scale_for(given, at, GIVEN: tl.constexpr, RULE: tl.constexpr):
     """What is multiplied by: the one that is GIVEN, or made of one of the amaxes given as bits."""
     if GIVEN:
         scale = tl.load(given)
     else:
-        scale = _head_scale(tl.load(given + at).to(tl.float32, bitcast=True), FMAX, LEAST, MOST)
+        scale = _head_scale(tl.load(given + at).to(tl.float32, bitcast=True), RULE)
     return scale
 
 
+@writes("amax")
 @triton.jit
 def head_amax_kernel(
     x, amax, heads, groups, length, batch_step, head_step, row_step,
@@ -125,13 +123,14 @@ def head_amax_kernel(
     tl.atomic_max(amax + head // groups, _head_amax(source, first, length, row_step, STEPS, ROWS, D), sem="relaxed")
 
 
+@writes("data", "scale_inv", recorded="RECORD")
 @triton.jit
 def head_cast_kernel(
     x, data, scale_inv, given, recorded, heads, groups, length, padded, batch_step, head_step, row_step,
-    GIVEN: tl.constexpr, RECORD: tl.constexpr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, FMAX: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    GIVEN: tl.constexpr, RECORD: tl.constexpr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, RULE: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """x [B, H, S, D] times FMAX / amax, given as bits, as FP8 [B, H, S, D] or [B, H, D, padded].
+    """x [B, H, S, D] times the largest of FP8 / amax, given as bits, as FP8 [B, H, S, D] or [B, H, D, padded].
 
     From the end, which the L2 cache still holds from when the amaxes were taken. With GIVEN the scale of all heads is
     given instead, float32 [1], and with RECORD the amax is taken into float32 [1].
@@ -140,7 +139,7 @@ def head_cast_kernel(
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     head = index // blocks
     first = (index % blocks) * ROWS
-    scale = _scale_for(given, head // groups, GIVEN, FMAX, LEAST, MOST)
+    scale = _scale_for(given, head // groups, GIVEN, RULE)
     if (first == 0) & (head % groups == 0):
         tl.store(scale_inv + head // groups, tl.div_rn(1.0, scale))
     source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
@@ -152,9 +151,8 @@ def head_cast_kernel(
 
 @triton.jit
 def _block_cast(
-    x, data, scale_inv, kv_head, block, kv_heads, length, padded, batch_step, head_step, row_step,
-    GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    D: tl.constexpr,
+    x, data, scale_inv, kv_head, block, kv_heads, length, padded, batch_step, head_step, row_step, GROUPS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Casts 128 positions of the GROUPS heads that share a scale, and stores it. More than one are read twice."""
     ROWS: tl.constexpr = BLOCK_LEN
@@ -168,7 +166,7 @@ def _block_cast(
     for _ in range(1, GROUPS):
         other += head_step
         amax = tl.maximum(amax, _tile_amax(_head_tile(other, first, length, row_step, ROWS, D)))
-    scale = _head_scale(amax, FMAX, LEAST, MOST)
+    scale = _head_scale(amax, RULE)
     tl.store(scale_inv + kv_head * tl.cdiv(length, ROWS) + block, tl.div_rn(1.0, scale))
     _head_store(tile, out, first, scale, length, padded, False, TRANSPOSED, ROWS, D)
     for _ in range(1, GROUPS):
@@ -178,25 +176,25 @@ def _block_cast(
         _head_store(tile, out, first, scale, length, padded, False, TRANSPOSED, ROWS, D)
 
 
+@writes("data", "scale_inv")
 @triton.jit
 def block_cast_kernel(
-    x, data, scale_inv, kv_heads, length, padded, batch_step, head_step, row_step,
-    GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    D: tl.constexpr,
+    x, data, scale_inv, kv_heads, length, padded, batch_step, head_step, row_step, GROUPS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, S, D] as e4m3 with a scale for 128 positions of GROUPS heads, of which there are kv_heads: one read."""
     blocks = tl.cdiv(length, BLOCK_LEN)
     _block_cast(
         x, data, scale_inv, tl.program_id(0) // blocks, tl.program_id(0) % blocks, kv_heads, length, padded,
-        batch_step, head_step, row_step, GROUPS, TRANSPOSED, FMAX, LEAST, MOST, D,
+        batch_step, head_step, row_step, GROUPS, TRANSPOSED, RULE, D,
     )  # fmt: skip
 
 
+@writes("amax")
 @triton.jit
 def qkv_amax_kernel(
-    q, k, v, amax, heads, kv_heads, batches, q_len, kv_len, q_batch, q_head, q_row, k_batch, k_head, k_row,
-    v_batch, v_head, v_row,
-    SCALING: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    q, k, v, amax, heads, kv_heads, batches, q_len, kv_len, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch,
+    v_head, v_row, SCALING: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The bits of the amaxes of q, k and v, into zeroed int32 [3, B, kv_heads] or [3]."""
     q_blocks, kv_blocks = tl.cdiv(q_len, ROWS * STEPS), tl.cdiv(kv_len, ROWS * STEPS)
@@ -221,8 +219,8 @@ def qkv_amax_kernel(
 @triton.jit
 def _cast_values(
     v, v8, v_scale, given, recorded, index, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
-    SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
-    MOST: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """The part of `qkv_cast_kernel` that transposes v."""
     blocks = tl.cdiv(v_len, ROWS)
@@ -230,7 +228,7 @@ def _cast_values(
     at, place = 2, 0
     if SCALING == HEAD:
         at, place = 2 * batches * kv_heads + head, head
-    scale = _scale_for(given, at, GIVEN, FMAX, LEAST, MOST)
+    scale = _scale_for(given, at, GIVEN, RULE)
     tl.store(v_scale + place, tl.div_rn(1.0, scale), mask=first == 0)
     source = v + (head // kv_heads).to(tl.int64) * v_batch + (head % kv_heads).to(tl.int64) * v_head
     tile = _head_tile(source, first, kv_len, v_row, ROWS, D)
@@ -239,12 +237,12 @@ def _cast_values(
     _head_store(tile, v8 + head.to(tl.int64) * v_len * D, first, scale, kv_len, v_len, False, True, ROWS, D)
 
 
+@writes("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", recorded="RECORD")
 @triton.jit
 def qkv_cast_kernel(
     q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, given, recorded, heads, kv_heads, batches, q_len, kv_len, v_len,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr,
-    MOST: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, SCALING: tl.constexpr, GIVEN: tl.constexpr,
+    RECORD: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """q, k and v as e4m3, v transposed, in one launch; from the end, GIVEN and RECORD as in `head_cast_kernel`."""
     q_blocks, kv_blocks = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, ROWS)
@@ -263,7 +261,7 @@ def qkv_cast_kernel(
         if SCALING == HEAD:
             at = at * all_kv + kv_head
             place = kv_head
-        scale = _scale_for(given, at, GIVEN, FMAX, LEAST, MOST)
+        scale = _scale_for(given, at, GIVEN, RULE)
         tl.store(tl.where(is_q, q_scale, k_scale) + place, tl.div_rn(1.0, scale), mask=first == 0)
         source = tl.where(is_q, q, k) + (head // own).to(tl.int64) * tl.where(is_q, q_batch, k_batch).to(tl.int64)
         source += (head % own).to(tl.int64) * tl.where(is_q, q_head, k_head).to(tl.int64)
@@ -275,15 +273,15 @@ def qkv_cast_kernel(
     else:
         _cast_values(
             v, v8, v_scale, given, recorded, index - plain, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
-            SCALING, GIVEN, RECORD, FMAX, LEAST, MOST, V_ROWS, D,
+            SCALING, GIVEN, RECORD, RULE, V_ROWS, D,
         )  # fmt: skip
 
 
+@writes("q8", "k8", "v8", "q_scale", "k_scale", "v_scale")
 @triton.jit
 def qkv_block_cast_kernel(
-    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, kv_heads, batches, q_len, kv_len, v_len,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    GROUPS: tl.constexpr, FMAX: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr,
+    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, kv_heads, batches, q_len, kv_len, v_len, q_batch, q_head, q_row,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, GROUPS: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """q, k and v as e4m3 with a scale for 128 positions, v transposed: one read, one launch."""
     q_blocks, kv_blocks = tl.cdiv(q_len, BLOCK_LEN), tl.cdiv(kv_len, BLOCK_LEN)
@@ -291,19 +289,19 @@ def qkv_block_cast_kernel(
     if index < q_blocks * all_kv:
         _block_cast(
             q, q8, q_scale, index // q_blocks, index % q_blocks, kv_heads, q_len, q_len, q_batch, q_head, q_row,
-            GROUPS, False, FMAX, LEAST, MOST, D,
+            GROUPS, False, RULE, D,
         )  # fmt: skip
     elif index < q_blocks * all_kv + kv_blocks * all_kv:
         index -= q_blocks * all_kv
         _block_cast(
             k, k8, k_scale, index // kv_blocks, index % kv_blocks, kv_heads, kv_len, kv_len, k_batch, k_head, k_row,
-            1, False, FMAX, LEAST, MOST, D,
+            1, False, RULE, D,
         )  # fmt: skip
     else:
         index -= q_blocks * all_kv + kv_blocks * all_kv
         _block_cast(
             v, v8, v_scale, index // kv_blocks, index % kv_blocks, kv_heads, kv_len, v_len, v_batch, v_head, v_row,
-            1, True, FMAX, LEAST, MOST, D,
+            1, True, RULE, D,
         )  # fmt: skip
 
 
@@ -328,8 +326,10 @@ def _padded(length: Any) -> Any:
 
 def _scales(batches: Any, heads: Any, length: Any, scaling: Scaling, device: torch.device) -> Tensor:
     shapes: dict[str, tuple[Any, ...]] = {
-        "tensor": (1,), "head": (batches, heads), "block": (batches, heads, triton.cdiv(length, BLOCK_LEN.value))
-    }  # fmt: skip
+        "tensor": (1,),
+        "head": (batches, heads),
+        "block": (batches, heads, triton.cdiv(length, BLOCK_LEN.value)),
+    }
     return torch.empty(shapes[scaling], dtype=torch.float32, device=device)
 
 
@@ -352,11 +352,11 @@ def quantize_heads(
     shape = (batches, heads, head_dim, padded) if transposed else (batches, heads, length, head_dim)
     data = torch.empty(shape, dtype=dtype, device=x.device)
     scale_inv = _scales(batches, heads // groups, length, scaling, x.device)
-    constants = (_LARGEST[dtype], _LEAST_AMAX, _MOST_MULTIPLIER)
+    rule = (_LARGEST[dtype], _LEAST_AMAX, _MOST_MULTIPLIER)
     if scaling == "block":
         grid = (triton.cdiv(length, BLOCK_LEN.value) * (batches * (heads // groups)),)
         wrap_triton(block_cast_kernel)[grid](
-            x, data, scale_inv, heads // groups, length, padded, *x.stride()[:3], groups, transposed, *constants,
+            x, data, scale_inv, heads // groups, length, padded, *x.stride()[:3], groups, transposed, rule,
             head_dim, num_warps=head_dim // 16,
         )  # fmt: skip
         return data, scale_inv
@@ -372,7 +372,7 @@ def quantize_heads(
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
         x, data, scale_inv, given, _place(recorded, x.device), heads, groups, length, padded, *x.stride()[:3],
-        multiplier is not None, recorded is not None, dtype == torch.float8_e5m2, transposed, *constants, rows,
+        multiplier is not None, recorded is not None, dtype == torch.float8_e5m2, transposed, rule, rows,
         head_dim, num_warps=8,
     )  # fmt: skip
     return data, scale_inv
@@ -383,9 +383,8 @@ def _place(recorded: Tensor | None, device: torch.device) -> Tensor:
 
 
 def quantize_qkv(
-    q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, multiplier: Tensor | None = None,
-    recorded: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, multiplier: Tensor | None = None, recorded: Tensor | None = None
+) -> list[Tensor]:
     """[q8, q_scale, k8, k_scale, v8, v_scale] of q [B, H, Sq, D], k and v [B, Hkv, Sk, D]; v8 is transposed.
 
     As `quantize_heads` of each, whose query heads share the scale of their key head, with the amaxes of all in one
@@ -405,12 +404,12 @@ def quantize_qkv(
     ]
     scales = [_scales(batches, kv_heads, length, scaling, q.device) for length in (q_len, kv_len, kv_len)]
     steps = [step for x in (q, k, v) for step in x.stride()[:3]]
-    constants = (_LARGEST[torch.float8_e4m3fn], _least(scaling), _MOST_MULTIPLIER)
+    rule = (_LARGEST[torch.float8_e4m3fn], _least(scaling), _MOST_MULTIPLIER)
     if scaling == "block":
         grid = ((triton.cdiv(q_len, BLOCK_LEN.value) + 2 * triton.cdiv(kv_len, BLOCK_LEN.value)) * batches * kv_heads,)
         wrap_triton(qkv_block_cast_kernel)[grid](
             q, k, v, *data, *scales, kv_heads, batches, q_len, kv_len, v_len, *steps, int(heads // kv_heads),
-            *constants, head_dim, num_warps=head_dim // 16,
+            rule, head_dim, num_warps=head_dim // 16,
         )  # fmt: skip
     else:
         given = multiplier
@@ -427,7 +426,7 @@ def quantize_qkv(
         grid = (programs(batches, heads, kv_heads, (q_len, kv_len, v_len), (rows, rows, v_rows)),)
         wrap_triton(qkv_cast_kernel)[grid](
             q, k, v, *data, *scales, given, _place(recorded, q.device), heads, kv_heads, batches, q_len, kv_len, v_len,
-            *steps, KINDS[scaling], multiplier is not None, recorded is not None, *constants, rows, v_rows, head_dim,
+            *steps, KINDS[scaling], multiplier is not None, recorded is not None, rule, rows, v_rows, head_dim,
             num_warps=8,
         )  # fmt: skip
     return [part for pair in zip(data, scales, strict=True) for part in pair]
@@ -437,24 +436,3 @@ def programs(batches: Any, heads: Any, kv_heads: Any, lengths: tuple[Any, ...], 
     """How many programs q, k and v take together."""
     each = [triton.cdiv(length, own) for length, own in zip(lengths, rows, strict=True)]
     return batches * (heads * each[0] + kv_heads * (each[1] + each[2]))
-
-
-_WRITTEN = {
-    head_amax_kernel: ["amax"],
-    head_cast_kernel: ["data", "scale_inv", "recorded"],
-    block_cast_kernel: ["data", "scale_inv"],
-    qkv_amax_kernel: ["amax"],
-    qkv_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "recorded"],
-    qkv_block_cast_kernel: ["q8", "k8", "v8", "q_scale", "k_scale", "v_scale"],
-}
-
-
-def _declare(kernel: Any, names: list[str]) -> None:
-    def written(arguments: Mapping[str, Any]) -> list[str]:
-        return [name for name in names if name != "recorded" or arguments["RECORD"]]
-
-    declare_written(kernel, written)
-
-
-for _kernel, _names in _WRITTEN.items():
-    _declare(_kernel, _names)

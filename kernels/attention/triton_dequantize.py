@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.kernels.attention.choice import Scaling
 from fxquant.kernels.attention.triton_cast import KINDS, programs, scale_place
 from fxquant.kernels.cast.codes import word
@@ -60,6 +59,7 @@ def _codes_back(v8, v, head, first, kv_len, v_len, ROWS: tl.constexpr, D: tl.con
     tl.store(target + (key[:, None] * (D // 4) + fours[None, :]), tl.trans(words), mask=inside)
 
 
+@writes("q", "k", "v")
 @triton.jit
 def qkv_dequantize_kernel(
     q8, k8, v8, q_scale, k_scale, v_scale, q, k, v, heads, kv_heads, batches, q_len, kv_len, v_len,
@@ -119,11 +119,3 @@ def dequantize_qkv(
         KINDS[scaling], v_codes, steps, rows, v_rows, head_dim, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch writes."""
-    return ["q", "k", "v"]
-
-
-declare_written(qkv_dequantize_kernel, written)

@@ -8,9 +8,8 @@ Scales are what dequantization multiplies by, as `triton_cast` has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -19,20 +18,12 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.device import triton_workspace
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.compat.values import statically_known_true
 from fxquant.kernels.attention.choice import Scaling
+from fxquant.kernels.attention.scores import Scores, filled
 from fxquant.kernels.attention.triton_cast import BLOCK, BLOCK_LEN, KINDS, scale_place
-from fxquant.kernels.attention.triton_scores import (
-    KEY_MASK,
-    LOG2_E,
-    NO_MASK,
-    dropped,
-    filled,
-    mask_arguments,
-    masked,
-    survivors,
-)
+from fxquant.kernels.attention.triton_scores import KEY_MASK, LOG2_E, NO_MASK, masked, survivors
 from fxquant.kernels.cast.codes import INTERPRETED, raise_amax
 
 _LN_2 = tl.constexpr(math.log(2))
@@ -54,9 +45,8 @@ def _times_values(acc, p, values, j, WIDE: tl.constexpr, BM: tl.constexpr, BN: t
 @triton.jit
 def _masked_step(
     acc, total, most, unit, q, keys, values, k_scale, v_scale, j, q_factor, rows, q_len, kv_len, mask, mask_row_step,
-    mask_column_step, seed, row,
-    SCALING: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr, WIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    mask_column_step, seed, row, SCALING: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
+    WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. `most` is the running maximum of scores, in units of log2, `unit` the scale of acc."""
     factor = q_factor
@@ -112,8 +102,7 @@ def _scale_at(place):
 @triton.jit
 def _lagged_step(
     acc, total, most, unit, s, p, factor, q, keys, values, k_scale, v_scale, j, start, q_factor, kv_len, mask,
-    mask_column_step,
-    SCALING: tl.constexpr, MASK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    mask_column_step, SCALING: tl.constexpr, MASK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiplies the probabilities of the tile before last with v, and makes those of the last tile of keys before j
     while the scores of the tile at j are computed. `factor` is that of s, `unit` the scale of the v that p meets.
@@ -141,14 +130,14 @@ def _lagged_step(
     return acc, total, new, next_unit, s, p, next_factor
 
 
+@writes("out", "lse", s_amax="RECORD")
 @triton.jit(do_not_specialize=["most_heads"])
 def fprop_kernel(
     q, k, v, out, lse, s_amax, q_scale, k_scale, v_scale, mask, seen, seed, scale, heads, kv_heads, batch_heads, q_len,
     kv_len, v_len, most_heads, mask_batch_step, mask_head_step, mask_row_step, mask_column_step, seen_batch_step,
-    seen_head_step,
-    SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
-    RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, D: tl.constexpr,
+    seen_head_step, SCALING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr,
+    DROPPED: tl.constexpr, RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
@@ -273,18 +262,15 @@ def _config(head_dim: int, *, lagged: bool, plain: bool) -> _Config:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor | None, k_scale_inv: Tensor | None,
-    v_scale_inv: Tensor | None, *, causal: bool, scale: float, out_dtype: torch.dtype, scaling: Scaling = "head",
-    mask: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None, s_amax: Tensor | None = None,
-    config: _Config | None = None,
+    operands: Sequence[Sequence[Tensor]], scores: Scores, out_dtype: torch.dtype, *, scaling: Scaling = "head",
+    s_amax: Tensor | None = None, config: _Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dropout(softmax(q k^T * scale + mask)) v: o [B, H, Sq, D] and the log-sum-exp [B, H, Sq] in float32.
 
-    Of e4m3 operands with scales, q [B, H, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, D, Sp] (see `quantize_heads`), or,
-    without, of 16-bit q, k and v [B, Hkv, Sk, D]; contiguous. `causal` lets query i see keys up to i; `mask` broadcasts
-    to [B, H, Sq, Sk] and is boolean, True where a key is seen, or added. A row that sees nothing gives zeros, and -inf.
-    P is rounded to e4m3 times 256, or to 16 bits, and divided by the sum of what it was before. `dropout` keeps what
-    `attention_reference.kept` keeps for the seed, int64 [1]. Raises ValueError for a scale that is not positive.
+    The operands are q [B, H, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, D, Sp] in e4m3, each with its scales (see
+    `quantize_heads`), or 16-bit q, k and v [B, Hkv, Sk, D] alone; contiguous. A row that sees nothing gives zeros, and
+    -inf. P is rounded to e4m3 times 256, or to 16 bits, and divided by the sum of what it was before. Dropout keeps
+    what `attention.reference.kept` keeps for the seed. Raises ValueError for a scale that is not positive.
 
     The amax of the softmax, which is the largest 1 / sum of exp(x - max) of a row, is taken into `s_amax`, float32 [1],
     where a delayed scale records it. The delayed scale itself is not needed: what multiplies P is divided out again,
@@ -294,14 +280,15 @@ def forward(
     are rounded to multiples of 2^-17 of it; by 448 over the amax that starts 0.8 bits lower, but below the largest
     weight of all rows, which in most rows is more.
     """
-    if not scale > 0:
-        raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scale}")
-    wide = q_scale_inv is None
+    if not scores.scale > 0:
+        raise ValueError(f"attention in FP8 needs a positive softmax scale, not {scores.scale}")
+    (q, *q_scale), (k, *k_scale), (v, *v_scale) = operands
+    wide = not q_scale
     batches, heads, q_len = q.shape[:3]
     head_dim = int(q.shape[3])  # a constant of the kernels
     kv_heads, kv_len, v_len = k.shape[1], k.shape[2], v.shape[3]
-    kind, mask, seen, mask_steps = mask_arguments(mask, q.device)
-    lagged = kind in (NO_MASK.value, KEY_MASK.value) and not dropout and not wide
+    kind, hidden, mask_steps = scores.arguments(q.device)
+    lagged = kind in (NO_MASK.value, KEY_MASK.value) and not scores.dropout and not wide
     plain = lagged and kind == NO_MASK.value and scaling != "block"
     config = config or _config(head_dim, lagged=lagged, plain=plain)
     even = statically_known_true(kv_len % config.block_n == 0)
@@ -309,20 +296,12 @@ def forward(
     lse = torch.empty((batches, heads, q_len), dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(q_len, config.block_m) * (batches * heads),)
     together = config.cached // (2 * k.element_size() * head_dim * kv_len) * (heads // kv_heads)
+    scales = (None, None, None) if wide else (*q_scale, *k_scale, *v_scale)
     with triton_workspace(q.device):
         wrap_triton(fprop_kernel)[grid](
-            q, k, v, out, lse, *filled(s_amax, q_scale_inv, k_scale_inv, v_scale_inv, device=q.device), mask, seen,
-            *filled(seed, device=q.device), scale * LOG2_E.value, heads, kv_heads, batches * heads, q_len, kv_len,
-            v_len, together, *mask_steps, 0 if wide else KINDS[scaling], causal, even, kind, *dropped(dropout), wide,
-            s_amax is not None, config.stages, config.block_m, config.block_n, head_dim,
-            num_warps=config.warps, num_stages=config.stages,
+            q, k, v, out, lse, *filled(s_amax, *scales, device=q.device), *hidden, scores.scale * LOG2_E.value, heads,
+            kv_heads, batches * heads, q_len, kv_len, v_len, together, *mask_steps, 0 if wide else KINDS[scaling],
+            scores.causal, even, kind, *scores.rule, wide, s_amax is not None, config.stages, config.block_m,
+            config.block_n, head_dim, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch writes."""
-    return ["out", "lse", "s_amax"] if arguments["RECORD"] else ["out", "lse"]
-
-
-declare_written(fprop_kernel, written)

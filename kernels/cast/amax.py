@@ -7,21 +7,19 @@ parameters, inputs, and the results of GEMMs and attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.kernels.cast.codes import magnitude
 
 _STEPS, _BLOCK, _WARPS = 8, 4096, 4
 
 
+@writes("out")
 @triton.jit
 def tensor_amax_kernel(x, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest magnitude, NaN ignored, in each STEPS blocks of x, as float32."""
@@ -42,15 +40,7 @@ def tensor_amax(x: Tensor) -> Tensor:
     The amaxes of its pieces are left to Inductor, which takes theirs in one kernel with the scale that is made of it.
     """
     x = x.contiguous()
-    pieces = (x.numel() + _STEPS * _BLOCK - 1) // (_STEPS * _BLOCK)
+    pieces = triton.cdiv(x.numel(), _STEPS * _BLOCK)
     out = torch.empty(pieces, dtype=torch.float32, device=x.device)
     wrap_triton(tensor_amax_kernel)[(pieces,)](x, out, x.numel(), _STEPS, _BLOCK, num_warps=_WARPS)
     return out.amax(0, keepdim=True)
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch writes."""
-    return ["out"]
-
-
-declare_written(tensor_amax_kernel, written)

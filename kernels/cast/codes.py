@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fxquant.formats import QuantSpec
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TORCHAO_FLOOR = 1e-12
 TORCHAO_BELOW = torch.nextafter(torch.tensor(TORCHAO_FLOOR), torch.tensor(1.0)).item()
@@ -30,12 +32,18 @@ def raise_amax(place, amax):
 
 
 @triton.jit
-def multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr,
-                BELOW: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
-    """`reference.multiplier_from_amax`. torchao's float64 quotient rounds to the same float32 as this one.
+def multiplier(amax, RULE: tl.constexpr):
+    """`reference.multiplier_from_amax` by the RULE of `multiplier_rule`.
 
-    (Double rounding is innocuous for a division when the wider format has 2p + 2 bits: Figueroa, 1995.)
+    torchao's float64 quotient rounds to the same float32 as this one. (Double rounding is innocuous for a division when
+    the wider format has 2p + 2 bits: Figueroa, 1995.)
     """
+    FMAX: tl.constexpr = RULE[0]
+    LARGEST: tl.constexpr = RULE[1]
+    EPS: tl.constexpr = RULE[2]
+    POW2: tl.constexpr = RULE[3]
+    BELOW: tl.constexpr = RULE[4]
+    MOST: tl.constexpr = RULE[5]
     if EPS > 0:
         amax = tl.where(amax < EPS, EPS, amax)
     scale = tl.div_rn(tl.full(amax.shape, FMAX, tl.float32), amax)
@@ -47,6 +55,15 @@ def multiplier(amax, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexp
     if POW2:
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     return scale
+
+
+def multiplier_rule(spec: QuantSpec, dtype: torch.dtype) -> tuple[float, float, float, bool, float, float]:
+    """Returns FMAX, LARGEST, EPS, POW2, BELOW and MOST of a format, for tensors of a dtype."""
+    assert spec.row.element is not None
+    fmax = spec.row.element.max
+    largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max
+    below, most = (TORCHAO_BELOW, fmax / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
+    return fmax, largest, spec.eps, spec.pow2, below, most
 
 
 @triton.jit

@@ -11,7 +11,7 @@ left to Inductor, which takes it where the tensor is produced.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_producers
 from fxquant.kernels.cast.producers import PRODUCERS
@@ -41,14 +41,14 @@ _AMAX_LAYOUT, _AMAX_LAYOUT_OF_PRODUCERS = (16, 2, 8), (8, 2, 4)
 """Steps down, warps below each other and rows of a thread in the kernel of amaxes."""
 
 
+@writes(row_data="ROW", row_scale="ROW", column_data="COLUMN", column_scale="COLUMN", recorded="RECORD")
 @triton.jit
 def cast_kernel(
-    x, in1, in2, in3, in4, recorded, step, row_data, row_scale, row_arg, column_data, column_scale, column_arg,
-    M, K, column_units, row_units, x_step, row_scale_size, column_scale_size,
-    row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
-    column_scale_rows, column_scale_columns, column_scale_step, column_scale_column_step,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    RESULTS: tl.constexpr, AT_ONCE: tl.constexpr, RECORD: tl.constexpr, LAYOUT: tl.constexpr,
+    x, in1, in2, in3, in4, recorded, step, row_data, row_scale, row_arg, column_data, column_scale, column_arg, M, K,
+    column_units, row_units, x_step, row_scale_size, column_scale_size, row_scale_rows, row_scale_columns,
+    row_scale_step, row_scale_column_step, column_scale_rows, column_scale_columns, column_scale_step,
+    column_scale_column_step, ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, S: tl.constexpr,
+    D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr, RECORD: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """One tile of x [M, K], of R * LM * WM rows and 4 * LK * WK columns; LAYOUT is (LK, LM, WK, WM, R).
 
@@ -120,6 +120,7 @@ def cast_kernel(
             )  # fmt: skip
 
 
+@writes(row_amax="ROW", column_amax="COLUMN")
 @triton.jit
 def amax_kernel(
     x, in1, in2, in3, in4, row_amax, column_amax, M, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
@@ -415,16 +416,3 @@ def _make_side(
     if columnwise:
         place = (scale_columns, scale_rows, column_step, row_step)
     return _Side(data, scale, source.unread, spec, constants, place, transposed, results)
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch of a kernel of this file writes."""
-    names = []
-    for side in ("row", "column"):
-        if arguments[side.upper()]:
-            names += [name for name in (f"{side}_data", f"{side}_scale", f"{side}_amax") if name in arguments]
-    return [*names, "recorded"] if arguments.get("RECORD") else names
-
-
-declare_written(cast_kernel, written)
-declare_written(amax_kernel, written)

@@ -7,8 +7,7 @@ Inductor fuses, what the graph rounds within a producer stays unrounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.kernels.cast.codes import INTERPRETED
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS
 
@@ -56,9 +55,7 @@ def _reciprocal(x):
     """1 / x to within a unit in the last place, in one instruction; for x of at least 1."""
     if INTERPRETED:
         return 1.0 / x
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )  # fmt: skip
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -68,7 +65,7 @@ def _exp(x, SIGN: tl.constexpr = 1.0):
         return tl.exp(x * SIGN)
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * (1.4426950408889634 * SIGN)], dtype=tl.float32, is_pure=True, pack=1
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -83,7 +80,7 @@ def _narrow(y, dtype: tl.constexpr):
         return y.to(dtype)
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [y], dtype=tl.bfloat16, is_pure=True, pack=2
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -195,10 +192,9 @@ def load_pair(x, in1, in2, x_step, first_row, first_column, down, across, M, K, 
 _AMAX_STEPS, _AMAX_BLOCK, _AMAX_WARPS = 8, 1024, 4
 
 
+@writes("out")
 @triton.jit
-def pair_amax_kernel(
-    x, in1, in2, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr, PRODUCER: tl.constexpr,
-):  # fmt: skip
+def pair_amax_kernel(x, in1, in2, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr, PRODUCER: tl.constexpr):
     """The largest magnitudes, NaN ignored, of both results in each STEPS blocks of dense inputs, as float32."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     start = program.to(tl.int64) * (STEPS * BLOCK)
@@ -223,17 +219,9 @@ def pair_amax(name: str, inputs: Sequence[Tensor]) -> Tensor:
     Those of pieces are left to Inductor to reduce, as in `triton_amax`.
     """
     x = inputs[0]
-    pieces = (x.numel() + _AMAX_STEPS * _AMAX_BLOCK - 1) // (_AMAX_STEPS * _AMAX_BLOCK)
+    pieces = triton.cdiv(x.numel(), _AMAX_STEPS * _AMAX_BLOCK)
     out = torch.empty((2, pieces), dtype=torch.float32, device=x.device)
     wrap_triton(pair_amax_kernel)[(pieces,)](
         *inputs, out, x.numel(), _AMAX_STEPS, _AMAX_BLOCK, _KINDS[name], num_warps=_AMAX_WARPS
     )
     return out.amax(1)
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch writes."""
-    return ["out"]
-
-
-declare_written(pair_amax_kernel, written)

@@ -128,7 +128,7 @@ def _block_scale(amax, SIDE: tl.constexpr):
 @triton.jit
 def _store_scales(
     v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
-):  # fmt: skip
+):
     """Stores scales v [LK, LM, WK, WM, R, 2, 2], the last axes for four columns, from a row and a column on.
 
     Each stands in DOWN rows and ACROSS columns.

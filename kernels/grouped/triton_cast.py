@@ -9,7 +9,6 @@ in a table that a kernel of its own writes, of strips of 128 rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_cast
 from fxquant.kernels.cast.triton_scales import side_constants
@@ -39,6 +38,7 @@ _ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
 """Of these, those that threads hold at a time, and with the most warps that a program may have."""
 
 
+@writes("strips")
 @triton.jit
 def strips_kernel(
     offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, EVERY: tl.constexpr,
@@ -95,6 +95,7 @@ def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.co
     return group, local, start, end, padded_start, padded_end
 
 
+@writes(row_amax="ROW", column_amax="COLUMN")
 @triton.jit
 def grouped_amax_kernel(
     x, row_amax, column_amax, strips, G, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
@@ -111,6 +112,7 @@ def grouped_amax_kernel(
         )  # fmt: skip
 
 
+@writes(row_data="ROW", row_scale="ROW", column_data="COLUMN", column_scale="COLUMN")
 @triton.jit
 def grouped_cast_kernel(
     x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, strips, G, rows, column_units, K,
@@ -132,7 +134,7 @@ def grouped_cast_kernel(
     row_tile = program // tiles
     group, local, start, end, padded_start, padded_end = strip_of(
         row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
-    )  # fmt: skip
+    )
     local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
     if (group > G) | ((local >= padded_end - padded_start) & (local > 0)) | (local + HEIGHT <= 0):
         return
@@ -144,6 +146,7 @@ def grouped_cast_kernel(
     )  # fmt: skip
 
 
+@writes("row_data", "row_scale", column_amax="COLUMN")
 @triton.jit
 def whole_rows_kernel(
     x, row_data, row_scale, column_amax, strips, rows, padded_rows, K, row_units, x_step, SIDE: tl.constexpr,
@@ -166,6 +169,7 @@ def whole_rows_kernel(
         )  # fmt: skip
 
 
+@writes("cleared")
 @triton.jit
 def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Zeros where a grouped GEMM wrote nothing: rows of `size` behind the last group, or [size] of an empty group.
@@ -241,7 +245,7 @@ def group_amax(x: Tensor, offs: Tensor | None) -> Tensor:
     unread = torch.empty(1, dtype=torch.float32, device=x.device)
     place = _place(x, offs, 16, unread)
     amax = torch.zeros(place.sizes[0], dtype=torch.float32, device=x.device)
-    _take(x, unread, amax, place, False, False, True, offs is None)
+    _take(x, unread, amax, place, False, True, True, offs is None)
     return amax
 
 
@@ -405,19 +409,6 @@ def _side_of(
     return _Side(data, scale, unread, counts, constants, [data, scale])
 
 
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch of a kernel of this file writes."""
-    if "cleared" in arguments:
-        return ["cleared"]
-    if "offs" in arguments:
-        return ["strips"]
-    if "HEIGHT" in arguments:
-        return ["row_data", "row_scale", *(["column_amax"] if arguments["COLUMN"] else [])]
-    if arguments.get("GROUP"):
-        return ["column_amax"]
-    return triton_cast.written(arguments)
-
-
 def clear(out: Tensor, offs: Tensor) -> Tensor:
     """`out`, fresh from a grouped GEMM, with zeros in rows of no group ([M, N]) or for empty groups ([G, N, K])."""
     weights = out.ndim == 3
@@ -432,7 +423,3 @@ def clear(out: Tensor, offs: Tensor) -> Tensor:
 
 def _up(size: Any, to: int) -> Any:
     return triton.cdiv(size, to) * to
-
-
-for _kernel in (strips_kernel, grouped_amax_kernel, grouped_cast_kernel, whole_rows_kernel, clear_kernel):
-    declare_written(_kernel, written)

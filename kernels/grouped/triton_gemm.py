@@ -8,7 +8,6 @@ a group does.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,import-untyped"
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.device import triton_workspace
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.compat.values import statically_known_true
 
 _MULTIPROCESSORS = 132
@@ -28,6 +27,7 @@ _ENTRIES = 64
 """Tiles of rows that a program of `tiles_kernel` looks up."""
 
 
+@writes("tiles", "count")
 @triton.jit
 def tiles_kernel(offs, tiles, count, G, GROUPS: tl.constexpr, BM: tl.constexpr, ENTRIES: tl.constexpr):
     """What rows each tile of BM has, none of two groups: its group, first row, and the end of the group, in `tiles`.
@@ -58,6 +58,7 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
+@writes("out")
 @triton.jit
 def rows_kernel(
     a, b, a_scale, b_scale, tiles, count, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_group,
@@ -165,6 +166,7 @@ def rows_kernel(
             tl.store(out + (start + at), tl.zeros((1024,), out.dtype.element_ty), mask=at < N)
 
 
+@writes("out")
 @triton.jit
 def columns_kernel(
     a, b, a_scale, b_scale, offs, out, M, N, K, G, a_scale_step, a_scale_column_step, b_scale_step,
@@ -298,7 +300,7 @@ def grouped_rows(
     groups, features = b.shape[:2]
     config = _config(block, fast_accum, out_dtype)
     out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
-    most = _cdiv(_cdiv(rows, config.m) + groups, _ENTRIES)
+    most = triton.cdiv(triton.cdiv(rows, config.m) + groups, _ENTRIES)
     tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=a.device)
     count = torch.empty(1, dtype=torch.int32, device=a.device)
     enough = triton.next_power_of_2(groups)
@@ -339,18 +341,3 @@ def grouped_columns(
 def _aligned(features: Any, dtype: torch.dtype) -> bool:
     """Whether rows of a result start at multiples of 16 bytes, which TMA wants."""
     return statically_known_true(features * dtype.itemsize % 16 == 0)
-
-
-def _cdiv(size: Any, by: int) -> Any:
-    return (size + by - 1) // by
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch of a kernel of this file writes."""
-    return ["out"] if "out" in arguments else ["tiles", "count"]
-
-
-for _kernel in (tiles_kernel, rows_kernel, columns_kernel):
-    declare_written(_kernel, written)
-
-__all__ = ["Config", "grouped_columns", "grouped_rows"]

@@ -32,7 +32,7 @@ def take_amaxes(
 ):  # fmt: skip
     """Adds a strip of 256 columns to the amaxes of rows [M] and of the columns of groups [G, K], NaN ignored.
 
-    With GROUP alone to those of groups, [G], in the place of the latter.
+    With GROUP the latter are those of whole groups, [G].
 
     Goes down in tiles of W * R rows, R for each of W warps, eight columns for each thread, as `amax_kernel` does.
     """
@@ -47,12 +47,12 @@ def take_amaxes(
         tile = tl.abs(tile.to(tl.float32))
         if ROW:
             raise_rows(tile, row_amax, row, down, end)
-        if COLUMN or GROUP:
+        if COLUMN:
             largest = tl.maximum(largest, tl.max(tile, axis=2, keep_dims=True))
-    if GROUP:
+    if COLUMN and GROUP:
         bits = tl.maximum(tl.max(largest), 0.0).to(tl.int32, bitcast=True)
         tl.atomic_max(column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + group, bits, sem="relaxed")
-    if COLUMN:
+    elif COLUMN:
         bits = tl.maximum(tl.max(largest, axis=1, keep_dims=True), 0.0).to(tl.int32, bitcast=True)
         out = column_amax.to(tl.pointer_type(tl.int32), bitcast=True) + (group.to(tl.int64) * K + first_column)
         tl.atomic_max(out + across, bits, mask=in_k, sem="relaxed")

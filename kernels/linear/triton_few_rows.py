@@ -17,7 +17,7 @@ place of arguments that it does not read: Inductor would write a copy of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels.cast.codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR, magnitude, multiplier
+from fxquant.kernels.cast.codes import INTERPRETED, magnitude, multiplier, multiplier_rule
 from fxquant.kernels.linear.few_rows import EPILOGUES, MULTIPROCESSORS, Tiles, is_one_row
 
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
@@ -44,7 +44,6 @@ _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
 _NONE, _ADD, _SILU_MUL, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(5))
 _EPILOGUES = dict(zip(EPILOGUES, (_ADD, _SILU_MUL, _GELU, _GELU_TANH), strict=True))
 _SQRT_HALF, _SQRT_2_PI, _CUBE = (tl.constexpr(c) for c in (0.7071067811865476, 0.7978845608028654, 0.044715))
-_Rule = tuple[float, float, float, bool, float, float]
 
 
 @triton.jit
@@ -104,11 +103,11 @@ def prefetch_tile(w, N, K, first_n, first_k, BN: tl.constexpr):
     )
 
 
+@writes("y")
 @triton.jit
 def gemm_kernel(
     x, x_arg, w, w_scale, bias, other, y, M, N, K, x_length, x_step, x_scale_step, x_scale_column_step, parts,
-    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
-    EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
+    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, RULE: tl.constexpr,
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +133,7 @@ def gemm_kernel(
     elif X_SOURCE == _OWN:
         i = tl.arange(0, PARTS)
         amax = tl.max(tl.load(x_arg + i, mask=i < parts, other=0.0), axis=0)
-        factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+        factor = multiplier(amax, RULE)
     elif X_KIND == _TENSOR:  # asked for here, a scale comes while the products are made
         of_x = tl.load(x_arg)
     elif X_KIND == _ROW:
@@ -208,6 +207,7 @@ def piece_amax(x, part, x_length, x_step, BK: tl.constexpr):
     tl.store(part + m * tl.num_programs(1) + piece, tl.max(magnitude(values), axis=0))
 
 
+@writes("part")
 @triton.jit
 def amax_kernel(
     x, part, ahead, M, x_length, x_step, ahead_rows, ahead_step, BK: tl.constexpr, AHEAD: tl.constexpr,
@@ -231,10 +231,8 @@ def amax_kernel(
 
 @triton.jit
 def quantize_piece(
-    x, arg, data, scale, M, x_length, K, x_step, parts,
-    KIND: tl.constexpr, SOURCE: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
-    POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr, EARLY: tl.constexpr,
+    x, arg, data, scale, M, x_length, K, x_step, parts, KIND: tl.constexpr, SOURCE: tl.constexpr, RULE: tl.constexpr,
+    PARTS: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantizes a program's BK elements of a row."""
     if EARLY:
@@ -245,7 +243,7 @@ def quantize_piece(
     if KIND == _BLOCK:
         groups = tl.reshape(values, (BK // 128, 128))
         amax = tl.max(magnitude(groups), axis=1)
-        factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+        factor = multiplier(amax, RULE)
         values = tl.reshape(groups * factor[:, None], (BK,))
         block = piece * (BK // 128) + tl.arange(0, BK // 128)
         tl.store(scale + block * M + m, tl.div_rn(1.0, factor), mask=block < K // 128)
@@ -258,19 +256,19 @@ def quantize_piece(
             else:
                 i = tl.arange(0, PARTS)
                 amax = tl.max(tl.load(arg + i, mask=i < parts, other=0.0), axis=0)
-            factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            factor = multiplier(amax, RULE)
         values = values * factor
         if KIND == _ROW or (m + piece == 0):
             tl.store(scale + m, tl.div_rn(1.0, factor))
     tl.store(data + m * K + k, values.to(data.dtype.element_ty), mask=k < K)
 
 
+@writes("data", "scale")
 @triton.jit
 def quantize_kernel(
     x, arg, data, scale, ahead, M, x_length, K, x_step, parts, ahead_rows, ahead_step,
-    KIND: tl.constexpr, SOURCE: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr,
-    POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr, PARTS: tl.constexpr,
-    BK: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr,
+    KIND: tl.constexpr, SOURCE: tl.constexpr, RULE: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr,
+    AHEAD: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Quantizes pieces of BK elements of rows of x [M, x_length] into data [M, K], padded with zeros; BK >= K for _ROW.
 
@@ -281,24 +279,18 @@ def quantize_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if AHEAD == 0:
-        quantize_piece(
-            x, arg, data, scale, M, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
-            TORCHAO_MOST, PARTS, BK, EARLY,
-        )  # fmt: skip
+        quantize_piece(x, arg, data, scale, M, x_length, K, x_step, parts, KIND, SOURCE, RULE, PARTS, BK, EARLY)
     elif tl.program_id(0) < M:
-        quantize_piece(
-            x, arg, data, scale, M, x_length, K, x_step, parts, KIND, SOURCE, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW,
-            TORCHAO_MOST, PARTS, BK, EARLY,
-        )  # fmt: skip
+        quantize_piece(x, arg, data, scale, M, x_length, K, x_step, parts, KIND, SOURCE, RULE, PARTS, BK, EARLY)
     elif not INTERPRETED:
         prefetch(ahead, ahead_rows, ahead_step, tl.program_id(0) - M, tl.num_programs(0) - M, AHEAD, THREADS)
 
 
+@writes("y")
 @triton.jit
 def gemv_kernel(
     x, x_arg, w, w_scale, bias, other, y, N, K, x_length, x_scale_column_step,
-    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, FMAX: tl.constexpr, LARGEST: tl.constexpr,
-    EPS: tl.constexpr, POW2: tl.constexpr, TORCHAO_BELOW: tl.constexpr, TORCHAO_MOST: tl.constexpr,
+    X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, RULE: tl.constexpr,
     HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BN elements of y [N] from whole rows of the weight, without tensor cores; BK is a power of two from K on.
@@ -324,7 +316,7 @@ def gemv_kernel(
             scale = tl.load(x_arg + block * x_scale_column_step, mask=block < K // 128, other=0.0)
         else:
             amax = tl.max(magnitude(groups), axis=1)
-            factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            factor = multiplier(amax, RULE)
             groups = (groups * factor[:, None]).to(w.dtype.element_ty).to(tl.float32)
             scale = tl.div_rn(1.0, factor)
         scale *= tl.load(w_scale + first_n // 128 * (K // 128) + block, mask=block < K // 128, other=0.0)
@@ -336,7 +328,7 @@ def gemv_kernel(
             factor = tl.load(x_arg)
         else:
             amax = tl.max(magnitude(tokens), axis=0)
-            factor = multiplier(amax, FMAX, LARGEST, EPS, POW2, TORCHAO_BELOW, TORCHAO_MOST)
+            factor = multiplier(amax, RULE)
         tokens = (tokens * factor).to(w.dtype.element_ty).to(tl.float32)
         scale = tl.div_rn(1.0, factor)
     out = tl.sum(weights.to(tl.float32) * tokens[None, :], axis=1)
@@ -381,8 +373,8 @@ def scaled_mm(
         scale = a[1] if len(a) > 1 else unread()
         wrap_triton(gemv_kernel)[(triton.cdiv(size_n, block_n),)](
             x, scale, w, w_scale, unread() if bias is None else bias.contiguous(), other, y, size_n, size_k, x.shape[1],
-            scale.stride(-1), x_kind, source, w_kind, *_rule(a_spec, x.dtype), bias is not None, more, block_n, block_k,
-            early, num_warps=warps,
+            scale.stride(-1), x_kind, source, w_kind, multiplier_rule(a_spec, x.dtype), bias is not None, more,
+            block_n, block_k, early, num_warps=warps,
         )  # fmt: skip
         return y
     tiles = Tiles.of(upper_bound(size_m), casts=source != _PAYLOAD.value)
@@ -399,7 +391,7 @@ def scaled_mm(
     even = size_k % (tiles.k * split) == 0 and x.shape[1] == size_k
     wrap_triton(gemm_kernel)[(columns, split)](
         x, scale, w, w_scale, unread() if given_bias is None else given_bias, other, y, size_m, size_n, size_k,
-        x.shape[1], x.stride(0), *scale_steps, parts, x_kind, source, w_kind, *_rule(a_spec, x.dtype),
+        x.shape[1], x.stride(0), *scale_steps, parts, x_kind, source, w_kind, multiplier_rule(a_spec, x.dtype),
         triton.next_power_of_2(most_parts), given_bias is not None, more if split == 1 else _NONE.value, even,
         split > 1, steps, tiles.m, tiles.n, tiles.k, early, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -437,7 +429,7 @@ def quantize(
     warps = 8 if kind is _ROW else 4
     wrap_triton(quantize_kernel)[(size_m + programs, pieces)](
         x, argument, data, scale, unread() if ahead is None else ahead, size_m, length, size_k, x.stride(0), parts,
-        *coming[:2], kind.value, (_OWN if multiplier is None else _GIVEN).value, *_rule(spec, x.dtype),
+        *coming[:2], kind.value, (_OWN if multiplier is None else _GIVEN).value, multiplier_rule(spec, x.dtype),
         triton.next_power_of_2(most_parts), piece, coming[2], 32 * warps, early, num_warps=warps,
     )  # fmt: skip
     return [data, scale.t() if kind is _BLOCK else scale]
@@ -452,7 +444,7 @@ def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec, early: bool) -> tu
     weight = torch.empty(1, dtype=torch.float32, device=x.device) if ahead is None else ahead
     wrap_triton(amax_kernel)[(size_m + programs, pieces)](
         x, part, weight, size_m, length, x.stride(0), *coming[:2], _PIECE, coming[2], 128, early, num_warps=4
-    )  # fmt: skip
+    )
     return part, size_m * pieces, upper_bound(size_m) * pieces
 
 
@@ -471,23 +463,3 @@ def _ahead(weight: Tensor | None, rows: int, kind: int, pieces: int) -> tuple[tu
     if columns < 128:
         return (0, 0, 0), 0
     return (parts, step, 1 << columns.bit_length() - 1), triton.cdiv(MULTIPROCESSORS, pieces)
-
-
-def _rule(spec: QuantSpec, dtype: torch.dtype) -> _Rule:
-    """What `multiplier` wants to know of a format, for tensors of a dtype."""
-    assert spec.row.element is not None
-    fmax = spec.row.element.max
-    largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max
-    below, most = (TORCHAO_BELOW, fmax / TORCHAO_FLOOR) if spec.torchao else (0.0, 0.0)
-    return fmax, largest, spec.eps, spec.pow2, below, most
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch of a kernel of this file writes."""
-    if "y" in arguments:
-        return ["y"]
-    return ["data", "scale"] if "data" in arguments else ["part"]
-
-
-for _kernel in (gemm_kernel, gemv_kernel, quantize_kernel, amax_kernel):
-    declare_written(_kernel, written)

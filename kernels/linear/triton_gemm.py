@@ -10,9 +10,8 @@ unrounded, as in the kernels that Inductor fuses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.device import triton_workspace
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import magnitude
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
@@ -29,8 +28,10 @@ from fxquant.kernels.linear.epilogues import ACTIVATIONS
 _KINDS = {"": 0, **{name: i + 1 for i, name in enumerate(ACTIVATIONS)}}
 _GELU, _GELU_TANH, _SILU, _RELU = (tl.constexpr(_KINDS[name]) for name in ("gelu", "gelu_tanh", "silu", "relu"))
 _SQRT_HALF, _SQRT_2_PI, _CUBE = (
-    tl.constexpr(0.7071067811865476), tl.constexpr(0.7978845608028654), tl.constexpr(0.044715),
-)  # fmt: skip
+    tl.constexpr(0.7071067811865476),
+    tl.constexpr(0.7978845608028654),
+    tl.constexpr(0.044715),
+)
 
 
 @triton.jit
@@ -86,6 +87,7 @@ def finish_tile(
         tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
 
 
+@writes("y", amax="amax")
 @triton.jit
 def scaled_mm_kernel(
     a, b, a_scale, b_scale, bias, residual, y, amax, M, N, K, a_step, b_step, residual_step,
@@ -208,11 +210,3 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch writes."""
-    return [name for name in ("y", "amax") if arguments.get(name) is not None]
-
-
-declare_written(scaled_mm_kernel, written)

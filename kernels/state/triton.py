@@ -7,16 +7,13 @@ slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from fxquant.compat.patches import declare_written
+from fxquant.compat.patches import writes
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -25,6 +22,7 @@ _APART = 4
 """The scales of `advance` lie 16 bytes apart."""
 
 
+@writes("history", "new_scale", scale="ADVANCE", forward_amax="ADVANCE", step="ADVANCE")
 @triton.jit
 def delayed_update_kernel(
     scale, history, forward_amax, backward_amax, step, fp8_max, new_scale, n, forward_step, backward_step, step_step,
@@ -95,11 +93,3 @@ def _launch(
         backward_amax.stride(0), step.stride(0), length, 2.0**-margin, algorithm == "most_recent",
         triton.next_power_of_2(length), advance, _APART if advance else 1, num_warps=4,
     )  # fmt: skip
-
-
-def written(arguments: Mapping[str, Any]) -> list[str]:
-    """The names of the arguments that a launch writes."""
-    return ["history", "new_scale", *(["scale", "forward_amax", "step"] if arguments.get("ADVANCE") else [])]
-
-
-declare_written(delayed_update_kernel, written)

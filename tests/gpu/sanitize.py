@@ -26,6 +26,7 @@ from torch import Tensor
 from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import triton_backward, triton_forward
 from fxquant.kernels.attention import triton_cast as triton_head_cast
+from fxquant.kernels.attention.scores import Scores
 from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast
 from fxquant.kernels.cast.choice import supports_groups
@@ -212,29 +213,25 @@ def attention() -> Iterator[str]:
             assert mask is not None
             mask = mask > 0
         seed = torch.ones(1, dtype=torch.int64, device=DEVICE) if dropout else None
-        options: dict[str, Any] = {
-            "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
-        }  # fmt: skip
+        scores = Scores(causal=causal, scale=width**-0.5, mask=mask, dropout=dropout, seed=seed)
         if scaling is None:
-            o, lse = triton_forward.forward(q, k, v, None, None, None, **options, out_dtype=torch.bfloat16)
-            triton_backward.wide_backward(noise(*o.shape), q, k, v, o, lse, **options)
+            o, lse = triton_forward.forward([[q], [k], [v]], scores, torch.bfloat16)
+            triton_backward.wide_backward(noise(*o.shape), (q, k, v), o, lse, scores)
         else:
             if scaling != "tensor":
                 for x, transposed in ((q, False), (v.transpose(1, 2).contiguous().transpose(1, 2), True)):
                     triton_head_cast.quantize_heads(x, 1, transposed, scaling)
-            of_s: dict[str, Any] = {}
-            of_gradients: dict[str, Any] = {}
+            s_amax = cast = None
             given: list[torch.Tensor] = []
             if scaling == "tensor":  # delayed
                 *given, s_amax, do_amax, dp_amax = torch.ones(5, device=DEVICE).split(1)
-                of_s = {"s_amax": s_amax}
-                of_gradients = {"do_amax": do_amax, "dp_amax": dp_amax, "do_dtype": torch.float8_e5m2}
-                of_gradients["do_multiplier"] = given[0]
+                cast = triton_backward.GradientCast(
+                    dtype=torch.float8_e5m2, multiplier=given[0], amax=do_amax, scores_amax=dp_amax
+                )
             q8, q_scale, k8, k_scale, v8, v_scale = triton_head_cast.quantize_qkv(q, k, v, scaling, *given)
-            scales = (q_scale, k_scale, v_scale)
-            options["scaling"] = scaling
-            o, lse = triton_forward.forward(q8, k8, v8, *scales, **options, **of_s, out_dtype=torch.bfloat16)
-            triton_backward.backward(noise(*o.shape), q8, k8, v8, o, lse, *scales, **options, **of_gradients)
+            operands = ((q8, q_scale), (k8, k_scale), (v8, v_scale))
+            o, lse = triton_forward.forward(operands, scores, torch.bfloat16, scaling=scaling, s_amax=s_amax)
+            triton_backward.backward(noise(*o.shape), operands, o, lse, scores, scaling, cast)
         yield str(case)
 
 

@@ -23,6 +23,7 @@ from fxquant.kernels.attention.ops import (
     quantize_qkv,
     quantize_qkv_into,
 )
+from fxquant.kernels.attention.scores import Scores
 
 pytestmark = pytest.mark.gpu
 ATTENTION = (attention_forward, attention_backward)
@@ -238,16 +239,17 @@ def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any,
     }  # fmt: skip
     sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
     if scaling is None:
-        given: list[Any] = [q, k, v, None, None, None]
+        given: list[Any] = [[q], [k], [v]]
         wide = [x.float() for x in (q, k, v)]
     else:
         parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
-        given = [*(data.contiguous() for data, _ in parts), *(scale for _, scale in parts)]
+        given = [(data.contiguous(), scale) for data, scale in parts]
         wide = [
             reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
             for part, (x, g, t) in zip(parts, sides, strict=True)
         ]
-    o, lse = triton_forward.forward(*given, **options, scaling=scaling or "head", out_dtype=torch.bfloat16)
+    scores = Scores(**options)
+    o, lse = triton_forward.forward(given, scores, torch.bfloat16, scaling=scaling or "head")
     exact, exact_lse = rounding.forward(*wide, **options)
     rounded, _ = rounding.forward(*wide, **options, rounded=scaling is not None)
     assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-7
@@ -257,11 +259,9 @@ def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any,
     if kind == "keys":
         assert not o[2].any()
     if scaling is None:
-        got = triton_backward.wide_backward(
-            do, *given[:3], o, lse, **options, rounded=(do, do.clone()) if kind else None
-        )
+        got = triton_backward.wide_backward(do, (q, k, v), o, lse, scores, (do, do.clone()) if kind else None)
     else:
-        got = triton_backward.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
+        got = triton_backward.backward(do, given, o, lse, scores, scaling)
     want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert rounding.relative(a, b) < 2**-6, name
@@ -295,23 +295,24 @@ def test_warps_with_work_of_their_own(case: tuple[int, int, int, int, int, int, 
     v[:, :, : keys // 2] *= 8
     sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
     parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
-    given = [*(data.contiguous() for data, _ in parts), *(scale for _, scale in parts)]
+    given = [(data.contiguous(), scale) for data, scale in parts]
     wide = [
         reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
         for part, (x, g, t) in zip(parts, sides, strict=True)
     ]
     options: dict[str, Any] = {"causal": causal, "scale": width**-0.5}
-    o, lse, weights = warp_attention.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16, record=True)
+    scores = Scores(**options)
+    o, lse, weights = warp_attention.forward(given, scores, torch.bfloat16, scaling, record=True)
     exact, exact_lse = rounding.forward(*wide, **options)
     rounded, _ = rounding.forward(*wide, **options, rounded=True)
     assert rounding.relative(o, exact) < 1.2 * rounding.relative(rounded, exact) + 2**-7
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
     largest = torch.zeros(1, device="cuda")
-    masked, _ = triton_forward.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16, s_amax=largest)
+    masked, _ = triton_forward.forward(given, scores, torch.bfloat16, scaling=scaling, s_amax=largest)
     assert rounding.relative(o, masked.double()) < 2 * rounding.relative(rounded, exact) + 2**-7
     torch.testing.assert_close(weights.amax().reshape(1), largest, rtol=1e-4, atol=0)
     for _ in range(3):
-        again = warp_attention.forward(*given, **options, scaling=scaling, out_dtype=torch.bfloat16)
+        again = warp_attention.forward(given, scores, torch.bfloat16, scaling)
         assert torch.equal(again[0], o)
         assert torch.equal(again[1], lse)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import reference, triton_backward, triton_dequantize, triton_forward
 from fxquant.kernels.attention import triton_cast as head_cast
+from fxquant.kernels.attention.scores import Scores
 
 Builder: Any = interpreter.InterpreterBuilder
 dot = Builder.create_dot
@@ -148,14 +149,14 @@ def same(a: Tensor, b: Tensor) -> bool:
 def prepared(q: Tensor, k: Tensor, v: Tensor, scaling: Any) -> tuple[list[Any], list[Tensor]]:
     """Arguments of the kernels, and the values that they stand for."""
     if scaling is None:
-        return [q, k.contiguous(), v, None, None, None], [q.float(), k.float(), v.float()]
+        return [[q], [k.contiguous()], [v]], [q.float(), k.float(), v.float()]
     spec, groups = SPECS[scaling], q.shape[1] // k.shape[1]
     sides = ((q, groups, False), (k, 1, False), (v, 1, True))
     parts = [reference.quantize_heads(x, spec, g, t) for x, g, t in sides]
     values = [
         reference.dequantize_heads(part, spec, g, t, x.shape[-2:]) for part, (x, g, t) in zip(parts, sides, strict=True)
     ]
-    return [*(data.contiguous() for data, _ in parts), *(scale for _, scale in parts)], values
+    return [(data.contiguous(), scale) for data, scale in parts], values
 
 
 def check_forward() -> None:
@@ -168,7 +169,7 @@ def check_forward() -> None:
         }  # fmt: skip
         s_amax = None if scaling is None else torch.zeros(1)
         o, lse = triton_forward.forward(
-            *given, **options, scaling=scaling or "head", out_dtype=torch.float32, s_amax=s_amax,
+            given, Scores(**options), torch.float32, scaling=scaling or "head", s_amax=s_amax,
             config=None if chosen is None else triton_forward._Config(block_n=chosen[0], cached=chosen[1]),
         )  # fmt: skip
         exact, exact_lse = rounding.forward(*wide, **options)
@@ -197,14 +198,13 @@ def check_backward() -> None:
         do_values = None
         if scaling is None:
             rounded = None if causal else (do, do.clone())
-            got = triton_backward.wide_backward(do, *given[:3], o, lse, **options, rounded=rounded)
+            got = triton_backward.wide_backward(do, [x for (x,) in given], o, lse, Scores(**options), rounded)
         elif scaling == "tensor":  # do and the gradient of the scores as delayed scaling has them
             do_amax, dp_amax, multiplier = torch.zeros(1), torch.zeros(1), torch.tensor([37.0])
-            delayed: dict[str, Any] = {"do_dtype": torch.float8_e5m2, "do_multiplier": multiplier}
-            got = triton_backward.backward(
-                do, *given[:3], o, lse, *given[3:], scaling=scaling, **options, **delayed, do_amax=do_amax,
-                dp_amax=dp_amax,
-            )  # fmt: skip
+            cast = triton_backward.GradientCast(
+                dtype=torch.float8_e5m2, multiplier=multiplier, amax=do_amax, scores_amax=dp_amax
+            )
+            got = triton_backward.backward(do, given, o, lse, Scores(**options), scaling, cast)
             do_values = reference.through(do, QuantSpec(format="per_tensor_e5m2"), multiplier)
             assert do_amax.item() == do.float().abs().max().item()
             torch.testing.assert_close(
@@ -212,7 +212,7 @@ def check_backward() -> None:
                 rtol=1e-4, atol=0,
             )  # fmt: skip
         else:
-            got = triton_backward.backward(do, *given[:3], o, lse, *given[3:], scaling=scaling, **options)
+            got = triton_backward.backward(do, given, o, lse, Scores(**options), scaling)
         want = rounding.backward(do, *wide, o, lse, **options, wide=scaling is None, do_values=do_values)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             case = (

@@ -54,10 +54,9 @@ def test_no_scores_in_memory(
         launches = [written for written in launches if written != "out,lse"]
     if name.startswith("mxfp8"):  # fake tensors of a device that torch was built without cannot be sliced
 
-        def dequantized(*parts: Any) -> list[Tensor]:
-            return [
-                q[0].new_empty((*q[0].shape[:2], n, 64), dtype=parts[-1]) for q, n in zip(parts, LENGTHS, strict=False)
-            ]
+        def dequantized(operands: Any, spec: QuantSpec, width: int, dtype: torch.dtype) -> list[Tensor]:
+            sides = zip(operands, LENGTHS, strict=False)
+            return [x[0].new_empty((*x[0].shape[:2], n, 64), dtype=dtype) for x, n in sides]
 
         monkeypatch.setattr(attention_cuda, "_dequantized", dequantized)
         monkeypatch.setattr(attention_reference, "rows_and_columns", lambda do, _: (do.clone(), do.clone()))

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 
 from fxquant.compat.device import knows_gluon
 from fxquant.kernels.attention import gluon_op as warp_attention
+from fxquant.kernels.attention.scores import Scores
 from fxquant.kernels.attention.triton_cast import KINDS
 
 if not knows_gluon():
@@ -93,4 +94,5 @@ def test_tiles_are_dealt_evenly_or_by_the_device(blocks: int, heads: int) -> Non
 def test_a_negative_scale_is_refused() -> None:
     x, one = torch.empty(1, 1, 16, 64, dtype=torch.float8_e4m3fn), torch.ones(1)
     with pytest.raises(ValueError, match="positive"):
-        warp_attention.forward(x, x, x.mT, one, one, one, causal=False, scale=-1.0, out_dtype=torch.bfloat16)
+        operands = ((x, one), (x, one), (x.mT, one))
+        warp_attention.forward(operands, Scores(causal=False, scale=-1.0), torch.bfloat16)

@@ -22,6 +22,7 @@ from fxquant.kernels.attention import triton_backward, triton_forward, triton_sc
 from fxquant.kernels.attention import triton_cast as head_cast
 from fxquant.kernels.attention.choice import HEAD_DIMS, AttentionFacts, AttentionKernel
 from fxquant.kernels.attention.ops import attention_forward
+from fxquant.kernels.attention.scores import Scores
 
 
 def test_values_in_the_interpreter() -> None:
@@ -36,9 +37,9 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
         results: list[Tensor] = []
         for scaling in ("head", "block"):
             q8, qs, k8, ks, v8, vs = head_cast.quantize_qkv(q, k, v, scaling)
-            given: Any = {"causal": True, "scale": 0.125, "scaling": scaling}
-            o, lse = triton_forward.forward(q8, k8, v8, qs, ks, vs, **given, out_dtype=torch.bfloat16)
-            grads = triton_backward.backward(do, q8, k8, v8, o, lse, qs, ks, vs, **given)
+            operands, scores = ((q8, qs), (k8, ks), (v8, vs)), Scores(causal=True, scale=0.125)
+            o, lse = triton_forward.forward(operands, scores, torch.bfloat16, scaling=scaling)
+            grads = triton_backward.backward(do, operands, o, lse, scores, scaling)
             results = [o, lse, *grads]
         return tuple(results)
 
@@ -134,4 +135,5 @@ def test_a_negative_scale_is_refused() -> None:
     x = torch.empty(1, 1, 16, 64, dtype=torch.float8_e4m3fn)
     one = torch.ones(1)
     with pytest.raises(ValueError, match="positive"):
-        triton_forward.forward(x, x, x.mT, one, one, one, causal=False, scale=-1.0, out_dtype=torch.bfloat16)
+        operands = ((x, one), (x, one), (x.mT, one))
+        triton_forward.forward(operands, Scores(causal=False, scale=-1.0), torch.bfloat16)
