@@ -15,9 +15,9 @@ from torch import fx
 
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.experts import by_expert
-from fxquant.passes.find.facts import Contraction, Finish, Gemm2d, Label, Match, Operand, shape_text
+from fxquant.passes.find.facts import Contraction, Finish, Gemm2d, Label, Match, Operand, Skip, shape_text
 from fxquant.passes.find.layout import is_one, multiply
-from fxquant.passes.find.opaque import by_flops
+from fxquant.passes.find.opaque import refused
 from fxquant.passes.find.site import Site
 from fxquant.passes.find.weights import Weight, find_weight
 from fxquant.passes.graph.builder import Builder
@@ -77,17 +77,17 @@ def contract(
     if weight is not None and weight.stacked and value_of(right.node).ndim == 2:
         kind = "grouped_linear"
     if isinstance(contraction, str):
-        product = by_flops(site, left.node, right.node, rhs_is_weight)
-        return site.match(kind, product, skip=(SkipReason.UNSUPPORTED_FORM, contraction))
+        skip = SkipReason.UNSUPPORTED_FORM, contraction
+        return refused(site, kind, left.node, right.node, rhs_is_weight, skip)
     if contraction.batch and rhs_is_weight:
         kind = "grouped_linear"
         match = by_expert(site, contraction, finish) if bias is None else None
         if match is not None:
             return match
     product = contraction.product(rhs_is_weight)
-    skip = _skip(contraction, weight, rhs_is_weight)
-    if skip is not None:
-        return site.match(kind, product, skip=skip)
+    small = _skip(contraction, weight, rhs_is_weight)
+    if small is not None:
+        return site.match(kind, product, skip=small)
 
     def write(builder: Builder, gemm: Gemm2d, *inputs: fx.Node) -> fx.Node:
         result = multiply(builder, partial(gemm, 0), contraction, *inputs)
@@ -108,7 +108,7 @@ def _without(operand: Operand, label: Label) -> Operand:
     return replace(operand, labels=tuple(None if other == label else other for other in operand.labels))
 
 
-def _skip(contraction: Contraction, weight: Weight | None, rhs_is_weight: bool) -> tuple[SkipReason, str] | None:
+def _skip(contraction: Contraction, weight: Weight | None, rhs_is_weight: bool) -> Skip | None:
     shapes = " x ".join(shape_text(operand.sizes) for operand in (contraction.left, contraction.right))
     if contraction.batch and weight is not None and weight.gathered:
         return SkipReason.GATHERED_WEIGHT, shapes

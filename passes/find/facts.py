@@ -18,6 +18,7 @@ from fxquant.passes.graph.values import Dim, value_of
 from fxquant.quantizers import Quantizer
 
 Label = Hashable
+Skip = tuple[SkipReason, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,7 @@ class Match:
     module_type: str
     products: tuple[Product, ...]
     emit: Emit | None = None
-    skip: tuple[SkipReason, str] | None = None
+    skip: Skip | None = None
     name: str = ""
     autocast: torch.dtype | None = None
     takes_autocast: bool = True

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxquant.compat.private import enable_python_dispatcher, tree_leaves, tree_map_only
 from fxquant.compat.values import fake_mode_of, size_hint
 from fxquant.decisions import SkipReason
-from fxquant.passes.find.facts import Match, Product
+from fxquant.passes.find.facts import Match, Product, Skip
 from fxquant.passes.find.site import Site
 from fxquant.passes.graph.names import SAME_VALUES, op_name
 from fxquant.passes.graph.values import value_of
@@ -48,7 +48,9 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
     if not operands:
         return None
     weights = [operand for operand in operands if site.is_weight(operand)]
-    product = _by_flops(flops, operands[0], (weights or operands)[-1], bool(weights))
+    product = Product(
+        m=(flops or 0) // 2, k=1, n=1, lhs=operands[0], rhs=(weights or operands)[-1], rhs_is_weight=bool(weights)
+    )
     cost = f"{flops} FLOPs" if flops else "its FLOPs are unknown"
     detail = f"{op_name(node)} is not a form that can be rewritten ({cost})" + _REMEDIES.get(op_name(node), "")
     return site.match("linear" if weights else "matmul", product, skip=(SkipReason.OPAQUE, detail))
@@ -69,13 +71,11 @@ def tells(operator: str) -> bool:
     return bool(_TELLING & set(name.lower().split("_"))) and namespace not in ("prim", "prims", "fxquant")
 
 
-def by_flops(site: Site, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
-    """Returns a product [flops / 2, 1] x [1, 1], for a node whose products have no sizes of their own."""
-    return _by_flops(node_flops(site.node), lhs, rhs, rhs_is_weight)
-
-
-def _by_flops(flops: int | None, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
-    return Product(m=(flops or 0) // 2, k=1, n=1, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight)
+def refused(site: Site, kind: str, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool, skip: Skip) -> Match:
+    """Returns the match of a node whose products have no sizes: one [flops / 2, 1] x [1, 1] stands for them."""
+    flops = node_flops(site.node) or 0
+    product = Product(m=flops // 2, k=1, n=1, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight)
+    return site.match(kind, product, skip=skip)
 
 
 def recurrent_flops(tensors: Sequence[Tensor]) -> int:

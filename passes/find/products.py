@@ -14,7 +14,7 @@ from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import contract, contraction_of
 from fxquant.passes.find.facts import Contraction, Gemm2d, Label, Match, Operand, Product, axes, product_of
 from fxquant.passes.find.layout import multiply
-from fxquant.passes.find.opaque import by_flops
+from fxquant.passes.find.opaque import node_flops, refused
 from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import value_of
@@ -93,7 +93,7 @@ def einsum(site: Site, *args: Any, path: Any = None) -> Match | None:
     if len(operands) == 2:
         product = contract(site, operands[0], operands[1], result)
         # einsum multiplies elementwise, and costs no matmul, where nothing is contracted
-        return product if product.emit or by_flops(site, nodes[0], nodes[1], False).m else None
+        return product if product.emit or node_flops(site.node) else None
     return chain(site, operands, result) if len(operands) > 2 else None
 
 
@@ -126,9 +126,9 @@ def chain(site: Site, operands: Sequence[Operand], out: Sequence[Label]) -> Matc
         step = contraction_of(current, operand, kept if rest else out, rhs_is_weight=True)
         linear_like = site.is_weight(operand.node) and not isinstance(step, str) and not step.batch
         if isinstance(step, str) or not linear_like or not step.columns or not step.inner:
-            product = by_flops(site, operands[start].node, operand.node, any(weights))
-            detail = "not one activation that meets one weight after the other"
-            return site.match("linear" if any(weights) else "matmul", product, skip=(SkipReason.MULTI_PRODUCT, detail))
+            kind, lhs = "linear" if any(weights) else "matmul", operands[start].node
+            skip = SkipReason.MULTI_PRODUCT, "not one activation that meets one weight after the other"
+            return refused(site, kind, lhs, operand.node, any(weights), skip)
         steps.append(step)
         grads.append((trained and grad, trained and requires_grad(operand.node)))
         grad = grad or requires_grad(operand.node)

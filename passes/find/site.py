@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.decisions import SkipReason
-from fxquant.passes.find.facts import Emit, Match, Product
+from fxquant.passes.find.facts import Emit, Match, Product, Skip
 from fxquant.passes.find.layout import settle
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.builder import Builder
@@ -50,7 +49,7 @@ class Site:
         module_type: str,
         *products: Product,
         emit: Emit | None = None,
-        skip: tuple[SkipReason, str] | None = None,
+        skip: Skip | None = None,
         needs_grad: tuple[tuple[bool, bool], ...] | None = None,
     ) -> Match:
         """Returns a match of this node. Without `needs_grad`, the operands of its products say who gets gradients."""

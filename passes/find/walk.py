@@ -25,7 +25,7 @@ from fxquant.decisions import SkipReason
 from fxquant.passes.find.attention.pairs import join_attentions
 from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import FORMS, arguments_of, form_name
-from fxquant.passes.find.opaque import by_flops, opaque
+from fxquant.passes.find.opaque import opaque, refused
 from fxquant.passes.find.site import Arguments, Site, requires_grad
 from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import value_of
@@ -111,10 +111,9 @@ def _described(site: Site, form: str) -> Match | None:
         if not wrapped and is_traceable_wrapper_subclass(value):
             wrapped = f"{tensor.name} is a {type(value).__name__}"
         if value.layout != torch.strided:
-            kind = "linear" if any(map(site.is_weight, tensors)) else "matmul"
-            product = by_flops(site, tensors[0], tensors[-1], kind == "linear")
+            linear = any(map(site.is_weight, tensors))
             skip = SkipReason.LAYOUT, wrapped or f"{tensor.name} is a {value.layout}"
-            return site.match(kind, product, skip=skip)
+            return refused(site, "linear" if linear else "matmul", tensors[0], tensors[-1], linear, skip)
     match = _bound(site, form, tensors)
     if match is not None and wrapped:
         return replace(match, emit=None, contraction=None, skip=(SkipReason.LAYOUT, wrapped))
@@ -127,8 +126,8 @@ def _bound(site: Site, form: str, tensors: Sequence[fx.Node]) -> Match | None:
     try:
         bound = inspect.signature(FORMS[form]).bind(site, *args, **kwargs)
     except TypeError as error:
-        product = by_flops(site, tensors[0], tensors[-1], site.is_weight(tensors[-1]))
-        return site.match("matmul", product, skip=(SkipReason.UNSUPPORTED_FORM, str(error)))
+        lhs, rhs, skip = tensors[0], tensors[-1], (SkipReason.UNSUPPORTED_FORM, str(error))
+        return refused(site, "matmul", lhs, rhs, site.is_weight(rhs), skip)
     match = FORMS[form](*bound.args, **bound.kwargs)
     return match.match() if isinstance(match, Arguments) else match
 

@@ -8,12 +8,12 @@ names end in ``.dpa_output`` and ``.dpa_grad_input``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from fxquant.decisions import Decision, SkipReason
+from fxquant.decisions import SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, AttentionSpec
-from fxquant.passes.find.facts import Attention, Match
+from fxquant.passes.find.facts import Attention, Match, Skip
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, HybridQuantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
 from fxquant.roles import Direction, Gemm, QuantizerRole
@@ -29,7 +29,8 @@ _FAMILIES = ("per_tensor", "per_head", "mxfp8")
 _REMEDY = "return IdentityQuantizer() for all of qkv, s, do and dp to keep this attention in high precision"
 
 Answer = Quantizer | DelayedScalingRequest
-Skip = tuple[SkipReason, str]
+Outcome = tuple[Quantizer | None, SkipReason | None, str]
+"""An operand's quantizer in one direction, or the reason why it has none, and a detail."""
 
 
 def attention_roles(name: str) -> dict[str, QuantizerRole]:
@@ -140,19 +141,19 @@ def _with_slot(answer: Answer, layer: str, slot: str, slots: Slots) -> Quantizer
     return Float8Quantizer(dtype, slots.add(answer, (layer, slot, 0), dtype))
 
 
-def attention_decision(base: Decision, answer: ResolvedAttention) -> Decision:
-    """Decides on an operand of an attention. `base` has its role, and all that does not depend on the recipe."""
-    slot, spec = base.role.tensor_type, answer.spec
+def attention_outcome(
+    answer: ResolvedAttention, slot_of: Mapping[str, str], operand: str, gemm: Gemm, _: Direction
+) -> Outcome:
+    """Decides on an operand of a product of an attention, in one GEMM."""
+    slot, spec = slot_of[operand], answer.spec
     if spec is None:
-        reason, detail = answer.skip
-        return replace(base, quantizer=None, skip_reason=reason, detail=detail)
-    detail = ""
-    backward = base.gemm is not Gemm.FPROP
+        return None, *answer.skip
+    detail, backward = "", gemm is not Gemm.FPROP
     if spec.qkv.row.family == "mxfp8" and slot in ("s", "dp"):
         detail = "MXFP8 attention leaves it unquantized"
     elif backward and slot == "s" and not spec.has_fp8_backward:
         detail = "computed again in high precision"
     elif not getattr(spec, slot).is_identity:
         detail = "as stored, dequantized" if backward and not spec.has_fp8_backward else ""
-        return replace(base, quantizer=answer.quantizers[slot], skip_reason=None, detail=detail)
-    return replace(base, quantizer=None, skip_reason=SkipReason.HIGH_PRECISION, detail=detail)
+        return answer.quantizers[slot], None, detail
+    return None, SkipReason.HIGH_PRECISION, detail

@@ -6,9 +6,11 @@ Everything that could go wrong in a GEMM, in the backward included, is found her
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -18,15 +20,15 @@ from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import gemm_mismatch
-from fxquant.passes.find.facts import Attention, Match, Product, Resolved, product_of
+from fxquant.passes.find.facts import Attention, Match, Product, Resolved, Skip, product_of
 from fxquant.passes.graph.values import value_of
 from fxquant.passes.plan.attention import (
     CONTEXT,
     SCORES,
     Answer,
+    Outcome,
     ResolvedAttention,
-    Skip,
-    attention_decision,
+    attention_outcome,
     attention_roles,
     resolve_attention,
 )
@@ -123,9 +125,9 @@ def _unusable_answers(match: Match, product: Product, answers: Mapping[str, Answ
 
 
 def _outcome(
-    quantizer: Quantizer | None, direction: Direction, remark: str, skip: Skip | None
-) -> tuple[Quantizer | None, SkipReason | None, str]:
-    """Returns an operand's quantizer in one direction, or the reason why it has none, and the detail."""
+    quantizers: Mapping[str, Quantizer], remark: str, skip: Skip | None, operand: str, _: Gemm, direction: Direction
+) -> Outcome:
+    quantizer = quantizers.get(operand)
     if quantizer is None:
         return None, *(skip or (SkipReason.HIGH_PRECISION, ""))
     derived = direction is Direction.COLUMNWISE and quantizer.operand_spec().from_rowwise
@@ -191,20 +193,27 @@ class _Resolver:
             for operand, quantizer in quantizers.items():
                 if quantizer.operand_spec().is_stochastic:
                     numbers[operand] = self.slots.add_rounded((match.name, operand, 0))
+        outcome = partial(_outcome, quantizers, match.remark, skip)
+        decisions = self.decisions(match, product, needs_grad, roles, outcome, matmul=matmul)
+        quantized = not all(quantizer.is_identity for quantizer in quantizers.values())
+        return Resolved(quantizers=quantizers if quantized else None, decisions=decisions, numbers=numbers)
+
+    def decisions(
+        self, match: Match, product: Product, needs_grad: tuple[bool, bool], roles: Mapping[str, QuantizerRole],
+        outcome: Callable[[str, Gemm, Direction], Outcome], **about: Any,
+    ) -> tuple[Decision, ...]:  # fmt: skip
+        """Decides on every operand of the GEMMs of a product; `about` has all that its time depends on."""
         decisions = []
         for gemm in gemms(needs_grad):
             for operand, direction in GEMM_OPERANDS[gemm]:
-                used, reason, detail = _outcome(quantizers.get(operand), direction, match.remark, skip)
-                decisions.append(
-                    Decision(
-                        role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
-                        quantizer=used, skip_reason=reason, detail=detail, form=match.form, site=self.site,
-                        flops=_flops(product), matmul=matmul,
-                    )
-                )  # fmt: skip
+                quantizer, reason, detail = outcome(operand, gemm, direction)
+                decisions.append(Decision(
+                    role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
+                    quantizer=quantizer, skip_reason=reason, detail=detail, form=match.form, site=self.site,
+                    flops=_flops(product), **about,
+                ))  # fmt: skip
         self.site += 1
-        quantized = not all(quantizer.is_identity for quantizer in quantizers.values())
-        return Resolved(quantizers=quantizers if quantized else None, decisions=tuple(decisions), numbers=numbers)
+        return tuple(decisions)
 
     def with_slots(self, answers: Mapping[str, Answer], match: Match, product: Product) -> dict[str, Quantizer]:
         """Returns the quantizers, each request of delayed scaling with a slot of the graph's state for each group.
@@ -246,11 +255,9 @@ class _Resolver:
                 self.roles += attention_roles(match.name).values()
                 reasons = (_unusable_tensors(m, product, self.allow_float64) for m in whole for product in m.products)
                 skip = next(filter(None, reasons), None)
-                answer = (
-                    ResolvedAttention(skip=skip)
-                    if skip
-                    else resolve_attention(attention, whole[-1], self.recipe, self.slots)
-                )
+                answer = ResolvedAttention(skip=skip or answer.skip)
+                if skip is None:
+                    answer = resolve_attention(attention, whole[-1], self.recipe, self.slots)
                 resolved = replace(attention, spec=answer.spec)
                 self.attentions[attention.node] = answer, _attended(whole, resolved, self.site)
             answer, attended = self.attentions[attention.node]
@@ -258,19 +265,10 @@ class _Resolver:
         products = []
         for index, (product, needs_grad) in enumerate(zip(match.products, match.needs_grad, strict=True)):
             slot_of = SCORES if index == 0 and match is whole[0] else CONTEXT
-            decisions = [
-                Decision(
-                    role=QuantizerRole("dpa", slot_of[operand], match.name), gemm=gemm, direction=direction,
-                    shape=_shape(operand, product), skip_reason=SkipReason.ATTENTION, form=match.form, site=self.site,
-                    flops=_flops(product), attention=attended,
-                )
-                for gemm in gemms(needs_grad)
-                for operand, direction in GEMM_OPERANDS[gemm]
-            ]  # fmt: skip
-            self.site += 1
-            products.append(
-                Resolved(quantizers=None, decisions=tuple(attention_decision(d, answer) for d in decisions))
-            )
+            roles = {operand: QuantizerRole("dpa", slot, match.name) for operand, slot in slot_of.items()}
+            outcome = partial(attention_outcome, answer, slot_of)
+            decisions = self.decisions(match, product, needs_grad, roles, outcome, attention=attended)
+            products.append(Resolved(quantizers=None, decisions=decisions))
         return replace(match, attention=attention, resolved=tuple(products))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import fx
 
+from fxquant.formats import Step
 from fxquant.passes.find.facts import Contraction, product_of
 from fxquant.passes.find.layout import arrange, is_one, permute
 from fxquant.passes.graph.axes import same, same_sizes
@@ -21,6 +23,17 @@ class Unknown(Exception):
 
 
 Change = Callable[[Builder, fx.Node], fx.Node]
+T = TypeVar("T")
+
+
+def numbered(read: Iterable[tuple[str, float, T | None]]) -> tuple[tuple[Step, ...], list[T]]:
+    """Returns the steps, and the tensors that they number."""
+    steps: list[Step] = []
+    extras: list[T] = []
+    for kind, value, extra in read:
+        steps.append(Step(kind, value, -1 if extra is None else len(extras)))
+        extras += [] if extra is None else [extra]
+    return tuple(steps), extras
 
 
 @dataclass(frozen=True)

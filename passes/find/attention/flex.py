@@ -11,8 +11,6 @@ own definition the mask function says what is attended to, and not the blocks th
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -22,10 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat.values import fake_mode_of
 from fxquant.decisions import SkipReason
-from fxquant.formats import Step
-from fxquant.passes.find.attention.emit import Unknown, without_repeats
+from fxquant.passes.find.attention.emit import Unknown, numbered, without_repeats
 from fxquant.passes.find.attention.fused import attention_products
 from fxquant.passes.find.facts import Attend, Attention, Match
 from fxquant.passes.find.layout import settle
@@ -82,7 +78,7 @@ class Flex(Arguments):
     def attention(self, result: fx.Node, read: Sequence[_Step]) -> Attention:
         """Makes an attention of the steps; its output is `result`."""
         node, slots = self.site.node, self.site.slots(self.query, self.key, self.value)
-        expressions = [expression for _, _, expression in read if expression is not None]
+        steps, expressions = numbered(read)
 
         def emit(builder: Builder, attend: Attend) -> fx.Node:
             query, key, value = (node.all_input_nodes[slot] for slot in slots)
@@ -95,10 +91,8 @@ class Flex(Arguments):
             return output
 
         buffers = [buffer for buffer in (*self.score_buffers, *self.mask_buffers) if isinstance(buffer, fx.Node)]
-        number = itertools.count()
-        steps = (Step(kind, factor, -1 if tensor is None else next(number)) for kind, factor, tensor in read)
         axes, learned = value_of(self.query).ndim, any(map(requires_grad, buffers))
-        return Attention(node=node, emit=emit, axes=axes, steps=tuple(steps), learned=learned)
+        return Attention(node=node, emit=emit, axes=axes, steps=steps, learned=learned)
 
 
 def _result(node: fx.Node) -> fx.Node:
@@ -243,9 +237,7 @@ class _Places:
         """Adds the numbers of all places along an axis, once."""
         if name not in self.tensors:
             node, axis = self.axes[name]
-            size = self.builder.size(node, axis)
-            with fake_mode_of(value_of(node)) or contextlib.nullcontext():
-                places = self.builder.call(torch.arange, size, device=self.device)
+            places = self.builder.call(torch.arange, self.builder.size(node, axis), device=self.device)
             ones = 3 - _PLACES.index(name)
             self.tensors[name] = self.builder.call(torch.reshape, places, [-1, *[1] * ones]) if ones else places
         return self.tensors[name]

@@ -127,13 +127,7 @@ def _steps(chain: Chain, scale: float) -> tuple[tuple[Step, ...], list[Extra]]:
     """Returns the steps in the order in which they are computed, and their tensors."""
     read: list[tuple[str, float, Extra | None]] = [("mul", scale, None)] if scale != 1 else []
     read += reversed(chain.steps)
-    read += [("sink", 0.0, chain.sink)] if chain.sink else []
-    steps: list[Step] = []
-    extras: list[Extra] = []
-    for kind, value, extra in read:
-        steps.append(Step(kind, value, -1 if extra is None else len(extras)))
-        extras += [] if extra is None else [extra]
-    return tuple(steps), extras
+    return writing.numbered([*read, ("sink", 0.0, chain.sink)] if chain.sink else read)
 
 
 def _slots(node: fx.Node, plan: Contraction) -> tuple[int, int]:
