@@ -1,8 +1,9 @@
-"""Which axes of a tensor are which of a view of it."""
+"""The axes of a tensor, followed through its views."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from fxquant.passes.graph.names import (
 from fxquant.passes.graph.values import Dim, value_of
 
 Axes = list[tuple[int, ...]]
-"""For each axis of a tensor the parts that it consists of, from the slowest; an axis of size 1 has none."""
+"""The parts that each axis of a tensor consists of, from the slowest; an axis of size 1 has none."""
 
 
 class Parts:
-    """The axes of a source and, after some views of it, of the last of them, as far as they can be told."""
+    """The axes of a source and of the last view of it, as far as they can be told."""
 
     def __init__(self, source: fx.Node) -> None:
         self.sizes: list[Dim] = []
@@ -41,7 +42,7 @@ class Parts:
         return (len(self.sizes) - 1,)
 
     def view(self, node: fx.Node) -> bool:
-        """Goes on through one node; False where it is no view that is known."""
+        """Follows one node; returns False if it is no known view."""
         before, after, name = value_of(node.all_input_nodes[0]), value_of(node), op_name(node)
         order = order_of(node, before.ndim)
         if order is not None:
@@ -57,45 +58,42 @@ class Parts:
 
     def _reshape(self, shape: Sequence[Dim]) -> bool:
         parts = [part for axis in self.axes for part in axis]
-        made: Axes = []
-        while len(made) < len(shape):
-            size = shape[len(made)]
+        axes: Axes = []
+        while len(axes) < len(shape):
+            size = shape[len(axes)]
             if isinstance(size, int) and size == 1:
-                made.append(())
+                axes.append(())
                 continue
             count = _count(size, [self.sizes[part] for part in parts])
             if count:
-                made.append(tuple(parts[:count]))
+                axes.append(tuple(parts[:count]))
                 parts = parts[count:]
                 continue
-            count = _count(self.sizes[parts[0]], shape[len(made) :]) if parts else 0
+            count = _count(self.sizes[parts[0]], shape[len(axes) :]) if parts else 0
             if not count:
                 return False
-            several = [self._new(each) for each in shape[len(made) : len(made) + count]]
-            whole, pieces = parts.pop(0), tuple(piece for each in several for piece in each)
-            self.source = [tuple(_replaced(axis, whole, pieces)) for axis in self.source]
-            made += several
-        self.axes = made
+            split = [self._new(size) for size in shape[len(axes) : len(axes) + count]]
+            whole, pieces = parts.pop(0), tuple(itertools.chain(*split))
+            self.source = [
+                tuple(itertools.chain(*(pieces if part == whole else (part,) for part in axis))) for axis in self.source
+            ]
+            axes += split
+        self.axes = axes
         return not parts
 
 
-def _replaced(axis: Iterable[int], whole: int, pieces: tuple[int, ...]) -> Iterable[int]:
-    for part in axis:
-        yield from pieces if part == whole else (part,)
-
-
 def _count(size: Dim, sizes: Sequence[Dim]) -> int:
-    """How many of the sizes, from the first, make up a size; 0 where none do."""
+    """Returns how many of the sizes, from the first, multiply to a size; 0 if none do."""
     product: Dim = 1
-    for count, each in enumerate(sizes, 1):
-        product = product * each
+    for count, factor in enumerate(sizes, 1):
+        product = product * factor
         if same(product, size):
             return count
     return 0
 
 
 def order_of(node: fx.Node, ndim: int) -> list[int] | None:
-    """The order that a node puts the axes of a tensor in; None if it does anything else."""
+    """Returns the order that a node puts the axes of a tensor in; None if it does anything else."""
     name, rest = op_name(node), node.args[1:]
     numbers: list[Any] = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else list(rest)
     order = list(range(ndim))
@@ -109,41 +107,38 @@ def order_of(node: fx.Node, ndim: int) -> list[int] | None:
 
 
 def order_before(node: fx.Node, order: Sequence[int]) -> tuple[int, ...] | None:
-    """For a view whose axes in this order are [*batch, queries, keys], the order of the axes that it is a view of."""
+    """Returns the order of a tensor's axes for its view whose axes in `order` are [*batch, queries, keys]."""
     source = node.all_input_nodes[0]
     parts = Parts(source)
     if not isinstance(value_of(source), torch.Tensor) or not parts.view(node):
         return None
     *batch, queries, keys = (parts.axes[axis] for axis in order)
-    left = list(range(len(parts.source)))
+    lead = list(range(len(parts.source)))
     ends: list[int] = []
-    for wanted in (keys, queries):
-        found = [axis for axis in left if parts.source[axis] == wanted]
-        if not found:
+    for end in (keys, queries):
+        equal = [axis for axis in lead if parts.source[axis] == end]
+        if not equal:
             return None
-        ends.insert(0, found[-1])
-        left.remove(found[-1])
+        ends.insert(0, equal[-1])
+        lead.remove(equal[-1])
     outer = [part for axis in batch for part in axis]
-    if sorted(part for axis in left for part in parts.source[axis]) != sorted(outer):
+    if sorted(part for axis in lead for part in parts.source[axis]) != sorted(outer):
         return None
-    places = {axis: outer.index(parts.source[axis][0]) for axis in left if parts.source[axis]}
-    for axis in reversed(left):  # an axis of size 1 goes in front of the one that follows it
-        following = [each for each in left if each > axis]
-        places.setdefault(axis, places[following[0]] if following else len(outer))
-    left.sort(key=lambda axis: (places[axis], axis))
-    if [part for axis in left for part in parts.source[axis]] != outer:
+    place = len(outer)
+    places: dict[int, int] = {}
+    for axis in reversed(lead):  # an axis of size 1 goes in front of the one that follows it
+        places[axis] = place = outer.index(parts.source[axis][0]) if parts.source[axis] else place
+    lead.sort(key=lambda axis: (places[axis], axis))
+    if [part for axis in lead for part in parts.source[axis]] != outer:
         return None
-    return (*left, *ends)
+    return (*lead, *ends)
 
 
 def same(a: Dim, b: Dim) -> bool:
-    """Whether sizes are equal, as far as is known without deciding on dynamic ones."""
+    """Returns True if sizes are equal, as far as is known without deciding on dynamic ones."""
     return statically_known_true(a == b)
 
 
 def same_sizes(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     """Returns True if all sizes are equal, as far as is known without deciding on dynamic ones."""
     return len(a) == len(b) and all(map(same, a, b))
-
-
-__all__ = ["Parts", "order_before", "order_of", "same", "same_sizes"]

@@ -1,4 +1,4 @@
-"""Bodies: the graphs that higher-order ops call, and how a tensor of the outermost graph gets into them."""
+"""The graphs that higher-order operators call, and tensors of the outermost graph passed into them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.compat.private import HigherOrderOperator, tree_leaves
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, VAL
 from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import value_of
 
@@ -27,13 +28,13 @@ class Call:
 
     @property
     def operands(self) -> list[Any]:
-        """What the op passes on, bodies left out; a body's placeholders are the last of them."""
-        graphs = {each for each in self.node.all_input_nodes if isinstance(_value(each), fx.GraphModule)}
+        """The arguments without the bodies; the last of them go to a body's placeholders."""
+        graphs = {node for node in self.node.all_input_nodes if isinstance(_value(node), fx.GraphModule)}
         return [leaf for leaf in tree_leaves(self.node.args) if not (isinstance(leaf, fx.Node) and leaf in graphs)]
 
     @property
     def takes_more(self) -> bool:
-        """Whether `append` knows where this op's operands end."""
+        """Returns True if `append` knows where this operator's operands end."""
         name = higher_order_op(self.node)
         return name in _FLAT or (name in _LAST_TUPLE and isinstance(self.node.args[-1], (tuple, list)))
 
@@ -48,20 +49,20 @@ class Call:
             self.node.args = (*args[:-1], (*last, operand))
 
     def _own(self) -> int:
-        """How many operands, counted from the end, can be removed."""
+        """Returns how many operands, counted from the end, can be removed."""
         if higher_order_op(self.node) in _LAST_TUPLE:
             last = self.node.args[-1]
             return len(last) if isinstance(last, (tuple, list)) else 0
         return len(self.operands) if higher_order_op(self.node) in _FLAT else 0
 
     def drop_unused(self) -> int:
-        """Stops passing what no body reads; returns the number of operands dropped."""
+        """Removes the operands that no body reads; returns their number."""
         if not self.takes_more:
             return 0
         count = 0
         inputs = [body.graph.find_nodes(op="placeholder") for body in self.bodies]
         for place in range(1, 1 + min(self._own(), *map(len, inputs))):
-            columns = [each[-place] for each in inputs]
+            columns = [placeholders[-place] for placeholders in inputs]
             if any(column.users for column in columns) or not isinstance(self.operands[-place + count], fx.Node):
                 continue
             self._remove(place - count)
@@ -95,44 +96,41 @@ class Bodies:
         self.modules.append(gm)
         for node in gm.graph.nodes:
             if isinstance(node.target, HigherOrderOperator):
-                found = [value for each in node.all_input_nodes if isinstance(value := _value(each), fx.GraphModule)]
-                call = Call(node, tuple(found))
-                for body in found:
+                values = map(_value, node.all_input_nodes)
+                call = Call(node, tuple(value for value in values if isinstance(value, fx.GraphModule)))
+                for body in call.bodies:
                     self.callers.setdefault(body.graph, []).append(call)
                     self._walk(body)
 
     def drop_unused(self) -> int:
-        """Stops passing what no body reads, the innermost first; returns the number of operands dropped."""
+        """Removes the operands that no body reads, of the innermost first; returns their number."""
         calls = list(dict.fromkeys(call for calls in self.callers.values() for call in calls))
-        alone = [c for c in calls if all(len(self.callers[body.graph]) == 1 for body in c.bodies)]
+        alone = [call for call in calls if all(len(self.callers[body.graph]) == 1 for body in call.bodies)]
         return sum(call.drop_unused() for call in reversed(alone))
 
     def passed(self, placeholder: fx.Node) -> list[fx.Node]:
-        """The nodes that callers pass for a body's placeholder; empty where that cannot be told."""
-        calls = self.callers.get(placeholder.graph, [])
-        if not calls:
-            return []
+        """Returns the nodes that callers pass for a body's placeholder; none if that cannot be told."""
         inputs = placeholder.graph.find_nodes(op="placeholder")
         place = len(inputs) - inputs.index(placeholder)
-        found: list[fx.Node] = []
-        for call in calls:
+        passed: list[fx.Node] = []
+        for call in self.callers.get(placeholder.graph, []):
             operands = call.operands
             operand = operands[-place] if place <= len(operands) else None
             if not isinstance(operand, fx.Node) or not _alike(value_of(operand), value_of(placeholder)):
                 return []
-            found.append(operand)
-        return found
+            passed.append(operand)
+        return passed
 
     def can_reach(self, graph: fx.Graph) -> bool:
-        """Whether a tensor of the outermost graph can be passed into this one."""
+        """Returns True if a tensor of the outermost graph can be passed into this one."""
         if graph is self.top.graph:
             return True
         calls = self.callers.get(graph, [])
         together = all(self.callers[body.graph] == calls for call in calls for body in call.bodies)
-        return bool(calls) and together and all(c.takes_more and self.can_reach(c.node.graph) for c in calls)
+        return bool(calls) and together and all(call.takes_more and self.can_reach(call.node.graph) for call in calls)
 
     def reach(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
-        """The node that stands for `node`, a placeholder of the outermost graph, in a graph that it can reach."""
+        """Returns the node for `node`, a placeholder of the outermost graph, in a graph that it can reach."""
         if graph is self.top.graph:
             return node
         if (graph, node) not in self._reached:
@@ -152,13 +150,13 @@ class Bodies:
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     inputs = graph.find_nodes(op="placeholder")
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
-        made = graph.placeholder(node.name)
-    made.meta = dict(node.meta)
-    return made
+        copy = graph.placeholder(node.name)
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _value(node: fx.Node) -> Any:
-    return value_of(node) if node.op == "get_attr" or "val" in node.meta or "example_value" in node.meta else None
+    return value_of(node) if node.op == "get_attr" or VAL in node.meta or EXAMPLE_VALUE in node.meta else None
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -169,6 +167,3 @@ def _alike(a: Any, b: Any) -> bool:
         and a.ndim == b.ndim
         and all(str(x) == str(y) for x, y in zip(a.shape, b.shape, strict=True))
     )
-
-
-__all__ = ["Bodies", "Call"]

@@ -1,4 +1,4 @@
-"""Pieces of a graph that compute what a pattern, a traced graph itself, does; seen through views in both directions."""
+"""Pieces of a graph that compute the same as a pattern, itself a traced graph; both are seen through views."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import fx
 
 from fxquant.compat.private import inductor_decompositions, make_fx
 from fxquant.compat.values import faking, statically_known_true
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import RESHAPES, VIEWS, calls
 from fxquant.passes.graph.values import val
 
@@ -20,14 +21,14 @@ _COMMUTATIVE = (_aten.mul.Tensor, _aten.add.Tensor)
 
 
 def behind_views(node: Any, views: Collection[str] = VIEWS) -> Any:
-    """The tensor that a node is a view of, or the node itself; what is no node stays."""
+    """Returns the tensor that a node is a view of, or the node itself; anything else stays."""
     while calls(node, views):
         node = node.args[0]
     return node
 
 
 def readers(root: fx.Node, views: Collection[str] = RESHAPES) -> Iterator[fx.Node]:
-    """The nodes that read a tensor, through views."""
+    """Yields the nodes that read a tensor, through views."""
     for user in root.users:
         if calls(user, views):
             yield from readers(user, views)
@@ -36,13 +37,13 @@ def readers(root: fx.Node, views: Collection[str] = RESHAPES) -> Iterator[fx.Nod
 
 
 def shaped(node: fx.Node, shape: list[Any]) -> fx.Node:
-    """`node` as a tensor of a shape, in a place where nodes are inserted."""
+    """Returns `node` as a tensor of a shape; where nodes are inserted, a reshape may come."""
     value = val(node)
     if len(value.shape) == len(shape) and all(map(statically_known_true, map(operator.eq, value.shape, shape))):
         return node
     reshaped = node.graph.call_function(_aten.reshape.default, (node, shape))
     with faking(value):
-        reshaped.meta = {**node.meta, "val": value.reshape(shape)}
+        reshaped.meta = {**node.meta, VAL: value.reshape(shape)}
     return reshaped
 
 

@@ -7,20 +7,22 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, VAL
+
 Dim = int | torch.SymInt
 """The size of an axis."""
 
 
 def val(node: Any) -> Any:
-    """The value of a node of an ATen graph; anything else stays."""
-    return node.meta["val"] if isinstance(node, fx.Node) else node
+    """Returns the value of a node of an ATen graph; anything else stays."""
+    return node.meta[VAL] if isinstance(node, fx.Node) else node
 
 
 def value_of(node: Any) -> Any:
-    """The value of a node of any graph: a fake tensor, a symbol, or a tuple of them; anything else stays."""
+    """Returns the value of a node of any graph: a fake tensor, a symbol, or a tuple of them; anything else stays."""
     if not isinstance(node, fx.Node):
         return node
-    for key in ("example_value", "val"):
+    for key in (EXAMPLE_VALUE, VAL):
         if key in node.meta:
             return node.meta[key]
     if node.op != "get_attr":

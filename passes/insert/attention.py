@@ -51,6 +51,3 @@ def _insert(match: Match, attention: Attention, spec: AttentionSpec) -> list[fx.
         if inner in attention.inside and not inner.users:
             builder.graph.erase_node(inner)
     return [x for x in inputs if x not in attention.inside]
-
-
-__all__ = ["insert_attention"]

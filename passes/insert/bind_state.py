@@ -1,4 +1,4 @@
-"""BindState: gives a graph with delayed scaling or stochastic rounding the tensors of its state.
+"""Gives a graph with delayed scaling or stochastic rounding the tensors of its state.
 
     linear = fxquant.linear(x, w, b, "input=per_tensor_e4m3(slot=0) ...")
     # becomes, in a copy of the graph with more inputs
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -24,32 +23,21 @@ from fxquant.compat.private import copy_sources, mark_static, name_source, tag_a
 from fxquant.compat.values import fake_mode_of
 from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.kernels.operator import traits_of
-from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.meta import EXAMPLE_VALUE
+from fxquant.passes.graph.names import fxquant_op, is_fxquant
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.state import Slots, State, update
 
+_STATE = ("scale", "forward_amax", "backward_amax", "step", "random")
+"""The arguments that stateful operators take in front of their specs, in order."""
 
-@dataclass(frozen=True)
-class _Bound:
-    """The nodes that stand for the state in one graph."""
-
-    scale: fx.Node | None = None
-    forward_amax: fx.Node | None = None
-    backward_amax: fx.Node | None = None
-    step: fx.Node | None = None
-    random: fx.Node | None = None
-
-    def nodes(self) -> dict[str, fx.Node]:
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: node for name, node in named.items() if node is not None}
+Inputs = dict[str, fx.Node]
+"""The nodes that stand for the state in one graph, by name and in the order of `_STATE`; none for an absent one."""
 
 
 def stateful_graphs(gm: fx.GraphModule) -> set[fx.Graph]:
-    """The graphs that state can reach: the top one and, through checkpoints, their bodies."""
-    found = {gm.graph}
-    for body, _ in _checkpoints(gm):
-        found |= stateful_graphs(body)
-    return found
+    """Returns the graphs that state can reach: this one and the bodies of its checkpoints."""
+    return {gm.graph}.union(*(stateful_graphs(body) for body, _ in _checkpoints(gm)))
 
 
 def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
@@ -60,7 +48,7 @@ def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
 def _uses_state(node: fx.Node) -> bool:
     if is_fxquant(node, "attention"):
         return AttentionSpec.parse(str(node.args[-1])).uses_state
-    if not (is_fxquant(node, "linear") or is_fxquant(node, "grouped_linear")):
+    if fxquant_op(node) not in ("linear", "grouped_linear"):
         return False
     spec = LinearSpec.parse(str(node.args[3]))
     return any(
@@ -72,7 +60,7 @@ def _uses_state(node: fx.Node) -> bool:
 def bind_state(
     gm: fx.GraphModule, slots: Slots, states: Sequence[State], *, training: bool, group: str | None
 ) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A copy of `gm` that takes the tensors of its states behind its own inputs, and these tensors."""
+    """Returns a copy of `gm` that takes the tensors of its states behind its own inputs, and these tensors."""
     tensors = {name: tensor for state in states for name, tensor in state.tensors().items()}
     if slots.request is not None:
         tensors["fp8_max"] = slots.fp8_max(tensors["scale"].device)
@@ -82,11 +70,11 @@ def bind_state(
     for node in gm.graph.nodes:
         if node.op != "placeholder" and not inputs:
             inputs = {name: _input(graph, name) for name in tensors}
-            bound = _Bound()
+            bound = Inputs()
             if slots.request is not None:
                 bound = _update(graph, inputs, slots.request, training, group)
             if slots.rounded:
-                bound = replace(bound, random=_next_step(graph, inputs["random"], training))
+                bound["random"] = _next_step(graph, inputs["random"], training)
         copies[node] = graph.node_copy(node, copies.__getitem__)
     bound_gm = fx.GraphModule(gm, graph)
     bound_gm.meta = dict(gm.meta)
@@ -99,18 +87,18 @@ def bind_state(
 
 
 def _add_values(added: Sequence[fx.Node], tensors: Mapping[fx.Node, Tensor], gm: fx.GraphModule) -> None:
-    """Gives the nodes added to what was captured example values: torch caches no graph that calls methods without."""
-    mode = fake_mode_of([node.meta.get("example_value") for node in gm.graph.nodes])
+    """Gives the added nodes example values: torch caches no graph in which a method has none."""
+    mode = fake_mode_of([node.meta.get(EXAMPLE_VALUE) for node in gm.graph.nodes])
     with mode or contextlib.nullcontext():
         for node in added:
             if node.op == "placeholder":
                 like = tensors[node]
                 value: Any = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
             else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta[EXAMPLE_VALUE])
                 call: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
                 value = call(*args, **kwargs)
-            node.meta["example_value"] = value
+            node.meta[EXAMPLE_VALUE] = value
 
 
 def _input(graph: fx.Graph, name: str) -> fx.Node:
@@ -121,14 +109,15 @@ def _input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def _update(
-    graph: fx.Graph, inputs: dict[str, fx.Node], request: DelayedScalingRequest, training: bool, group: str | None
-) -> _Bound:
+    graph: fx.Graph, inputs: Inputs, request: DelayedScalingRequest, training: bool, group: str | None
+) -> Inputs:
+    """Adds the update of delayed scaling, which training writes back. Returns the state that operators take."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     on_proxies: Any = update
     new_scale, new_history = on_proxies({name: fx.Proxy(node, tracer) for name, node in inputs.items()}, request, group)
     scale = new_scale.node
     if not training:
-        return _Bound(scale)
+        return {"scale": scale}
     step = graph.call_function(torch.add, (inputs["step"], 1))
     for name, value in (
         ("scale", scale),
@@ -137,11 +126,12 @@ def _update(
         ("step", step),
     ):
         graph.call_function(torch.ops.aten.copy_.default, (inputs[name], value))
-    return _Bound(scale, inputs["forward_amax"], inputs["backward_amax"], inputs["latest_step"])
+    amaxes = {name: inputs[name] for name in ("forward_amax", "backward_amax")}
+    return {"scale": scale, **amaxes, "step": inputs["latest_step"]}
 
 
 def _next_step(graph: fx.Graph, random: fx.Node, training: bool) -> fx.Node:
-    """Seed and step of this run of the graph."""
+    """Returns the seed and step of this run of the graph, which training writes back."""
     if not training:
         return random
     seed, step = (graph.call_function(torch.narrow, (random, 0, i, 1)) for i in range(2))
@@ -150,32 +140,21 @@ def _next_step(graph: fx.Graph, random: fx.Node, training: bool) -> fx.Node:
     return following
 
 
-def _bind(gm: fx.GraphModule, bound: _Bound) -> bool:
-    """Binds every linear of a graph and of its checkpoints' bodies; whether there was one."""
-    used = False
+def _bind(gm: fx.GraphModule, state: Inputs) -> None:
+    """Gives the state to every operator that uses it in a graph and in the bodies of its checkpoints."""
     for node in list(gm.graph.nodes):
         if _uses_state(node):
             *operands, spec = node.args
             stateful = traits_of(node).stateful
             assert stateful is not None
             node.target = stateful.target
-            node.args = (*operands, *(getattr(bound, field.name) for field in fields(bound)), spec)
-            used = True
+            node.args = (*operands, *map(state.get, _STATE), spec)
     for body, call in _checkpoints(gm):
-        if _bind_body(body, bound):
-            call.args = (*call.args, *bound.nodes().values())
-            used = True
-    return used
-
-
-def _bind_body(body: fx.GraphModule, outer: _Bound) -> bool:
-    if not any(_uses_state(n) for graph in stateful_graphs(body) for n in graph.nodes):
-        return False
-    last = [n for n in body.graph.nodes if n.op == "placeholder"][-1]
-    made: dict[str, fx.Node] = {}
-    for name in reversed(outer.nodes()):
-        with body.graph.inserting_after(last):
-            made[name] = body.graph.placeholder(f"fxquant_{name}")
-    _bind(body, _Bound(**made))
-    body.recompile()
-    return True
+        if any(_uses_state(node) for graph in stateful_graphs(body) for node in graph.nodes):
+            last, inner = body.graph.find_nodes(op="placeholder")[-1], Inputs()
+            for name in state:
+                with body.graph.inserting_after(last):
+                    last = inner[name] = body.graph.placeholder(f"fxquant_{name}")
+            _bind(body, inner)
+            body.recompile()
+            call.args = (*call.args, *state.values())

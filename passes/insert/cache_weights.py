@@ -1,12 +1,12 @@
-"""CacheWeights: lets a graph take its weights quantized, as more inputs, next to the parameters themselves.
+"""Lets a graph take its weights quantized, as more inputs next to the parameters themselves.
 
     linear = fxquant.linear(x, w, b, "input=mxfp8_e4m3 weight=mxfp8_e4m3 ...")
     # becomes, in a copy of the graph with more inputs
     linear = fxquant.linear_stateful(x, w, b, None, None, None, None, None, "input=...", [w_data, w_scale], [...])
 
-Bodies of activation checkpoints get them as operands. A weight is left alone where delayed scaling or stochastic
-rounding quantize it otherwise in every step, where more than views lie between the parameter and the product, and where
-the graph itself writes into the parameter.
+Bodies of activation checkpoints get them as operands. A weight is left alone if delayed scaling or stochastic rounding
+quantize it differently in every step, if more than views lie between the parameter and the product, or if the graph
+itself writes into the parameter.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxquant.compat.private import (
-    copy_sources,
-    is_traceable_wrapper_subclass,
-    name_source,
-    tag_activation_checkpoint,
-)
+from fxquant.compat.private import copy_sources, is_traceable_wrapper_subclass, name_source, tag_activation_checkpoint
 from fxquant.compat.values import version
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.grouped.ops import quantize_groups
 from fxquant.kernels.operator import operator_of
-from fxquant.passes.graph.names import SAME_VALUES, calls, is_fxquant
+from fxquant.passes.graph.meta import EXAMPLE_VALUE
+from fxquant.passes.graph.names import SAME_VALUES, calls, fxquant_op
 from fxquant.passes.graph.values import value_of
 
 Step = tuple[str, Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -39,16 +35,15 @@ Step = tuple[str, Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as products of one recipe read it."""
+    """A parameter as products of one recipe read it; `spec` is that of the weight alone."""
 
     steps: tuple[Step, ...]
     dtype: torch.dtype
     spec: str
-    """That of the weight alone."""
     grouped: bool
 
     def quantize(self, parameter: Tensor, directions: tuple[str, ...]) -> list[list[Tensor]]:
-        """The parts of each direction, as `fxquant.kernels.cast.ops.quantize_operand` gives them."""
+        """Returns the parts of each direction, as `fxquant.kernels.cast.ops.quantize_operand` gives them."""
         value: Any = parameter
         for op, target, args, kwargs in self.steps:
             call = getattr(value, target) if op == "call_method" else target
@@ -71,32 +66,31 @@ class Taken:
 
 
 def cache_weights(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Taken], list[Tensor]]:
-    """A copy of `gm` that takes quantized weights behind its own inputs, what they are, and their examples."""
+    """Returns a copy of `gm` that takes quantized weights behind its own inputs, what they are, and their examples."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, copies))
-    made = fx.GraphModule(gm, graph)
-    made.meta = dict(gm.meta)
-    copy_sources(gm, made, copies)
-    inputs = _Inputs(graph)
-    inputs.written = _written(gm)
-    inputs.bind(made, {})
-    made.recompile()
-    return made, inputs.taken, [value_of(node) for nodes in inputs.nodes.values() for node in nodes]
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    copy_sources(gm, copy, copies)
+    inputs = _Inputs(graph, _written(gm))
+    inputs.bind(copy, {})
+    copy.recompile()
+    return copy, inputs.taken, [value_of(node) for nodes in inputs.nodes.values() for node in nodes]
 
 
 class _Inputs:
-    """The inputs that a graph gets, in the order in which they are asked for."""
+    """The inputs that a graph gets, in the order in which they are asked for; parameters in `written` have none."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, written: set[StorageWeakRef]) -> None:
         self.graph = graph
-        self.own = graph.find_nodes(op="placeholder")
-        self.last = self.own[-1] if self.own else None
-        self.written: set[StorageWeakRef] = set()
+        self.written = written
+        self.before = graph.find_nodes(op="placeholder")
+        self.last = self.before[-1] if self.before else None
         self.taken: list[Taken] = []
         self.nodes: dict[tuple[int, Weight, str], list[fx.Node]] = {}
 
     def bind(self, gm: fx.GraphModule, outer: Mapping[fx.Node, fx.Node]) -> None:
-        """Gives every product of a graph its quantized weight. `outer` tells what a body's inputs are outside."""
+        """Gives every product of a graph its quantized weight. `outer` maps a body's inputs to nodes outside."""
         for node in list(gm.graph.nodes):
             if node.target is tag_activation_checkpoint:
                 self._bind_body(gm, node, outer)
@@ -120,7 +114,7 @@ class _Inputs:
         placeholders = body.graph.find_nodes(op="placeholder")
         passed = dict(zip(placeholders, call.args[1:], strict=True))
         self.bind(body, {inner: outer.get(node, node) for inner, node in passed.items()})
-        # what the body uses of the whole graph's inputs becomes its own
+        # inputs of the whole graph that the body reads become inputs of the body
         foreign = dict.fromkeys(
             n for node in body.graph.nodes for n in node.all_input_nodes if n.graph is not body.graph
         )
@@ -134,7 +128,7 @@ class _Inputs:
         body.recompile()
 
     def _weight_of(self, node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> tuple[int, Weight, list[str]] | None:
-        """The place of the parameter, how it is read, and the directions that do not change from step to step."""
+        """Returns the place of the parameter, how it is read, and the directions that stay from step to step."""
         text = next(arg for arg in reversed(node.args) if isinstance(arg, str))
         spec = LinearSpec.parse(text)
         input, source = node.args[:2]
@@ -147,41 +141,40 @@ class _Inputs:
                 source = outer[source]
                 continue
             viewed, *others = source.args or (None,)
-            plain = not any(isinstance(n, fx.Node) for n in (*others, *source.kwargs.values()))
-            if not calls(source, SAME_VALUES) or not isinstance(viewed, fx.Node) or source.all_input_nodes != [viewed]:
-                return None
-            if not plain:
+            alone = source.all_input_nodes == [viewed] and viewed not in (*others, *source.kwargs.values())
+            if not calls(source, SAME_VALUES) or not isinstance(viewed, fx.Node) or not alone:
                 return None
             steps.insert(0, (source.op, source.target, _frozen(others), tuple(source.kwargs.items())))
             source = viewed
-        value = value_of(source) if "example_value" in source.meta else None
-        if source not in self.own or not isinstance(value, torch.nn.Parameter) or is_traceable_wrapper_subclass(value):
+        value = source.meta.get(EXAMPLE_VALUE)
+        if (
+            source not in self.before
+            or not isinstance(value, torch.nn.Parameter)
+            or is_traceable_wrapper_subclass(value)
+        ):
             return None
         if _memory(value) in self.written:
             return None
         sides = {"rowwise": spec.weight.rowwise, "columnwise": spec.weight.columnwise}
         needed = ["rowwise"] + ["columnwise"] * (torch.is_grad_enabled() and value_of(input).requires_grad)
-        chosen = [side for side in needed if _lasts(sides[side])]
-        if spec.weight.from_rowwise and not _lasts(sides["rowwise"]):
-            chosen = []
-        if not chosen:
+        lasting = [side for side in needed if _lasts(sides[side])]
+        if not lasting or (spec.weight.from_rowwise and not _lasts(sides["rowwise"])):
             return None
-        grouped = is_fxquant(node, "grouped_linear") or is_fxquant(node, "grouped_linear_stateful")
-        weight = Weight(tuple(steps), dtype, str(spec.weight), grouped)
-        return (self.own.index(source), weight, chosen) if _is_hashable(weight) else None
+        weight = Weight(tuple(steps), dtype, str(spec.weight), fxquant_op(node).startswith("grouped"))
+        return (self.before.index(source), weight, lasting) if _is_hashable(weight) else None
 
     def _take(self, place: int, weight: Weight, direction: str) -> list[fx.Node]:
         key = (place, weight, direction)
         if key not in self.nodes:
             with torch.no_grad():
-                (fakes,) = weight.quantize(value_of(self.own[place]), (direction,))
+                (fakes,) = weight.quantize(value_of(self.before[place]), (direction,))
             nodes = []
             for i, fake in enumerate(fakes):
                 with self.graph.inserting_after(self.last):
                     name = f"fxquant_weight_{len(self.taken)}_{i}"
                     self.last = self.graph.placeholder(name)
                 name_source(self.last, name)
-                self.last.meta["example_value"] = fake
+                self.last.meta[EXAMPLE_VALUE] = fake
                 nodes.append(self.last)
             self.nodes[key] = nodes
             self.taken.append(Taken(place, weight, direction))
@@ -189,9 +182,9 @@ class _Inputs:
 
 
 def _written(gm: fx.GraphModule) -> set[StorageWeakRef]:
-    """The memory that a captured graph or a body in it writes into: capturing has counted the writes."""
+    """Returns the memory that a captured graph or a body in it writes into: capturing has counted the writes."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    values = [node.meta.get("example_value") for graph in graphs for node in graph.nodes]
+    values = [node.meta.get(EXAMPLE_VALUE) for graph in graphs for node in graph.nodes]
     changed = [x for x in values if isinstance(x, Tensor) and not x.is_inference() and version(x) > 0]
     return {_memory(x) for x in changed if x.layout == torch.strided}
 
@@ -201,12 +194,12 @@ def _memory(x: Tensor) -> StorageWeakRef:
 
 
 def _lasts(spec: QuantSpec) -> bool:
-    """Whether a weight keeps its quantized form as long as it keeps its values."""
+    """Returns True if a weight keeps its quantized form as long as it keeps its values."""
     return not (spec.is_identity or spec.is_delayed or spec.stochastic)
 
 
 def _is_hashable(value: Any) -> bool:
-    """Whether a value can be a key: a slice cannot before Python 3.12."""
+    """Returns True if a value can be a key: a slice cannot before Python 3.12."""
     try:
         hash(value)
     except TypeError:
@@ -216,6 +209,3 @@ def _is_hashable(value: Any) -> bool:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
-
-
-__all__ = ["Taken", "Weight", "cache_weights"]

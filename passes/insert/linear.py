@@ -79,6 +79,3 @@ def _gemm(
     node.args = (lhs, rhs, third, _spec(match, resolved.quantizers, resolved.numbers))
     inserted_for(node, match.name, resolved.decisions[0].site)
     return node
-
-
-__all__ = ["insert"]

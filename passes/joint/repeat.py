@@ -1,4 +1,4 @@
-"""What the backward of a joint graph computes again instead of reading what the forward has saved.
+"""The choice of what the backward of a joint graph computes again instead of reading what the forward has saved.
 
 ``quantized`` saves activations as they are multiplied in the backward, 8 bits or fewer an element. ``least`` lets the
 backward quantize them again where that takes nothing but tensors that are saved anyway, and multiply again for the sum
@@ -24,7 +24,7 @@ from fxquant.passes.settings import Settings
 
 
 def mark_recompute(graph: fx.Graph, settings: Settings) -> int:
-    """Marks what the backward computes again; returns how many nodes.
+    """Marks the nodes that the backward computes again; returns how many.
 
     Dequantized heads come from payloads, which take half as much; and an attention's output is saved in one order.
     """
@@ -37,9 +37,9 @@ def mark_recompute(graph: fx.Graph, settings: Settings) -> int:
 
 
 def allow_later_writes(graph: fx.Graph, settings: Settings) -> int:
-    """Has inputs that the backward changes saved without their version; returns how many.
+    """Marks the inputs that the backward changes to be saved without their version; returns how many.
 
-    Otherwise a graph that is retained could not go backward again.
+    With it a graph that is retained could not go backward again.
     """
     written = [] if compiles_backwards() else written_by_backward(graph)
     for node in written:
@@ -48,43 +48,42 @@ def allow_later_writes(graph: fx.Graph, settings: Settings) -> int:
 
 
 def written_by_backward(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of a joint graph that its backward changes: what delayed scaling records of gradients."""
+    """Returns the inputs of a joint graph that its backward changes: delayed scaling's records of gradients."""
     of_backward = nodes_of_backward(graph)
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return [node.args[0] for node in writes if node in of_backward and node.args[0].op == "placeholder"]
 
 
 def products_to_repeat(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The products of a joint graph that are only added to something; each with all that is computed again with it.
+    """Returns the products of a joint graph that are only added to something, each with all that is repeated with it.
 
-    A product of K features takes K operations for each byte of it. So it is one that gives at least half as many as it
-    takes, which the second product of a feed-forward network does not, and whose input is kept by others: of a decoder
-    block the projection of attention's output, whose sum with the block's input need not be saved then. What it is
-    added to is no such sum itself, or a backward would begin with all of them. Few rows have kernels that quantize as
-    they read.
+    A product of K features costs K operations for each of its bytes. So it has at least half as many output as input
+    features, unlike the second product of a feed-forward network, and others keep its input. In a decoder block that is
+    the projection of attention's output, whose sum with the block's input then need not be saved. It is not added to
+    another such sum, or a backward would begin with all of them. Few rows have kernels that quantize as they read.
     """
     of_backward = nodes_of_backward(graph)
     sums: set[fx.Node] = set()
-    found: dict[fx.Node, list[fx.Node]] = {}
+    repeated: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
-        (rows, given), made = val(node.args[0][0]).shape, val(node).shape[-1]
-        if node in of_backward or not statically_known_true(given <= 2 * made) or upper_bound(rows) <= MOST_TOKENS:
+        (rows, inner), outer = val(node.args[0][0]).shape, val(node).shape[-1]
+        if node in of_backward or not statically_known_true(inner <= 2 * outer) or upper_bound(rows) <= MOST_TOKENS:
             continue
         added = [reader for reader in readers(node) if reader not in of_backward]
-        terms = {behind_views(term) for each in added for term in each.all_input_nodes}
-        if not added or any(each.target is not torch.ops.aten.add.Tensor for each in added) or terms & sums:
+        terms = {behind_views(term) for reader in added for term in reader.all_input_nodes}
+        if not added or any(reader.target is not torch.ops.aten.add.Tensor for reader in added) or terms & sums:
             continue
         between: list[fx.Node] = []
         if all(_is_kept(part, of_backward, between) for part in node.args[0]):
-            found[node] = [node, *_followed(added, of_backward), *between]
+            repeated[node] = [node, *_followed(added, of_backward), *between]
             sums.update(added)
-    return found
+    return repeated
 
 
 def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -> bool:
-    """Whether the backward reads a tensor other than to quantize it, or can make it of such tensors and small ones.
+    """Returns True if the backward keeps this tensor anyway, or can recompute it from kept tensors and small ones.
 
-    Adds what makes it of those to `between`.
+    Adds the nodes that recompute it to `between`.
     """
     node = behind_views(node)
     if node.op == "placeholder" or is_fxquant(node, "scale_from_amax"):
@@ -92,35 +91,35 @@ def _is_kept(node: fx.Node, of_backward: set[fx.Node], between: list[fx.Node]) -
     if any(reader in of_backward and not is_fxquant(reader) for reader in readers(node, VIEWS)):
         return True
     quantized = is_fxquant(node, "quantize")  # and its state is saved
-    made = quantized or node.target in (operator.getitem, torch.ops.aten.clone.default) or _is_elementwise(node)
+    cheap = quantized or node.target in (operator.getitem, torch.ops.aten.clone.default) or _is_elementwise(node)
     between.append(node)
     sources = node.all_input_nodes[:1] if quantized else node.all_input_nodes
-    return made and all(_is_kept(source, of_backward, between) for source in sources)
+    return cheap and all(_is_kept(source, of_backward, between) for source in sources)
 
 
 def _followed(sums: Sequence[fx.Node], of_backward: set[fx.Node]) -> list[fx.Node]:
-    """Sums and what a forward makes of them element by element with what is small, as a norm does.
+    """Returns the sums and what the forward computes of them elementwise with small tensors, as a norm does.
 
     torch would save the last of many such operations rather than compute all of them again.
     """
-    made, size = list(sums), val(sums[0]).numel()
-    for node in made:  # which grows
+    followed, size = list(sums), val(sums[0]).numel()
+    for node in followed:  # which grows
         for reader in node.users:
-            known = [val(each) for each in reader.all_input_nodes if each not in made]
-            small = all(isinstance(x, Tensor) and statically_known_true(8 * x.numel() <= size) for x in known)
-            if small and _is_elementwise(reader) and reader not in of_backward and reader not in made:
-                made.append(reader)
-    return made
+            others = [val(x) for x in reader.all_input_nodes if x not in followed]
+            small = all(isinstance(x, Tensor) and statically_known_true(8 * x.numel() <= size) for x in others)
+            if small and _is_elementwise(reader) and reader not in of_backward and reader not in followed:
+                followed.append(reader)
+    return followed
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether an operator computes each element by itself, and the same when it is computed again."""
+    """Returns True if an operator computes each element by itself, and the same when it runs again."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _lays_out_attention(node: fx.Node) -> bool:
-    """Whether a node copies an attention's output into the order that a linear wants, which does not quantize it."""
+    """Returns True if a node copies an attention's output for a linear that does not quantize it."""
     if node.target is not torch.ops.aten.clone.default:
         return False
     source = behind_views(node.args[0])
@@ -130,6 +129,3 @@ def _lays_out_attention(node: fx.Node) -> bool:
         is_fxquant(source, name) for name in ("dequantize_heads", "attention_forward")
     )
     return of_attention and not any(is_fxquant(reader) for reader in readers(node, VIEWS))
-
-
-__all__ = ["allow_later_writes", "mark_recompute", "products_to_repeat", "written_by_backward"]

@@ -1,12 +1,12 @@
-"""Reuse an attention's payload: a linear that wants its result quantized takes it as the attention has it.
+"""A linear that wants the result of an attention quantized takes the payload that the attention has.
 
     o = fxquant.dequantize_heads([data, scale], "per_tensor_e4m3", 1, False, [S, D], bf16)      # [B, H, S, D]
     row = fxquant.quantize(view(transpose(o, 1, 2), [B * S, H * D]), "per_tensor_e4m3", "rowwise")
     # becomes
     row = [view(transpose(data, 1, 2), [B * S, H * D]), scale]
 
-and for `columnwise` the same bytes transposed. So for the output of an attention and the linear behind it, and in the
-backward for the gradients of its operands and the linears in front of it.
+and for `columnwise` the same bytes transposed. This goes for the output of an attention and the linear behind it, and
+in the backward for the gradients of its operands and the linears in front of it.
 
 A second quantization would give the same payload: each value is a few bits times one scale, and the rounding of what
 is between (2^-9 in bfloat16) is far less than half a step of FP8. Its scale would be that of the rounded amax; the one
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat.private import enable_python_dispatcher, must_recompute
-from fxquant.compat.values import faking, statically_known_true
+from fxquant.compat.private import must_recompute
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
-from fxquant.passes.graph.builder import erase_unused, put_in_places
+from fxquant.passes.graph.builder import Builder, erase_unused, put_in_places
 from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.names import SAME_ELEMENTS, calls, is_fxquant
 from fxquant.passes.graph.values import val
@@ -53,7 +53,7 @@ def _difference(node: fx.Node, source: fx.Node, matrix: fx.Node) -> str:
 
 
 def _behind(node: Any) -> tuple[list[fx.Node], fx.Node | None]:
-    """The moves on the way from a dequantization of heads to a node, and that dequantization if there is one."""
+    """Returns the moves from a dequantization of heads to a node, and that dequantization if there is one."""
     moves: list[fx.Node] = []
     while calls(node, SAME_ELEMENTS):
         moves.insert(0, node)
@@ -65,21 +65,16 @@ def _behind(node: Any) -> tuple[list[fx.Node], fx.Node | None]:
 
 
 def _share(node: fx.Node, source: fx.Node, moves: list[fx.Node]) -> None:
-    """Puts the parts of a dequantized tensor, moved as it was, in the place of a quantization."""
-    graph = node.graph
+    """Replaces a quantization by the parts of the dequantized tensor, moved as that was."""
+    builder = Builder(node)
     data, scale = source.all_input_nodes[:2]
     spec, dtype = QuantSpec.parse(str(node.args[1])), val(data).dtype
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with graph.inserting_before(node):
-            made = graph.call_function(target, args, kwargs)
-        fakes = fx.node.map_arg((args, kwargs), val)
-        with faking(val(source)), enable_python_dispatcher():
-            value = target(*fakes[0], **fakes[1])
-        kept = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")}
-        made.meta = kept | {"val": value}
-        must_recompute(made)  # of what the attention saves: nothing else is saved for the linear
-        return made
+        added = builder.call(target, *args, **kwargs)
+        added.meta |= {key: node.meta[key] for key in ("ac_graph_id",) if key in node.meta}
+        must_recompute(added)  # of what the attention saves: nothing else is saved for the linear
+        return added
 
     # as bytes: no kernel has to know the format, and none of Triton's own FP8 stores is transposed
     payload = add(_aten.view.dtype, data, torch.uint8)

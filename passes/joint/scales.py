@@ -27,6 +27,8 @@ from torch import fx
 from fxquant.compat.private import must_save
 from fxquant.formats import QuantSpec
 from fxquant.kernels.operator import traits_of
+from fxquant.passes.graph.builder import Builder
+from fxquant.passes.graph.meta import VAL, inherited
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import in_memory
@@ -34,7 +36,7 @@ from fxquant.passes.settings import Settings
 
 
 def save_scales(graph: fx.Graph, settings: Settings) -> int:
-    """Rewrites a joint graph in place; returns how many quantizations got their tensor's one scale."""
+    """Gives quantizations of one tensor in a joint graph one scale; returns how many got it."""
     of_backward = nodes_of_backward(graph)
     scales: dict[Any, fx.Node] = {}
     count = 0
@@ -59,9 +61,9 @@ def save_scales(graph: fx.Graph, settings: Settings) -> int:
 
 
 def save_column_amaxes(graph: fx.Graph, settings: Settings) -> int:
-    """Rewrites a joint graph in place; returns how many weights of groups have the amaxes of their columns taken early.
+    """Takes the amaxes of columns of groups' weights in the forward of a joint graph; returns for how many weights.
 
-    The kernel that scales rows has them for nothing, and the backward would read a weight once more for them.
+    The kernel that scales rows has them for nothing; the backward would read the weight once more for them.
     """
     by_row: dict[fx.Node, fx.Node] = {}
     count = 0
@@ -81,54 +83,43 @@ def save_column_amaxes(graph: fx.Graph, settings: Settings) -> int:
 
 
 def _column_amax(node: fx.Node) -> fx.Node:
-    """The third result of a rowwise quantization of a batch, which takes amaxes along from now on; it is saved."""
-    graph, last = node.graph, 2
+    """Has a rowwise quantization of a batch take the amaxes of columns along. Returns them, its third result, saved."""
+    last = 2
     if not is_fxquant(node, "split_quantize_and_amax"):
         x, _, spec, _ = node.args
         node.target = torch.ops.fxquant.split_quantize_and_amax.default
         node.args = (x, spec)
         value = val(x).new_empty([val(x).shape[0], val(x).shape[-1]], dtype=torch.float32)
-        node.meta = {**node.meta, "val": [*val(node), value]}
+        node.meta = {**node.meta, VAL: [*val(node), value]}
     for item in node.users:
         if item.target is operator.getitem and item.args[1] == last:
             return item
-    with graph.inserting_after(node):
-        item = graph.call_function(operator.getitem, (node, last))
-    item.meta = {key: kept for key, kept in node.meta.items() if key not in _OF_THE_NODE} | {"val": val(node)[last]}
+    with node.graph.inserting_after(node):
+        item = node.graph.call_function(operator.getitem, (node, last))
+    item.meta = inherited(node) | {VAL: val(node)[last]}
     must_save(item)
     return item
 
 
 def scale_of(node: fx.Node, spec: Any) -> fx.Node:
-    """Adds the amax of what a node quantizes, and the scale that it gives."""
-    graph, traits = node.graph, traits_of(node)
+    """Adds the amax of a node's operands, and the scale that it gives, which is returned."""
+    traits, builder = traits_of(node), Builder(node)
     assert traits.amax is not None
-    tensors = node.args[: traits.operands]
-    groups = val(node)[1].shape
-    value = val(tensors[0]).new_empty(groups, dtype=torch.float32)
-    with graph.inserting_before(node):
-        largest = graph.call_function(traits.amax.target, tensors)
-        scale = graph.call_function(torch.ops.fxquant.scale_from_amax.default, (largest, spec))
-    for made in (largest, scale):
-        made.meta = {key: item for key, item in node.meta.items() if key not in _OF_THE_NODE} | {"val": value}
-    return scale
-
-
-_OF_THE_NODE = ("val", "tensor_meta", "recompute", "ac_graph_id", "eager_input_vals")
-"""The keys of a node's meta that do not hold for other nodes of the same origin."""
+    largest = builder.call(traits.amax.target, *node.args[: traits.operands])
+    return builder.call(torch.ops.fxquant.scale_from_amax.default, largest, spec)
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
-    """The tensor that a node is a view of: partitioners always make views again."""
+    """Returns the tensor that a node is a view of: partitioners always compute views again."""
     while node.op == "call_function" and getattr(node.target, "is_view", False) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def nodes_of_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of a joint graph that the gradients of its results go into."""
-    found: set[fx.Node] = set()
+    """Returns the nodes of a joint graph that depend on the gradients of its results."""
+    of_backward: set[fx.Node] = set()
     for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or found & set(node.all_input_nodes):
-            found.add(node)
-    return found
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or of_backward & set(node.all_input_nodes):
+            of_backward.add(node)
+    return of_backward
