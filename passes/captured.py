@@ -172,6 +172,3 @@ def quantizes(gm: fx.GraphModule, *, recomputed: bool = False) -> bool:
             if isinstance(body, fx.GraphModule) and quantizes(body, recomputed=again):
                 return True
     return False
-
-
-__all__ = ["Bound", "Captured", "quantizes"]

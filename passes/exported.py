@@ -199,6 +199,3 @@ def _text(stored: Stored) -> str:
     if stored.broken:
         text += f"; NaN or infinite elements in {' and '.join(stored.broken)}"
     return text
-
-
-__all__ = ["Exported", "Opened"]

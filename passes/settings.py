@@ -30,5 +30,3 @@ class Settings:
 
 SAVE = ("quantized", "least")
 """The choices of what a forward saves for its backward."""
-
-__all__ = ["SAVE", "Settings"]

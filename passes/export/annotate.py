@@ -32,12 +32,12 @@ def annotate(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) ->
         for node in gm.graph.nodes:
             if VAL not in node.meta:
                 continue
-            own = gm is bodies.top and node.op == "placeholder"
-            if trained and _gets_grad(node, own, bodies, grads):
+            is_input = gm is bodies.top and node.op == "placeholder"
+            if trained and _gets_grad(node, is_input, bodies, grads):
                 grads.add(node)
-            is_parameter = own and node.name in parameters
+            is_parameter = is_input and node.name in parameters
             node.meta[EXAMPLE_VALUE] = tree_map_only(
-                Tensor, partial(_described, is_parameter=is_parameter, grad=node in grads), node.meta[VAL]
+                Tensor, partial(_annotated, is_parameter=is_parameter, grad=node in grads), node.meta[VAL]
             )
     for gm in bodies.modules:
         outer = _outer(gm.graph, bodies)
@@ -47,19 +47,19 @@ def annotate(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) ->
 
 
 def _outer(graph: fx.Graph, bodies: Bodies) -> dict[fx.Node, fx.Node]:
-    """What callers pass for the placeholders of a graph, and for those of the callers."""
+    """Returns the nodes that callers pass for the placeholders of a graph, and for those of the callers."""
     outer: dict[fx.Node, fx.Node] = {}
-    inside = graph.find_nodes(op="placeholder")
-    while inside:
-        inside = [each for each in inside if each.op == "placeholder" and each not in outer]
-        outer |= {each: found[0] for each in inside if (found := bodies.passed(each))}
-        inside = [outer[each] for each in inside if each in outer]
+    nodes = graph.find_nodes(op="placeholder")
+    while nodes:
+        inner = [node for node in nodes if node.op == "placeholder" and node not in outer]
+        outer |= {node: passed[0] for node in inner if (passed := bodies.passed(node))}
+        nodes = [outer[node] for node in inner if node in outer]
     return outer
 
 
 def _name(node: fx.Node, outer: Mapping[fx.Node, fx.Node], parameters: Mapping[str, str]) -> None:
-    found = [find_weight(each, outer) for each in reversed(node.all_input_nodes) if each.op != "get_attr"]
-    read = [parameters[each.parameter.name] for each in found if each and each.parameter.name in parameters]
+    weights = [find_weight(source, outer) for source in reversed(node.all_input_nodes) if source.op != "get_attr"]
+    read = [parameters[w.parameter.name] for w in weights if w is not None and w.parameter.name in parameters]
     if not read:
         return
     node.meta[LAYER] = read[0].rpartition(".")[0]
@@ -70,27 +70,27 @@ def _name(node: fx.Node, outer: Mapping[fx.Node, fx.Node], parameters: Mapping[s
         node.meta[PROJECTION] = weight.removeprefix(f"{path}.").replace(".", "_").removesuffix("_weight")
 
 
-def _gets_grad(node: fx.Node, own: bool, bodies: Bodies, grads: set[fx.Node]) -> bool:
+def _gets_grad(node: fx.Node, is_input: bool, bodies: Bodies, grads: set[fx.Node]) -> bool:
     value = node.meta[VAL]
     if isinstance(value, Tensor) and not value.is_floating_point():
         return False
-    if own:
+    if is_input:
         return isinstance(value, Tensor) and value.requires_grad
     if node.op == "placeholder":
         calls = bodies.callers.get(node.graph, [])
-        return not any(_stops_grad(call.node) for call in calls) and any(each in grads for each in bodies.passed(node))
+        return not any(_stops_grad(call.node) for call in calls) and not grads.isdisjoint(bodies.passed(node))
     if _stops_grad(node):
         return False
     if isinstance(node.target, OpOverload) and op_name(node) == "detach":
         return False
-    return any(each in grads for each in node.all_input_nodes)
+    return not grads.isdisjoint(node.all_input_nodes)
 
 
 def _stops_grad(node: fx.Node) -> bool:
     return higher_order_op(node) == "wrap_with_set_grad_enabled" and node.args[0] is False
 
 
-def _described(value: Tensor, is_parameter: bool, grad: bool) -> Tensor:
+def _annotated(value: Tensor, is_parameter: bool, grad: bool) -> Tensor:
     mode = fake_mode_of(value)
     if mode is None:
         return value
@@ -110,11 +110,4 @@ def strip(bodies: Bodies) -> None:
                 continue
             value = node.meta.pop(EXAMPLE_VALUE)
             if VAL not in node.meta:
-                node.meta[VAL] = tree_map_only(Tensor, _plain, value)
-
-
-def _plain(value: Tensor) -> Tensor:
-    return value.detach()
-
-
-__all__ = ["annotate", "strip"]
+                node.meta[VAL] = tree_map_only(Tensor, Tensor.detach, value)

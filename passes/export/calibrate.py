@@ -4,8 +4,8 @@
     # becomes, with one more buffer in the program's state
     quantize = torch.ops.fxquant.quantize.default(x, "per_tensor_e4m3", "rowwise", b_layer_input_multiplier)
 
-Of NVFP4 the global amax becomes static, and blocks keep scales of their own. Formats whose scales all belong to rows or
-blocks take them from the data in any case.
+The global amax of NVFP4 becomes static, and its blocks keep scales of their own. Formats whose scales
+all belong to rows or blocks take them from the data in any case.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def calibrate(
 ) -> tuple[dict[int, str], set[int]]:
     """Rewrites the program's quantizations of activations.
 
-    Returns what became of each, by the sites that read it, and those of them whose scales are static now.
+    Returns a note on each by the sites that read it, and the sites whose scales are static now.
 
     `run(prepare)` makes a module of the program as it is, gives it to `prepare`, runs it on all inputs and returns
     their number. Observers sit in front of the quantizations, so that each sees what it will quantize.
     """
     observers: dict[int, tuple[fx.Node, Observer]] = {}
-    told: dict[int, str] = {}
+    notes: dict[int, str] = {}
     static: set[int] = set()
     for gm in state.bodies.modules:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
@@ -43,50 +43,47 @@ def calibrate(
             amax = calibration.amax_of(layer_of(node))
             spec = QuantSpec.parse(str(node.args[1]))
             if spec.row.family != "per_tensor" and (not spec.row.has_global_amax or spec.row_scaled):
-                told |= dict.fromkeys(sites, "dynamic: its scales belong to rows or blocks")
+                notes |= dict.fromkeys(sites, "dynamic: its scales belong to rows or blocks")
             elif amax is None:
-                told |= dict.fromkeys(sites, "dynamic: so the calibration says")
+                notes |= dict.fromkeys(sites, "dynamic: so the calibration says")
             elif not state.bodies.can_reach(gm.graph):
-                told |= dict.fromkeys(sites, "dynamic: in a region that takes no scales")
+                notes |= dict.fromkeys(sites, "dynamic: in a region that takes no scales")
             elif len(node.args) == 3:
                 node.meta[OBSERVER] = len(observers)
                 observers[len(observers)] = (node, Observer(amax))
-    count = run(lambda module: _observe(module, {site: each for site, (_, each) in observers.items()}))
+    count = run(lambda module: _observe(module, {number: observer for number, (_, observer) in observers.items()}))
     for node, observer in observers.values():
         del node.meta[OBSERVER]
         sites = [reader.meta[SITE] for reader in readers_of(node)]
         layer, seen = layer_of(node), observer.result()
         if seen is None:
             what = "brought a number" if observer.called else "came"
-            told |= dict.fromkeys(sites, f"dynamic: no calibration input {what} here")
+            notes |= dict.fromkeys(sites, f"dynamic: no calibration input {what} here")
             continue
         if not bool(seen.isfinite()):
             raise ProgramError(f"calibration: the input of layer {layer or '<model>'!r} is infinite")
-        told |= dict.fromkeys(sites, f"static amax {seen.item():.4g}: {observer.amax} of {count} inputs")
+        notes |= dict.fromkeys(sites, f"static amax {seen.item():.4g}: {observer.amax} of {count} inputs")
         static.update(sites)
-        placeholder = state.add(*_given(layer, QuantSpec.parse(str(node.args[1])), seen))
+        placeholder = state.add(*_buffer(layer, QuantSpec.parse(str(node.args[1])), seen))
         node.args = (*node.args, state.bodies.reach(node.graph, placeholder))
-    return told, static
+    return notes, static
 
 
-def _given(layer: str, spec: QuantSpec, amax: Tensor) -> tuple[str, Tensor]:
-    """Name and value [1] of what a quantization takes in the place of a pass over its input."""
+def _buffer(layer: str, spec: QuantSpec, amax: Tensor) -> tuple[str, Tensor]:
+    """Returns the name and value [1] of a buffer that saves a quantization the pass over its input."""
     if spec.row.has_global_amax:
         return f"{layer}.input_global_amax".strip("."), amax
     return f"{layer}.input_multiplier".strip("."), reference.multiplier_from_amax(amax, spec)
 
 
 def _observe(module: fx.GraphModule, observers: dict[int, Observer]) -> None:
-    """Puts the observers in front of the quantizations of a module and of the graphs inside it.
-
-    In front of all are checks of its inputs, which torch does not make.
-    """
+    """Puts observers in front of the quantizations of a module and of its bodies, and checks in front of all inputs."""
     inputs = module.graph.find_nodes(op="placeholder")
     for node in reversed(inputs):
         if isinstance(value := node.meta.get("val"), Tensor):
             with module.graph.inserting_after(inputs[-1]):
                 module.graph.call_function(expect, (node, str(node.target), value.dtype))
-    for gm in [each for each in module.modules() if isinstance(each, fx.GraphModule)]:
+    for gm in [inner for inner in module.modules() if isinstance(inner, fx.GraphModule)]:
         for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default)):
             if OBSERVER in node.meta:
                 name = f"fxquant_observer_{node.meta[OBSERVER]}"
@@ -94,6 +91,3 @@ def _observe(module: fx.GraphModule, observers: dict[int, Observer]) -> None:
                 with gm.graph.inserting_before(node):
                     gm.graph.call_module(name, (node.args[0],))
         gm.recompile()
-
-
-__all__ = ["calibrate"]

@@ -1,4 +1,4 @@
-"""Join: linear layers that read the same tensor, such as q, k and v or gate and up, become one with all their rows.
+"""Concatenate GEMMs: linear layers that read one tensor, such as q, k and v or gate and up, become one with all rows.
 
     q = fxquant.scaled_mm(parts, [b_q_weight_data, b_q_weight_scale], ...)
     k = fxquant.scaled_mm(parts, [b_k_weight_data, b_k_weight_scale], ...)
@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.values import detect_fake_mode
 from fxquant.formats import QuantSpec
-from fxquant.passes.export.program_state import ProgramState
+from fxquant.passes.export.program_state import ProgramState, Value
 from fxquant.passes.export.store_weights import erase_unused_users
 from fxquant.passes.graph.names import SAME_VALUES, STRICT_RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
@@ -31,7 +31,7 @@ _TILE = 128
 
 
 def concatenate_gemms(state: ProgramState) -> int:
-    """Joins layers of the outermost graph whose weights are folded; returns how many became part of another."""
+    """Joins layers of the outermost graph whose weights are stored; returns how many became part of another."""
     count = 0
     graph = state.bodies.top.graph
     for node in list(graph.nodes):
@@ -40,8 +40,6 @@ def concatenate_gemms(state: ProgramState) -> int:
                 if _in_order(group, graph):
                     _join(group, state)
                     count += len(group) - 1
-    if count:
-        graph.lint()
     return count
 
 
@@ -50,17 +48,17 @@ def _groups(quantize: fx.Node, state: ProgramState) -> Iterator[list[fx.Node]]:
     readers = {user for item in quantize.users for user in item.users if item.target is operator.getitem}
     alike: dict[Any, list[fx.Node]] = {}
     for node in quantize.graph.nodes:
-        if node in readers and is_fxquant(node, "scaled_mm") and _can(node, state):
+        if node in readers and is_fxquant(node, "scaled_mm") and _is_joinable(node, state):
             a, _, a_spec, b_spec, bias, *rest = node.args
             alike.setdefault((tuple(a), a_spec, b_spec, bias is None, *rest), []).append(node)
     yield from (group for group in alike.values() if len(group) > 1)
 
 
-def _can(node: fx.Node, state: ProgramState) -> bool:
-    """Whether a GEMM's weight, a matrix, is its own, and its scales can stand below those of another."""
+def _is_joinable(node: fx.Node, state: ProgramState) -> bool:
+    """Returns True if a GEMM shares its weight, a matrix, with nothing, and its scales can stand below others."""
     _, parts, a_spec, b_spec, bias, *_ = node.args
-    mine = [*parts, *([bias] if bias is not None else [])]  # type: ignore[misc]
-    if not all(isinstance(p, fx.Node) and [*p.users] == [node] and state.value(p) is not None for p in mine):
+    constants = [*parts, *([bias] if bias is not None else [])]  # type: ignore[misc]
+    if not all(isinstance(c, fx.Node) and [*c.users] == [node] and state.value(c) is not None for c in constants):
         return False
     row = QuantSpec.parse(str(b_spec)).row
     weight = val(parts[0])  # type: ignore[index]
@@ -72,7 +70,7 @@ def _can(node: fx.Node, state: ProgramState) -> bool:
 
 
 def _in_order(group: Sequence[fx.Node], graph: fx.Graph) -> bool:
-    """Whether nothing that a later GEMM of a group reads is made after the first: weights and scales are inputs."""
+    """Returns True if all that the GEMMs of a group read is made before the first: weights and scales are inputs."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     return all(order[source] < order[group[0]] for node in group for source in node.all_input_nodes)
 
@@ -81,17 +79,17 @@ def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
     first = group[0]
     graph = first.graph
     args: list[tuple[Any, ...]] = [node.args for node in group]
-    data, scales, biases = [each[1][0] for each in args], [each[1][1] for each in args], [each[4] for each in args]
+    data, scales, biases = [arg[1][0] for arg in args], [arg[1][1] for arg in args], [arg[4] for arg in args]
     a, _, a_spec, b_spec, _, *rest = args[0]
     sizes = [int(val(node).shape[0]) for node in data]
     row = QuantSpec.parse(str(b_spec)).row
-    values = [_tensor(state, node) for node in scales]
+    values = [_constant(state, node)[0] for node in scales]
     if row.family == "per_tensor":
         assert row.element is not None
         values = [s.reshape(1, 1).expand(size, 1) for s, size in zip(values, sizes, strict=True)]
         b_spec = f"per_row_{row.element.name}"
-    weight = [_added(state, data, [_tensor(state, node) for node in data]), _added(state, scales, values)]
-    bias = None if biases[0] is None else _added(state, biases, [_tensor(state, node) for node in biases])
+    weight = [_added(state, data, [_constant(state, node)[0] for node in data]), _added(state, scales, values)]
+    bias = None if biases[0] is None else _added(state, biases, [_constant(state, node)[0] for node in biases])
     mode = detect_fake_mode([val(first)])
     assert mode is not None
     with graph.inserting_before(first), mode:
@@ -99,16 +97,17 @@ def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
         whole.meta = {**first.meta, "val": val(first).new_empty((val(first).shape[0], sum(sizes)))}
         start = 0
         for node, size in zip(group, sizes, strict=True):
-            made = graph.call_function(_aten.slice.Tensor, (whole, 1, start, start + size))
-            made.meta = {**node.meta, "val": val(whole)[:, start : start + size]}
+            columns = graph.call_function(_aten.slice.Tensor, (whole, 1, start, start + size))
+            columns.meta = {**node.meta, "val": val(whole)[:, start : start + size]}
             if _is_output(node):
-                made = graph.call_function(_aten.clone.default, (made,), {"memory_format": torch.contiguous_format})
-                made.meta = {**node.meta}
+                order: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                columns = graph.call_function(_aten.clone.default, (columns,), order)
+                columns.meta = {**node.meta}
             else:
                 _reshape_views(node)
-            node.replace_all_uses_with(made)
+            node.replace_all_uses_with(columns)
             start += size
-    replaced = {root for each in (*data, *scales, *biases) if each is not None for root in _roots(state, each)}
+    replaced = {root for node in (*data, *scales, *biases) if node is not None for root in _roots(state, node)}
     for node in group:
         graph.erase_node(node)
     erase_unused_users(replaced)
@@ -116,37 +115,35 @@ def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
 
 
 def _added(state: ProgramState, nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> fx.Node:
-    """What holds the rows of several tensors, under the name of the first."""
+    """Adds a tensor with the rows of several to the state, under the name of the first; returns its placeholder."""
     roots = sorted(map(state.name, _roots(state, nodes[0])))
     return state.add(f"{roots[0] if roots else nodes[0].name}_joined", _cat(values))
 
 
 def _roots(state: ProgramState, node: fx.Node) -> set[fx.Node]:
-    """The placeholders that a constant is made from."""
-    found = state.value(node)
-    assert found is not None
-    return {*found[1], *([node] if node.op == "placeholder" else [])}
+    """Returns the placeholders that a constant is made from."""
+    return {*_constant(state, node)[1], *([node] if node.op == "placeholder" else [])}
 
 
-def _tensor(state: ProgramState, node: fx.Node) -> Tensor:
-    found = state.value(node)
-    assert found is not None
-    return found[0]
+def _constant(state: ProgramState, node: fx.Node) -> Value:
+    value = state.value(node)
+    assert value is not None
+    return value
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Rows below each other, of FP8 too."""
+    """Puts rows below each other, those of FP8 too."""
     if tensors[0].element_size() > 1:
         return torch.cat(list(tensors))
     return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
 def _is_output(node: fx.Node) -> bool:
-    """Whether a program returns a tensor, or a view of it, that is dense and is to stay so."""
+    """Returns True if a program returns a tensor, or a view of it, that is dense and is to stay so."""
     for user in node.users:
         if user.op == "output" and val(node).is_contiguous():
             return True
-        if _is_view(user) and _is_output(user):
+        if calls(user, SAME_VALUES) and _is_output(user):
             return True
     return False
 
@@ -154,14 +151,7 @@ def _is_output(node: fx.Node) -> bool:
 def _reshape_views(node: fx.Node) -> None:
     """Lets the views of a tensor copy where columns of a wider one cannot be seen as they want."""
     for user in node.users:
-        if _is_view(user):
+        if calls(user, SAME_VALUES):
             if calls(user, STRICT_RESHAPES):
                 user.target = _aten.reshape.default
             _reshape_views(user)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return calls(node, SAME_VALUES)
-
-
-__all__ = ["concatenate_gemms"]

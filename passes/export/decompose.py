@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import (
-    OpOverload,
-    OpOverloadPacket,
-)
+from fxquant.compat.private import OpOverload, OpOverloadPacket
 from fxquant.kernels import custom
 from fxquant.passes.graph.builder import Builder, call_key, put_in_place
 from fxquant.passes.graph.meta import PART
@@ -63,12 +60,12 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether a node calls a Python function on tensors."""
+    """Returns True if a node calls a Python function on tensors."""
     target = node.target
     module = getattr(target, "__module__", None) or ""
     is_operator = isinstance(target, (OpOverload, OpOverloadPacket)) or module == "_operator"
-    own = module in _FUNCTION_MODULES or type(target).__name__ in ("builtin_function_or_method", "method_descriptor")
-    return not is_operator and own and isinstance(value_of(node), Tensor)
+    builtin = type(target).__name__ in ("builtin_function_or_method", "method_descriptor")
+    return not is_operator and (builtin or module in _FUNCTION_MODULES) and isinstance(value_of(node), Tensor)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -95,7 +92,7 @@ def _open(node: fx.Node, calls: dict[Any, fx.Node]) -> None:
 
 
 def _take_parts(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Leaves of the outputs, a result and the parts of operands, the result; returns the places of the parts."""
+    """Removes the operand parts from a graph's outputs. Returns the place of each part in its operand."""
     (output,) = graph.find_nodes(op="output")
     result, operands = output.args[0]
     output.args = (result,)

@@ -1,10 +1,10 @@
-"""AssertDtypes: has a program refuse tensors of other dtypes than it was made for.
+"""Assert dtypes: has a program refuse tensors of other dtypes than it was made for.
 
     check = torch.ops.aten._assert_tensor_metadata.default(b_weight_data, None, None, torch.float8_e4m3fn)
 
 Operators of fxquant know what their format says. ATen operators in their place do not: on tensors that `.half()` has
-converted they read bits as those of another dtype, and give wrong numbers. Compiled code has no check left in it: it is
-made where shapes are found.
+converted they read bits as those of another dtype, and give wrong numbers. Compiled code has no check left in it: torch
+makes it where it finds shapes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from fxquant.passes.graph.meta import MODULE_STACK, STACK_TRACE, VAL
 _ASSERT = torch.ops.aten._assert_tensor_metadata.default
 
 
-def assert_dtypes(placeholders: Iterable[fx.Node]) -> int:
-    """Puts checks of those that are floating point in front of what first reads them; returns how many."""
-    count = 0
+def assert_dtypes(placeholders: Iterable[fx.Node]) -> None:
+    """Puts a check of each one that is floating point in front of its first reader."""
     for node in placeholders:
         value = node.meta.get(VAL)
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -32,8 +31,3 @@ def assert_dtypes(placeholders: Iterable[fx.Node]) -> int:
         with node.graph.inserting_before(first):
             check = node.graph.call_function(_ASSERT, (node, None, None, value.dtype))
         check.meta = {key: first.meta[key] for key in (MODULE_STACK, STACK_TRACE) if key in first.meta}
-        count += 1
-    return count
-
-
-__all__ = ["assert_dtypes"]

@@ -53,87 +53,87 @@ class ProgramState:
         if node.op == "placeholder":
             if node.graph is self.bodies.top.graph:
                 return {node} if node.name in self._specs else set()
-            return {root for each in self.bodies.passed(node) for root in self.roots(each)}
+            return {root for passed in self.bodies.passed(node) for root in self.roots(passed)}
         if not calls(node, SAME_VALUES) or not isinstance(node.args[0], fx.Node):
             return set()
         return self.roots(node.args[0])
 
     def value(self, node: fx.Node) -> Value | None:
-        """The tensor that a node always has, and the state it is made from; None where it depends on an input."""
-        known: Values = {}
-        left = [node]
-        while left:
-            each = left[-1]
-            sources = self._sources(each)
-            if any(source in known and known[source] is None for source in sources):
-                known[each] = None
-            missing = next((source for source in sources if source not in known), None)
-            if each not in known and missing is not None:
-                left.append(missing)
+        """The tensor that a node always has, and the state it is made from; None if it depends on an input."""
+        values: Values = {}
+        todo = [node]
+        while todo:
+            last = todo[-1]
+            sources = self._sources(last)
+            if any(source in values and values[source] is None for source in sources):
+                values[last] = None
+            missing = next((source for source in sources if source not in values), None)
+            if last not in values and missing is not None:
+                todo.append(missing)
                 continue
-            if each not in known:
-                known[each] = self._value(each, known)
-            left.pop()
-        return known[node]
+            if last not in values:
+                values[last] = self._value(last, values)
+            todo.pop()
+        return values[node]
 
     def values(self, nodes: Iterable[fx.Node]) -> Values:
-        """`value` of several nodes, none of which depends on an input; what they have in common is made once."""
+        """`value` of several nodes, none of which depends on an input; shared sources are computed once."""
         wanted = dict.fromkeys(nodes)
-        needed: dict[fx.Node, None] = {}  # each behind its sources
-        left = list(wanted)[::-1]
-        while left:
-            missing = [source for source in self._sources(left[-1]) if source not in needed]
-            left += missing
+        needed: dict[fx.Node, None] = {}  # a node behind its sources
+        todo = list(wanted)[::-1]
+        while todo:
+            missing = [source for source in self._sources(todo[-1]) if source not in needed]
+            todo += missing
             if not missing:
-                needed[left.pop()] = None
-        uses = Counter(source for each in needed for source in self._sources(each))
-        known: Values = {}
-        for each in needed:
-            known[each] = self._value(each, known)
-            for source in self._sources(each):
+                needed[todo.pop()] = None
+        uses = Counter(source for node in needed for source in self._sources(node))
+        values: Values = {}
+        for node in needed:
+            values[node] = self._value(node, values)
+            for source in self._sources(node):
                 uses[source] -= 1
                 if not uses[source] and source not in wanted:
-                    del known[source]
-        return {each: known[each] for each in wanted}
+                    del values[source]
+        return {node: values[node] for node in wanted}
 
     def constant_nodes(self) -> set[fx.Node]:
-        """The nodes that depend on no input, whether or not they are the same in every call."""
-        found: set[fx.Node] = set()
+        """The nodes that depend on no input, though they may differ from call to call."""
+        constants: set[fx.Node] = set()
         for gm in self.bodies.modules:
             for node in gm.graph.nodes:
-                if self.roots(node) if node.op == "placeholder" else found.issuperset(node.all_input_nodes):
-                    found.add(node)
-        return found
+                if self.roots(node) if node.op == "placeholder" else constants.issuperset(node.all_input_nodes):
+                    constants.add(node)
+        return constants
 
     def obstacles(self, node: fx.Node) -> list[str]:
-        """Why a constant node has no value."""
-        found: dict[str, None] = {}
-        seen, left = set(), [node]
-        while left:
-            each = left.pop()
-            if each not in seen:
-                seen.add(each)
-                if each.op == "placeholder":
-                    written = each.name in self._specs and self._specs[each.name].target in self._changing
-                    text = f"the program writes to {self.name(each)}" if written else ""
+        """The reasons why a constant node has no value."""
+        reasons: dict[str, None] = {}
+        seen, todo = set(), [node]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                if node.op == "placeholder":
+                    written = node.name in self._specs and self._specs[node.name].target in self._changing
+                    reason = f"the program writes to {self.name(node)}" if written else ""
                 else:
-                    text = obstacle(each)
-                found |= dict.fromkeys(filter(None, [text]))
-                left += each.all_input_nodes
-        return list(found)
+                    reason = obstacle(node)
+                reasons |= dict.fromkeys(filter(None, [reason]))
+                todo += node.all_input_nodes
+        return list(reasons)
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """What a value is made from."""
+        """The nodes that a value is computed from."""
         if node.op == "placeholder":
             return [] if node.graph is self.bodies.top.graph else self.bodies.passed(node)
         return [] if obstacle(node) or node in self._rewritten else node.all_input_nodes
 
     def _value(self, node: fx.Node, known: Values) -> Value | None:
-        """The value of a node whose sources are known."""
+        """The value of a node whose sources have one."""
         if node.op == "placeholder":
             if node.graph is not self.bodies.top.graph:
-                found = [known[each] for each in dict.fromkeys(self.bodies.passed(node))]
-                return found[0] if len(found) == 1 else None
+                passed = [known[source] for source in dict.fromkeys(self.bodies.passed(node))]
+                return passed[0] if len(passed) == 1 else None
             spec = self._specs.get(node.name)
             if spec is None or spec.target in self._changing:
                 return None
@@ -143,7 +143,7 @@ class ProgramState:
             return tensor.detach(), frozenset() if node in self.lifted else frozenset((node,))
         if obstacle(node) or node in self._rewritten:
             return None
-        values = {each: known[each] for each in node.all_input_nodes}
+        values = {source: known[source] for source in node.all_input_nodes}
         if any(value is None for value in values.values()):
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][0])  # type: ignore[index]
@@ -155,15 +155,15 @@ class ProgramState:
         return result, frozenset().union(*(value[1] for value in values.values() if value is not None))
 
     def lift_constants(self) -> None:
-        """Makes buffers of the program of tensors that its graphs hold themselves."""
+        """Turns tensors that the graphs hold themselves into buffers of the program."""
         for gm in self.bodies.modules:
             for node in gm.graph.find_nodes(op="get_attr"):
                 tensor = getattr(gm, str(node.target), None)
                 if isinstance(tensor, Tensor) and self.bodies.can_reach(gm.graph):
                     alike = (n for n in self.lifted if (t := self.tensor(n)).dtype == tensor.dtype and t.equal(tensor))
-                    made = next(alike, None) or self.add(str(node.target), tensor)
-                    self.lifted.add(made)
-                    node.replace_all_uses_with(self.bodies.reach(gm.graph, made))
+                    placeholder = next(alike, None) or self.add(str(node.target), tensor)
+                    self.lifted.add(placeholder)
+                    node.replace_all_uses_with(self.bodies.reach(gm.graph, placeholder))
                     gm.graph.erase_node(node)
                     delattr(gm, str(node.target))
 
@@ -175,7 +175,8 @@ class ProgramState:
             free = f"{name}_{count}"
         graph = self.bodies.top.graph
         place = sum(spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.TOKEN) for spec in self.inputs)
-        before = graph.find_nodes(op="placeholder")[place] if place < len(self.inputs) else _body_start(graph)
+        begin = next(node for node in graph.nodes if node.op != "placeholder")
+        before = graph.find_nodes(op="placeholder")[place] if place < len(self.inputs) else begin
         with graph.inserting_before(before):
             node = graph.placeholder(f"b_{free.replace('.', '_')}")
         node.target = node.name  # the graph made it unlike those of other tensors; the argument is called by the target
@@ -198,13 +199,12 @@ class ProgramState:
         frozen: dict[int, torch.nn.Parameter] = {}
         for name, tensor in self.state.items():
             if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-                made = frozen.setdefault(id(tensor), torch.nn.Parameter(tensor.detach(), requires_grad=False))
-                self.state[name] = made
+                plain = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+                self.state[name] = frozen.setdefault(id(tensor), plain)
 
-    def drop_unused(self, replaced: set[fx.Node]) -> list[str]:
-        """Removes those of the `replaced` tensors that nothing reads any more, under all their names."""
+    def drop_unused(self, replaced: set[fx.Node]) -> None:
+        """Removes the `replaced` tensors that nothing reads any more, under all their names."""
         storages = {storage_key(tensor) for node in replaced if (tensor := self._tensor(node)) is not None}
-        dropped: list[str] = []
         for node in list(self.placeholders.values()):
             tensor = self._tensor(node) if node.name in self._specs else None
             if node.users or tensor is None or storage_key(tensor) not in storages:
@@ -215,8 +215,6 @@ class ProgramState:
             node.graph.erase_node(node)
             self.state.pop(str(spec.target), None)
             self.constants.pop(str(spec.target), None)
-            dropped.append(str(spec.target))
-        return dropped
 
     def tensor(self, placeholder: fx.Node) -> Tensor:
         """The tensor that a placeholder stands for."""
@@ -231,7 +229,7 @@ class ProgramState:
 
 
 def obstacle(node: fx.Node) -> str:
-    """Why an operator is no function of its inputs alone that can be computed beforehand; empty where it is one."""
+    """Returns why an operator cannot be computed beforehand, of its inputs alone; empty if it can."""
     target = node.target
     if target is operator.getitem:
         return ""
@@ -247,16 +245,8 @@ def obstacle(node: fx.Node) -> str:
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """A node and those that it may be a view of."""
+    """Yields a node and the nodes that it may be a view of."""
     yield node
     while calls(node, SAME_VALUES) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         yield node
-
-
-def _body_start(graph: fx.Graph) -> fx.Node:
-    node: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
-    return node
-
-
-__all__ = ["ProgramState"]

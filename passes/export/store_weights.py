@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,15 @@ from fxquant.passes.graph.meta import PART, SITE, layer_of
 from fxquant.passes.graph.names import is_fxquant, op_name
 
 PARTS = ("data", "scale", "global_amax")
-"""What the buffers of a quantized weight are called, behind the weight's own name."""
+"""The names of the buffers of a quantized weight, behind the weight's own."""
 
-
-_Found = tuple[int, set[fx.Node], int, int]
-"""A site, what its weight was made of, and the bytes of that and of what is stored."""
+_At = tuple[int, set[fx.Node], int, int]
+"""A site, the placeholders that its weight was made of, and the bytes of those and of what is stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One quantized weight: what it was made from, and the bytes of that and of what it became.
+    """One quantized weight: the tensors that it was made from, and the bytes before and after.
 
     `kept_for` names the operators that still read a source, which therefore stays. `broken` names sources with NaN or
     infinities in them, which not every format keeps. `obstacle` says why nothing is stored.
@@ -51,26 +50,24 @@ class Stored:
 
 def store_weights(state: ProgramState) -> dict[int, Stored]:
     """Stores every weight of the program; returns them by the sites that multiply them."""
-    made: dict[Any, list[fx.Node]] = {}
-    found: list[_Found] = []
+    added: dict[Any, list[fx.Node]] = {}
+    stored: list[_At] = []
     for gm in state.bodies.modules:
-        for node in [each for each in gm.graph.nodes if _quantizes_alone(each)]:
+        for node in list(filter(_quantizes_alone, gm.graph.nodes)):
             value = state.value(node.args[0]) if state.bodies.can_reach(gm.graph) else None
             if value is None or not value[1]:
                 continue
             weight, roots = value
             readers = readers_of(node)
-            key = (_story(state, node.args[0]), node.target, *node.args[1:])
-            if key not in made:
-                base = state.name(next(iter(roots))) if len(roots) == 1 else f"{layer_of(node)}.weight".strip(".")
-                parts = node.target(weight, *node.args[1:])
-                made[key] = [state.add(f"{base}_{part}", t) for part, t in zip(PARTS, parts, strict=False)]
-            before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (roots, made[key]))
-            found += [(reader.meta[SITE], set(roots), before, after) for reader in readers]
-            _replace(node, made[key], state)
-    parts, obstacles = _store_parts(state, made)
-    found += parts
-    replaced = {root for _, roots, _, _ in found for root in roots} | state.lifted
+            key = (_key(state, node.args[0]), node.target, *node.args[1:])
+            if key not in added:
+                base, parts = _base(state, node, roots), node.target(weight, *node.args[1:])
+                added[key] = [state.add(f"{base}_{part}", t) for part, t in zip(PARTS, parts, strict=False)]
+            stored += [(reader.meta[SITE], set(roots), *_sizes(state, roots, added[key])) for reader in readers]
+            _replace(node, added[key], state)
+    parts, obstacles = _store_parts(state, added)
+    stored += parts
+    replaced = {root for _, roots, _, _ in stored for root in roots} | state.lifted
     names = {root: state.name(root) for root in replaced}
     broken = {root for root in replaced if not _finite(state.tensor(root))}
     inputs = [node for gm in state.bodies.modules for node in gm.graph.find_nodes(op="placeholder")]
@@ -80,7 +77,7 @@ def store_weights(state: ProgramState) -> dict[int, Stored]:
     kept = {root: tuple(sorted({_text(user) for user in root.users})) for root in replaced}
     state.drop_unused(replaced)
     by_site = {site: Stored(obstacle=text) for site, text in obstacles.items()}
-    for site, originals, before, after in found:
+    for site, originals, before, after in stored:
         sources = tuple(sorted(names[root] for root in originals))
         kept_for = tuple(sorted({user for root in originals for user in kept[root]}))
         wrong = tuple(sorted(names[root] for root in originals & broken))
@@ -88,8 +85,8 @@ def store_weights(state: ProgramState) -> dict[int, Stored]:
     return by_site
 
 
-def _store_parts(state: ProgramState, made: dict[Any, list[fx.Node]]) -> tuple[list[_Found], dict[int, str]]:
-    """Stores what users' own quantizers made of weights; returns that, and by site why of others nothing is stored."""
+def _store_parts(state: ProgramState, added: dict[Any, list[fx.Node]]) -> tuple[list[_At], dict[int, str]]:
+    """Stores the parts that users' quantizers made of weights; returns them, and by site why others are not stored."""
     constants = state.constant_nodes()
     values: dict[fx.Node, Any] = {}
     sites: dict[fx.Node, set[int]] = {}
@@ -110,44 +107,51 @@ def _store_parts(state: ProgramState, made: dict[Any, list[fx.Node]]) -> tuple[l
         if value is None or not value[1] or not state.bodies.can_reach(node.graph):
             continue
         tensor, roots = value
-        key = _story(state, node)
-        if key not in made:
-            base = state.name(next(iter(roots))) if len(roots) == 1 else f"{layer_of(node)}.weight".strip(".")
-            made[key] = [state.add(f"{base}_{PARTS[node.meta[PART]]}", tensor.contiguous())]
+        key = _key(state, node)
+        if key not in added:
+            name = f"{_base(state, node, roots)}_{PARTS[node.meta[PART]]}"
+            added[key] = [state.add(name, tensor.contiguous())]
         for site in sites[node]:
-            of, to = stored.setdefault(site, (set(), set()))
-            of.update(roots)
-            to.update(made[key])
-        node.replace_all_uses_with(state.bodies.reach(node.graph, made[key][0]))
-        assert_dtypes(made[key])
-    found: list[_Found] = []
-    for site, (of, to) in stored.items():
-        before, after = (sum(_bytes(state.tensor(n)) for n in nodes) for nodes in (of, to))
-        found.append((site, of, before, after))
-    return found, obstacles
+            sources, payload = stored.setdefault(site, (set(), set()))
+            sources.update(roots)
+            payload.update(added[key])
+        node.replace_all_uses_with(state.bodies.reach(node.graph, added[key][0]))
+        assert_dtypes(added[key])
+    return [(site, nodes[0], *_sizes(state, *nodes)) for site, nodes in stored.items()], obstacles
+
+
+def _base(state: ProgramState, node: fx.Node, roots: Collection[fx.Node]) -> str:
+    """Returns the name of a weight: its parameter's, or its layer's if it is made from several."""
+    return state.name(next(iter(roots))) if len(roots) == 1 else f"{layer_of(node)}.weight".strip(".")
+
+
+def _sizes(state: ProgramState, before: Iterable[fx.Node], after: Iterable[fx.Node]) -> tuple[int, int]:
+    """Returns the bytes of placeholders before and after."""
+    sizes = [sum(t.numel() * t.element_size() for t in map(state.tensor, nodes)) for nodes in (before, after)]
+    return sizes[0], sizes[1]
 
 
 def _sites(node: fx.Node, constants: set[fx.Node]) -> set[int]:
-    """The sites whose product reads what comes of a node and of other constants alone."""
+    """Returns the sites whose product reads what is computed of a node and of other constants alone."""
     sites: set[int] = set()
-    seen, left = {node}, [node]
-    while left:
-        for user in left.pop().users:
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
             sites |= {user.meta[SITE]} if SITE in user.meta else set()
             if user not in seen and user in constants:
                 seen.add(user)
-                left.append(user)
+                todo.append(user)
     return sites
 
 
 def _quantizes_alone(node: fx.Node) -> bool:
-    """Whether a node quantizes its first argument and reads no other tensor."""
+    """Returns True if a node quantizes its first argument and reads no other tensor."""
     quantizes = is_fxquant(node, "quantize") or is_fxquant(node, "split_quantize")
     return quantizes and node.all_input_nodes == [node.args[0]]
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
-    """The GEMMs that multiply what a quantize node makes."""
+    """Returns the GEMMs that multiply a quantized tensor."""
     return list(dict.fromkeys(reader for item in node.users for reader in item.users if SITE in reader.meta))
 
 
@@ -157,29 +161,29 @@ def _replace(node: fx.Node, placeholders: list[fx.Node], state: ProgramState) ->
     put_in_places({i: state.bodies.reach(node.graph, placeholders[i]) for i in read}, node)
 
 
-def _story(state: ProgramState, node: fx.Node, told: dict[fx.Node, str] | None = None) -> str:
-    """Equal for nodes that make the same tensor from the same state, in whatever graph."""
-    told = {} if told is None else told
-    if node in told:
-        return told[node]
+def _key(state: ProgramState, node: fx.Node, keys: dict[fx.Node, str] | None = None) -> str:
+    """Returns a text that is equal for nodes of any graph that compute the same from the same state."""
+    keys = {} if keys is None else keys
+    if node in keys:
+        return keys[node]
     if node.op == "placeholder":
         outer = node.graph is state.bodies.top.graph
-        told[node] = node.name if outer else _story(state, state.bodies.passed(node)[0], told)
+        keys[node] = node.name if outer else _key(state, state.bodies.passed(node)[0], keys)
     else:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _story(state, n, told))
-        told[node] = hashlib.sha256(str((node.target, args, kwargs)).encode()).hexdigest()
-    return told[node]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _key(state, n, keys))
+        keys[node] = hashlib.sha256(str((node.target, args, kwargs)).encode()).hexdigest()
+    return keys[node]
 
 
 def erase_unused_users(nodes: Iterable[fx.Node]) -> None:
-    """Erases what was computed from weights that nothing reads any more, and checks of a weight that always hold."""
+    """Erases nodes that compute something of weights for nothing, and checks of a weight that always hold."""
     reached: dict[fx.Graph, set[fx.Node]] = {}
-    left = list(nodes)
-    while left:
-        for user in left.pop().users:
+    todo = list(nodes)
+    while todo:
+        for user in todo.pop().users:
             if user not in reached.setdefault(user.graph, set()):
                 reached[user.graph].add(user)
-                left.append(user)
+                todo.append(user)
     for graph, users in reached.items():
         for user in reversed(graph.nodes):
             called = isinstance(user.target, OpOverload) or user.target is operator.getitem
@@ -194,13 +198,6 @@ def _text(node: fx.Node) -> str:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether all elements are numbers, as far as there are any."""
-    known = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
-    return not known or bool(tensor.isfinite().all())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-__all__ = ["PARTS", "Stored", "erase_unused_users", "readers_of", "store_weights"]
+    """Returns True if all elements that can be looked at are finite."""
+    readable = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
+    return not readable or bool(tensor.isfinite().all())
