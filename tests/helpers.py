@@ -171,7 +171,8 @@ def listing(graph: fx.Graph) -> str:
 
     lines = []
     for node, number in numbers.items():
-        arguments = ", ".join([*map(text, node.args), *(f"{key}={text(x)}" for key, x in node.kwargs.items())])
+        args = node.args[:1] if node.target is getattr else node.args  # since torch 2.14 an attribute is an operator
+        arguments = ", ".join([*map(text, args), *(f"{key}={text(x)}" for key, x in node.kwargs.items())])
         value = value_of(node) if node.op == "placeholder" else None
         call = f"input {list(value.shape)}" if isinstance(value, Tensor) else op_name(node).removeprefix("fxquant::")
         lines.append(f"return {arguments}" if node.op == "output" else f"{number} = {call}({arguments})")

@@ -38,7 +38,7 @@ def test_before_and_after() -> None:
 %1 = input [2, 4, 32, 16]
 %2 = input [32, 32]
 %3 = input [2, 4, 32, 16]
-%4 = mT(%0, mT)
+%4 = mT(%0)
 %5 = matmul(%1, %4)
 %6 = truediv(%5, 4)
 %7 = add(%6, %2)
