@@ -42,7 +42,7 @@ _LOADING_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _own_tiles(tiles):
-    """How many tiles this program has."""
+    """Returns the number of tiles of this program."""
     programs = gl.num_programs(0)
     rounds = tiles // programs
     place = gl.where(rounds % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
@@ -71,7 +71,7 @@ def _tile_at(turn, q_len, heads, kv_heads, batch_heads, together, CAUSAL: gl.con
 
 @gluon.jit
 def _key_tiles(first, kv_len, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr):
-    """How many tiles of keys ROWS queries from `first` on see."""
+    """Returns the number of tiles of keys that ROWS queries from `first` on see."""
     end = kv_len
     if CAUSAL:
         end = gl.minimum(kv_len, first + ROWS)
@@ -91,7 +91,7 @@ def _load_tiles(
     batch_heads, q_len, kv_len, together,
     CAUSAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """What the loading warp does."""
+    """Copies tiles, as the loading warp."""
     stage = 0
     phase = 1  # a barrier that nothing has arrived at yet counts as past its last round
     q_phase = 1
@@ -116,7 +116,7 @@ def _load_tiles(
 
 @gluon.jit
 def _scale_at(place):
-    """A scale, which nothing waits for before it is used."""
+    """Loads a scale, which nothing waits for before it is used."""
     return gl.inline_asm_elementwise(
         "ld.global.nc.f32 $0, [$1];", "=f,l", [place.to(gl.int64)], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -171,7 +171,7 @@ def _attend(
     GROUP: gl.constexpr, SCALING: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECORD: gl.constexpr,
     Q_HELD: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """What a group of four warps does.
+    """Attends with a group of four warps.
 
     A step gives the tensor cores the scores of a tile of keys and then the product with v of the tile before, and takes
     exponentials of those scores while the second is computed. ptxas moves what only computes across everything but a
@@ -256,7 +256,7 @@ def _attend(
             if SCALING == _BLOCK:
                 j = (count - 1 - i) * BN
                 factor = q_factor * _scale_at(k_places + j // _BLOCK_LEN)
-                own = _scale_at(v_places + j // _BLOCK_LEN)
+                new_unit = _scale_at(v_places + j // _BLOCK_LEN)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(stage))
             new = gl.maximum(most, gl.max(s, 1) * factor)
@@ -265,8 +265,8 @@ def _attend(
             total = total * gl.convert_layout(alpha, OWN_ROW, assert_trivial=True)[:, None] + _own_sums(p, BN)
             most = new
             if SCALING == _BLOCK:  # acc is in units of the scale of the v it met last
-                alpha *= unit / own
-                unit = own
+                alpha *= unit / new_unit
+                unit = new_unit
             v_stage = stage
             v_phase = phase
             stage, phase = _next_stage(stage, phase, STAGES)
@@ -376,7 +376,7 @@ def fprop_warps_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a forward is tiled. Shared memory and registers hold one program a multiprocessor."""
+    """The tiles of a forward. Shared memory and registers hold one program a multiprocessor."""
 
     groups: int = 2
     block_n: int = 128
@@ -387,7 +387,7 @@ class Config:
 
     @property
     def registers(self) -> int:
-        """Of a thread that multiplies; one that loads has 24, and a multiprocessor 65536, given out by eights."""
+        """Registers of a thread that multiplies; one that loads has 24, a multiprocessor 65536, given out by eights."""
         return 240 if self.groups == 2 else 160
 
 
@@ -445,7 +445,7 @@ def forward(
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What is copied in boxes [1, rows, columns] of x [heads, S, D], zeros past its ends."""
+    """Returns the descriptor for copies of boxes [1, rows, columns] of x [heads, S, D], zeros past its ends."""
     box = [1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.float8e4nv)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
@@ -454,7 +454,7 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 _IN_CACHE = 34 << 20
 """Bytes of keys and values that may be worked on at a time: what stays in an L2 cache of 50 MiB."""
 _MOST_OVER_MEAN = 1.04
-"""What the busiest program may have of the mean, before the device deals out tiles instead, one after the other."""
+"""The most work of the busiest program, as a multiple of the mean; above, the device deals out tiles in turn."""
 _OF_A_TILE = 0.7
 """Steps that a tile of queries takes beside those of its keys."""
 
@@ -463,10 +463,10 @@ _OF_A_TILE = 0.7
 def _dealt_evenly(
     blocks: int, rows: int, kv_len: int, block_n: int, heads: int, least: int, most: int, programs: int
 ) -> int | None:
-    """How many heads to work on together, so that all programs have about the same work; None where nothing gives that.
+    """Returns the number of heads to work on together, so that programs have about equal work; None if there is none.
 
-    Of causal attention, `blocks` tiles of `rows` queries a head, in the order of `_tile_at`. The fewest between `least`
-    and `most`, whose keys and values are read again soonest.
+    The attention is causal, with `blocks` tiles of `rows` queries a head, in the order of `_tile_at`. It is the fewest
+    between `least` and `most`, whose keys and values are read again soonest.
     """
     ends = (min(kv_len, (block + 1) * rows) for block in reversed(range(blocks)))
     lengths = [(end + block_n - 1) // block_n + _OF_A_TILE for end in ends]

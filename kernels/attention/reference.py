@@ -1,4 +1,4 @@
-"""What quantized attention means, in plain torch operations: forward and backward, on any device.
+"""The meaning of quantized attention in plain torch operations: forward and backward, on any device.
 
 q is [*batch, Hq, Sq, D], k and v [*batch, Hkv, Sk, D] (v may have another D), and Hq a multiple of Hkv: consecutive
 query heads share a key head, and their scale. Operands are dequantized to float32, which holds every product of two
@@ -124,7 +124,7 @@ class Operands:
     def of(
         cls, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], spec: AttentionSpec, width: int
     ) -> Operands:
-        """From quantized operands, of which v is transposed; `width` is D."""
+        """Takes quantized operands, of which v is transposed; `width` is D."""
         queries, keys, features = q[0].shape[-2], k[0].shape[-2], features_of(v, spec)
         groups = heads_of(q[0]) // heads_of(k[0])
         return cls(
@@ -168,13 +168,13 @@ def scores(q: Tensor, k: Tensor, spec: AttentionSpec, extras: Sequence[Tensor]) 
 
 
 def causal(x: Tensor) -> Tensor:
-    """Which keys a query may see: those up to its own position, counted from the start of both."""
+    """Returns True for the keys that a query may see: up to its own position, counted from the start of both."""
     rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
     return rows >= torch.arange(x.shape[-1], device=x.device)
 
 
 def kept(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
-    """Which weights [*batch, H, Sq, Sk] survive dropout: a function of seed [1] and place alone."""
+    """Returns True for the weights [*batch, H, Sq, Sk] that survive dropout: a function of seed [1] and place alone."""
     *outer, columns = shape
     rows = 1
     for size in outer:

@@ -227,14 +227,14 @@ _KEY_TILES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
 _QUERY_TILES = {64: (128, 128, 8, 2), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 """Queries of a program and keys of a step of `dq_kernel`, its warps and stages."""
 _WIDE_KEY_TILES = {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (32, 64, 8, 1)}
-"""As `_KEY_TILES`, for 16-bit operands."""
+"""`_KEY_TILES` for 16-bit operands."""
 _WIDE_QUERY_TILES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 1)}
-"""As `_QUERY_TILES`, for 16-bit operands."""
+"""`_QUERY_TILES` for 16-bit operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCast:
-    """How do is quantized, with a scale per query head or by a `multiplier`, float32 [1], for all."""
+    """The cast of do, with a scale per query head or by a `multiplier`, float32 [1], for all."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
     multiplier: Tensor | None = None

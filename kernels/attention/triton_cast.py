@@ -17,6 +17,7 @@ from torch.library import wrap_triton
 
 from fxquant.compat.patches import writes
 from fxquant.kernels.attention.choice import Scaling
+from fxquant.kernels.attention.scores import filled
 from fxquant.kernels.cast.codes import four, in_words, magnitude, raise_amax, word
 
 TENSOR, HEAD, BLOCK = (tl.constexpr(i) for i in range(3))
@@ -29,7 +30,7 @@ _KEYS = 16
 that computes P leaves two pairs 8 columns apart. (FlashAttention-3, section 3.3.)"""
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _LEAST_AMAX = 1e-12
-"""An amax that is not above this has the scale 1, but for a scale of the whole tensor."""
+"""The least amax, at or below which the scale is 1, except for a scale of the whole tensor."""
 _MOST_MULTIPLIER = torch.finfo(torch.float32).max
 _STEPS = 4
 
@@ -100,12 +101,12 @@ def _head_scale(amax, RULE: tl.constexpr):
 
 
 @triton.jit
-def _scale_for(given, at, GIVEN: tl.constexpr, RULE: tl.constexpr):
-    """What is multiplied by: the one that is GIVEN, or made of one of the amaxes given as bits."""
+def _scale_for(source, at, GIVEN: tl.constexpr, RULE: tl.constexpr):
+    """Returns the multiplier: the one at `source` if it is GIVEN, or that of an amax there, in bits."""
     if GIVEN:
-        scale = tl.load(given)
+        scale = tl.load(source)
     else:
-        scale = _head_scale(tl.load(given + at).to(tl.float32, bitcast=True), RULE)
+        scale = _head_scale(tl.load(source + at).to(tl.float32, bitcast=True), RULE)
     return scale
 
 
@@ -126,7 +127,7 @@ def head_amax_kernel(
 @writes("data", "scale_inv", recorded="RECORD")
 @triton.jit
 def head_cast_kernel(
-    x, data, scale_inv, given, recorded, heads, groups, length, padded, batch_step, head_step, row_step,
+    x, data, scale_inv, scaled_by, recorded, heads, groups, length, padded, batch_step, head_step, row_step,
     GIVEN: tl.constexpr, RECORD: tl.constexpr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, RULE: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +140,7 @@ def head_cast_kernel(
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     head = index // blocks
     first = (index % blocks) * ROWS
-    scale = _scale_for(given, head // groups, GIVEN, RULE)
+    scale = _scale_for(scaled_by, head // groups, GIVEN, RULE)
     if (first == 0) & (head % groups == 0):
         tl.store(scale_inv + head // groups, tl.div_rn(1.0, scale))
     source = x + (head // heads).to(tl.int64) * batch_step + (head % heads).to(tl.int64) * head_step
@@ -207,18 +208,18 @@ def qkv_amax_kernel(
     head_step = tl.where(is_q, q_head, tl.where(is_v, v_head, k_head)).to(tl.int64)
     row_step = tl.where(is_q, q_row, tl.where(is_v, v_row, k_row))
     blocks, length = tl.where(is_q, q_blocks, kv_blocks), tl.where(is_q, q_len, kv_len)
-    own = tl.where(is_q, heads, kv_heads)
+    all_heads = tl.where(is_q, heads, kv_heads)
     head, first = index // blocks, (index % blocks) * (ROWS * STEPS)
     at = tl.where(is_q, 0, tl.where(is_v, 2, 1))
     if SCALING == HEAD:
-        at = at * all_kv + head // (own // kv_heads)
-    source = x + (head // own).to(tl.int64) * batch_step + (head % own).to(tl.int64) * head_step
+        at = at * all_kv + head // (all_heads // kv_heads)
+    source = x + (head // all_heads).to(tl.int64) * batch_step + (head % all_heads).to(tl.int64) * head_step
     tl.atomic_max(amax + at, _head_amax(source, first, length, row_step, STEPS, ROWS, D), sem="relaxed")
 
 
 @triton.jit
 def _cast_values(
-    v, v8, v_scale, given, recorded, index, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
+    v, v8, v_scale, scaled_by, recorded, index, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
     SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +229,7 @@ def _cast_values(
     at, place = 2, 0
     if SCALING == HEAD:
         at, place = 2 * batches * kv_heads + head, head
-    scale = _scale_for(given, at, GIVEN, RULE)
+    scale = _scale_for(scaled_by, at, GIVEN, RULE)
     tl.store(v_scale + place, tl.div_rn(1.0, scale), mask=first == 0)
     source = v + (head // kv_heads).to(tl.int64) * v_batch + (head % kv_heads).to(tl.int64) * v_head
     tile = _head_tile(source, first, kv_len, v_row, ROWS, D)
@@ -240,7 +241,7 @@ def _cast_values(
 @writes("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", recorded="RECORD")
 @triton.jit
 def qkv_cast_kernel(
-    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, given, recorded, heads, kv_heads, batches, q_len, kv_len, v_len,
+    q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, scaled_by, recorded, heads, kv_heads, batches, q_len, kv_len, v_len,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, SCALING: tl.constexpr, GIVEN: tl.constexpr,
     RECORD: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -253,18 +254,18 @@ def qkv_cast_kernel(
         is_q = index < q_blocks * all_q
         index = tl.where(is_q, index, index - q_blocks * all_q)
         blocks, length = tl.where(is_q, q_blocks, kv_blocks), tl.where(is_q, q_len, kv_len)
-        own = tl.where(is_q, heads, kv_heads)
+        all_heads = tl.where(is_q, heads, kv_heads)
         head, first = index // blocks, (index % blocks) * ROWS
-        kv_head = head // (own // kv_heads)
+        kv_head = head // (all_heads // kv_heads)
         at = tl.where(is_q, 0, 1)
         place = 0
         if SCALING == HEAD:
             at = at * all_kv + kv_head
             place = kv_head
-        scale = _scale_for(given, at, GIVEN, RULE)
+        scale = _scale_for(scaled_by, at, GIVEN, RULE)
         tl.store(tl.where(is_q, q_scale, k_scale) + place, tl.div_rn(1.0, scale), mask=first == 0)
-        source = tl.where(is_q, q, k) + (head // own).to(tl.int64) * tl.where(is_q, q_batch, k_batch).to(tl.int64)
-        source += (head % own).to(tl.int64) * tl.where(is_q, q_head, k_head).to(tl.int64)
+        source = tl.where(is_q, q, k) + (head // all_heads).to(tl.int64) * tl.where(is_q, q_batch, k_batch).to(tl.int64)
+        source += (head % all_heads).to(tl.int64) * tl.where(is_q, q_head, k_head).to(tl.int64)
         tile = _head_tile(source, first, length, tl.where(is_q, q_row, k_row), ROWS, D)
         if RECORD:
             raise_amax(recorded, _tile_amax(tile))
@@ -272,8 +273,8 @@ def qkv_cast_kernel(
         _head_store(tile, out, first, scale, length, length, False, False, ROWS, D)
     else:
         _cast_values(
-            v, v8, v_scale, given, recorded, index - plain, kv_heads, batches, kv_len, v_len, v_batch, v_head, v_row,
-            SCALING, GIVEN, RECORD, RULE, V_ROWS, D,
+            v, v8, v_scale, scaled_by, recorded, index - plain, kv_heads, batches, kv_len, v_len, v_batch, v_head,
+            v_row, SCALING, GIVEN, RECORD, RULE, V_ROWS, D,
         )  # fmt: skip
 
 
@@ -307,7 +308,7 @@ def qkv_block_cast_kernel(
 
 @triton.jit
 def scale_place(head, first, length, SCALING: tl.constexpr):
-    """Where the scale of a position of a head that has one stands."""
+    """Returns the place of the scale of a position of a head."""
     at = head * 0
     if SCALING == HEAD:
         at = head
@@ -360,26 +361,22 @@ def quantize_heads(
             head_dim, num_warps=head_dim // 16,
         )  # fmt: skip
         return data, scale_inv
-    given = multiplier
-    if given is None:
-        given = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
+    scaled_by = multiplier
+    if scaled_by is None:
+        scaled_by = torch.zeros((batches, heads // groups), dtype=torch.int32, device=x.device)
         rows = 4096 // head_dim
         grid = (triton.cdiv(length, rows * _STEPS) * (batches * heads),)
         wrap_triton(head_amax_kernel)[grid](
-            x, given, heads, groups, length, *x.stride()[:3], _STEPS, rows, head_dim, num_warps=4
+            x, scaled_by, heads, groups, length, *x.stride()[:3], _STEPS, rows, head_dim, num_warps=4
         )
     rows = 64 if transposed else 8192 // head_dim
     grid = (triton.cdiv(padded, rows) * (batches * heads),)
     wrap_triton(head_cast_kernel)[grid](
-        x, data, scale_inv, given, _place(recorded, x.device), heads, groups, length, padded, *x.stride()[:3],
-        multiplier is not None, recorded is not None, dtype == torch.float8_e5m2, transposed, rule, rows,
-        head_dim, num_warps=8,
+        x, data, scale_inv, scaled_by, *filled(recorded, device=x.device), heads, groups, length, padded,
+        *x.stride()[:3], multiplier is not None, recorded is not None, dtype == torch.float8_e5m2, transposed, rule,
+        rows, head_dim, num_warps=8,
     )  # fmt: skip
     return data, scale_inv
-
-
-def _place(recorded: Tensor | None, device: torch.device) -> Tensor:
-    return torch.empty(1, device=device) if recorded is None else recorded
 
 
 def quantize_qkv(
@@ -412,27 +409,27 @@ def quantize_qkv(
             rule, head_dim, num_warps=head_dim // 16,
         )  # fmt: skip
     else:
-        given = multiplier
-        if given is None:
+        scaled_by = multiplier
+        if scaled_by is None:
             number = 3 if scaling == "tensor" else 3 * batches * kv_heads
-            given = torch.zeros(number, dtype=torch.int32, device=q.device)
+            scaled_by = torch.zeros(number, dtype=torch.int32, device=q.device)
             rows = 4096 // head_dim
             grid = (programs(batches, heads, kv_heads, (q_len, kv_len, kv_len), (rows * _STEPS,) * 3),)
             wrap_triton(qkv_amax_kernel)[grid](
-                q, k, v, given, heads, kv_heads, batches, q_len, kv_len, *steps, KINDS[scaling], _STEPS, rows,
+                q, k, v, scaled_by, heads, kv_heads, batches, q_len, kv_len, *steps, KINDS[scaling], _STEPS, rows,
                 head_dim, num_warps=4,
             )  # fmt: skip
         rows, v_rows = 8192 // head_dim, min(64, 8192 // head_dim)
         grid = (programs(batches, heads, kv_heads, (q_len, kv_len, v_len), (rows, rows, v_rows)),)
         wrap_triton(qkv_cast_kernel)[grid](
-            q, k, v, *data, *scales, given, _place(recorded, q.device), heads, kv_heads, batches, q_len, kv_len, v_len,
-            *steps, KINDS[scaling], multiplier is not None, recorded is not None, rule, rows, v_rows, head_dim,
-            num_warps=8,
+            q, k, v, *data, *scales, scaled_by, *filled(recorded, device=q.device), heads, kv_heads, batches, q_len,
+            kv_len, v_len, *steps, KINDS[scaling], multiplier is not None, recorded is not None, rule, rows, v_rows,
+            head_dim, num_warps=8,
         )  # fmt: skip
     return [part for pair in zip(data, scales, strict=True) for part in pair]
 
 
 def programs(batches: Any, heads: Any, kv_heads: Any, lengths: tuple[Any, ...], rows: tuple[int, ...]) -> Any:
-    """How many programs q, k and v take together."""
-    each = [triton.cdiv(length, own) for length, own in zip(lengths, rows, strict=True)]
-    return batches * (heads * each[0] + kv_heads * (each[1] + each[2]))
+    """Returns the number of programs of q, k and v together."""
+    blocks = [triton.cdiv(length, count) for length, count in zip(lengths, rows, strict=True)]
+    return batches * (heads * blocks[0] + kv_heads * (blocks[1] + blocks[2]))

@@ -109,8 +109,8 @@ def dequantize_qkv(
     shape = (batches, kv_heads, kv_len, head_dim)
     dtypes = (dtype, dtype, v8.dtype if v_codes else dtype)
     out = [
-        torch.empty(size, dtype=own, device=q8.device)
-        for size, own in zip((tuple(q8.shape), shape, shape), dtypes, strict=True)
+        torch.empty(size, dtype=kind, device=q8.device)
+        for size, kind in zip((tuple(q8.shape), shape, shape), dtypes, strict=True)
     ]
     steps, rows, v_rows = 8, 1024 // head_dim, 64
     grid = (programs(batches, heads, kv_heads, (q_len, kv_len, kv_len), (rows * steps, rows * steps, v_rows)),)

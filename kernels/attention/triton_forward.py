@@ -48,12 +48,12 @@ def _masked_step(
     mask_column_step, seed, row, SCALING: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPPED: tl.constexpr,
     WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. `most` is the running maximum of scores, in units of log2, `unit` the scale of acc."""
+    """Adds one tile of keys. `most` is the running maximum of scores, in units of log2, `unit` the scale of acc."""
     factor = q_factor
-    own = unit
+    new_unit = unit
     if SCALING == BLOCK:
         factor = q_factor * tl.load(k_scale + j // BLOCK_LEN)
-        own = tl.load(v_scale + j // BLOCK_LEN)
+        new_unit = tl.load(v_scale + j // BLOCK_LEN)
     s = tl.dot(q, keys.load([j, 0]).T) * factor
     columns = j + tl.arange(0, BN)
     s = masked(s, rows[:, None], columns[None, :], q_len, kv_len, mask, mask_row_step, mask_column_step, CAUSAL, MASK)
@@ -65,8 +65,8 @@ def _masked_step(
     if DROPPED > 0:
         p = tl.where(survivors(seed, row, j, DROPPED, BM, BN), p, 0.0)
     if SCALING == BLOCK:
-        alpha *= unit / own
-    return _times_values(acc * alpha[:, None], p, values, j, WIDE, BM, BN), total, new, own
+        alpha *= unit / new_unit
+    return _times_values(acc * alpha[:, None], p, values, j, WIDE, BM, BN), total, new, new_unit
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _finite(most, MASK: tl.constexpr):
 
 @triton.jit
 def _scale_at(place):
-    """A scale, by an instruction that Triton does not pipeline: copies to shared memory cost a barrier a step."""
+    """Loads a scale by an instruction that Triton does not pipeline: copies to shared memory cost a barrier a step."""
     if INTERPRETED:
         scale = tl.load(place)
     else:
@@ -139,7 +139,7 @@ def fprop_kernel(
     DROPPED: tl.constexpr, RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
+    """Computes one tile of BM queries of one head. v is transposed: [B, Hkv, D, v_len].
 
     Those of `most_heads` heads, whose keys and values fit the L2 cache, come first, and of these the ones that see most
     keys. `scale`, in units of log2, is float64 where Inductor launches. Without a mask only the last tile of keys can
@@ -214,9 +214,9 @@ def fprop_kernel(
         p = tl.exp2(s * factor - (finite - _P_LOG)[:, None])
         total = total * alpha + tl.sum(p, 1)
         if SCALING == BLOCK:
-            own = tl.load(v_scale + last // BLOCK_LEN)
-            alpha *= unit / own
-            unit = own
+            last_unit = tl.load(v_scale + last // BLOCK_LEN)
+            alpha *= unit / last_unit
+            unit = last_unit
         acc = _times_values(acc * alpha[:, None], p, values, last, WIDE, BM, BN)
         most = new
     else:
@@ -242,7 +242,7 @@ def fprop_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class _Config:
-    """How a forward is tiled and launched."""
+    """The tiles and the launch of a forward."""
 
     block_m: int = 64
     block_n: int = 128

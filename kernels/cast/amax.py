@@ -25,11 +25,11 @@ def tensor_amax_kernel(x, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest magnitude, NaN ignored, in each STEPS blocks of x, as float32."""
     first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
     source = x + first
-    left = numel - first
+    count = numel - first
     largest = tl.zeros((BLOCK,), tl.float32)
     for step in tl.static_range(STEPS):
         at = step * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(source + at, mask=at < left, other=0.0).to(tl.float32)
+        value = tl.load(source + at, mask=at < count, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, magnitude(value))
     tl.store(out + tl.program_id(0), tl.max(largest, axis=0))
 

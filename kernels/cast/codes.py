@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""What the Triton kernels share: multipliers from amaxes, and FP8 codes as words of four.
+"""Code that the Triton kernels share: multipliers from amaxes, and FP8 codes as words of four.
 
 Inductor copies the source of what a kernel calls under the name it is called by: import these by their own names.
 """
@@ -20,15 +20,15 @@ TORCHAO_BELOW = torch.nextafter(torch.tensor(TORCHAO_FLOOR), torch.tensor(1.0)).
 
 @triton.jit
 def magnitude(x):
-    """|x|, 0 for NaN: what an amax is taken of."""
+    """|x|, 0 for NaN: an amax is the largest of these."""
     return tl.where(x == x, tl.abs(x), 0.0)
 
 
 @triton.jit
 def raise_amax(place, amax):
     """Takes an amax into the float32 at `place`: magnitudes are ordered as their bits are."""
-    bits, known = amax.to(tl.int32, bitcast=True), place.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.atomic_max(known, bits, mask=bits > tl.load(known), sem="relaxed")
+    bits, largest = amax.to(tl.int32, bitcast=True), place.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(largest, bits, mask=bits > tl.load(largest), sem="relaxed")
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def four(x, ROWS: tl.constexpr, QUADS: tl.constexpr):
 
 @triton.jit
 def word(a, b, c, d, SHIFT: tl.constexpr):
-    """One byte of each of four uint32 tensors, that at bit SHIFT, as a word with a's lowest."""
+    """Returns the bytes at bit SHIFT of four uint32 tensors as a word with a's lowest."""
     low = ((a >> SHIFT) & 0xFF) | (((b >> SHIFT) & 0xFF) << 8)
     return low | (((c >> SHIFT) & 0xFF) << 16) | (((d >> SHIFT) & 0xFF) << 24)
 

@@ -50,7 +50,7 @@ def cast_kernel(
     column_scale_column_step, ROW: tl.constexpr, COLUMN: tl.constexpr, PRODUCER: tl.constexpr, S: tl.constexpr,
     D: tl.constexpr, RESULTS: tl.constexpr, AT_ONCE: tl.constexpr, RECORD: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [M, K], of R * LM * WM rows and 4 * LK * WK columns; LAYOUT is (LK, LM, WK, WM, R).
+    """Casts one tile of x [M, K], of R * LM * WM rows and 4 * LK * WK columns; LAYOUT is (LK, LM, WK, WM, R).
 
     A thread has R rows of four columns. In a warp LK threads stand side by side and LM one below the other; WK and WM
     warps likewise. A tile is a tensor [LK, LM, WK, WM, R] for each of the four columns: in that order the layouts
@@ -165,7 +165,7 @@ def amax_kernel(
 
 @dataclass(frozen=True)
 class Record:
-    """Where the amaxes [results] of a cast go: float32, or int64 with the `step` [1] that writes them."""
+    """The place of the amaxes [results] of a cast: float32, or int64 with the `step` [1] that writes them."""
 
     amaxes: Tensor
     step: Tensor | None = None
@@ -208,7 +208,7 @@ class _Source:
 
     @property
     def arguments(self) -> list[Tensor]:
-        """As many inputs as the kernels take."""
+        """Returns as many inputs as the kernels take."""
         return [*self.inputs, *[self.unread] * (5 - len(self.inputs))]
 
     @property
@@ -226,7 +226,7 @@ class _Side:
 
     data: Tensor
     scale: Tensor
-    """As it lies in memory."""
+    """Its memory as it lies."""
     arg: Tensor
     spec: QuantSpec | None = None
     """None for a direction that is not wanted."""
@@ -236,7 +236,7 @@ class _Side:
     transposed: bool = False
     """True if the scales lie transposed."""
     results: int = 1
-    """How many tensors are cast; theirs lie one behind the other."""
+    """The number of tensors that are cast; theirs lie one behind the other."""
 
     @property
     def scale_size(self) -> Any:
@@ -280,10 +280,10 @@ def quantize(
     scaled = ((row, row_scale), (column, column_scale))
     by_amax = any(spec is not None and spec.row.family == "per_tensor" and given is None for spec, given in scaled)
     tensor_amax = amax(x) if by_amax else None
-    left = _make_side(source, row, row_scale, tensor_amax, line_amaxes[0], columnwise=False)
-    right = _make_side(source, column, column_scale, tensor_amax, line_amaxes[1], columnwise=True)
-    _launch(source, left, right, None)
-    return [*left.parts(0), *right.parts(0)]
+    rowwise = _make_side(source, row, row_scale, tensor_amax, line_amaxes[0], columnwise=False)
+    columnwise = _make_side(source, column, column_scale, tensor_amax, line_amaxes[1], columnwise=True)
+    _launch(source, rowwise, columnwise, None)
+    return [*rowwise.parts(0), *columnwise.parts(0)]
 
 
 def produce(
@@ -311,14 +311,14 @@ def produce(
     line_amaxes = _line_amaxes(source, row, column)
     row_scale = _in_one(row_scales)
     column_scale = row_scale if all(map(operator.is_, row_scales, column_scales)) else _in_one(column_scales)
-    left = _make_side(source, row, row_scale, tensor_amax, line_amaxes[0], columnwise=False)
-    right = _make_side(source, column, column_scale, tensor_amax, line_amaxes[1], columnwise=True)
-    _launch(source, left, right, recorded)
+    rowwise = _make_side(source, row, row_scale, tensor_amax, line_amaxes[0], columnwise=False)
+    columnwise = _make_side(source, column, column_scale, tensor_amax, line_amaxes[1], columnwise=True)
+    _launch(source, rowwise, columnwise, recorded)
     parts = []
     # both directions then have one scale, of which another part of a tensor would be one more copy
-    one_scale = row == column and row_scale is column_scale and left.scale.shape == (results,)
+    one_scale = row == column and row_scale is column_scale and rowwise.scale.shape == (results,)
     for result in range(results):
-        of_row, of_column = left.parts(result), right.parts(result)
+        of_row, of_column = rowwise.parts(result), columnwise.parts(result)
         parts += [*of_row, of_column[0], of_row[1]] if one_scale else [*of_row, *of_column]
         parts += [recorded.amaxes.narrow(0, result, 1)] if record is True and recorded is not None else []
     return parts
@@ -326,16 +326,16 @@ def produce(
 
 def _in_one(scales: Sequence[Tensor | None]) -> Tensor | None:
     """The multipliers [1] of all results as one tensor."""
-    given = [scale for scale in scales if scale is not None]
-    return torch.cat(given) if len(given) > 1 else given[0] if given else None
+    multipliers = [scale for scale in scales if scale is not None]
+    return torch.cat(multipliers) if len(multipliers) > 1 else multipliers[0] if multipliers else None
 
 
-def _launch(source: _Source, left: _Side, right: _Side, record: Record | None) -> None:
+def _launch(source: _Source, rowwise: _Side, columnwise: _Side, record: Record | None) -> None:
     """Casts the results of a source in the directions that are wanted."""
     size_m, size_k = source.shape
-    column_units, row_units = right.units(size_m), left.units(size_k)
-    lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout = tile_layout(left.spec, right.spec)
-    specs = [spec for spec in (left.spec, right.spec) if spec is not None]
+    column_units, row_units = columnwise.units(size_m), rowwise.units(size_k)
+    lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout = tile_layout(rowwise.spec, columnwise.spec)
+    specs = [spec for spec in (rowwise.spec, columnwise.spec) if spec is not None]
     # scales of blocks, or of lines, take the registers that a second result would
     at_once = source.results > 1 and all(spec.row.family == "per_tensor" for spec in specs)
     tiles_down = triton.cdiv(16 * column_units, thread_rows * lanes_m * warps_m)
@@ -344,10 +344,11 @@ def _launch(source: _Source, left: _Side, right: _Side, record: Record | None) -
     if record is not None:
         recorded, step = record.amaxes, step if record.step is None else record.step
     wrap_triton(cast_kernel)[(tiles if at_once else tiles * source.results,)](
-        *source.arguments, recorded, step, left.data, left.scale, left.arg, right.data, right.scale, right.arg,
-        size_m, size_k, column_units, row_units, source.x.stride(0), left.scale_size, right.scale_size,
-        *left.scale_place, *right.scale_place, left.constants, right.constants, *source.constants, at_once,
-        None if record is None else record.constants(source.results), layout, num_warps=warps_k * warps_m,
+        *source.arguments, recorded, step, rowwise.data, rowwise.scale, rowwise.arg, columnwise.data, columnwise.scale,
+        columnwise.arg, size_m, size_k, column_units, row_units, source.x.stride(0), rowwise.scale_size,
+        columnwise.scale_size, *rowwise.scale_place, *columnwise.scale_place, rowwise.constants, columnwise.constants,
+        *source.constants, at_once, None if record is None else record.constants(source.results), layout,
+        num_warps=warps_k * warps_m,
     )  # fmt: skip
 
 

@@ -37,12 +37,12 @@ _SQRT_2_PI, _CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 
 
 def reads(name: str | None) -> bool:
-    """Whether nothing is computed of what is read."""
+    """Returns True if a producer computes nothing, but reads a tensor."""
     return name in (None, IDENTITY.name, JOINED_HEADS.name)
 
 
 def kind(name: str | None, x: Tensor) -> tuple[int, int, int]:
-    """What the kernels are told of a producer and its first input: its number, and S and D of heads.
+    """Returns PRODUCER, S and D of the kernels: the number of a producer, and the sizes of heads in its first input.
 
     None reads a tensor.
     """
@@ -178,7 +178,7 @@ def load_tile(
 
 @triton.jit
 def load_pair(x, in1, in2, x_step, first_row, first_column, down, across, M, K, PRODUCER: tl.constexpr):
-    """As `load_tile`, for both results of a producer of two, in the dtype of x: it takes half the registers."""
+    """`load_tile` for both results of a producer of two, in the dtype of x: it takes half the registers."""
     tl.static_assert(PRODUCER == _SILU_MUL_GRAD)
     mask = (first_row + down < M) & (first_column + across < K)
     start, offsets = first_row.to(tl.int64) * x_step + first_column, down * x_step + across
@@ -198,14 +198,14 @@ def pair_amax_kernel(x, in1, in2, out, numel, STEPS: tl.constexpr, BLOCK: tl.con
     """The largest magnitudes, NaN ignored, of both results in each STEPS blocks of dense inputs, as float32."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     start = program.to(tl.int64) * (STEPS * BLOCK)
-    left = tl.minimum(numel - start, STEPS * BLOCK).to(tl.int32)
+    count = tl.minimum(numel - start, STEPS * BLOCK).to(tl.int32)
     zero, down = program * 0, tl.zeros((1, 1), tl.int32)  # of the types of a row and of those below it
     first_largest = tl.zeros((1, BLOCK), tl.float32)
     second_largest = tl.zeros((1, BLOCK), tl.float32)
     for step in tl.static_range(STEPS):
         across = tl.arange(0, BLOCK)[None, :]
         first, second = load_pair(
-            x + start, in1 + start, in2 + start, 0, zero, step * BLOCK, down, across, 1, left, PRODUCER
+            x + start, in1 + start, in2 + start, 0, zero, step * BLOCK, down, across, 1, count, PRODUCER
         )
         first_largest = tl.maximum(first_largest, tl.abs(first.to(tl.float32)))
         second_largest = tl.maximum(second_largest, tl.abs(second.to(tl.float32)))

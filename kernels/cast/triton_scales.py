@@ -18,7 +18,7 @@ from fxquant.kernels.cast.codes import INTERPRETED, TORCHAO_BELOW, TORCHAO_FLOOR
 from fxquant.kernels.cast.triton_tile import block_amax, spread
 
 GIVEN, PER_TENSOR, PER_ROW, BLOCK, MX = (tl.constexpr(i) for i in range(5))
-"""How a side is scaled: by a multiplier, from an amax of the tensor or of each row, or in blocks."""
+"""The kinds of scales: a multiplier, from an amax of the tensor or of each row, or in blocks."""
 _KINDS = {"per_tensor": PER_TENSOR, "per_row": PER_ROW, "block": BLOCK, "mxfp8": MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
@@ -90,7 +90,7 @@ def _power(exponent):
 
 @triton.jit
 def side_inverse(factor, SIDE: tl.constexpr):
-    """What dequantization multiplies by: 1 / factor."""
+    """Returns the factor of dequantization, 1 / factor."""
     if SIDE[AT_POW2] and SIDE[AT_BELOW] == 0:
         return _power(254 - (factor.to(tl.int32, bitcast=True) >> 23))
     return tl.div_rn(1.0, factor)

@@ -71,7 +71,7 @@ def block_amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def spread(v, LAYOUT: tl.constexpr):
-    """What blocks have, for the threads of a warp that share them, where these are not all beside each other."""
+    """Spreads values of blocks over the threads of a warp that share them, where these do not all lie side by side."""
     LK: tl.constexpr = LAYOUT[0]
     LM: tl.constexpr = LAYOUT[1]
     A: tl.constexpr = v.shape[0]

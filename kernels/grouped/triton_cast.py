@@ -35,7 +35,7 @@ _HEIGHT = 32
 """Rows of a program of `whole_rows_kernel`."""
 _MOST_WARPS = 32
 _ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
-"""Of these, those that threads hold at a time, and with the most warps that a program may have."""
+"""The rows of these that threads hold at a time, with fewer warps and with the most."""
 
 
 @writes("strips")
@@ -44,7 +44,7 @@ def strips_kernel(
     offs, strips, G, padded_rows, GROUPS: tl.constexpr, ALIGNMENT: tl.constexpr, EVERY: tl.constexpr,
     IN_STEP: tl.constexpr, STRIP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Where each strip's rows are, for `strip_of`. Groups are padded to the ALIGNMENT.
+    """Stores the place of each strip's rows for `strip_of`. Groups are padded to the ALIGNMENT.
 
     EVERY group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
     IN_STEP they begin at multiples of STRIP in the padded rows, a group's first as far before it. GROUPS is a power of
@@ -61,21 +61,21 @@ def strips_kernel(
     through = tl.cumsum(count, 0)
     strip = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     group = tl.sum((through[None, :] <= strip[:, None]).to(tl.int32), 1)
-    own = g[None, :] == group[:, None]
-    local = (strip - tl.sum(tl.where(own, (through - count)[None, :], 0), 1)) * STRIP
-    local -= tl.sum(tl.where(own, before[None, :], 0), 1)
+    in_group = g[None, :] == group[:, None]
+    local = (strip - tl.sum(tl.where(in_group, (through - count)[None, :], 0), 1)) * STRIP
+    local -= tl.sum(tl.where(in_group, before[None, :], 0), 1)
     place = strips + 8 * strip
     tl.store(place, group)
     tl.store(place + 1, local)
-    tl.store(place + 2, tl.sum(tl.where(own, starts[None, :], 0), 1))
-    tl.store(place + 3, tl.sum(tl.where(own, ends[None, :], 0), 1))
-    tl.store(place + 4, tl.sum(tl.where(own, (padded_ends - padded)[None, :], 0), 1))
-    tl.store(place + 5, tl.sum(tl.where(own, padded_ends[None, :], 0), 1))
+    tl.store(place + 2, tl.sum(tl.where(in_group, starts[None, :], 0), 1))
+    tl.store(place + 3, tl.sum(tl.where(in_group, ends[None, :], 0), 1))
+    tl.store(place + 4, tl.sum(tl.where(in_group, (padded_ends - padded)[None, :], 0), 1))
+    tl.store(place + 5, tl.sum(tl.where(in_group, padded_ends[None, :], 0), 1))
 
 
 @triton.jit
 def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.constexpr):
-    """Of a strip: its group, its first row in the group, the group's first row and end, and first and end padded."""
+    """Returns the group of a strip, its first row there, the group's first row and end, and both as padded."""
     if BATCH:
         per_group = tl.cdiv(padded_rows, STRIP)
         group = strip // per_group
@@ -121,7 +121,7 @@ def grouped_cast_kernel(
     ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr,
     STRIP: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [M, K], of which G groups of rows, and then the padding behind them, are quantized.
+    """Quantizes one tile of x [M, K], of G groups of rows or of the padding behind them.
 
     BACKWARDS after a kernel of amaxes: what that has read last is still in the cache.
     """
@@ -201,51 +201,60 @@ def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.c
 
 @dataclass(frozen=True)
 class _Place:
-    """Where groups lie: how many there are, their rows, those when padded, and strips; and the table of them."""
+    """The groups' sizes, and the table of strips, which a batch does without."""
 
-    sizes: tuple[Any, Any, Any, Any]
+    groups: Any
+    rows: Any
+    """The rows of all groups, or of each matrix of a batch."""
+    padded_rows: Any
+    count: Any
+    """The number of strips."""
     strips: Tensor
+    unread: Tensor
+    """An argument that a kernel does not read, as in `cast.triton_cast`."""
+    batch: bool
 
-
-def _place(
-    x: Tensor, offs: Tensor | None, alignment: int, unread: Tensor, *, in_step: bool = False, every: bool = True
-) -> _Place:
-    """`every` and `in_step` are those of `strips_kernel`."""
-    if offs is None:
-        groups, rows = x.shape[:2]
-        size = _up(rows, alignment)
-        return _Place((groups, rows, size, groups * triton.cdiv(size, _STRIP)), unread)
-    groups, rows = offs.shape[0], x.shape[0]
-    size = grouped_reference.padded_rows(rows, groups, alignment)
-    count = size // _STRIP + (groups + 2 if every or alignment % _STRIP else 0)
-    programs = triton.cdiv(count, _ENTRIES)
-    strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
-    wrap_triton(strips_kernel)[(programs,)](
-        offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, every, in_step,
-        _STRIP, _ENTRIES, num_warps=4,
-    )  # fmt: skip
-    return _Place((groups, rows, size, count), strips)
+    @classmethod
+    def of(
+        cls, x: Tensor, offs: Tensor | None, alignment: int = 16, *, in_step: bool = False, every: bool = True
+    ) -> _Place:
+        """`every` and `in_step` are those of `strips_kernel`."""
+        unread = torch.empty(1, dtype=torch.float32, device=x.device)
+        if offs is None:
+            groups, rows = x.shape[:2]
+            size = _up(rows, alignment)
+            return cls(groups, rows, size, groups * triton.cdiv(size, _STRIP), unread, unread, True)
+        groups, rows = offs.shape[0], x.shape[0]
+        size = grouped_reference.padded_rows(rows, groups, alignment)
+        count = size // _STRIP + (groups + 2 if every or alignment % _STRIP else 0)
+        programs = triton.cdiv(count, _ENTRIES)
+        strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
+        wrap_triton(strips_kernel)[(programs,)](
+            offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, every, in_step,
+            _STRIP, _ENTRIES, num_warps=4,
+        )  # fmt: skip
+        return cls(groups, rows, size, count, strips, unread, False)
 
 
 def _take(
-    x: Tensor, row_amax: Tensor, column_amax: Tensor, place: _Place, by_row: bool, by_column: bool, by_group: bool,
-    batch: bool,
-) -> None:  # fmt: skip
-    groups, rows, size, count = place.sizes
+    x: Tensor, place: _Place, row_amax: Tensor | None, column_amax: Tensor | None, *, by_group: bool = False
+) -> None:
+    """Takes the amaxes of rows, and of columns or groups, into zeroed buffers; None leaves them out."""
+    by_row, by_column = row_amax is not None, column_amax is not None
+    row_amax, column_amax = (place.unread if amax is None else amax for amax in (row_amax, column_amax))
     warps, height = 2, 8
-    wrap_triton(grouped_amax_kernel)[(count * triton.cdiv(x.shape[-1], 256),)](
-        x, row_amax, column_amax, place.strips, groups, rows, size, x.shape[-1], x.stride(-2), by_row, by_column,
-        by_group, batch, _STRIP, warps, height, num_warps=warps,
+    wrap_triton(grouped_amax_kernel)[(place.count * triton.cdiv(x.shape[-1], 256),)](
+        x, row_amax, column_amax, place.strips, place.groups, place.rows, place.padded_rows, x.shape[-1], x.stride(-2),
+        by_row, by_column, by_group, place.batch, _STRIP, warps, height, num_warps=warps,
     )  # fmt: skip
 
 
 def group_amax(x: Tensor, offs: Tensor | None) -> Tensor:
     """`grouped_reference.group_amax`: float32 [G], from one read."""
     x = x.contiguous()
-    unread = torch.empty(1, dtype=torch.float32, device=x.device)
-    place = _place(x, offs, 16, unread)
-    amax = torch.zeros(place.sizes[0], dtype=torch.float32, device=x.device)
-    _take(x, unread, amax, place, False, True, True, offs is None)
+    place = _Place.of(x, offs)
+    amax = _zeros(x, place.groups)
+    _take(x, place, None, amax, by_group=True)
     return amax
 
 
@@ -263,71 +272,71 @@ def quantize(
         swapped = quantize(x.mT, None, column, row, column_state, row_state, group_amax)
         count = 0 if column is None else 2
         return [*swapped[count:], *swapped[:count]]
-    x = x.contiguous()
-    unread = torch.empty(1, dtype=torch.float32, device=x.device)  # as in triton_cast
+    x, inner = x.contiguous(), x.shape[-1]
     alignment = 16 if column is None else column.row.alignment
     by_row, by_column = (spec is not None and spec.row.family == "per_row" for spec in (row, column))
-    inner = x.shape[-1]
     families = {spec.row.family for spec in (row, column) if spec is not None}
     of_lines = {"per_tensor", "per_row"}
     in_step = column is not None and families <= of_lines and (not by_row or _in_one_read(inner))
-    place = _place(x, offs, alignment, unread, in_step=in_step, every=bool(families & of_lines))
-    batch, (groups, rows, size, count), strips = offs is None, place.sizes, place.strips
-    row_amax = column_amax = unread
-    taken = by_column and column_state is None
-    if by_column:
-        column_amax = column_state if column_state is not None else _zeros(x, groups, inner)
-    made: list[Tensor] = []
+    place = _Place.of(x, offs, alignment, in_step=in_step, every=bool(families & of_lines))
+    row_amax = None
+    new_amax = _zeros(x, place.groups, inner) if by_column and column_state is None else None
+    row_parts: list[Tensor] = []
     if by_row and _in_one_read(inner):
         assert row is not None
-        made = _whole_rows(x, row, place, column_amax if taken else None, batch, unread)
+        row_parts = _whole_rows(x, row, place, new_amax)
         if column is None:
-            return made
+            return row_parts
         row = None
-    elif by_row or taken:
+    elif by_row or new_amax is not None:
         if by_row:
-            row_amax = _zeros(x, groups * rows if batch else rows)
-        _take(x, row_amax, column_amax, place, by_row, taken, False, batch)
-    own: Tensor | None = None
+            row_amax = _zeros(x, place.groups * place.rows if place.batch else place.rows)
+        _take(x, place, row_amax, new_amax)
+    amax_of_groups: Tensor | None = None
 
-    def given(spec: QuantSpec, state: Tensor | None) -> Tensor:
-        nonlocal own
+    def argument(spec: QuantSpec | None, state: Tensor | None, amax: Tensor | None) -> Tensor | None:
+        """Returns the multipliers of groups, or the amaxes of lines."""
+        nonlocal amax_of_groups
+        if spec is None or spec.row.family != "per_tensor":
+            return amax
         if state is not None:
             return state
-        own = group_amax(x, offs) if own is None else own
-        return reference.multiplier_from_amax(own, spec)
+        amax_of_groups = group_amax(x, offs) if amax_of_groups is None else amax_of_groups
+        return reference.multiplier_from_amax(amax_of_groups, spec)
 
-    left = _side_of(x, offs, row, row_amax, given, row_state, size, unread, columnwise=False)
-    right = _side_of(x, offs, column, column_amax, given, column_state, size, unread, columnwise=True)
-    layout = _COLUMNS_ALONE if row is None and in_step and not batch else triton_cast.tile_layout(row, column)
+    rowwise = _side_of(x, place, row, argument(row, row_state, row_amax), columnwise=False)
+    column_amax = column_state if by_column and column_state is not None else new_amax
+    columnwise = _side_of(x, place, column, argument(column, column_state, column_amax), columnwise=True)
+    columns_alone = row is None and in_step and not place.batch
+    layout = _COLUMNS_ALONE if columns_alone else triton_cast.tile_layout(row, column)
     lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout
-    row_units = triton.cdiv(left.data.shape[-1] if row is not None else inner, 16)
-    grid = (count * (_STRIP // (thread_rows * lanes_m * warps_m)) * triton.cdiv(16 * row_units, 4 * lanes_k * warps_k),)
-    wrap_triton(grouped_cast_kernel)[grid](
-        x, left.data, left.scale, left.arg, right.data, right.scale, right.arg, strips, groups, rows, size // 16, inner,
-        row_units, x.stride(-2), *left.steps, right.steps[0], *right.steps[2:], left.constants, right.constants,
-        batch, in_step and not batch, by_row or taken, _STRIP, layout, num_warps=warps_k * warps_m,
+    row_units = triton.cdiv(rowwise.data.shape[-1] if row is not None else inner, 16)
+    tiles_down = place.count * (_STRIP // (thread_rows * lanes_m * warps_m))
+    wrap_triton(grouped_cast_kernel)[(tiles_down * triton.cdiv(16 * row_units, 4 * lanes_k * warps_k),)](
+        x, rowwise.data, rowwise.scale, rowwise.arg, columnwise.data, columnwise.scale, columnwise.arg, place.strips,
+        place.groups, place.rows, place.padded_rows // 16, inner, row_units, x.stride(-2), *rowwise.steps,
+        columnwise.steps[0], *columnwise.steps[2:], rowwise.constants, columnwise.constants, place.batch,
+        in_step and not place.batch, by_row or new_amax is not None, _STRIP, layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
-    return [*made, *left.parts, *right.parts]
+    return [*row_parts, *rowwise.parts, *columnwise.parts]
 
 
 def quantize_and_amax(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     """A batch x [G, R, C] quantized by row, and the amaxes of its columns [G, C], which `quantize` takes as state."""
     inner = x.shape[-1]
-    unread = torch.empty(1, dtype=torch.float32, device=x.device)
     if x.stride(-1) == 1 and _in_one_read(inner):
         x = x.contiguous()
         amax = _zeros(x, x.shape[0], inner)
-        return [*_whole_rows(x, spec, _place(x, None, 16, unread), amax, True, unread), amax]
+        return [*_whole_rows(x, spec, _Place.of(x, None), amax), amax]
     if x.stride(-1) != 1 and x.stride(-2) == 1:
         stored = x.mT.contiguous()
         groups, rows, length = stored.shape
-        amax, own = _zeros(x, groups, rows), _zeros(x, groups, length)
-        _take(stored, amax, own, _place(stored, None, 16, unread), True, True, False, True)
-        return [*quantize(stored, None, None, spec, None, own), amax]
+        amax, stored_amax = _zeros(x, groups, rows), _zeros(x, groups, length)
+        _take(stored, _Place.of(stored, None), amax, stored_amax)
+        return [*quantize(stored, None, None, spec, None, stored_amax), amax]
     x = x.contiguous()
     amax = _zeros(x, x.shape[0], inner)
-    _take(x, unread, amax, _place(x, None, 16, unread), False, True, False, True)
+    _take(x, _Place.of(x, None), None, amax)
     return [*quantize(x, None, spec, None), amax]
 
 
@@ -336,67 +345,65 @@ def _zeros(x: Tensor, *shape: Any) -> Tensor:
 
 
 def _in_one_read(inner: Any) -> bool:
-    """Whether the threads of a program hold whole rows, of a length that is known."""
+    """Returns True if the threads of a program hold whole rows, whose length must be a number."""
     return isinstance(inner, int) and inner <= 256 * _MOST_WARPS
 
 
-def _whole_rows(
-    x: Tensor, spec: QuantSpec, place: _Place, column_amax: Tensor | None, batch: bool, unread: Tensor
-) -> list[Tensor]:
+def _whole_rows(x: Tensor, spec: QuantSpec, place: _Place, column_amax: Tensor | None) -> list[Tensor]:
     """x quantized by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
     assert spec.row.element is not None
     *lines, inner = x.shape
     units = triton.cdiv(inner, 16)
     data = torch.empty([*lines, 16 * units], dtype=spec.row.element.dtype, device=x.device)
     scale = torch.empty([*lines, 1], dtype=torch.float32, device=x.device)
-    _, rows, size, count = place.sizes
     warps = triton.next_power_of_2(triton.cdiv(inner, 256))
-    wrap_triton(whole_rows_kernel)[(count * (_STRIP // _HEIGHT),)](
-        x, data, scale, unread if column_amax is None else column_amax, place.strips, rows, size, inner, units,
-        x.stride(-2), side_constants(spec, x.dtype), column_amax is not None, batch, _STRIP, _HEIGHT,
-        _ROWS_AT_ONCE if warps < _MOST_WARPS else _ROWS_AT_ONCE_OF_MOST, warps, num_warps=warps,
+    wrap_triton(whole_rows_kernel)[(place.count * (_STRIP // _HEIGHT),)](
+        x, data, scale, place.unread if column_amax is None else column_amax, place.strips, place.rows,
+        place.padded_rows, inner, units, x.stride(-2), side_constants(spec, x.dtype), column_amax is not None,
+        place.batch, _STRIP, _HEIGHT, _ROWS_AT_ONCE if warps < _MOST_WARPS else _ROWS_AT_ONCE_OF_MOST, warps,
+        num_warps=warps,
     )  # fmt: skip
     return [data, scale]
 
 
 @dataclass(frozen=True)
 class _Side:
-    """One direction: its outputs, and what the kernel is told."""
+    """One direction: its outputs and arguments."""
 
     data: Tensor
     scale: Tensor
     arg: Tensor
-    steps: tuple[Any, ...]
-    """From one group's scales to the next, how many along rows and columns, and their strides."""
-    constants: tuple[Any, ...] | None
-    parts: list[Tensor]
+    steps: tuple[Any, ...] = (0, 0, 0, 0, 0)
+    """The distance of one group's scales to the next, the numbers of scales along rows and columns, their strides."""
+    constants: tuple[Any, ...] | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [] if self.constants is None else [self.data, self.scale]
 
 
-def _side_of(
-    x: Tensor, offs: Tensor | None, spec: QuantSpec | None, amax: Tensor, given: Any, state: Tensor | None,
-    padded_rows: Any, unread: Tensor, *, columnwise: bool,
-) -> _Side:  # fmt: skip
+def _side_of(x: Tensor, place: _Place, spec: QuantSpec | None, arg: Tensor | None, *, columnwise: bool) -> _Side:
+    """Outputs and arguments of one direction."""
+    arg = place.unread if arg is None else arg
     if spec is None:
-        return _Side(unread, unread, unread, (0, 0, 0, 0, 0), None, [])
+        return _Side(place.unread, place.unread, arg)
     row, inner = spec.row, x.shape[-1]
     assert row.element is not None
-    batch = [x.shape[0]] if offs is None else []
-    groups = x.shape[0] if offs is None else offs.shape[0]
-    lines, length = (inner, padded_rows) if columnwise else (x.shape[-2], _up(inner, row.alignment))
+    batch = [x.shape[0]] if place.batch else []
+    lines, length = (inner, place.padded_rows) if columnwise else (x.shape[-2], _up(inner, row.alignment))
     data = torch.empty([*batch, lines, length], dtype=row.element.dtype, device=x.device)
     constants = side_constants(spec, x.dtype, columnwise=columnwise, given=row.family == "per_tensor")
     if row.family == "per_tensor":
-        scale = torch.empty((groups,), dtype=torch.float32, device=x.device)
-        return _Side(data, scale, given(spec, state), (1, 0, 0, 0, 0), constants, [data, scale])
+        scale = torch.empty((place.groups,), dtype=torch.float32, device=x.device)
+        return _Side(data, scale, arg, (1, 0, 0, 0, 0), constants)
     if row.family == "per_row":
-        ragged = [groups, lines] if columnwise else [lines, 1]
+        ragged = [place.groups, lines] if columnwise else [lines, 1]
         scale = torch.empty([*batch, lines, 1] if batch else ragged, dtype=torch.float32, device=x.device)
-        return _Side(data, scale, amax, (lines if columnwise else 0, 0, 0, 0, 0), constants, [data, scale])
+        return _Side(data, scale, arg, (lines if columnwise else 0, 0, 0, 0, 0), constants)
     scale_rows, scale_columns = triton.cdiv(lines, row.block[0]), length // row.block[1]
     dtype = torch.uint8 if row.family == "mxfp8" else torch.float32
-    transposed = row.family == "block" and row.block[0] == 1
     apart = scale_rows * scale_columns
-    if transposed and not batch:
+    if row.family == "block" and row.block[0] == 1 and not batch:
         scale = torch.empty((scale_columns, scale_rows), dtype=dtype, device=x.device).t()
         steps = (1, scale_rows)
     else:
@@ -406,7 +413,7 @@ def _side_of(
         counts = (apart if batch else 0, scale_columns, scale_rows, *steps[::-1])
     else:  # rows of their own are counted from the first of all
         counts = (apart if batch and row.block[0] > 1 else 0, scale_rows, scale_columns, *steps)
-    return _Side(data, scale, unread, counts, constants, [data, scale])
+    return _Side(data, scale, arg, counts, constants)
 
 
 def clear(out: Tensor, offs: Tensor) -> Tensor:
@@ -414,9 +421,8 @@ def clear(out: Tensor, offs: Tensor) -> Tensor:
     weights = out.ndim == 3
     rows, size = (out.shape[0], out.shape[1] * out.shape[2]) if weights else out.shape
     count, block = (32, 1024) if weights else (64, 256)
-    programs = (
-        rows * triton.cdiv(size, count * block) if weights else triton.cdiv(rows, count) * triton.cdiv(size, block)
-    )
+    across = triton.cdiv(size, count * block if weights else block)
+    programs = (rows if weights else triton.cdiv(rows, count)) * across
     wrap_triton(clear_kernel)[(programs,)](out, offs, offs.shape[0], rows, size, weights, count, block, num_warps=4)
     return out
 

@@ -22,7 +22,7 @@ from fxquant.compat.patches import writes
 from fxquant.compat.values import statically_known_true
 
 _MULTIPROCESSORS = 132
-"""Of an H100: as many programs stay."""
+"""Multiprocessors of an H100, one for each program that stays."""
 _ENTRIES = 64
 """Tiles of rows that a program of `tiles_kernel` looks up."""
 
@@ -30,7 +30,7 @@ _ENTRIES = 64
 @writes("tiles", "count")
 @triton.jit
 def tiles_kernel(offs, tiles, count, G, GROUPS: tl.constexpr, BM: tl.constexpr, ENTRIES: tl.constexpr):
-    """What rows each tile of BM has, none of two groups: its group, first row, and the end of the group, in `tiles`.
+    """Stores in `tiles` the group, the first row and the group's end of each tile of BM rows, which has one group.
 
     `count` becomes the number of tiles. GROUPS is a power of two, no less than G.
     """
@@ -43,9 +43,9 @@ def tiles_kernel(offs, tiles, count, G, GROUPS: tl.constexpr, BM: tl.constexpr, 
         tl.store(count, tl.sum(of_group, 0))
     tile = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     group = tl.sum((through[None, :] <= tile[:, None]).to(tl.int32), 1)
-    own = g[None, :] == group[:, None]
-    start = tl.sum(tl.where(own, (starts - (through - of_group) * BM)[None, :], 0), 1)
-    end = tl.sum(tl.where(own, ends[None, :], 0), 1)
+    in_group = g[None, :] == group[:, None]
+    start = tl.sum(tl.where(in_group, (starts - (through - of_group) * BM)[None, :], 0), 1)
+    end = tl.sum(tl.where(in_group, ends[None, :], 0), 1)
     place = tiles + 4 * tile
     tl.store(place, group)
     tl.store(place + 1, start + tile * BM)
@@ -71,11 +71,8 @@ def rows_kernel(
     of K, 1 or 128; 0 takes a's scales [M] and b's [G, N]. ALIGNED says that rows of the result start at multiples of 16
     bytes.
     """
-    left = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
-    if FAST:
-        right = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [HALVES * BN, BK])
-    else:
-        right = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [BN, BK])
+    a_blocks = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
+    b_blocks = tl.make_tensor_descriptor(b, [G * N, K], [K, 1], [HALVES * BN if FAST else BN, BK])
     if ALIGNED:  # rows M - end behind those of the result, and as many before them: what is behind a group is outside
         result = tl.make_tensor_descriptor(out - tl.cast(M, tl.int64) * N, [M + 1, M, N], [N, N, 1], [1, BM, BN])
     across = tl.cdiv(N, HALVES * BN)
@@ -89,8 +86,8 @@ def rows_kernel(
         if FAST:
             acc = tl.zeros((BM, HALVES * BN), tl.float32)
             for step in range(0, tl.cdiv(K, BK)):
-                x = left.load([first_m, step * BK])
-                w = right.load([row, step * BK])
+                x = a_blocks.load([first_m, step * BK])
+                w = b_blocks.load([row, step * BK])
                 acc = tl.dot(x, w.T, acc)
             if HALVES == 2:
                 first, last = _halves(acc, BM, 2 * BN)
@@ -111,10 +108,10 @@ def rows_kernel(
                     if HALVES == 2:
                         of_v = tl.load(at + b_scale_step, mask=first_n + BN < N, other=0.0)
             for step in range(0, steps):
-                x = left.load([first_m, step * BK])
-                w = right.load([row, step * BK])
+                x = a_blocks.load([first_m, step * BK])
+                w = b_blocks.load([row, step * BK])
                 if HALVES == 2:
-                    v = right.load([row + BN, step * BK])
+                    v = b_blocks.load([row + BN, step * BK])
                 if BLOCK == 0:
                     first += tl.dot(x, w.T)
                     if HALVES == 2:
@@ -179,11 +176,8 @@ def columns_kernel(
     at multiples of 128, and the scales are those of 128 columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
     """
     # columns M - end behind those of an operand, and as many before them: what is behind a group is outside, and zero
-    left = tl.make_tensor_descriptor(a - M, [M // 16 + 1, N, M], [16, M, 1], [1, BM, BK])
-    if FAST:
-        right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, HALVES * BN, BK])
-    else:
-        right = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, BN, BK])
+    a_blocks = tl.make_tensor_descriptor(a - M, [M // 16 + 1, N, M], [16, M, 1], [1, BM, BK])
+    b_blocks = tl.make_tensor_descriptor(b - M, [M // 16 + 1, K, M], [16, M, 1], [1, HALVES * BN if FAST else BN, BK])
     if ALIGNED:
         result = tl.make_tensor_descriptor(out, [G, N, K], [tl.cast(N, tl.int64) * K, K, 1], [1, BM, BN])
     across = tl.cdiv(K, HALVES * BN)
@@ -199,8 +193,8 @@ def columns_kernel(
             acc = tl.zeros((BM, HALVES * BN), tl.float32)
             for step in range(0, tl.cdiv(end - start, BK)):
                 at = M - end + start + step * BK
-                x = left.load([end // 16, first_n, at]).reshape(BM, BK)
-                y = right.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
+                x = a_blocks.load([end // 16, first_n, at]).reshape(BM, BK)
+                y = b_blocks.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
                 acc = tl.dot(x, y.T, acc)
             if HALVES == 2:
                 first, last = _halves(acc, BM, 2 * BN)
@@ -222,10 +216,10 @@ def columns_kernel(
                     of_c = tl.load(of_k + BN * b_scale_step, mask=in_l, other=0.0)
             for step in range(0, steps):
                 at = M - end + start + step * BK
-                x = left.load([end // 16, first_n, at]).reshape(BM, BK)
-                y = right.load([end // 16, first_k, at]).reshape(BN, BK)
+                x = a_blocks.load([end // 16, first_n, at]).reshape(BM, BK)
+                y = b_blocks.load([end // 16, first_k, at]).reshape(BN, BK)
                 if HALVES == 2:
-                    z = right.load([end // 16, first_k + BN, at]).reshape(BN, BK)
+                    z = b_blocks.load([end // 16, first_k + BN, at]).reshape(BN, BK)
                 if BLOCK == 0:
                     first += tl.dot(x, y.T)
                     if HALVES == 2:
@@ -278,7 +272,7 @@ _FAST = Config()
 _SLOW = Config(stages=3)
 _BLOCKS = Config(halves=1)
 _SHORT_COLUMNS = Config(m=64, halves=1, warps=4, programs=2 * _MULTIPROCESSORS, flatten=False)
-"""Of blocks in groups of 1024 columns or fewer, on the average: the end of a tile is behind the steps of another."""
+"""For blocks in groups of 1024 columns or fewer on average: a tile ends while another runs its steps."""
 
 
 def _config(block: int, fast_accum: bool, dtype: torch.dtype, short: bool = False) -> Config:
@@ -339,5 +333,5 @@ def grouped_columns(
 
 
 def _aligned(features: Any, dtype: torch.dtype) -> bool:
-    """Whether rows of a result start at multiples of 16 bytes, which TMA wants."""
+    """Returns True if rows of a result start at multiples of 16 bytes, which TMA wants."""
     return statically_known_true(features * dtype.itemsize % 16 == 0)

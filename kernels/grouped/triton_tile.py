@@ -123,23 +123,23 @@ def cast_tile(
     padded_size = padded_end - padded_start
     first_row = start + local
     first_down, down, across, down_6, across_6 = tile_axes(LAYOUT)
-    left = end - first_row
+    rows_left = end - first_row
     wide_row = first_row.to(tl.int64)
     source = x + (wide_row * x_step + first_column)
-    inside = (down_6 < left) & (first_column + across_6 < K)
+    inside = (down_6 < rows_left) & (first_column + across_6 < K)
     if IN_STEP:
         inside &= down_6 >= -local
     tile = tl.load(source + (down_6 * x_step + across_6), mask=inside, other=0.0).to(tl.float32)
     parts = four_columns(tile, LAYOUT[4], LAYOUT)
-    known = tl.minimum(group, G - 1).to(tl.int64)
+    last_group = tl.minimum(group, G - 1).to(tl.int64)
     once = tl.maximum(local, 0) + (group == G).to(tl.int32)  # the padding behind the groups has no scales of its own
     if ROW is not None:
         row_at = 0
-        row_left = left
-        row_scale += known * row_scale_group
+        row_left = rows_left
+        row_scale += last_group * row_scale_group
         if ROW[AT_KIND] == GIVEN:
             row_at = once
-            row_arg += known
+            row_arg += last_group
         elif ROW[AT_P] > 1:
             row_at = local
             row_left = row_scale_rows
@@ -150,30 +150,30 @@ def cast_tile(
             row_scale += wide_row * row_scale_step
         factors = side_factors(
             parts, row_arg, row_scale, (row_left, row_scale_columns, row_scale_step, row_scale_column_step), row_at,
-            first_column, down, across, left, K, False, ROW, LAYOUT,
+            first_column, down, across, rows_left, K, False, ROW, LAYOUT,
         )  # fmt: skip
-        in_group = (down < left) & (down >= -local) if IN_STEP else down < left
+        in_group = (down < rows_left) & (down >= -local) if IN_STEP else down < rows_left
         in_group = in_group & (first_column + across < padded_K)
         first = wide_row * padded_K + first_column
         store_rows(parts, factors, row_data, first, padded_K, down, across, in_group, ROW[AT_MANTISSA] == 2)
     if COLUMN is not None:
         column_at = once
         blocks_left = 0
-        column_scale += known * column_scale_group
+        column_scale += last_group * column_scale_group
         if COLUMN[AT_KIND] == BLOCK or COLUMN[AT_KIND] == MX:
             column_at = 0
             blocks_left = (padded_size - local) // COLUMN[AT_P]  # those behind are of the next group
             column_scale += ((padded_start + local) // COLUMN[AT_P]).to(tl.int64) * column_scale_step
         else:
-            column_arg += known * column_scale_group
+            column_arg += last_group * column_scale_group
         factors = side_factors(
             parts, column_arg, column_scale,
             (blocks_left, column_scale_columns, column_scale_step, column_scale_column_step), column_at, first_column,
-            down, across, left, K, True, COLUMN, LAYOUT,
+            down, across, rows_left, K, True, COLUMN, LAYOUT,
         )  # fmt: skip
         column = first_column.to(tl.int64)
         if BATCH:
-            column += known * K
+            column += last_group * K
         first = column * padded_M + tl.multiple_of(padded_start + local, 16)
         in_padded = local + first_down < padded_size
         if IN_STEP:

@@ -33,7 +33,7 @@ from fxquant.kernels.cast.codes import INTERPRETED, magnitude, multiplier, multi
 from fxquant.kernels.linear.few_rows import EPILOGUES, MULTIPROCESSORS, Tiles, is_one_row
 
 _TENSOR, _ROW, _BLOCK = (tl.constexpr(i) for i in range(3))
-"""What shares a scale."""
+"""The kinds of scales: of a tensor, of each row, of blocks."""
 _PIECE = 2048
 """Elements of a row that a program takes, where no more have a scale in common."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
@@ -48,7 +48,7 @@ _SQRT_HALF, _SQRT_2_PI, _CUBE = (tl.constexpr(c) for c in (0.7071067811865476, 0
 
 @triton.jit
 def epilogue(y, other, EPILOGUE: tl.constexpr):
-    """What follows a GEMM whose result y is rounded, in float32; `other` is of the same shape, and may be unread."""
+    """Applies an EPILOGUE to the rounded result y of a GEMM, in float32; `other` has its shape, and may be unread."""
     if EPILOGUE == _ADD:
         y = y + other
     elif EPILOGUE == _SILU_MUL:
@@ -79,7 +79,7 @@ def tiles_of(x, w_step, down, m, M, K, at, x_length, x_step, BK: tl.constexpr, E
 
 @triton.jit
 def block_product(x, w_step, down, m, M, K, at, x_length, x_step, EVEN: tl.constexpr):
-    """What the 128 columns from `at` on make, which have a scale for each row of x and one for the weight's."""
+    """Returns the product of 128 columns from `at` on, with a scale for each row of x and one for the weight's."""
     weights, tokens = tiles_of(x, w_step, down, m, M, K, at, x_length, x_step, 128, EVEN)
     return tl.dot(weights, tl.trans(tokens))
 
@@ -111,7 +111,7 @@ def gemm_kernel(
     PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
     STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile y [BM, BN] of y [M, N]; with SPLIT what STEPS blocks of K add to it, y being [splits, M, N].
+    """Computes a tile [BM, BN] of y [M, N]; with SPLIT the part of it from STEPS blocks of K, y being [splits, M, N].
 
     x [M, x_length] is a payload or, with scales per tensor, to be multiplied by a number given or by that of its amax,
     the largest of `parts` numbers; its rows are `x_step` apart. w [N, K] is contiguous, with K a multiple of 16 and,
@@ -449,10 +449,10 @@ def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec, early: bool) -> tu
 
 
 def _ahead(weight: Tensor | None, rows: int, kind: int, pieces: int) -> tuple[tuple[int, int, int], int]:
-    """What of a weight is brought into L2 for `rows` tokens: rows, bytes from one to the next, and bytes of each.
+    """Returns the part of a weight to bring into L2 for `rows` tokens: rows, bytes from one to the next, bytes of each.
 
-    And by how many programs, of each of `pieces`. Whole lines, some megabytes in all. What a GEMM that is split over K
-    begins with are the first bytes of each part.
+    The number of programs follows, for each of `pieces`. The part is whole lines, some megabytes in all. A GEMM that is
+    split over K begins with the first bytes of each part.
     """
     if weight is None:
         return (0, 0, 0), 0

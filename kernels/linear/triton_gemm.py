@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
-"""A Triton FP8 GEMM for Hopper whose epilogue can do what would read its result again.
+"""A Triton FP8 GEMM for Hopper whose epilogue can do operations that would read its result again.
 
 y = activation(a x b^T * scales + bias) + residual, of payloads a [M, K] and b [N, K] that come by TMA. One program a
 multiprocessor takes tiles in turn, and loads the first blocks of the next while it stores the last.
@@ -36,7 +36,7 @@ _SQRT_HALF, _SQRT_2_PI, _CUBE = (
 
 @triton.jit
 def activated(y, ACTIVATION: tl.constexpr):
-    """An activation of float32 values; 0 is none."""
+    """Applies an activation to float32 values; 0 is none."""
     if ACTIVATION == _GELU:
         y = y * 0.5 * (tl.erf(y * _SQRT_HALF) + 1.0)
     elif ACTIVATION == _GELU_TANH:
@@ -112,11 +112,11 @@ def scaled_mm_kernel(
         first_m, first_n = tile_place(tile, M, N, BM, BN, DOWN)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
-            left, right = a_blocks.load([first_m, k]), b_blocks.load([first_n, k])
+            a_block, b_block = a_blocks.load([first_m, k]), b_blocks.load([first_n, k])
             if FAST:
-                acc = tl.dot(left, right.T, acc)
+                acc = tl.dot(a_block, b_block.T, acc)
             else:
-                acc += tl.dot(left, right.T)
+                acc += tl.dot(a_block, b_block.T)
         # counted anew, so that the coordinates do not outlive the loads of the next tile
         finished += PROGRAMS
         first_m, first_n = tile_place(finished, M, N, BM, BN, DOWN)
@@ -136,7 +136,7 @@ def scaled_mm_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a GEMM is cut and launched: tiles [block_m, block_n], finished in `parts` of their columns.
+    """The tiles and the launch of a GEMM: tiles [block_m, block_n], finished in `parts` of their columns.
 
     As many as `down` lie below each other among those that run at a time, so that b is read from the L2 cache.
     """
@@ -186,19 +186,19 @@ def scaled_mm(
 
     With `record` its amax [1] follows. `residual` is [M, N], N being a multiple of 16 bytes.
     """
-    (left, a_scale), (right, b_scale) = a, b
-    left, right = left.contiguous(), right.contiguous()
-    (size_m, size_k), size_n = left.shape, right.shape[0]
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    a_data, b_data = a_data.contiguous(), b_data.contiguous()
+    (size_m, size_k), size_n = a_data.shape, b_data.shape[0]
     how = tiling(fast_accum, out_dtype.itemsize * (2 if residual is not None else 1))
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    y = torch.empty((size_m, size_n), dtype=out_dtype, device=left.device)
-    amax = torch.zeros(1, dtype=torch.float32, device=left.device) if record else None
-    programs = _programs(left.device)
+    y = torch.empty((size_m, size_n), dtype=out_dtype, device=a_data.device)
+    amax = torch.zeros(1, dtype=torch.float32, device=a_data.device) if record else None
+    programs = _programs(a_data.device)
     by_rows = a_spec.row.family == "per_row", b_spec.row.family == "per_row"
-    with triton_workspace(left.device):
+    with triton_workspace(a_data.device):
         wrap_triton(scaled_mm_kernel)[(programs,)](
-            left, right, a_scale.contiguous(), b_scale.contiguous(), bias, residual, y, amax, size_m, size_n, size_k,
+            a_data, b_data, a_scale.contiguous(), b_scale.contiguous(), bias, residual, y, amax, size_m, size_n, size_k,
             size_k, size_k, size_n, *by_rows, _KINDS[activation], fast_accum, programs, how.block_m, how.block_n,
             how.block_k, how.parts, how.down, num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
@@ -206,7 +206,7 @@ def scaled_mm(
 
 
 def _programs(device: torch.device) -> int:
-    """One for each multiprocessor; without a driver those of an H100."""
+    """Returns the number of multiprocessors, one for each program; without a driver those of an H100."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
