@@ -87,11 +87,12 @@ def _next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(
-    q, k, v, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, tiles, heads, kv_heads,
-    batch_heads, q_len, kv_len, together,
-    CAUSAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    q, k, v, shared, sizes, CAUSAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr,
 ):  # fmt: skip
     """Copies tiles, as the loading warp."""
+    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    tiles, heads, kv_heads, batch_heads, q_len, kv_len, together = sizes
     stage = 0
     phase = 1  # a barrier that nothing has arrived at yet counts as past its last round
     q_phase = 1
@@ -166,10 +167,9 @@ def _payload(words, LAYOUT: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, weights, q_scale, k_scale,
-    v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-    GROUP: gl.constexpr, SCALING: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECORD: gl.constexpr,
-    Q_HELD: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    shared, data, sizes, GROUP: gl.constexpr, SCALING: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    RECORD: gl.constexpr, Q_HELD: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr,
 ):  # fmt: skip
     """Attends with a group of four warps.
 
@@ -177,6 +177,9 @@ def _attend(
     exponentials of those scores while the second is computed. ptxas moves what only computes across everything but a
     branch: the waits for copies, which are loops, stand where an order matters.
     """
+    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    out, lse, weights, q_scale, k_scale, v_scale, scale = data
+    tiles, heads, kv_heads, batch_heads, q_len, kv_len, together = sizes
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
@@ -326,23 +329,15 @@ def fprop_warps_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
-    if GROUPS == 2:  # a tuple that is a variable, or a sum, would make constants values of the run
+    shared = (q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    data = (out, lse, weights, q_scale, k_scale, v_scale, scale)
+    sizes = (tiles, heads, kv_heads, batch_heads, q_len, kv_len, together)
+    if GROUPS == 2:  # constants of a tuple that is a variable, or a sum, would become values of the run
         gl.warp_specialize(
             [
-                (_attend, (
-                    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, weights,
-                    q_scale, k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-                    _FIRST, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D,
-                )),
-                (_attend, (
-                    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, weights,
-                    q_scale, k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-                    _SECOND, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D,
-                )),
-                (_load_tiles, (
-                    q, k, v, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, tiles,
-                    heads, kv_heads, batch_heads, q_len, kv_len, together, CAUSAL, GROUPS, STAGES, BN, D,
-                )),
+                (_attend, (shared, data, sizes, _FIRST, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D)),
+                (_attend, (shared, data, sizes, _SECOND, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D)),
+                (_load_tiles, (q, k, v, shared, sizes, CAUSAL, GROUPS, STAGES, BN, D)),
             ],
             [4, 1], [REGISTERS, _LOADING_REGISTERS],
         )  # fmt: skip
@@ -350,25 +345,10 @@ def fprop_warps_kernel(
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (_attend, (
-                    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, weights,
-                    q_scale, k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-                    _FIRST, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D,
-                )),
-                (_attend, (
-                    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, weights,
-                    q_scale, k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-                    _SECOND, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D,
-                )),
-                (_attend, (
-                    q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, out, lse, weights,
-                    q_scale, k_scale, v_scale, scale, tiles, heads, kv_heads, batch_heads, q_len, kv_len, together,
-                    _THIRD, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D,
-                )),
-                (_load_tiles, (
-                    q, k, v, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, tiles,
-                    heads, kv_heads, batch_heads, q_len, kv_len, together, CAUSAL, GROUPS, STAGES, BN, D,
-                )),
+                (_attend, (shared, data, sizes, _FIRST, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D)),
+                (_attend, (shared, data, sizes, _SECOND, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D)),
+                (_attend, (shared, data, sizes, _THIRD, SCALING, CAUSAL, EVEN, RECORD, Q_HELD, GROUPS, STAGES, BN, D)),
+                (_load_tiles, (q, k, v, shared, sizes, CAUSAL, GROUPS, STAGES, BN, D)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, _LOADING_REGISTERS],
         )  # fmt: skip
