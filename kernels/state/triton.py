@@ -7,6 +7,9 @@ slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -63,30 +66,24 @@ def delayed_update_kernel(
         tl.store(step + slot * step_step, now + 1)
 
 
-def update(
-    scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
-    margin: float, algorithm: str,
-) -> list[Tensor]:  # fmt: skip
-    """`fxquant::delayed_update`: the scales [n] and the history [N, n], which is written in place."""
+def update(*state: Any) -> list[Tensor]:
+    """`fxquant::delayed_update` of its arguments: the scales [n] and the history [N, n], which is written in place."""
+    scale, history, *_ = state
     new_scale = torch.empty_like(scale)
-    _launch(scale, history, forward_amax, backward_amax, step, fp8_max, new_scale, margin, algorithm, advance=False)
+    _launch(state, new_scale, advance=False)
     return [new_scale, history]
 
 
-def advance(
-    scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
-    margin: float, algorithm: str,
-) -> list[Tensor]:  # fmt: skip
-    """`fxquant::delayed_advance`: the scales, n tensors [1], in one launch."""
+def advance(*state: Any) -> list[Tensor]:
+    """`fxquant::delayed_advance` of its arguments: the scales, n tensors [1], in one launch."""
+    scale = state[0]
     new_scale = torch.empty(_APART * scale.shape[0], dtype=scale.dtype, device=scale.device)
-    _launch(scale, history, forward_amax, backward_amax, step, fp8_max, new_scale, margin, algorithm, advance=True)
+    _launch(state, new_scale, advance=True)
     return [new_scale.narrow(0, _APART * slot, 1) for slot in range(scale.shape[0])]
 
 
-def _launch(
-    scale: Tensor, history: Tensor, forward_amax: Tensor, backward_amax: Tensor, step: Tensor, fp8_max: Tensor,
-    new_scale: Tensor, margin: float, algorithm: str, *, advance: bool,
-) -> None:  # fmt: skip
+def _launch(state: Sequence[Any], new_scale: Tensor, *, advance: bool) -> None:
+    scale, history, forward_amax, backward_amax, step, fp8_max, margin, algorithm = state
     length, slots = history.shape
     wrap_triton(delayed_update_kernel)[(slots,)](
         scale, history, forward_amax, backward_amax, step, fp8_max, new_scale, slots, forward_amax.stride(0),
