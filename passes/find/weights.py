@@ -56,7 +56,8 @@ def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | Non
             continue
         name = op_name(node)
         picked = picked or name in GATHERS or name in PICKS
-        if name in GATHERS or (name == "getitem" and _indexes_by_tensor(node)):
+        indices = map(value_of, node.all_input_nodes[1:])
+        if name in GATHERS or (name == "getitem" and any(isinstance(index, torch.Tensor) for index in indices)):
             gathered = True
         elif name not in SAME_VALUES:
             return None
@@ -128,7 +129,3 @@ def _index_of(node: fx.Node) -> fx.Node | None:
     value = value_of(index) if isinstance(index, fx.Node) else None
     whole = isinstance(value, torch.Tensor) and value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
     return index if whole and isinstance(index, fx.Node) else None
-
-
-def _indexes_by_tensor(node: fx.Node) -> bool:
-    return any(isinstance(value_of(index), torch.Tensor) for index in node.all_input_nodes[1:])

@@ -50,10 +50,6 @@ def _shape(operand: str, product: Product) -> tuple[Size, ...]:
     return tuple(dim if isinstance(dim, int) else str(dim) for dim in (*product.batch, *groups, *rows))
 
 
-def _flops(product: Product) -> int:
-    return 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
-
-
 def _matmul(match: Match, product: Product, sources: Mapping[fx.Node, str], stored: bool) -> Matmul | None:
     """Returns all that a product's time depends on; None for attention, whose products are one kernel."""
     lhs, rhs = value_of(product.lhs), value_of(product.rhs)
@@ -181,7 +177,8 @@ class _Resolver:
         matmul = _matmul(match, product, self.sources, self.stored_weights)
         skip = _unusable_tensors(match, product, self.allow_float64)
         operands = ("input", "weight", "grad_output")[: 3 if any(needs_grad) else 2]
-        roles = {operand: _role(operand, match, product) for operand in operands}
+        kinds = {"weight": "input"} if not product.rhs_is_weight else {}  # both operands are activations
+        roles = {op: QuantizerRole(match.module_type, kinds.get(op, op), match.name) for op in operands}
         self.roles += roles.values()
         answers = {} if skip else {operand: self.recipe.quantizer(role) for operand, role in roles.items()}
         skip = skip or _unusable_answers(match, product, answers)
@@ -203,6 +200,7 @@ class _Resolver:
         outcome: Callable[[str, Gemm, Direction], Outcome], **about: Any,
     ) -> tuple[Decision, ...]:  # fmt: skip
         """Decides on every operand of the GEMMs of a product; `about` has all that its time depends on."""
+        flops = 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
         decisions = []
         for gemm in gemms(needs_grad):
             for operand, direction in GEMM_OPERANDS[gemm]:
@@ -210,7 +208,7 @@ class _Resolver:
                 decisions.append(Decision(
                     role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
                     quantizer=quantizer, skip_reason=reason, detail=detail, form=match.form, site=self.site,
-                    flops=_flops(product), **about,
+                    flops=flops, **about,
                 ))  # fmt: skip
         self.site += 1
         return tuple(decisions)
@@ -270,12 +268,6 @@ class _Resolver:
             decisions = self.decisions(match, product, needs_grad, roles, outcome, attention=attended)
             products.append(Resolved(quantizers=None, decisions=decisions))
         return replace(match, attention=attention, resolved=tuple(products))
-
-
-def _role(operand: str, match: Match, product: Product) -> QuantizerRole:
-    """Returns the role of an operand: the right one of a product of two activations is an input as well."""
-    kind = "input" if operand == "weight" and not product.rhs_is_weight else operand
-    return QuantizerRole(match.module_type, kind, match.name)
 
 
 def resolve(

@@ -188,11 +188,14 @@ def _dropout(chain: Chain, node: fx.Node) -> fx.Node:
 
 def _without_last_key(chain: Chain, node: fx.Node) -> fx.Node | None:
     """Reads ``weights[..., :-1]``, which drops the column of a sink."""
+    axis: Any = -1
+    index: Any = node.args[1]
     if op_name(node) == "slice":
-        drops = node.args[2:] == (0, -1) and chain.is_over_keys(node, node.args[1])
+        axis, drops = index, node.args[2:] == (0, -1)
     else:
-        drops = _drops_last(node) and chain.is_over_keys(node, -1)
-    if not drops:
+        whole = isinstance(index, tuple) and all(part is Ellipsis or part == slice(None) for part in index[:-1])
+        drops = whole and index[-1] == slice(None, -1)
+    if not drops or not chain.is_over_keys(node, axis):
         return None
     chain.dropped_column = True
     return chain.along(node)[0]
@@ -334,12 +337,6 @@ def _is_one_for_a_row(node: fx.Node, order: Sequence[int]) -> bool:
     shape = value_of(node).shape
     axis = order[-1] - len(order)
     return len(shape) >= -axis and same_sizes((shape[axis],), (1,))
-
-
-def _drops_last(node: fx.Node) -> bool:
-    index = node.args[1]
-    whole = isinstance(index, tuple) and all(part is Ellipsis or part == slice(None) for part in index[:-1])
-    return whole and index[-1] == slice(None, -1)  # type: ignore[index]
 
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:

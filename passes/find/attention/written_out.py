@@ -96,7 +96,8 @@ def _attention(chain: Chain, second: Match, plans: tuple[Contraction, Contractio
     repeated = [size for extra in extras if not same_sizes(extra.lead, lead) for size in extra.repeated()]
     if len(writing.unknown_sizes(out_of.lead, lead)) > 1 or writing.unknown_sizes(repeated, lead):
         raise Unknown("batch axes are reshaped and dynamic")
-    qk, (_, v_slot) = _slots(first, scores), _slots(second.node, context)
+    qk = [first.all_input_nodes.index(operand.node) for operand in (scores.left, scores.right)]
+    v_slot = second.node.all_input_nodes.index(context.right.node)
 
     def emit(builder: Builder, attend: Attend) -> fx.Node:
         q, k = into.operands(builder, *(first.all_input_nodes[slot] for slot in qk))
@@ -128,11 +129,6 @@ def _steps(chain: Chain, scale: float) -> tuple[tuple[Step, ...], list[Extra]]:
     read: list[tuple[str, float, Extra | None]] = [("mul", scale, None)] if scale != 1 else []
     read += reversed(chain.steps)
     return writing.numbered([*read, ("sink", 0.0, chain.sink)] if chain.sink else read)
-
-
-def _slots(node: fx.Node, plan: Contraction) -> tuple[int, int]:
-    left, right = (node.all_input_nodes.index(operand.node) for operand in (plan.left, plan.right))
-    return left, right
 
 
 def _closed(chain: Chain, last: fx.Node) -> frozenset[fx.Node]:

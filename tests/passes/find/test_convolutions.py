@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
-from rewriting import Form, check_form
+from rewriting import Calls, Form, check_form, sizes
 from torch import Tensor
 
 from fxquant.decisions import SkipReason
+from fxquant.passes.find.walk import find_matmuls
 
 
 def _conv(x: Tensor, w: Tensor, b: Tensor | None = None, **options: Any) -> Tensor:
@@ -53,3 +55,14 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_form(name: str, dynamic: bool) -> None:
     check_form(name, FORMS[name], dynamic)
+
+
+@pytest.mark.parametrize("name", ["conv2d patches", "conv transposed"])
+def test_decomposed_convolution_is_found_the_same(name: str) -> None:
+    form = FORMS[name]
+    model, inputs = Calls(form.function, *form.weights), tuple(torch.randn(shape) for shape in form.inputs)
+    gm = torch.export.export(model, inputs).run_decompositions().graph_module
+    (match,) = find_matmuls(gm)
+    assert match.form == "convolution"
+    assert [sizes(product) for product in match.products] == form.sizes
+    assert match.skip == (form.skip and (form.skip, "a transposed convolution"))
