@@ -30,33 +30,6 @@ def check_place(path: str | Path) -> None:
         raise ProgramError(f"{path} cannot be written: it is no regular file, which a new one could take the place of")
 
 
-def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file beside `path` and then puts it in its place. Raises ProgramError if that fails.
-
-    The target of a link is replaced, not the link.
-    """
-    path = Path(os.path.realpath(path))
-    check_place(path)
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        with _File(io.FileIO(handle, "wb")) as file:
-            write(file)
-        if file.failed is not None:
-            raise file.failed
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException as error:
-        os.unlink(name)
-        if isinstance(error, OSError):
-            raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
-        raise
-
-
 @contextmanager
 def in_its_place(path: str | Path) -> Iterator[Path]:
     """A scope that writes another file of the same name, which then takes the place of `path`.
@@ -74,6 +47,22 @@ def in_its_place(path: str | Path) -> Iterator[Path]:
         os.replace(Path(folder) / place.name, place)
     finally:
         shutil.rmtree(folder)
+
+
+def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file beside `path` and then puts it in its place. Raises ProgramError if that fails.
+
+    The target of a link is replaced, not the link.
+    """
+    target = os.path.realpath(path)
+    try:
+        with in_its_place(target) as place:
+            with _File(io.FileIO(place, "wb")) as file:
+                write(file)
+            if file.failed is not None:
+                raise file.failed
+    except OSError as error:
+        raise ProgramError(f"{target} cannot be written: {error.strerror}") from error
 
 
 class _File(io.BufferedWriter):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fxquant.backend.backend import Backend
 from fxquant.bench.inference import Inference, quantized_program
 from fxquant.bench.providers import CALIBRATED, TORCHAO
-from fxquant.bench.rounds import Row, compiling
+from fxquant.bench.rounds import Layer, Row, compiling
 
 PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise", *TORCHAO)
 _ROTATED = 200_000_000
@@ -27,12 +27,8 @@ _ROTATED = 200_000_000
 
 
 @dataclass(frozen=True)
-class Decode(Inference):
-    """Sizes of one linear layer: input [m, k], weight [n, k]."""
-
-    m: int
-    k: int
-    n: int
+class Decode(Layer, Inference):
+    """Sizes of one linear layer and the number of its tokens `m`."""
 
     def __str__(self) -> str:
         return f"{self.m} tokens {self.k}x{self.n}"
@@ -47,7 +43,7 @@ class Decode(Inference):
             torch.cuda.empty_cache()
         with torch.device(device):
             model = nn.Linear(self.k, self.n, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-            x = torch.randn(self.m, self.k, dtype=torch.bfloat16)
+            x = self.input()
         bytes_of_weight = self.n * self.k * (2 if provider == "bf16" else 1)
         copies = 2 + _ROTATED // bytes_of_weight if cuda else 2
         row: Row = {}

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fxquant import recipes
 from fxquant.bench.providers import TORCHAO
-from fxquant.bench.rounds import Contender, Turns, failure
+from fxquant.bench.rounds import Contender, Layer, Turns, failure
 from fxquant.bench.training import Training
 from fxquant.kernels.linear import cublas
 from fxquant.quantizers import Quantizer
@@ -25,21 +25,14 @@ from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
 
 @dataclass(frozen=True)
-class Linear(Training):
+class Linear(Layer, Training):
     """Sizes of one linear layer: input [m, k], weight [n, k]."""
-
-    m: int
-    k: int
-    n: int
 
     def __str__(self) -> str:
         return f"{self.m}x{self.k}x{self.n}"
 
     def model(self) -> nn.Module:
         return nn.Linear(self.k, self.n, bias=False, dtype=torch.bfloat16)
-
-    def input(self) -> Tensor:
-        return torch.randn(self.m, self.k, dtype=torch.bfloat16)
 
     def beside(self, providers: Iterable[str], turns: Turns) -> list[Contender]:
         """A copy of the largest tensor, and the GEMMs of each provider alone."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from fxquant.bench.providers import gemms
 from fxquant.compat.private import inductor_config, unlimited_recompiles
@@ -65,6 +66,19 @@ class Problem:
     def columns(self, contender: Contender, ms: Mapping[str, float], turns: Turns) -> Row:
         """The columns of a contender that was timed; `ms` are the milliseconds of a call of all."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Layer(Problem):
+    """A problem of one linear layer: input [m, k], weight [n, k]."""
+
+    m: int
+    k: int
+    n: int
+
+    def input(self) -> Tensor:
+        """Normal values in bfloat16, on the default device."""
+        return torch.randn(self.m, self.k, dtype=torch.bfloat16)
 
 
 def measure(providers: Sequence[str], problem: Problem, turns: Turns) -> list[Row]:
