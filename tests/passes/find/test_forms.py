@@ -1,0 +1,32 @@
+"""The table of forms: functions by their names, and keywords that forms have other names for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rewriting import Calls, Rewrite, Shape, check, randn
+
+from fxquant.passes.find.forms import FORMS, FUNCTIONS
+
+
+def test_every_function_has_a_form_of_its_name() -> None:
+    assert {function.__name__ for function in FUNCTIONS} <= FORMS.keys()
+
+
+KEYWORDS: dict[str, tuple[Callable[..., Any], list[Shape]]] = {
+    "mm": (lambda x, w: torch.mm(x, mat2=w), [(5, 24), (24, 40)]),
+    "bmm": (lambda x, w: x.bmm(mat2=w), [(3, 5, 24), (3, 24, 40)]),
+    "mv": (lambda w, x: torch.mv(w, vec=x), [(5, 24), (24,)]),
+    "dot": (lambda x, y: x.dot(tensor=y), [(24,), (24,)]),
+    "addbmm": (lambda b, x, w: torch.addbmm(b, batch1=x, batch2=w), [(5, 40), (3, 5, 24), (3, 24, 40)]),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_keywords_are_those_of_the_operator(name: str) -> None:
+    function, shapes = KEYWORDS[name]
+    (match,) = check(Calls(function), [randn(*shape) for shape in shapes], Rewrite()).found
+    assert (match.form, match.emit is None) == (name, name in ("mv", "dot"))
