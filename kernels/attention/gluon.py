@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -380,15 +381,16 @@ CONFIGS = {
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor, k_scale_inv: Tensor, v_scale_inv: Tensor, *, causal: bool,
-    scale: float, out_dtype: torch.dtype, scaling: Scaling = "head", record: bool = False, config: Config | None = None,
+    operands: Sequence[Tensor], *, causal: bool, scale: float, out_dtype: torch.dtype, scaling: Scaling = "head",
+    record: bool = False, config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """softmax(q k^T * scale) v: `triton_forward.forward` of e4m3 operands without mask and dropout. Launches at once.
 
     o [B, H, Sq, D], the log-sum-exp [B, H, Sq] in float32 and, to `record`, the largest weight of each row likewise, of
     contiguous q [B, H, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, D, Sp] with Sp a multiple of 16, keys ordered by
-    `triton_cast`.
+    `triton_cast`. The scales of q, k and v follow these.
     """
+    q, k, v, q_scale, k_scale, v_scale = operands
     batches, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     out = torch.empty((batches, heads, q_len, head_dim), dtype=out_dtype, device=q.device)
@@ -415,8 +417,8 @@ def forward(
     fprop_warps_kernel[(programs,)](
         _descriptor(q.view(-1, q_len, head_dim), _ROWS.value, head_dim),
         _descriptor(k.view(-1, kv_len, head_dim), config.block_n, head_dim),
-        _descriptor(v.view(-1, head_dim, v.shape[3]), head_dim, config.block_n), out, lse, weights, q_scale_inv,
-        k_scale_inv, v_scale_inv, scale / math.log(2), tiles, heads, kv_heads, batches * heads, q_len, kv_len, together,
+        _descriptor(v.view(-1, head_dim, v.shape[3]), head_dim, config.block_n), out, lse, weights, q_scale,
+        k_scale, v_scale, scale / math.log(2), tiles, heads, kv_heads, batches * heads, q_len, kv_len, together,
         SCALING=KINDS[scaling], CAUSAL=causal, EVEN=not causal and kv_len % config.block_n == 0, RECORD=record,
         Q_HELD=config.q_held, GROUPS=config.groups, REGISTERS=config.registers, STAGES=config.stages, BN=config.block_n,
         D=head_dim, num_warps=4,

@@ -41,7 +41,7 @@ def attention_fprop(
     parts = [x.contiguous() for x in (q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)]
     with torch.cuda.device(q.device):
         return gluon.forward(
-            *parts, causal=causal, scale=scale, scaling=cast(Scaling, scaling), out_dtype=dtype, record=record
+            parts, causal=causal, scale=scale, scaling=cast(Scaling, scaling), out_dtype=dtype, record=record
         )
 
 

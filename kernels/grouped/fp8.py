@@ -112,8 +112,8 @@ def _triton(
         a_scale = a_scale if weight_gradient else a_scale.unsqueeze(1)
     if weight_gradient:
         ends = padded_ends(offs, left.row.alignment)
-        return triton_grouped.grouped_columns(a[0], b[0], a_scale, b_scale, ends, block, out_dtype, fast_accum)
-    return triton_grouped.grouped_rows(a[0], b[0], a_scale, b_scale, offs, block, out_dtype, fast_accum)
+        return triton_grouped.grouped_columns((a[0], a_scale), (b[0], b_scale), ends, block, out_dtype, fast_accum)
+    return triton_grouped.grouped_rows((a[0], a_scale), (b[0], b_scale), offs, block, out_dtype, fast_accum)
 
 
 @grouped_scaled_mm.implementation(GemmKernel.EMULATED, when=choice.emulated, fallback=True)

@@ -98,7 +98,7 @@ def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.co
 @writes(row_amax="ROW", column_amax="COLUMN")
 @triton.jit
 def grouped_amax_kernel(
-    x, row_amax, column_amax, strips, G, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    x, row_amax, column_amax, strips, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
     GROUP: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of the rows [M], and of the columns of each group [G, K] or of groups, into zeroed float32 buffers."""
@@ -244,7 +244,7 @@ def _take(
     row_amax, column_amax = (place.unread if amax is None else amax for amax in (row_amax, column_amax))
     warps, height = 2, 8
     wrap_triton(grouped_amax_kernel)[(place.count * triton.cdiv(x.shape[-1], 256),)](
-        x, row_amax, column_amax, place.strips, place.groups, place.rows, place.padded_rows, x.shape[-1], x.stride(-2),
+        x, row_amax, column_amax, place.strips, place.rows, place.padded_rows, x.shape[-1], x.stride(-2),
         by_row, by_column, by_group, place.batch, _STRIP, warps, height, num_warps=warps,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ a group does.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,import-untyped"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,26 +283,26 @@ def _config(block: int, fast_accum: bool, dtype: torch.dtype, short: bool = Fals
 
 
 def grouped_rows(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:  # fmt: skip
+    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, block: int, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
     """a [M, K] x b [G, N, K]^T by groups of rows, FP8, in `out_dtype`; rows of no group are zero.
 
-    `block` 0: a_scale [M, 1], b_scale [G, N]. 1 or 128, with K in multiples of 128: a_scale [M, K/128], of any strides,
-    and b_scale [G, N or N/128, K/128] (rounded up). Scales are float32. K is a multiple of 16.
+    Their float32 scales are for `block` 0 [M, 1] and [G, N]; for 1 or 128, with K in multiples of 128, [M, K/128], of
+    any strides, and [G, N or N/128, K/128] (rounded up). K is a multiple of 16.
     """
-    rows, inner = a.shape
-    groups, features = b.shape[:2]
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    rows, inner = a_data.shape
+    groups, features = b_data.shape[:2]
     config = _config(block, fast_accum, out_dtype)
-    out = torch.empty((rows, features), dtype=out_dtype, device=a.device)
+    out = torch.empty((rows, features), dtype=out_dtype, device=a_data.device)
     most = triton.cdiv(triton.cdiv(rows, config.m) + groups, _ENTRIES)
-    tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=a.device)
-    count = torch.empty(1, dtype=torch.int32, device=a.device)
+    tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=a_data.device)
+    count = torch.empty(1, dtype=torch.int32, device=a_data.device)
     enough = triton.next_power_of_2(groups)
     wrap_triton(tiles_kernel)[(most,)](offs, tiles, count, groups, enough, config.m, _ENTRIES, num_warps=4)
-    with triton_workspace(a.device):
+    with triton_workspace(a_data.device):
         wrap_triton(rows_kernel)[(config.programs,)](
-            a, b, a_scale, b_scale, tiles, count, offs, out, rows, features, inner, groups, *a_scale.stride(),
+            a_data, b_data, a_scale, b_scale, tiles, count, offs, out, rows, features, inner, groups, *a_scale.stride(),
             b_scale.stride(0), b_scale.stride(1), block, fast_accum and not block, _aligned(features, out_dtype),
             config.programs, config.flatten, config.m, config.n, config.k, config.halves, num_warps=config.warps,
             num_stages=config.stages,
@@ -310,21 +311,21 @@ def grouped_rows(
 
 
 def grouped_columns(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, block: int, out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:  # fmt: skip
+    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, block: int, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
     """a [N, M] x b [K, M]^T over the columns of each group, FP8, to [G, N, K] of `out_dtype`; `offs` are their ends.
 
-    M and the ends are multiples of 16. `block` 0: scales [G, N] and [G, K]. 1, with groups that start and end at
-    multiples of 128: [N, M/128] and [K, M/128], of any strides.
+    M and the ends are multiples of 16. The scales are for `block` 0 [G, N] and [G, K]; for 1, with groups that start
+    and end at multiples of 128, [N, M/128] and [K, M/128], of any strides.
     """
-    groups, outputs, inputs = offs.shape[0], a.shape[0], b.shape[0]
-    short = statically_known_true(a.shape[1] <= 1024 * groups)
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    groups, outputs, inputs = offs.shape[0], a_data.shape[0], b_data.shape[0]
+    short = statically_known_true(a_data.shape[1] <= 1024 * groups)
     config = _config(block, fast_accum, out_dtype, short)
-    out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a.device)
-    with triton_workspace(a.device):
+    out = torch.empty((groups, outputs, inputs), dtype=out_dtype, device=a_data.device)
+    with triton_workspace(a_data.device):
         wrap_triton(columns_kernel)[(config.programs,)](
-            a, b, a_scale, b_scale, offs, out, a.shape[1], outputs, inputs, groups, *a_scale.stride(),
+            a_data, b_data, a_scale, b_scale, offs, out, a_data.shape[1], outputs, inputs, groups, *a_scale.stride(),
             *b_scale.stride(), block, fast_accum and not block, _aligned(inputs, out_dtype), config.programs,
             config.flatten, config.m, config.n, config.k, config.halves, num_warps=config.warps,
             num_stages=config.stages,
