@@ -46,19 +46,19 @@ log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _MOST_NODES = 32
-"""Of an activation, as Inductor decomposes it."""
+"""Nodes of an activation, as Inductor decomposes it."""
 
 
 @dataclass(kw_only=True)
 class Epilogue:
-    """What a GEMM can compute besides its product, and `root`, the node that it then is."""
+    """The operations that a GEMM can do behind its product; its result then is `root`."""
 
     root: fx.Node
     bias: fx.Node | None
     activation: str = ""
     residual: fx.Node | None = None
     amaxes: tuple[fx.Node, ...] = ()
-    """What takes the amax of the whole tensor: `amax`, or a quantization that is not told its scale."""
+    """The readers that take the amax of the whole tensor: `amax`, or a quantization without a given scale."""
 
     @property
     def fuses(self) -> bool:
@@ -128,11 +128,11 @@ def problems(graph: fx.Graph) -> Iterator[tuple[fx.Node, Problem]]:
 
 
 def _gemms(graph: fx.Graph) -> list[fx.Node]:
-    """Those that the Triton kernel can do."""
+    """Returns the GEMMs that the Triton kernel can do."""
 
     def supports(node: fx.Node) -> bool:
-        given: Any = fx.node.map_arg(node.args, val)
-        a, b, a_spec, b_spec, _, dtype, _ = given
+        arguments: Any = fx.node.map_arg(node.args, val)
+        a, b, a_spec, b_spec, _, dtype, _ = arguments
         return triton_multiplies(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), dtype)
 
     nodes = graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default)
@@ -140,16 +140,16 @@ def _gemms(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _epilogue(node: fx.Node) -> Epilogue:
-    """All that can be fused with a GEMM, in the order in which the kernel does it."""
-    found = Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
-    if found.bias is None and (added := _added(found.root, _is_bias)):
-        found.root, found.bias = added
-    if activated := _activated(found.root):
-        found.root, found.activation = activated
-    if added := _added(found.root, _is_residual):
-        found.root, found.residual = added
-    found.amaxes = tuple(user for user in readers(found.root) if _takes_amax(user))
-    return found
+    """Returns all that can be fused with a GEMM, in the order in which the kernel does it."""
+    epilogue = Epilogue(root=node, bias=node.args[4])  # type: ignore[arg-type]
+    if epilogue.bias is None and (added := _added(epilogue.root, _is_bias)):
+        epilogue.root, epilogue.bias = added
+    if activated := _activated(epilogue.root):
+        epilogue.root, epilogue.activation = activated
+    if added := _added(epilogue.root, _is_residual):
+        epilogue.root, epilogue.residual = added
+    epilogue.amaxes = tuple(user for user in readers(epilogue.root) if _takes_amax(user))
+    return epilogue
 
 
 def _takes_amax(node: fx.Node) -> bool:
@@ -160,9 +160,9 @@ def _takes_amax(node: fx.Node) -> bool:
 
 
 def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
-    """What there is to time; dynamic sizes are those of the example."""
-    given: Any = fx.node.map_arg(node.args, val)
-    a, b, a_spec, b_spec, _, dtype, fast_accum = given
+    """Returns the problem to time; dynamic sizes are those of the example."""
+    arguments: Any = fx.node.map_arg(node.args, val)
+    a, b, a_spec, b_spec, _, dtype, fast_accum = arguments
     m, k, n = (size_hint(size) for size in (*a[0].shape, b[0].shape[0]))
     return Problem(
         m, k, n, a_spec, b_spec, dtype, fast_accum, epilogue.bias is not None, epilogue.activation,
@@ -171,7 +171,7 @@ def _problem(node: fx.Node, epilogue: Epilogue) -> Problem:
 
 
 def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen[GemmKernel]:
-    """cuBLAS or Triton, and why."""
+    """Returns cuBLAS or Triton, and why."""
     if gemm == "triton":
         return Chosen(GemmKernel.TRITON, "as asked for")
     look = gemm_timing.measured if gemm == "autotune" and device.type == "cuda" else gemm_timing.remembered
@@ -182,15 +182,15 @@ def _choose(problem: Problem, gemm: str, device: torch.device) -> Chosen[GemmKer
 
 
 def _added(root: fx.Node, fits: Callable[[Tensor, Tensor], bool]) -> tuple[fx.Node, fx.Node] | None:
-    """The sum that is the only reader of a tensor, and what is added to it."""
+    """Returns the sum that is the only reader of a tensor, and the other term."""
     users = list(readers(root))
     if len(users) != 1 or users[0].target is not _aten.add.Tensor or users[0].kwargs:
         return None
     sides = users[0].args
-    own = [behind_views(side, RESHAPES) is root for side in sides]
-    if own == [True, True] or not all(isinstance(side, fx.Node) for side in sides):
+    is_root = [behind_views(side, RESHAPES) is root for side in sides]
+    if all(is_root) or not all(isinstance(side, fx.Node) for side in sides):
         return None
-    side, other = sides if own[0] else sides[::-1]
+    side, other = sides if is_root[0] else sides[::-1]
     assert isinstance(other, fx.Node)
     total, value = val(users[0]), val(other)
     same = total.shape == val(side).shape and total.dtype == value.dtype == val(root).dtype
@@ -224,7 +224,7 @@ def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
 
 
 def _following(root: fx.Node, end: fx.Node | None) -> Iterator[fx.Node]:
-    """What is computed of a node without passing `end`, the nearest first, and not much of it."""
+    """Yields some nodes that are computed of a node without passing `end`, the nearest first."""
     seen, queue = {root}, [root]
     for node in queue:
         for user in node.users:
@@ -272,12 +272,12 @@ def _is_per_tensor(node: fx.Node) -> bool:
 
 
 def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int], fx.Node]) -> None:
-    """Gives a GEMM the left scale once for each row, whereby it becomes the kernel for those.
+    """Gives a GEMM the left scale once for each row, so that it becomes the kernel for scales of rows.
 
-    `scales` has those of GEMMs before it, by the scale and the number of rows.
+    `scales` maps (scale, rows) to the expanded scale that an earlier GEMM uses.
     """
-    given: Any = node.args
-    (data, scale), b, _, b_spec, *rest = given
+    arguments: Any = node.args
+    (data, scale), b, _, b_spec, *rest = arguments
     element = QuantSpec.parse(str(node.args[2])).row.element
     assert element is not None
     key = (scale, val(node).shape[0])

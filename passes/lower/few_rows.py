@@ -178,9 +178,9 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def quantizes_few_rows(node: fx.Node) -> bool:
-    """Whether a quantization is left to a Triton kernel.
+    """Returns True if a quantization is left to a Triton kernel.
 
-    Fused by Inductor with what makes its tensor it costs no launch; but an amax of the whole tensor does.
+    Inductor fuses it with what makes its tensor, at no launch; but an amax of the whole tensor costs one.
     """
     x, text, direction, *multiplier = node.args
     if node.kwargs:
@@ -193,7 +193,7 @@ def quantizes_few_rows(node: fx.Node) -> bool:
 
 
 def _is_fused(x: Any) -> bool:
-    """Whether Inductor makes a tensor in a kernel of its own, into which it can fuse more."""
+    """Returns True if Inductor makes a tensor in a kernel of its own, into which it can fuse more."""
     x = behind_views(x)
     tags = getattr(x.target, "tags", ())
     return x.op == "call_function" and (torch.Tag.pointwise in tags or x.target is _CONVERT)

@@ -31,6 +31,7 @@ from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
 from fxquant.kernels.operator import Facts, operator_of
 from fxquant.passes.graph.builder import Builder, put_in_places
+from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import is_fxquant, writes
 from fxquant.passes.graph.trace import inline, trace
@@ -44,16 +45,13 @@ _PORTABLE: dict[Any, Callable[..., Any]] = {
     _GROUPED_MM: portable_grouped_mm,
     torch.ops.aten._scaled_mm_v2.default: gemm.portable_block_mm,
 }
-"""What runs where fxquant is not."""
+"""The functions that run without fxquant, by the operator that they stand for."""
 
 
 def _trace(
     run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], portable: bool, in_place: bool
 ) -> fx.GraphModule:
-    """`run` as an ATen graph whose inputs are the tensors among the arguments, in order.
-
-    Only what writes `in_place` writes into them.
-    """
+    """Returns `run` as an ATen graph whose inputs are the tensors among the arguments; it writes to them `in_place`."""
     table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
     body = trace(run, args, kwargs, decomposition_table=table)
     _make_functional(body.graph, in_place)
@@ -64,7 +62,7 @@ def _trace(
 def _make_functional(graph: fx.Graph, in_place: bool) -> None:
     """Turns launches that write into their arguments into ones that return what was written.
 
-    What the graph is given stays what a launch writes to, where that is meant `in_place`.
+    With `in_place`, launches still write into the inputs of the graph.
     """
     for node in list(graph.nodes):
         if node.target is not triton_kernel_wrapper_mutation:
@@ -98,7 +96,9 @@ def implementation(node: fx.Node, settings: Settings) -> Callable[..., Any]:
     called = operator_of(node.target)
     assert called is not None
     facts = facts_of(node, settings)
-    kernel = called.choose(facts).kernel
+    chosen = called.choose(facts)
+    kernel = chosen.kernel
+    allowed(node, "lower", str(chosen) if chosen.reason and facts.on_cuda else "")
     if kernel is not called.reference or not called.traits.reads_values:
         return called.run(kernel)
     given = called.traits.reads_values == 1 and behind_views(node.args[0]).op in ("placeholder", "get_attr")

@@ -80,7 +80,7 @@ class _Site:
 
     quantize: fx.Node
     amax: fx.Node | None
-    """That of the tensor, where it is recorded."""
+    """The amax of the tensor, if it is recorded."""
     made: dict[str, tuple[fx.Node, ...]]
     """The inputs of each producer that the tensor is a result of."""
 
@@ -103,7 +103,7 @@ class _Site:
 
     @property
     def scales_by_own_amax(self) -> bool:
-        """Whether a scale of the whole tensor is made of its own amax."""
+        """True if a scale of the whole tensor is made of its own amax."""
         return any(side.per_tensor and _by_own_amax(side.state) for side in self.sides)
 
 
@@ -149,7 +149,7 @@ def _sites(graph: fx.Graph, device: str, reasons: dict[fx.Node, str]) -> Iterato
 
 
 def _inductor_fuses(node: fx.Node) -> bool:
-    """Whether Inductor does a cast where it computes the tensor: one that is wanted rowwise, not after its amax."""
+    """Returns True if Inductor casts where it computes the tensor: rowwise alone, and not after its amax."""
     side, *others = sides_of(node)
     if side.direction != "rowwise" or others:
         return False
@@ -158,12 +158,12 @@ def _inductor_fuses(node: fx.Node) -> bool:
 
 
 def _own_amax(state: Any) -> Any:
-    """The amax that a scale is made of, where it is made in the graph of its own tensor."""
+    """Returns the amax that a scale is made of, if the graph makes it of its own tensor."""
     return state.args[0] if isinstance(state, fx.Node) and is_fxquant(state, "scale_from_amax") else None
 
 
 def _by_own_amax(state: Any) -> bool:
-    """Whether the scale of a tensor is made of its own amax, in the graph or by the quantization itself."""
+    """Returns True if a scale is made of its tensor's amax, in the graph or by the quantization itself."""
     return state is None or _own_amax(state) is not None
 
 
@@ -183,7 +183,7 @@ def _obstacle(node: fx.Node) -> str:
 
 
 def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]:
-    """The sites that a producer makes together: one for each of its results."""
+    """Yields the sites that a producer makes together: one for each of its results."""
     if not producer.parts:
         yield from ([site] for site in sites if producer.name in site.made)
         return
@@ -272,7 +272,7 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
 
 
 def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[fx.Node | None]:
-    """What each direction takes besides the tensor: its scale is made here where it has one that is not yet.
+    """Returns the state that each direction takes; makes the scale of a whole tensor if there is none yet.
 
     A producer of two results has a kernel of its own for their amaxes.
     """
@@ -355,5 +355,5 @@ def inputs_of(name: str, root: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def last_operator(name: str) -> Any:
-    """What a producer ends in, as Inductor has decomposed it."""
+    """Returns the operator that a producer ends in, as Inductor has decomposed it."""
     return _pattern(PRODUCERS[name], torch.bfloat16)[0].target

@@ -38,11 +38,11 @@ def advance_state(graph: fx.Graph, settings: Settings) -> int:
 
 
 def _advance(update: fx.Node, copies: dict[Any, fx.Node]) -> bool:
-    """Whether the update is all that becomes of a state, and was rewritten."""
+    """Rewrites an update if nothing else reads or writes its state; returns True if it has."""
     scale, history, forward_amax, _, step, *_ = update.args
-    made = {user.args[1]: user for user in update.users if user.target is operator.getitem}
+    results = {user.args[1]: user for user in update.users if user.target is operator.getitem}
     states = (scale, history, forward_amax, step)
-    if not all(state in copies for state in states) or not {0, 1} <= made.keys():
+    if not all(state in copies for state in states) or not {0, 1} <= results.keys():
         return False
     new_scale, new_history, recorded, counted = (copies[state].args[1] for state in states)
     assert isinstance(recorded, fx.Node) and isinstance(counted, fx.Node)
@@ -51,14 +51,14 @@ def _advance(update: fx.Node, copies: dict[Any, fx.Node]) -> bool:
         root, reader = root.args[0], root  # type: ignore[assignment]
     counts = counted.target is _aten.add.Tensor and counted.args == (step, 1)
     zeros = root.target is _aten.full.default and root.args[1] == 0
-    if new_scale is not made[0] or new_history is not made[1] or not counts or not zeros:
+    if new_scale is not results[0] or new_history is not results[1] or not counts or not zeros:
         return False
-    known = {update, counted, *(copies[state] for state in states)}
-    if any(user not in known for state in states for user in state.users):  # type: ignore[union-attr]
+    expected = {update, counted, *(copies[state] for state in states)}
+    if any(user not in expected for state in states for user in state.users):  # type: ignore[union-attr]
         return False
-    _replace(update, made[0], copies[scale])
+    _replace(update, results[0], copies[scale])
     root.replace_all_uses_with(forward_amax, delete_user_cb=lambda user: user is reader)  # type: ignore[arg-type]
-    done = [copies[scale], copies[history], copies[step], counted, *made.values(), update]
+    done = [copies[scale], copies[history], copies[step], counted, *results.values(), update]
     for node in [*done, *([reader] if reader is copies[forward_amax] else [])]:
         update.graph.erase_node(node)
     return True

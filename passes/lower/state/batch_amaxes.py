@@ -5,8 +5,8 @@
     # becomes
     amaxes = fxquant.record(amaxes, [a, b], [0, 1])
 
-and so `record_since`, which is the backward's. Between them is what AOTAutograd makes of a write into a state whose
-entries lie apart, which is left out:
+and so `record_since`, which is the backward's. AOTAutograd puts a copy between them where the entries of a state lie
+apart, which goes away:
 
     amaxes = aten.copy(state, fxquant.record(...))
 """
@@ -34,9 +34,9 @@ def batch_amaxes(graph: fx.Graph, settings: Settings) -> int:
         same = isinstance(before, fx.Node) and before.target is node.target and [*before.args[1:-2]] == rest
         if not same or list(before.users) != [node]:
             continue
-        known = list(zip(before.args[-2], before.args[-1], strict=True))
-        added = [pair for pair in zip(new, slots, strict=True) if pair not in known]
-        news, places = zip(*known, *added, strict=True)
+        earlier = list(zip(before.args[-2], before.args[-1], strict=True))
+        added = [pair for pair in zip(new, slots, strict=True) if pair not in earlier]
+        news, places = zip(*earlier, *added, strict=True)
         node.args = (before.args[0], *rest, list(news), list(places))
         graph.erase_node(before)
         count += 1
@@ -44,7 +44,7 @@ def batch_amaxes(graph: fx.Graph, settings: Settings) -> int:
 
 
 def _leave_copies_out(graph: fx.Graph) -> None:
-    """Has what reads a copy that is laid out as a state, a record or the write into the state, read its source."""
+    """Lets records, and the write into a state, read the source of a copy that is only laid out as the state."""
     for copy in list(graph.find_nodes(op="call_function", target=_aten.copy.default)):
         state, source, *_ = copy.args
         same = isinstance(source, fx.Node) and all(
@@ -56,6 +56,6 @@ def _leave_copies_out(graph: fx.Graph) -> None:
 
 
 def _reads_values(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node that is laid out by another of its arguments, or a record, reads `source`, or has it written."""
+    """Returns True if a node reads the values of `source` and not its layout: a record, or a copy to elsewhere."""
     copies = node.target is _aten.copy_.default or (node.target is _aten.copy.default and node.args[1] is not source)
     return copies or any(is_fxquant(node, name) for name in ("record", "record_since"))

@@ -43,7 +43,7 @@ def split_scales(graph: fx.Graph, settings: Settings) -> int:
 
 
 def _is_scale(node: fx.Node) -> bool:
-    """Whether a node of one element goes to quantizations, or to those of the backward."""
+    """Returns True if a node of one element goes to quantizations alone, of this graph or of the backward."""
     quantizes = [is_fxquant(user) or user.op == "output" for user in node.users]
     value = val(node)
     return isinstance(value, Tensor) and tuple(value.shape) == (1,) and bool(quantizes) and all(quantizes)
@@ -54,20 +54,20 @@ def _split(vector: fx.Node, by_index: dict[int, list[fx.Node]]) -> None:
     originals = [nodes[0] for nodes in by_index.values()]
     with graph.inserting_before(_behind(vector)), faking(val(vector)):
         slices = [graph.node_copy(node) for node in originals]
-        parted = graph.call_function(_aten._foreach_mul.Scalar, (slices, 1))
+        products = graph.call_function(_aten._foreach_mul.Scalar, (slices, 1))
         like = val(vector)
-        parted.meta["val"] = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in slices]
+        products.meta["val"] = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in slices]
         for i, nodes in enumerate(by_index.values()):
-            own = graph.call_function(operator.getitem, (parted, i))
-            own.meta = {**nodes[0].meta, "val": parted.meta["val"][i]}
+            scale = graph.call_function(operator.getitem, (products, i))
+            scale.meta = {**nodes[0].meta, "val": products.meta["val"][i]}
             for node in nodes:
-                node.replace_all_uses_with(own)
+                node.replace_all_uses_with(scale)
     for node in itertools.chain(*by_index.values()):
         graph.erase_node(node)
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """The first place behind a node where nodes can be inserted."""
+    """Returns the first place behind a node where nodes can be inserted."""
     following = node.next
     while following.op == "placeholder":
         following = following.next

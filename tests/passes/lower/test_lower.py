@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant.compat.private import triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, AttentionSpec, QuantSpec, Step
+from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.pipeline import Lowering
 from fxquant.passes.settings import Settings
@@ -177,9 +178,10 @@ def test_lowered_attention_has_the_same_bits_and_keeps_sizes_symbolic(mode: str)
 def test_amaxes_of_what_lies_in_memory_are_a_kernel(rows: int, launches: int) -> None:
     with FakeTensorMode():
         x = torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16)
-        graph = make_fx(lambda x: [ops.amax(x), ops.amax(x.exp())])(x).graph
-    lower(graph, Settings())
-    assert [n.target for n in graph.nodes].count(triton_kernel_wrapper_functional) == launches
+        gm = make_fx(lambda x: [ops.amax(x), ops.amax(x.exp())])(x)
+    lower(gm.graph, Settings())
+    assert [n.target for n in gm.graph.nodes].count(triton_kernel_wrapper_functional) == launches
+    assert {left.step for left in not_fused(gm.graph)} == {"lower"}
 
 
 def test_no_kernel_is_translated_to_learn_what_its_launches_write(monkeypatch) -> None:
