@@ -43,7 +43,7 @@ def _scores(spec: AttentionSpec, extras: Parts, seed: Tensor | None) -> Scores:
 
 
 def _dequantized(operands: Sequence[Parts], spec: QuantSpec, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k and v in a 16-bit dtype."""
+    """Returns q, k and v in a 16-bit dtype."""
     q, k, v = operands
     scaling = SCALINGS.get(str(spec))
     if scaling is not None:
@@ -59,7 +59,7 @@ def attention_forward(
     kernel: AttentionKernel, q: Parts, k: Parts, v: Parts, extras: Parts, seed: Tensor | None, s_scale: Tensor | None,
     spec: str, width: int, dtype: torch.dtype, amaxes: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """[o, lse, amax of the softmax, which only a delayed scale asks for], or [o, lse] where it goes into `amaxes`."""
+    """Returns [o, lse, amax of the softmax, which only a delayed scale asks for], or [o, lse] with it in `amaxes`."""
     s_amax = torch.zeros(1, device=q[0].device) if amaxes is None and s_scale is not None else amaxes
     parsed = AttentionSpec.parse(spec)
     scores = _scores(parsed, extras, seed)
@@ -73,7 +73,7 @@ def _forward(
     kernel: AttentionKernel, operands: Sequence[Parts], scores: Scores, spec: QuantSpec, width: int,
     dtype: torch.dtype, s_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse by a kernel; the amax of the softmax goes into `s_amax`."""
+    """Returns o and lse by a kernel; the amax of the softmax goes into `s_amax`."""
     if kernel in (AttentionKernel.CUDNN, AttentionKernel.WIDE):
         wide = _dequantized(operands, spec, width, dtype)
         if kernel is AttentionKernel.CUDNN:
@@ -93,7 +93,7 @@ def attention_backward(
     seed: Tensor | None, s_scale: Tensor | None, do_scale: Tensor | None, dp_scale: Tensor | None,
     wanted: Sequence[int], spec: str, width: int,
 ) -> list[Tensor]:  # fmt: skip
-    """[dq, dk, dv, amaxes of do and the scores' gradient], where the gradients of no extras are `wanted`."""
+    """Returns [dq, dk, dv, amaxes of do and the scores' gradient], where the gradients of no extras are `wanted`."""
     parsed = AttentionSpec.parse(spec)
     do_amax, dp_amax = (None if scale is None else torch.zeros(1, device=do.device) for scale in (do_scale, dp_scale))
     scores = _scores(parsed, extras, seed)

@@ -33,7 +33,7 @@ _E4M3, _WIDE, _WIDE_TWICE = (tl.constexpr(i) for i in range(3))
 
 @triton.jit
 def _tile(source, head, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
+    """Loads rows of one head from a descriptor of [heads, S, D]; zeros past the end."""
     return tl.reshape(source.load([head, first, 0]), (ROWS, D))
 
 
@@ -46,7 +46,7 @@ def dkdv_kernel(
     MASK: tl.constexpr, DROPPED: tl.constexpr, RAISED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
+    """Computes dk and dv of one tile of BN keys, over the queries of all heads that share them, BM at a time.
 
     q_wide holds the values of q, do_wide the unquantized do, both of 16 bits; log_sum is the log-sum-exp in units of
     log2, infinite where there is nothing. Keys are rows here, queries columns. WIDE: q, k, v and do are 16-bit values
@@ -142,7 +142,7 @@ def dq_kernel(
     DROPPED: tl.constexpr, RAISED: tl.constexpr, WIDE: tl.constexpr, RECORD: tl.constexpr, STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the values of k in 16 bits.
+    """Computes dq of one tile of BM queries, over the keys, BN at a time. k_wide holds the values of k in 16 bits.
 
     RECORD: the amax of the gradient of q k^T is taken into dp_amax, float32 [1].
     """
@@ -248,7 +248,7 @@ def backward(
     do: Tensor, operands: Sequence[Sequence[Tensor]], o: Tensor, lse: Tensor, scores: Scores, scaling: Scaling = "head",
     cast: GradientCast | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 operands; v is transposed there too.
+    """Returns the gradients (dq, dk, dv) of `forward`, of the dtype of do, from e4m3 operands; v is transposed too.
 
     S = q k^T and dP = do v^T multiply FP8 operands, and are float32. For dv, P is rounded to 16 bits, and multiplied
     with do [B, H, Sq, D] as it came; for dq and dk, dS = P (dP - rowsum(do o)) is rounded to 16 bits, and multiplied
@@ -269,7 +269,7 @@ def wide_backward(
     do: Tensor, operands: Sequence[Tensor], o: Tensor, lse: Tensor, scores: Scores,
     rounded: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `forward` in high precision, from 16-bit q, k and v [B, H, S, D] of the dtype of do.
+    """Returns the gradients of `forward` in high precision, from 16-bit q, k and v [B, H, S, D] of the dtype of do.
 
     `rounded` are the do to multiply with v, and the do to multiply with P, in place of do itself.
     """
@@ -282,7 +282,7 @@ def _backward(
     operands: Sequence[Tensor], wide: Sequence[Tensor | None], scales: Sequence[Tensor | None],
     terms: tuple[Tensor, Tensor], scores: Scores, scaling: int, scores_amax: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Both kernels for do, q, k and v. `wide` are do, q and k in 16 bits where the operands are of e4m3."""
+    """Launches both kernels for do, q, k and v. `wide` are do, q and k in 16 bits where the operands are of e4m3."""
     do, q, k, v = operands
     batches, heads, q_len = q.shape[:3]
     head_dim = int(q.shape[3])  # a constant of the kernels
@@ -317,5 +317,5 @@ def _backward(
 
 
 def row_terms(do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """rowsum(do o), and the log-sum-exp in units of log2, infinite for a row that saw nothing, which has no P."""
+    """Returns rowsum(do o), and the log-sum-exp in units of log2, infinite for a row that saw nothing."""
     return (do.float() * o.float()).sum(-1), torch.where(lse == -math.inf, math.inf, lse) * LOG2_E.value

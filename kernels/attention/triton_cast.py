@@ -22,7 +22,7 @@ from fxquant.kernels.cast.codes import four, in_words, magnitude, raise_amax, wo
 
 TENSOR, HEAD, BLOCK = (tl.constexpr(i) for i in range(3))
 KINDS: dict[str, int] = {"tensor": 0, "head": 1, "block": 2}
-"""Scalings as the kernels know them."""
+"""The numbers of the scalings in kernels."""
 BLOCK_LEN = tl.constexpr(128)
 _KEYS = 16
 """Keys of a transposed v are padded to a multiple of this, and of every 16 their order is 0 1 8 9, 2 3 10 11,
@@ -37,7 +37,7 @@ _STEPS = 4
 
 @triton.jit
 def _head_tile(x, first, length, row_step, ROWS: tl.constexpr, D: tl.constexpr):
-    """ROWS rows of a head from `first` on in float32, zeros past the end."""
+    """Loads ROWS rows of a head from `first` on in float32, zeros past the end."""
     row = first + tl.arange(0, ROWS)
     at = row[:, None].to(tl.int64) * row_step + tl.arange(0, D)[None, :]
     return tl.load(x + at, mask=row[:, None] < length, other=0.0).to(tl.float32)
@@ -45,13 +45,13 @@ def _head_tile(x, first, length, row_step, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _tile_amax(tile):
-    """The amax of a tile, NaN ignored."""
+    """Returns the amax of a tile, NaN ignored."""
     return tl.max(tl.max(magnitude(tile), axis=1), axis=0)
 
 
 @triton.jit
 def _head_amax(x, first, length, row_step, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """The bits of the amax, NaN ignored, of STEPS times ROWS rows of a head: magnitudes are ordered as they are.
+    """Returns the bits of the amax, NaN ignored, of STEPS times ROWS rows of a head: they order magnitudes.
 
     Without masks more loads are on their way at a time.
     """
@@ -116,7 +116,7 @@ def head_amax_kernel(
     x, amax, heads, groups, length, batch_step, head_step, row_step,
     STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the amaxes of each `groups` heads of x [B, H, S, D], into zeroed int32 [B, H / groups]."""
+    """Takes the bits of the amaxes of each `groups` heads of x [B, H, S, D] into zeroed int32 [B, H / groups]."""
     blocks = tl.cdiv(length, ROWS * STEPS)
     head = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * (ROWS * STEPS)
@@ -131,10 +131,10 @@ def head_cast_kernel(
     GIVEN: tl.constexpr, RECORD: tl.constexpr, E5M2: tl.constexpr, TRANSPOSED: tl.constexpr, RULE: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """x [B, H, S, D] times the largest of FP8 / amax, given as bits, as FP8 [B, H, S, D] or [B, H, D, padded].
+    """Casts x [B, H, S, D] times the largest of FP8 / amax, a number in bits, to FP8 [B, H, S, D] or [B, H, D, padded].
 
-    From the end, which the L2 cache still holds from when the amaxes were taken. With GIVEN the scale of all heads is
-    given instead, float32 [1], and with RECORD the amax is taken into float32 [1].
+    It begins at the end, which the L2 cache still holds from when the amaxes were taken. With GIVEN `scaled_by` is the
+    multiplier of all heads, float32 [1], and with RECORD the amax is taken into float32 [1].
     """
     blocks = tl.cdiv(padded, ROWS)
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -183,7 +183,7 @@ def block_cast_kernel(
     x, data, scale_inv, kv_heads, length, padded, batch_step, head_step, row_step, GROUPS: tl.constexpr,
     TRANSPOSED: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """x [B, H, S, D] as e4m3 with a scale for 128 positions of GROUPS heads, of which there are kv_heads: one read."""
+    """Casts x [B, H, S, D] to e4m3 with a scale for 128 positions of GROUPS heads, kv_heads times: one read."""
     blocks = tl.cdiv(length, BLOCK_LEN)
     _block_cast(
         x, data, scale_inv, tl.program_id(0) // blocks, tl.program_id(0) % blocks, kv_heads, length, padded,
@@ -197,7 +197,7 @@ def qkv_amax_kernel(
     q, k, v, amax, heads, kv_heads, batches, q_len, kv_len, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch,
     v_head, v_row, SCALING: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the amaxes of q, k and v, into zeroed int32 [3, B, kv_heads] or [3]."""
+    """Takes the bits of the amaxes of q, k and v into zeroed int32 [3, B, kv_heads] or [3]."""
     q_blocks, kv_blocks = tl.cdiv(q_len, ROWS * STEPS), tl.cdiv(kv_len, ROWS * STEPS)
     all_kv = batches * kv_heads
     index = tl.program_id(0) - q_blocks * (batches * heads)
@@ -223,7 +223,7 @@ def _cast_values(
     SCALING: tl.constexpr, GIVEN: tl.constexpr, RECORD: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """The part of `qkv_cast_kernel` that transposes v."""
+    """Casts and transposes v in `qkv_cast_kernel`."""
     blocks = tl.cdiv(v_len, ROWS)
     head, first = index // blocks, (index % blocks) * ROWS
     at, place = 2, 0
@@ -245,7 +245,7 @@ def qkv_cast_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, SCALING: tl.constexpr, GIVEN: tl.constexpr,
     RECORD: tl.constexpr, RULE: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v as e4m3, v transposed, in one launch; from the end, GIVEN and RECORD as in `head_cast_kernel`."""
+    """Casts q, k and v to e4m3, v transposed, in one launch; the end, GIVEN and RECORD as in `head_cast_kernel`."""
     q_blocks, kv_blocks = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, ROWS)
     all_q, all_kv = batches * heads, batches * kv_heads
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -284,7 +284,7 @@ def qkv_block_cast_kernel(
     q, k, v, q8, k8, v8, q_scale, k_scale, v_scale, kv_heads, batches, q_len, kv_len, v_len, q_batch, q_head, q_row,
     k_batch, k_head, k_row, v_batch, v_head, v_row, GROUPS: tl.constexpr, RULE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v as e4m3 with a scale for 128 positions, v transposed: one read, one launch."""
+    """Casts q, k and v to e4m3 with a scale for 128 positions, v transposed: one read, one launch."""
     q_blocks, kv_blocks = tl.cdiv(q_len, BLOCK_LEN), tl.cdiv(kv_len, BLOCK_LEN)
     index, all_kv = tl.program_id(0), batches * kv_heads
     if index < q_blocks * all_kv:
@@ -382,7 +382,7 @@ def quantize_heads(
 def quantize_qkv(
     q: Tensor, k: Tensor, v: Tensor, scaling: Scaling, multiplier: Tensor | None = None, recorded: Tensor | None = None
 ) -> list[Tensor]:
-    """[q8, q_scale, k8, k_scale, v8, v_scale] of q [B, H, Sq, D], k and v [B, Hkv, Sk, D]; v8 is transposed.
+    """Returns [q8, q_scale, k8, k_scale, v8, v_scale] of q [B, H, Sq, D], k and v [B, Hkv, Sk, D]; v8 is transposed.
 
     As `quantize_heads` of each, whose query heads share the scale of their key head, with the amaxes of all in one
     launch and their casts in another; scales of blocks need one launch. The last dimensions are dense.

@@ -22,7 +22,7 @@ def _values_back(
     v8, v_scale, v, index, kv_len, v_len, SCALING: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """The part of `qkv_dequantize_kernel` that transposes v back."""
+    """Transposes v back in `qkv_dequantize_kernel`."""
     blocks = tl.cdiv(kv_len, ROWS)
     head, first = index // blocks, (index % blocks) * ROWS
     channel, key = tl.arange(0, D), first + tl.arange(0, ROWS)
@@ -66,7 +66,7 @@ def qkv_dequantize_kernel(
     SCALING: tl.constexpr, CODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, V_ROWS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """The values of contiguous e4m3 q8, k8 and transposed v8 as q, k and v [B, H, S, D], in one launch.
+    """Stores the values of contiguous e4m3 q8, k8 and transposed v8 as q, k and v [B, H, S, D], in one launch.
 
     A step of ROWS rows has as many elements for a thread as fill one store of 16 bytes, so that what is loaded lies in
     the threads that store it. CODES: v's codes instead of its values.
@@ -98,7 +98,7 @@ def dequantize_qkv(
     q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], scaling: Scaling, dtype: torch.dtype,
     v_codes: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """q [B, H, Sq, D], k and v [B, Hkv, Sk, D] in a 16-bit dtype from the payloads and scales of `quantize_qkv`.
+    """Returns q [B, H, Sq, D], k and v [B, Hkv, Sk, D] in a 16-bit dtype from what `quantize_qkv` returns.
 
     With `v_codes` v's e4m3 codes are given instead of its values.
     """

@@ -33,7 +33,7 @@ _P_LOG = tl.constexpr(8.0)
 
 @triton.jit
 def _times_values(acc, p, values, j, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """acc + p v of the tile of keys at j. In FP8 the columns of p [BM, BN] are put in the order of v's keys."""
+    """Returns acc + p v of the tile of keys at j. In FP8 the columns of p [BM, BN] are put in the order of v's keys."""
     if WIDE:
         acc = tl.dot(p.to(values.dtype), values.load([j, 0]), acc)
     else:
@@ -71,7 +71,7 @@ def _masked_step(
 
 @triton.jit
 def _without_hidden(s, j, kv_len, mask, mask_column_step, MASK: tl.constexpr, BN: tl.constexpr):
-    """Scores of the tile of keys at j, -inf where a mask of keys hides them."""
+    """Returns scores of the tile of keys at j, -inf where a mask of keys hides them."""
     if MASK == KEY_MASK:
         column = j + tl.arange(0, BN)
         seen = tl.load(mask + column.to(tl.int64) * mask_column_step, mask=column < kv_len, other=0)
@@ -81,7 +81,7 @@ def _without_hidden(s, j, kv_len, mask, mask_column_step, MASK: tl.constexpr, BN
 
 @triton.jit
 def _finite(most, MASK: tl.constexpr):
-    """Maxima to subtract: under a mask a row may have seen no key yet."""
+    """Returns the maxima to subtract: under a mask a row may have seen no key yet."""
     if MASK != NO_MASK:
         most = tl.where(most == float("-inf"), 0.0, most)
     return most
@@ -253,7 +253,7 @@ class _Config:
 
 
 def _config(head_dim: int, *, lagged: bool, plain: bool) -> _Config:
-    """The quickest of those tried on an H100 (docs/performance.md); `plain` has neither masks nor scales of blocks."""
+    """Returns the quickest of those tried on an H100 (docs/performance.md); `plain`: no masks, no scales of blocks."""
     if head_dim == 256:
         return _Config(block_n=64)
     if plain:

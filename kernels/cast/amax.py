@@ -22,7 +22,7 @@ _STEPS, _BLOCK, _WARPS = 8, 4096, 4
 @writes("out")
 @triton.jit
 def tensor_amax_kernel(x, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest magnitude, NaN ignored, in each STEPS blocks of x, as float32."""
+    """Stores the largest magnitude, NaN ignored, in each STEPS blocks of x, as float32."""
     first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
     source = x + first
     count = numel - first

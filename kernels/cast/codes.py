@@ -68,7 +68,7 @@ def multiplier_rule(spec: QuantSpec, dtype: torch.dtype) -> tuple[float, float, 
 
 @triton.jit
 def codes(a, b, c, d, E5M2: tl.constexpr):
-    """Four float32 tensors cast to FP8, saturating, as the bytes of uint32, a's the lowest.
+    """Casts four float32 tensors to FP8, saturating, as the bytes of uint32, a's the lowest.
 
     Hopper's instruction makes two codes at a time. Spelled out, since bytes taken apart and put together again, as
     Triton does for a tile that is transposed, come out corrupted (Triton issue 11111).
@@ -98,7 +98,7 @@ def codes(a, b, c, d, E5M2: tl.constexpr):
 
 @triton.jit
 def four(x, ROWS: tl.constexpr, QUADS: tl.constexpr):
-    """[ROWS, 4 QUADS] as the first, second, third and fourth of every four neighbours in a row."""
+    """Splits [ROWS, 4 QUADS] into the first, second, third and fourth of every four neighbours in a row."""
     even, odd = tl.split(tl.reshape(x, (ROWS, QUADS, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -114,6 +114,6 @@ def word(a, b, c, d, SHIFT: tl.constexpr):
 
 @triton.jit
 def in_words(y, E5M2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """float32 [BM, BN] cast to FP8, saturating, four of a row in a uint32: [BM, BN / 4]."""
+    """Casts float32 [BM, BN] to FP8, saturating, four of a row in a uint32: [BM, BN / 4]."""
     a, b, c, d = four(y, BM, BN // 4)
     return codes(a, b, c, d, E5M2)

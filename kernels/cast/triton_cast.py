@@ -127,9 +127,9 @@ def amax_kernel(
     STEPS: tl.constexpr, PRODUCER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, RESULTS: tl.constexpr,
     W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The amaxes of the rows and of the columns of x [M, K], NaN ignored, into zeroed float32 buffers.
+    """Takes the amaxes of the rows and of the columns of x [M, K], NaN ignored, into zeroed float32 buffers.
 
-    Or those of what a PRODUCER makes, as in `cast_kernel`.
+    With a PRODUCER they are those of its results, as in `cast_kernel`.
 
     Goes down STEPS tiles of W * R rows, R for each of W warps, and 256 columns, eight for each thread. Magnitudes are
     ordered as their bits are.
@@ -173,8 +173,7 @@ class Record:
     """True if the amax of the first result goes to the last entry."""
 
     def constants(self, results: int) -> tuple[bool, int, int]:
-        """Returns RECORD of the kernel: True as in `delayed.record_since`, the place of the first result, and the
-        distance of the next."""
+        """Returns RECORD of the kernel: whether there is a step, the first result's place, the distance of the next."""
         apart, since = self.amaxes.stride(0), self.step is not None
         return (since, (results - 1) * apart, -apart) if self.from_last else (since, 0, apart)
 
@@ -202,7 +201,7 @@ class _Source:
 
     @property
     def shape(self) -> tuple[Any, Any]:
-        """[M, K] of each result."""
+        """The sizes [M, K] of each result."""
         size_m, size_k = self.x.shape if self.producer is None else PRODUCERS[self.producer].shape(self.x)
         return size_m, size_k
 
@@ -244,7 +243,7 @@ class _Side:
         return 0 if self.spec is None else self.scale.shape[0] * self.scale.stride(0) // self.results
 
     def units(self, length: Any) -> Any:
-        """Returns the 16 bytes of a line of the payload, or of `length` elements where there is none."""
+        """Returns the number of 16 bytes in a line of the payload, or of `length` elements where there is none."""
         return triton.cdiv(length if self.spec is None else self.data.shape[-1], 16)
 
     def parts(self, result: int) -> list[Tensor]:
@@ -263,7 +262,7 @@ def quantize(
     x: Tensor, row: QuantSpec | None, column: QuantSpec | None, row_scale: Tensor | None = None,
     column_scale: Tensor | None = None, amax: Callable[[Tensor], Tensor] = reference.amax,
 ) -> list[Tensor]:  # fmt: skip
-    """The parts of `reference.quantize` of x [M, K] rowwise and then of x.mT columnwise; None leaves a direction out.
+    """Returns the parts of `reference.quantize` of x [M, K] rowwise, then of x.mT columnwise; None leaves one out.
 
     `row_scale` and `column_scale` [1] are multipliers to use in the place of the tensor's own (per-tensor formats).
     `amax` takes the amax [1] of a tensor. x is not empty, and float32, bfloat16 or float16. Block scales of 1x128 lie
@@ -290,7 +289,7 @@ def produce(
     name: str, inputs: Sequence[Tensor], row: QuantSpec | None, column: QuantSpec | None,
     row_scales: Sequence[Tensor | None], column_scales: Sequence[Tensor | None], record: bool | Record,
 ) -> list[Tensor]:  # fmt: skip
-    """The parts that `quantize` gives for each result of a producer, which is not written itself.
+    """Returns the parts that `quantize` gives for each result of a producer, which is not written itself.
 
     With `record` its amax follows; where `record` says where amaxes go, they are not returned.
 
@@ -325,7 +324,7 @@ def produce(
 
 
 def _in_one(scales: Sequence[Tensor | None]) -> Tensor | None:
-    """The multipliers [1] of all results as one tensor."""
+    """Returns the multipliers [1] of all results as one tensor."""
     multipliers = [scale for scale in scales if scale is not None]
     return torch.cat(multipliers) if len(multipliers) > 1 else multipliers[0] if multipliers else None
 
@@ -353,7 +352,7 @@ def _launch(source: _Source, rowwise: _Side, columnwise: _Side, record: Record |
 
 
 def tile_layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int, int]:
-    """Threads across and down, warps across and down, and rows of a thread (16 or 8).
+    """Returns LAYOUT: threads across and down, warps across and down, and rows of a thread (16 or 8).
 
     The quickest of those tried (docs/performance.md).
     """
@@ -364,7 +363,7 @@ def tile_layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, i
 
 
 def _line_amaxes(source: _Source, row: QuantSpec | None, column: QuantSpec | None) -> tuple[Tensor, Tensor]:
-    """The amaxes [M] of rows and [K] of columns, of all results, where a direction is scaled by them."""
+    """Returns the amaxes [M] of rows and [K] of columns, of all results, where a direction is scaled by them."""
     by_row, by_column = (s is not None and s.row.family == "per_row" for s in (row, column))
     if not by_row and not by_column:
         return source.unread, source.unread
@@ -386,7 +385,7 @@ def _make_side(
     source: _Source, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor, *,
     columnwise: bool,
 ) -> _Side:  # fmt: skip
-    """Outputs and arguments of one direction."""
+    """Makes the outputs and arguments of one direction."""
     if spec is None:
         return _Side(source.unread, source.unread, source.unread)
     x, results, row = source.x, source.results, spec.row

@@ -52,7 +52,7 @@ def kind(name: str | None, x: Tensor) -> tuple[int, int, int]:
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x to within a unit in the last place, in one instruction; for x of at least 1."""
+    """Returns 1 / x to within a unit in the last place, in one instruction; for x of at least 1."""
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -60,7 +60,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _exp(x, SIGN: tl.constexpr = 1.0):
-    """e^(SIGN x), 0 where it is subnormal."""
+    """Returns e^(SIGN x), 0 where it is subnormal."""
     if INTERPRETED:
         return tl.exp(x * SIGN)
     return tl.inline_asm_elementwise(
@@ -75,7 +75,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _narrow(y, dtype: tl.constexpr):
-    """y rounded; to bfloat16 two at a time, which is many times quicker than one by one."""
+    """Rounds y; to bfloat16 two at a time, which is many times quicker than one by one."""
     if INTERPRETED or dtype != tl.bfloat16:
         return y.to(dtype)
     return tl.inline_asm_elementwise(
@@ -91,7 +91,7 @@ def _silu_grad(x, grad):
 
 @triton.jit
 def _tanh_half(x):
-    """(1 + tanh(y)) / 2 for the y of the tanh approximation, without the cancellation of the sum."""
+    """Returns (1 + tanh(y)) / 2 for the y of the tanh approximation, without the cancellation of the sum."""
     return _sigmoid((x + x * _CUBE * x * x) * (2.0 * _SQRT_2_PI))
 
 
@@ -105,7 +105,7 @@ def load_tile(
     x, in1, in2, in3, in4, x_step, first_row, first_column, down, across, M, K, result, PRODUCER: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Elements of x [M, K] as float32, or of the `result` of a producer whose inputs are x and in1 to in4.
+    """Loads elements of x [M, K] as float32, or computes the `result` of a producer whose inputs are x and in1 to in4.
 
     They are those of rows `first_row + down` and columns `first_column + across`, 0 outside of x. `down` and `across`
     broadcast against each other. They are apart from where the tile begins, since within a tile 32 bits are enough.
@@ -195,7 +195,7 @@ _AMAX_STEPS, _AMAX_BLOCK, _AMAX_WARPS = 8, 1024, 4
 @writes("out")
 @triton.jit
 def pair_amax_kernel(x, in1, in2, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr, PRODUCER: tl.constexpr):
-    """The largest magnitudes, NaN ignored, of both results in each STEPS blocks of dense inputs, as float32."""
+    """Stores the largest magnitudes, NaN ignored, of both results in each STEPS blocks of dense inputs, as float32."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     start = program.to(tl.int64) * (STEPS * BLOCK)
     count = tl.minimum(numel - start, STEPS * BLOCK).to(tl.int32)
@@ -214,7 +214,7 @@ def pair_amax_kernel(x, in1, in2, out, numel, STEPS: tl.constexpr, BLOCK: tl.con
 
 
 def pair_amax(name: str, inputs: Sequence[Tensor]) -> Tensor:
-    """The amaxes [2] of the results of a producer of two, which are not written; inputs are dense.
+    """Returns the amaxes [2] of the results of a producer of two, which are not written; inputs are dense.
 
     Those of pieces are left to Inductor to reduce, as in `triton_amax`.
     """

@@ -14,7 +14,7 @@ from fxquant.kernels.cast.codes import codes
 
 @triton.jit
 def axis_range(SIZE: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr = 5):
-    """0, 1, ... along an axis of a tensor. (Through a reshape Triton would not see what is contiguous.)"""
+    """Returns 0, 1, ... along an axis of a tensor. (Through a reshape Triton would not see what is contiguous.)"""
     i = tl.arange(0, SIZE)
     for axis in tl.static_range(RANK):
         if axis != AXIS:
@@ -34,7 +34,7 @@ def tile_axes(LAYOUT: tl.constexpr):
 
 @triton.jit
 def four_columns(x, N: tl.constexpr, LAYOUT: tl.constexpr):
-    """[LK, LM, WK, WM, 4 N] as the first, second, third and fourth of every four neighbours."""
+    """Splits [LK, LM, WK, WM, 4 N] into the first, second, third and fourth of every four neighbours."""
     even, odd = tl.split(tl.reshape(x, (LAYOUT[0], LAYOUT[1], LAYOUT[2], LAYOUT[3], N, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -43,7 +43,7 @@ def four_columns(x, N: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def block_amax(x, P: tl.constexpr, Q: tl.constexpr, LAYOUT: tl.constexpr):
-    """The amaxes, NaN ignored, of blocks of P rows and Q columns; an axis keeps what it has in blocks."""
+    """Returns the amaxes, NaN ignored, of blocks of P rows and Q columns; an axis keeps what it has in blocks."""
     LK: tl.constexpr = LAYOUT[0]
     LM: tl.constexpr = LAYOUT[1]
     WK: tl.constexpr = LAYOUT[2]

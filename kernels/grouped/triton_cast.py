@@ -101,7 +101,7 @@ def grouped_amax_kernel(
     x, row_amax, column_amax, strips, rows, padded_rows, K, x_step, ROW: tl.constexpr, COLUMN: tl.constexpr,
     GROUP: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The amaxes of the rows [M], and of the columns of each group [G, K] or of groups, into zeroed float32 buffers."""
+    """Takes the amaxes of rows [M], and of each group's columns [G, K] or of groups [G], into zeroed float32."""
     tiles = tl.cdiv(K, 256)
     group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
     first, last = tl.maximum(start + local, start), tl.minimum(start + local + STRIP, end)
@@ -153,7 +153,7 @@ def whole_rows_kernel(
     COLUMN: tl.constexpr, BATCH: tl.constexpr, STRIP: tl.constexpr, HEIGHT: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """HEIGHT rows of x [M, K] quantized by their amaxes, and with COLUMN the amaxes of columns, from one read.
+    """Quantizes HEIGHT rows of x [M, K] by their amaxes, and with COLUMN takes the amaxes of columns, from one read.
 
     The latter, of each group, [G, K], go into a zeroed float32 buffer.
     """
@@ -172,7 +172,7 @@ def whole_rows_kernel(
 @writes("cleared")
 @triton.jit
 def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeros where a grouped GEMM wrote nothing: rows of `size` behind the last group, or [size] of an empty group.
+    """Stores zeros where a grouped GEMM wrote none: rows of `size` behind the last group, or [size] of an empty group.
 
     A program has ROWS rows of COLUMNS elements, or as many of a group's.
     """
@@ -262,7 +262,7 @@ def quantize(
     x: Tensor, offs: Tensor | None, row: QuantSpec | None, column: QuantSpec | None, row_state: Tensor | None = None,
     column_state: Tensor | None = None, group_amax: Any = grouped_reference.group_amax,
 ) -> list[Tensor]:  # fmt: skip
-    """The parts of `grouped_reference.quantize` rowwise and then columnwise; None leaves a direction out.
+    """Returns the parts of `grouped_reference.quantize` rowwise and then columnwise; None leaves a direction out.
 
     `row_state` and `column_state` [G] are multipliers to use in the place of the groups' own (per-tensor formats), or
     of a batch that is scaled by column [G, K] what `quantize_and_amax` gave.
@@ -322,7 +322,7 @@ def quantize(
 
 
 def quantize_and_amax(x: Tensor, spec: QuantSpec) -> list[Tensor]:
-    """A batch x [G, R, C] quantized by row, and the amaxes of its columns [G, C], which `quantize` takes as state."""
+    """Returns a batch x [G, R, C] quantized by row, and its columns' amaxes [G, C], which `quantize` takes as state."""
     inner = x.shape[-1]
     if x.stride(-1) == 1 and _in_one_read(inner):
         x = x.contiguous()
@@ -350,7 +350,7 @@ def _in_one_read(inner: Any) -> bool:
 
 
 def _whole_rows(x: Tensor, spec: QuantSpec, place: _Place, column_amax: Tensor | None) -> list[Tensor]:
-    """x quantized by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
+    """Quantizes x by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
     assert spec.row.element is not None
     *lines, inner = x.shape
     units = triton.cdiv(inner, 16)
@@ -383,7 +383,7 @@ class _Side:
 
 
 def _side_of(x: Tensor, place: _Place, spec: QuantSpec | None, arg: Tensor | None, *, columnwise: bool) -> _Side:
-    """Outputs and arguments of one direction."""
+    """Makes the outputs and arguments of one direction."""
     arg = place.unread if arg is None else arg
     if spec is None:
         return _Side(place.unread, place.unread, arg)

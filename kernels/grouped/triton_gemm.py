@@ -55,7 +55,7 @@ def tiles_kernel(offs, tiles, count, G, GROUPS: tl.constexpr, BM: tl.constexpr, 
 
 @triton.jit
 def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The first and the last columns of x [BM, BN]."""
+    """Returns the first and the last columns of x [BM, BN]."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -66,7 +66,7 @@ def rows_kernel(
     b_scale_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a [M, K] x b [G, N, K] of its row's group, transposed; rows behind the last group become zeros.
+    """Computes out [M, N] = a [M, K] x b [G, N, K] of its row's group, transposed; zeros behind the last group.
 
     A tile has BM rows and HALVES (1 or 2) times BN columns. BLOCK is the number of b's rows that share a scale for 128
     of K, 1 or 128; 0 takes a's scales [M] and b's [G, N]. ALIGNED says that rows of the result start at multiples of 16
@@ -171,7 +171,7 @@ def columns_kernel(
     b_scale_column_step, BLOCK: tl.constexpr, FAST: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out [G, N, K] = a [N, M] x b [K, M], transposed, over the columns of each group; zeros for an empty one.
+    """Computes out [G, N, K] = a [N, M] x b [K, M], transposed, over the columns of each group; zeros for an empty one.
 
     A tile has BM of N and HALVES (1 or 2) times BN of K. Groups start and end at multiples of 16. With BLOCK they do so
     at multiples of 128, and the scales are those of 128 columns, [N, M / 128] and [K, M / 128], else [G, N] and [G, K].
@@ -257,7 +257,7 @@ def columns_kernel(
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles [m, halves * n] and steps of a GEMM, its warps and stages, and whether loads run ahead past a tile."""
+    """The tiles [m, halves * n] and steps of a GEMM, its warps and stages; with `flatten` loads run past a tile."""
 
     m: int = 128
     n: int = 128
@@ -285,7 +285,7 @@ def _config(block: int, fast_accum: bool, dtype: torch.dtype, short: bool = Fals
 def grouped_rows(
     a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, block: int, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """a [M, K] x b [G, N, K]^T by groups of rows, FP8, in `out_dtype`; rows of no group are zero.
+    """Returns a [M, K] x b [G, N, K]^T by groups of rows, FP8, in `out_dtype`; rows of no group are zero.
 
     Their float32 scales are for `block` 0 [M, 1] and [G, N]; for 1 or 128, with K in multiples of 128, [M, K/128], of
     any strides, and [G, N or N/128, K/128] (rounded up). K is a multiple of 16.
@@ -313,7 +313,7 @@ def grouped_rows(
 def grouped_columns(
     a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor, block: int, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """a [N, M] x b [K, M]^T over the columns of each group, FP8, to [G, N, K] of `out_dtype`; `offs` are their ends.
+    """Returns a [N, M] x b [K, M]^T over the columns of each group, FP8, as [G, N, K] of `out_dtype`; `offs` end them.
 
     M and the ends are multiples of 16. The scales are for `block` 0 [G, N] and [G, K]; for 1, with groups that start
     and end at multiples of 128, [N, M/128] and [K, M/128], of any strides.

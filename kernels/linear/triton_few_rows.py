@@ -38,9 +38,9 @@ _PIECE = 2048
 """Elements of a row that a program takes, where no more have a scale in common."""
 _KINDS = {"per_tensor": _TENSOR, "per_row": _ROW, "block": _BLOCK}
 _AHEAD = {_TENSOR.value: 8 << 20, _ROW.value: 4 << 20, _BLOCK.value: 8 << 20}
-"""Bytes of a weight to bring into L2 while its GEMM's activation is quantized: what memory can read meanwhile."""
+"""Bytes of a weight to bring into L2 while its GEMM's activation is quantized: as many as memory can read then."""
 _PAYLOAD, _GIVEN, _OWN = (tl.constexpr(i) for i in range(3))
-"""x is FP8 already; is multiplied by a given number; takes its own amax."""
+"""The sources of x: FP8 already, a tensor with its multiplier, a tensor that is scaled by its own amax."""
 _NONE, _ADD, _SILU_MUL, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(5))
 _EPILOGUES = dict(zip(EPILOGUES, (_ADD, _SILU_MUL, _GELU, _GELU_TANH), strict=True))
 _SQRT_HALF, _SQRT_2_PI, _CUBE = (tl.constexpr(c) for c in (0.7071067811865476, 0.7978845608028654, 0.044715))
@@ -63,7 +63,7 @@ def epilogue(y, other, EPILOGUE: tl.constexpr):
 
 @triton.jit
 def tiles_of(x, w_step, down, m, M, K, at, x_length, x_step, BK: tl.constexpr, EVEN: tl.constexpr):
-    """BK columns from `at` on of a program's rows of the weight, `down` from `w_step`, and of the M rows of x."""
+    """Loads BK columns from `at` on of a program's rows of the weight, `down` from `w_step`, and of the M rows of x."""
     k = tl.arange(0, BK)
     columns = (at + k)[None, :]
     w_step += down[:, None] + k[None, :]
@@ -86,7 +86,7 @@ def block_product(x, w_step, down, m, M, K, at, x_length, x_step, EVEN: tl.const
 
 @triton.jit
 def block_scales(x_scale, w_scale, m, M, K, at, x_scale_step, x_scale_column_step):
-    """The scales of the 128 columns from `at` on, or of the last: those of M rows of x, and that of the weight's."""
+    """Loads the scales of the 128 columns from `at` on, or of the last: of M rows of x, and that of the weight's."""
     block = tl.minimum(at, K - 128) // 128
     of_x = tl.load(x_scale + m * x_scale_step + block * x_scale_column_step, mask=m < M, other=0.0)
     return of_x, tl.load(w_scale + block)
@@ -200,7 +200,7 @@ def prefetch(w, N, K, first, programs, COLUMNS: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def piece_amax(x, part, x_length, x_step, BK: tl.constexpr):
-    """The amax of a program's BK elements of a row."""
+    """Stores the amax of a program's BK elements of a row."""
     m, piece = tl.program_id(0), tl.program_id(1)
     k = piece * BK + tl.arange(0, BK)
     values = tl.load(x + m * x_step + k, mask=k < x_length, other=0.0).to(tl.float32)
@@ -213,7 +213,7 @@ def amax_kernel(
     x, part, ahead, M, x_length, x_step, ahead_rows, ahead_step, BK: tl.constexpr, AHEAD: tl.constexpr,
     THREADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order.
+    """Stores the amaxes of pieces of BK elements of rows of x [M, x_length]: part [M, x_length / BK], in any order.
 
     The rest is as in `quantize_kernel`. What comes next is let in once the wait is over: as this starts, the cast and
     the GEMM behind it came in at once, and layers took one of two times, half a microsecond apart.
@@ -293,7 +293,7 @@ def gemv_kernel(
     X_KIND: tl.constexpr, X_SOURCE: tl.constexpr, W_KIND: tl.constexpr, RULE: tl.constexpr,
     HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BN elements of y [N] from whole rows of the weight, without tensor cores; BK is a power of two from K on.
+    """Computes BN elements of y [N] from whole rows of the weight without tensor cores; BK is a power of two from K on.
 
     x [x_length] is a payload with its scale, or to be quantized by a multiplier given or by its own amaxes.
     """
@@ -436,7 +436,7 @@ def quantize(
 
 
 def _amaxes(x: Tensor, ahead: Tensor | None, spec: QuantSpec, early: bool) -> tuple[Tensor, Any, int]:
-    """The amaxes of pieces of x [M, K], dense in rows, how many they are, and how many at most."""
+    """Returns the amaxes of pieces of x [M, K], dense in rows, their number, and the most that it can be."""
     size_m, length = x.shape
     pieces = triton.cdiv(length, _PIECE)
     part = torch.empty(size_m * pieces, dtype=torch.float32, device=x.device)

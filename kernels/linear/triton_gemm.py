@@ -50,7 +50,7 @@ def activated(y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tile_place(tile, M, N, BM: tl.constexpr, BN: tl.constexpr, DOWN: tl.constexpr):
-    """The first row and column of a tile, of which DOWN are walked down before those beside them."""
+    """Returns the first row and column of a tile, of which DOWN are walked down before those beside them."""
     across, down = tl.cdiv(N, BN), tl.cdiv(M, BM)
     walked = across * DOWN
     first = tile // walked * DOWN
@@ -64,7 +64,7 @@ def finish_tile(
     acc, first_m, first_n, a_scale, b_scale, bias, residual, y, amax, M, N,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a tile [BM, BN], or of a part of one. `residual` is a descriptor or None, `y` a descriptor."""
+    """Finishes a tile [BM, BN], or of a part of one. `residual` is a descriptor or None, `y` a descriptor."""
     m, n = first_m + tl.arange(0, BM), first_n + tl.arange(0, BN)
     if A_ROWS:
         acc = acc * tl.load(a_scale + m, mask=m < M, other=0.0)[:, None]
@@ -94,7 +94,7 @@ def scaled_mm_kernel(
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] of a [M, K] and b [N, K] whose rows are a_step and b_step apart; what is None is left out.
+    """Computes y [M, N] of a [M, K] and b [N, K] whose rows are a_step and b_step apart; None arguments are left out.
 
     The tile is finished in PARTS (2 or 4) of its columns, one after the other: so shared memory for a part is
     enough beside the blocks of a and b that are on their way.
@@ -155,7 +155,7 @@ _SHARED = 232448 - 1024
 
 
 def tiling(fast_accum: bool, itemsize: int) -> Tiling:
-    """The largest tiles whose accumulators fit the registers, and as many blocks on their way as fit shared memory.
+    """Returns the largest tiles whose accumulators fit the registers, and the most stages that fit shared memory.
 
     `itemsize` is how many bytes an element of the result brings through shared memory, that of a residual included. An
     accumulator that is promoted takes the registers of two.
@@ -182,7 +182,7 @@ def scaled_mm(
     residual: Tensor | None = None,
     record: bool = False,
 ) -> list[Tensor]:
-    """activation(a x b^T + bias) + residual [M, N] in `out_dtype`, of operands that `problem.triton_multiplies`.
+    """Returns activation(a x b^T + bias) + residual [M, N] in `out_dtype`, of what `problem.triton_multiplies`.
 
     With `record` its amax [1] follows. `residual` is [M, N], N being a multiple of 16 bytes.
     """

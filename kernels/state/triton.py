@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The update of delayed scaling as one launch: what `fxquant.kernels.state.reference.update` says, a program for each
-slot.
+"""The update of delayed scaling, `fxquant.kernels.state.reference.update`, as one launch of a program for each slot.
 
 `advance` has the state itself go on to the next step as well.
 """
