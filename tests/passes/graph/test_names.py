@@ -38,7 +38,10 @@ def named(node: ast.AST) -> set[str]:
         text = node.func.value
         return set(text.value.split()) if isinstance(text, ast.Constant) and isinstance(text.value, str) else set()
     found = set()
-    for item in node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else ():
+    items = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else []
+    if isinstance(node, ast.Dict) and not all(isinstance(value, ast.Name) for value in node.values):
+        items = node.keys  # but not of a table of readers by name
+    for item in items:
         if isinstance(item, ast.Constant) and isinstance(item.value, str):
             found.add(item.value)
         elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Attribute):

@@ -1,0 +1,133 @@
+"""The house: which folder knows which, how long files and functions are, and a test file for each pass."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_layering import FILES, FOLDERS, imported
+
+from fxquant.passes import pipeline
+from fxquant.passes.pipeline import Pass
+
+BELOW = {
+    "graph": (),
+    "find": ("graph",),
+    "plan": ("graph", "find"),
+    "insert": ("graph", "find"),
+    "joint": ("graph",),
+    "lower": ("graph", "joint"),
+    "export": ("graph", "find", "lower"),
+}
+"""The folders of passes that each folder may import, besides itself and the settings."""
+
+OF_KERNELS = {
+    "graph": (),
+    "find": (),
+    "plan": (),
+    "insert": ("operator", "cast.ops", "grouped.ops"),
+    "joint": ("operator", "linear.few_rows"),
+    "export": ("cast.reference", "custom"),
+}
+"""The modules of kernels that each folder may import, none with code for a device; `lower` alone imports such."""
+
+
+def part(module: str) -> str:
+    return module.removeprefix("fxquant.passes.").partition(".")[0]
+
+
+@pytest.mark.parametrize("folder", BELOW)
+def test_a_folder_of_passes_knows_those_below(folder: str) -> None:
+    modules = [module for module in FILES if module.startswith(f"fxquant.passes.{folder}.")]
+    arrows = [(module, target) for module in modules for target, _ in imported(FILES[module])]
+    assert len(modules) >= 4 and len(arrows) > 20
+    allowed = {folder, "settings", *BELOW[folder]}
+    assert not [(m, t) for m, t in arrows if t.startswith("fxquant.passes.") and part(t) not in allowed]
+    if folder in OF_KERNELS:
+        kernels = {f"fxquant.kernels.{name}" for name in OF_KERNELS[folder]}
+        assert not [(m, t) for m, t in arrows if t.startswith("fxquant.kernels") and t not in kernels]
+
+
+LATE = {
+    "fxquant": "operators are registered when they are first asked for: a saved program may be all that is loaded",
+    "fxquant.__main__": "a command loads what it needs",
+    "fxquant.kernels": "code for devices needs Triton or a compiler, which those who only choose do without",
+    "fxquant.quantizers.base": "a description of a format must not load torch's compiler",
+}
+"""The files and folders that import fxquant inside functions, and the reasons."""
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a file, but for code of Triton."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                yield node
+
+
+def imports_late(node: ast.AST) -> bool:
+    names = [node.module] if isinstance(node, ast.ImportFrom) else []
+    names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return any(str(name).partition(".")[0] == "fxquant" for name in names)
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    late = {
+        module
+        for module, path in FILES.items()
+        if any(imports_late(node) for function in functions(path) for node in ast.walk(function))
+    }
+    reasons = {module if module in LATE else ".".join(module.split(".")[:2]) for module in late}
+    assert reasons == set(LATE), "a file without a reason, or a reason without a file"
+
+
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 80, 7
+WIDE = ("fxquant.kernels.",)
+"""Where a function may have more parameters: operators and launches of kernels take what a GPU is given."""
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_files_and_functions_fit_a_page(module: str) -> None:
+    assert len(FILES[module].read_text().splitlines()) <= MOST_LINES
+    for function in functions(FILES[module]):
+        assert function.end_lineno is not None
+        assert function.end_lineno - function.lineno + 1 <= MOST_LINES_OF_A_FUNCTION, function.name
+        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        count = len(names) + len(function.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
+        assert count <= MOST_PARAMETERS or module.startswith(WIDE), function.name
+
+
+def test_the_house_has_functions() -> None:
+    assert sum(1 for path in FILES.values() for _ in functions(path)) > 1000
+
+
+TESTS = Path(__file__).parent
+STAGES = {step.run: step for stage in vars(pipeline).values() if isinstance(stage, tuple) for step in stage
+          if isinstance(step, Pass)}  # fmt: skip
+ON_GRAPHS = sorted({Path(run.__code__.co_filename) for run in STAGES} & {
+    path for path in FILES.values() if path.parent != FOLDERS["fxquant.passes"]})  # fmt: skip
+ELSEWHERE = {
+    "few_rows": "kernels/linear/test_triton_few_rows.py",
+    "advance": "passes/lower/state/test_record_in_kernel.py",
+}
+"""The test files of passes that are tested together with the kernels or the passes that they serve."""
+
+
+@pytest.mark.parametrize("path", ON_GRAPHS, ids=lambda path: path.stem)
+def test_every_pass_over_a_graph_has_a_test_file_of_its_name(path: Path) -> None:
+    folder = path.relative_to(FOLDERS["fxquant.passes"]).parent
+    test = TESTS / ELSEWHERE.get(path.stem, str(Path("passes") / folder / f"test_{path.stem}.py"))
+    names = {run.__name__ for run in STAGES if run.__code__.co_filename == str(path)}
+    assert names and all(name in test.read_text() for name in names)
+
+
+@pytest.mark.parametrize("folder", ["insert", "joint"])
+def test_every_file_of_insert_and_joint_has_a_test_file(folder: str) -> None:
+    files = {path.stem for path in (FOLDERS["fxquant.passes"] / folder).glob("*.py")} - {"__init__", "sides"}
+    assert len(files) > 3 and all((TESTS / "passes" / folder / f"test_{name}.py").is_file() for name in files)
+
+
+def test_passes_over_graphs_are_many() -> None:
+    assert len(ON_GRAPHS) > 12
