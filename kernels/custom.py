@@ -16,7 +16,7 @@ from fxquant.kernels.cast import reference
 
 
 class CustomQuantizer(Protocol):
-    """What a graph needs of a user's quantizer."""
+    """A user's quantizer, with all that a graph needs of it."""
 
     def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
         """One direction of x [*, M, K], with the contracted axis last."""
@@ -50,11 +50,11 @@ _recorded: ContextVar[list[list[Tensor]] | None] = ContextVar("recorded", defaul
 
 @contextmanager
 def recorded() -> Iterator[list[list[Tensor]]]:
-    """The parts of everything that is quantized inside, as they are made."""
-    made: list[list[Tensor]] = []
-    token = _recorded.set(made)
+    """Collects the parts of everything that is quantized inside."""
+    all_parts: list[list[Tensor]] = []
+    token = _recorded.set(all_parts)
     try:
-        yield made
+        yield all_parts
     finally:
         _recorded.reset(token)
 
@@ -62,9 +62,9 @@ def recorded() -> Iterator[list[list[Tensor]]]:
 def quantize(x: Tensor, spec: QuantSpec, direction: str) -> list[Tensor]:
     """One direction of x [*, M, K] by the quantizer of a spec."""
     parts = get(spec).quantize_side(x, direction)
-    made = _recorded.get()
-    if made is not None:
-        made.append(parts)
+    all_parts = _recorded.get()
+    if all_parts is not None:
+        all_parts.append(parts)
     return parts
 
 

@@ -1,4 +1,4 @@
-"""What quantized matmuls are in ONNX: QuantizeLinear, DequantizeLinear and MatMul.
+"""The operators of a quantized program in ONNX: QuantizeLinear, DequantizeLinear and MatMul.
 
     quantize = torch.ops.fxquant.quantize.default(x, "per_tensor_e4m3", "rowwise", multiplier)
     # becomes
@@ -11,7 +11,7 @@ element on the edge between two codes may get the other one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxquant.errors import ProgramError
 from fxquant.formats import QuantSpec
+from fxquant.kernels.operator import Parts
 
 OPSET = 21
 """The first version of ONNX's operators with scales for blocks."""
@@ -52,20 +53,14 @@ def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None = None) 
 
 
 def scaled_mm(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    a_spec: str,
-    b_spec: str,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """`fxquant::scaled_mm`: both operands dequantized to float32, and their product."""
     out = dequantize(a, a_spec) @ dequantize(b, b_spec).mT
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-def dequantize(parts: Sequence[Tensor], spec: str) -> Tensor:
+def dequantize(parts: Parts, spec: str) -> Tensor:
     """The values, float32, of a payload and its scales: those of `quantize` above, or of a folded weight."""
     parsed = _known(spec)
     data, scale = parts[0], parts[1]
@@ -78,7 +73,7 @@ def dequantize(parts: Sequence[Tensor], spec: str) -> Tensor:
 
 
 MEANINGS: dict[str, Callable[..., Any]] = {"quantize": quantize, "scaled_mm": scaled_mm}
-"""By the name of fxquant's operator."""
+"""The functions by the names of the operators of fxquant that they replace."""
 
 
 def _known(spec: str) -> QuantSpec:
@@ -110,12 +105,12 @@ def _by_rows(
     if spec.row.family != "per_tensor" and len(shape) != 2:
         x = x.reshape(-1, shape[-1])
         scale = scale.reshape(-1, scale.shape[-1]) if scale.ndim > 1 else scale
-    made = symbolic(op, (x, scale), attributes, dtype=dtype, shape=x.shape, version=OPSET)
-    return made.reshape(shape) if len(shape) != made.ndim else made
+    result = symbolic(op, (x, scale), attributes, dtype=dtype, shape=x.shape, version=OPSET)
+    return result.reshape(shape) if len(shape) != result.ndim else result
 
 
 def _scale(amax: Tensor, spec: QuantSpec) -> Tensor:
-    """What elements are divided by, in operators that ONNX has: none of them sees the bits of a float."""
+    """The divisor of elements, in operators that ONNX has: none of them sees the bits of a float."""
     element = spec.row.element
     assert element is not None
     if spec.row.family == "mxfp8":

@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
             kept_o = _quantize(o, spec.o, 1, False, state)
             o = _dequantize(kept_o, spec.o, o.shape[-2:], q.dtype)
         kept = [*parts, [lse], kept_o, extras, [] if seed is None else [seed]]
-        ctx.save_for_backward(*(tensor for each in kept for tensor in each))
+        ctx.save_for_backward(*itertools.chain(*kept))
         ctx.spec, ctx.core, ctx.state, ctx.width, ctx.lengths = spec, core, state, q.shape[-1], list(map(len, kept))
         return o
 

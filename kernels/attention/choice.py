@@ -209,10 +209,10 @@ def _softmax(spec: AttentionSpec) -> str:
     """Returns why the format of the softmax has no kernel beside that of the operands."""
     row = spec.s.row
     if _is_mxfp8(spec.qkv):
-        known = row.family in ("identity", "mxfp8")
+        takes = row.family in ("identity", "mxfp8")
     else:  # whose scale is a constant
-        known = row.family in ("per_tensor", "per_head") and row.element == ELEMENTS["e4m3"]
-    return "" if known else f"{spec.s} in s"
+        takes = row.family in ("per_tensor", "per_head") and row.element == ELEMENTS["e4m3"]
+    return "" if takes else f"{spec.s} in s"
 
 
 def _by_gluon(flops: int) -> bool:

@@ -56,8 +56,8 @@ def register_casts(
 
 def by_direction(sides: Sequence[Side]) -> list[tuple[QuantSpec | None, Tensor | None]]:
     """The format and the state of a rowwise and of a columnwise quantization, None for what there is not."""
-    found = {side.direction: (QuantSpec.parse(side.spec), side.state) for side in sides}
-    return [found.get("rowwise", (None, None)), found.get("columnwise", (None, None))]
+    specs = {side.direction: (QuantSpec.parse(side.spec), side.state) for side in sides}
+    return [specs.get(direction, (None, None)) for direction in ("rowwise", "columnwise")]
 
 
 @dataclass(frozen=True, kw_only=True)

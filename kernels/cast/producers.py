@@ -1,4 +1,4 @@
-"""What commonly stands before a quantization, by name: activations, their gradients, and normalizations.
+"""The functions that commonly stand before a quantization, by name: activations, their gradients, and normalizations.
 
 `produce_quantize` computes one of these and quantizes the result. Each is plain torch code: the reference meaning of
 the operator, and, traced, the pattern by which `fxquant.passes.lower.producers` finds it in a graph.
@@ -50,8 +50,8 @@ class Producer:
         return x.shape[0], x.shape[1]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        made = self.run(*inputs)
-        return made if isinstance(made, list) else [made]
+        results = self.run(*inputs)
+        return results if isinstance(results, list) else [results]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -103,9 +103,9 @@ def _layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Ten
 
 
 IDENTITY = Producer(name="identity", run=_identity, inputs=("matrix",), exact=True)
-"""Of a tensor that is there already; what is asked of it is its amax along with the cast."""
+"""The producer of a tensor that is there already: it gives the amax along with the cast."""
 JOINED_HEADS = Producer(name="joined_heads", run=_joined_heads, inputs=("heads",), exact=True)
-"""What comes out of attention, as the next linear reads it. It has the amax of its input."""
+"""The producer of an attention's output as the next linear reads it. It has the amax of its input."""
 _TWO, _THREE = ("matrix",) * 2, ("matrix",) * 3
 
 PRODUCERS: dict[str, Producer] = {
@@ -152,5 +152,5 @@ class CastSpec:
     def parse(cls, text: str) -> CastSpec:
         """The inverse of `str(spec)`."""
         name, *sides = text.split()
-        specs = {side: QuantSpec.parse(spec) for side, _, spec in (each.partition("=") for each in sides)}
+        specs = {side: QuantSpec.parse(spec) for side, _, spec in (side.partition("=") for side in sides)}
         return cls(name, specs.get("rowwise"), specs.get("columnwise"))

@@ -1,4 +1,4 @@
-"""What quantize, dequantize and GEMM mean, in plain torch operations.
+"""The meaning of quantize, dequantize and GEMM, in plain torch operations.
 
 Every kernel is held to these bytes. The functions are also what runs where no kernel does: they trace (fake tensors,
 symbolic shapes, `torch.compile`), and give the same bytes eagerly and compiled by Inductor.
@@ -112,7 +112,7 @@ def scaled_mm(
 
 
 def multiplier_from_amax(amax: Tensor, spec: QuantSpec, largest: float = _FLT_MAX) -> Tensor:
-    """What elements are multiplied by for a float32 amax of any shape, so that amax maps to the format's maximum.
+    """The multiplier of elements for a float32 amax of any shape: it maps amax to the format's maximum.
 
     An infinite quotient becomes `largest`; an amax that is zero, infinite or NaN gives 1. (TransformerEngine's
     rule, as its CUDA kernels have it; with `spec.torchao` the formula of torchao's float8 linear.)
@@ -346,7 +346,7 @@ def _repeat_tiles(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:
 
 
 def _nvfp4_factor(scale: Tensor, decode: Tensor) -> Tensor:
-    """What the elements of a block are multiplied by: [*scales, 1]."""
+    """The multipliers of the elements of blocks: [*scales, 1]."""
     # a block whose scale is 0 gets the largest factor: zeros stay zero, what underflowed saturates
     return reciprocal(scale.float() * decode).clamp(max=_FLT_MAX).unsqueeze(-1)
 

@@ -93,10 +93,10 @@ def portable_grouped_mm(a: Tensor, b: Tensor, offs: Tensor, alignment: int = 1) 
     inside = [(place < end) & (place >= start) for start, end in zip([place.new_zeros(()), *ends], ends, strict=False)]
     if b.ndim == 3:
         out = a.new_zeros(ragged, b.shape[1])
-        for group, own in enumerate(inside):
-            out = torch.where(own.unsqueeze(1), a @ b[group].mT, out)
+        for group, rows in enumerate(inside):
+            out = torch.where(rows.unsqueeze(1), a @ b[group].mT, out)
         return out
-    return torch.stack([torch.where(own, a, 0) @ torch.where(own, b, 0).mT for own in inside])
+    return torch.stack([torch.where(columns, a, 0) @ torch.where(columns, b, 0).mT for columns in inside])
 
 
 def _aligned(x: Tensor) -> Tensor:

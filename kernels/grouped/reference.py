@@ -1,4 +1,4 @@
-"""What quantize, dequantize and GEMM mean for groups of rows, in plain torch operations.
+"""The meaning of quantize, dequantize and GEMM for groups of rows, in plain torch operations.
 
 A grouped operand is ragged, x [M, C] with the ends of its G groups of rows in `offs` (int32 [G], ascending), or
 batched, x [G, R, C] without `offs`. Each group is quantized as a tensor of its own, to the bytes of
@@ -228,7 +228,7 @@ def _pad_groups(x: Tensor, offs: Tensor, alignment: int) -> Tensor:
 
 
 def _padded_positions(offs: Tensor, rows: Dim, alignment: int) -> Tensor:
-    """Where each of the rows stands in the padded buffer; for rows of no group anywhere."""
+    """The places of the rows in the padded buffer; rows of no group stand anywhere."""
     group = group_of(offs, rows).clamp(max=offs.shape[0] - 1)
     shift = starts(padded_ends(offs, alignment)) - starts(offs)
     return _positions(rows, offs) + shift[group]
@@ -242,7 +242,7 @@ def _by_group(amax: Tensor, group: Tensor, groups: Dim) -> Tensor:
 
 
 def _transformed(x: Tensor, spec: QuantSpec) -> Tensor:
-    """What the amax of NVFP4 is taken of."""
+    """The tensor whose amax NVFP4 takes."""
     if not spec.rht:
         return x
     spare = -x.shape[-1] % 16
@@ -261,5 +261,5 @@ def starts(ends: Tensor) -> Tensor:
 
 
 def _over(state: Tensor) -> Tensor:
-    """What each group has one of, [G], against tensors [G, R, C]."""
+    """One value for each group, [G], as it broadcasts against tensors [G, R, C]."""
     return state.reshape(-1, 1, 1)

@@ -27,22 +27,22 @@ from fxquant.kernels.linear.problem import Problem, Times
 log = logging.getLogger(__name__)
 
 _CALLS, _ROUNDS = 4, 5
-"""Of each kernel in a CUDA graph, and of the graphs in turn."""
+"""The calls of a kernel in a CUDA graph, and the rounds in which the graphs take turns."""
 
 
 def remembered(problem: Problem, device: torch.device) -> Times | None:
-    """What was measured before on such a card, if it was."""
+    """Returns what was measured before on such a card, or None."""
     entry = _read(_path()).get(_key(problem, device))
     return None if entry is None else Times(tuple(entry[:-1]), entry[-1])
 
 
 def all_remembered() -> str:
-    """What was measured before, all of it: a part of the key of what it decides."""
+    """Returns all that was measured before as text, a part of the key of what it decides."""
     return repr(_read(_path()))
 
 
 def measured(problem: Problem, device: torch.device) -> Times | None:
-    """What was measured before, or else now, with random operands; None where memory is short.
+    """Returns what was measured before, or else measures with random operands; None if memory is short.
 
     Takes some ten milliseconds, and the compilation of a kernel.
     """

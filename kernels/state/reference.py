@@ -13,7 +13,7 @@ from torch import Tensor
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _BITS = 0x7FFFFFFF
-"""Those of a magnitude."""
+"""The bits of a magnitude."""
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]
 ScaleAlgorithm = Callable[[Tensor, Tensor, Tensor, object], Tensor]

@@ -67,15 +67,15 @@ def _make_functional(graph: fx.Graph, in_place: bool) -> None:
     for node in list(graph.nodes):
         if node.target is not triton_kernel_wrapper_mutation:
             continue
-        given = node.kwargs["kwargs"]
-        written = [name for name in written_by(node.kwargs) if not in_place or given[name].op != "placeholder"]
+        arguments = node.kwargs["kwargs"]
+        written = [name for name in written_by(node.kwargs) if not in_place or arguments[name].op != "placeholder"]
         with graph.inserting_before(node):
             call = graph.call_function(
                 triton_kernel_wrapper_functional, kwargs={**node.kwargs, "tensors_to_clone": written}
             )
             results = {name: graph.call_function(operator.getitem, (call, name)) for name in written}
         for name, result in results.items():
-            buffer = given[name]
+            buffer = arguments[name]
             # what stands before the launch reads a buffer as it was, or its sizes and strides alone
             buffer.replace_all_uses_with(result, delete_user_cb=lambda user, launch=node: user > launch)
         graph.erase_node(node)
@@ -101,8 +101,8 @@ def implementation(node: fx.Node, settings: Settings) -> Callable[..., Any]:
     allowed(node, "lower", str(chosen) if chosen.reason and facts.on_cuda else "")
     if kernel is not called.reference or not called.traits.reads_values:
         return called.run(kernel)
-    given = called.traits.reads_values == 1 and behind_views(node.args[0]).op in ("placeholder", "get_attr")
-    return called.meaning if given else functools.partial(of_rounded, called)  # what a graph is given is rounded
+    is_input = called.traits.reads_values == 1 and behind_views(node.args[0]).op in ("placeholder", "get_attr")
+    return called.meaning if is_input else functools.partial(of_rounded, called)  # inputs are rounded
 
 
 def facts_of(node: fx.Node, settings: Settings) -> Facts:
