@@ -103,8 +103,7 @@ class _Run(fx.Interpreter):
         if is_fxquant(cast, "quantize_qkv"):
             q_k_or_v: Tensor = self.env[cast.all_input_nodes[place // 2]]
             return q_k_or_v
-        names = ("quantize", "hybrid_quantize", "quantize_heads", "split_quantize")
-        if not any(is_fxquant(cast, name) for name in names):
+        if not is_fxquant(cast, "quantize", "hybrid_quantize", "quantize_heads", "split_quantize"):
             return None
         source: Tensor = self.env[cast.all_input_nodes[0]]
         column = place > 1 if is_fxquant(cast, "hybrid_quantize") else "columnwise" in cast.args

@@ -42,7 +42,7 @@ def decompose_composites(graph: fx.Graph, *, linears: bool) -> int:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if _is_function(node) or (linears and _is_linear(node)):
+        if _is_function(node) or (linears and is_fxquant(node, "linear", "grouped_linear", "attention")):
             _open(node, calls)
             count += 1
         elif _writes(node):
@@ -53,10 +53,6 @@ def decompose_composites(graph: fx.Graph, *, linears: bool) -> int:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
     return count
-
-
-def _is_linear(node: fx.Node) -> bool:
-    return any(is_fxquant(node, name) for name in ("linear", "grouped_linear", "attention"))
 
 
 def _is_function(node: fx.Node) -> bool:

@@ -146,7 +146,7 @@ def _sites(node: fx.Node, constants: set[fx.Node]) -> set[int]:
 
 def _quantizes_alone(node: fx.Node) -> bool:
     """Returns True if a node quantizes its first argument and reads no other tensor."""
-    quantizes = is_fxquant(node, "quantize") or is_fxquant(node, "split_quantize")
+    quantizes = is_fxquant(node, "quantize", "split_quantize")
     return quantizes and node.all_input_nodes == [node.args[0]]
 
 

@@ -111,10 +111,10 @@ def fxquant_op(node: fx.Node) -> str:
     return name if space == FXQUANT_OPS else ""
 
 
-def is_fxquant(node: fx.Node, name: str | None = None) -> bool:
-    """Returns True if a node calls an operator of fxquant, or the one called `name`."""
+def is_fxquant(node: fx.Node, *names: str) -> bool:
+    """Returns True if a node calls an operator of fxquant, or one of those called `names`."""
     operator = fxquant_op(node)
-    return operator != "" and name in (None, operator)
+    return operator != "" and (not names or operator in names)
 
 
 def higher_order_op(node: fx.Node) -> str:

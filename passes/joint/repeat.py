@@ -125,7 +125,5 @@ def _lays_out_attention(node: fx.Node) -> bool:
     source = behind_views(node.args[0])
     if isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
-    of_attention = isinstance(source, fx.Node) and any(
-        is_fxquant(source, name) for name in ("dequantize_heads", "attention_forward")
-    )
+    of_attention = isinstance(source, fx.Node) and is_fxquant(source, "dequantize_heads", "attention_forward")
     return of_attention and not any(is_fxquant(reader) for reader in readers(node, VIEWS))

@@ -293,7 +293,7 @@ def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool
         return True
     tags = getattr(node.target, "tags", ())
     movable = calls(node, RESHAPES | SLICES) or node.target is _CONVERT or torch.Tag.pointwise in tags
-    if not movable and not is_fxquant(node, "amax") and not is_fxquant(node, "scale_from_amax"):
+    if not movable and not is_fxquant(node, "amax", "scale_from_amax"):
         return False
     if not all(_is_there(source, anchor, order) for source in node.all_input_nodes):
         return False

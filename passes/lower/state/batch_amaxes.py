@@ -28,7 +28,7 @@ def batch_amaxes(graph: fx.Graph, settings: Settings) -> int:
     _leave_copies_out(graph)
     count = 0
     for node in list(graph.nodes):
-        if not any(is_fxquant(node, name) for name in ("record", "record_since")):
+        if not is_fxquant(node, "record", "record_since"):
             continue
         before, *rest, new, slots = node.args
         same = isinstance(before, fx.Node) and before.target is node.target and [*before.args[1:-2]] == rest
@@ -58,4 +58,4 @@ def _leave_copies_out(graph: fx.Graph) -> None:
 def _reads_values(node: fx.Node, source: fx.Node) -> bool:
     """Returns True if a node reads the values of `source` and not its layout: a record, or a copy to elsewhere."""
     copies = node.target is _aten.copy_.default or (node.target is _aten.copy.default and node.args[1] is not source)
-    return copies or any(is_fxquant(node, name) for name in ("record", "record_since"))
+    return copies or is_fxquant(node, "record", "record_since")

@@ -36,7 +36,7 @@ def record_in_kernel(graph: fx.Graph, settings: Settings) -> int:
     count = 0
     for copy in list(graph.find_nodes(op="call_function", target=_aten.copy_.default)):
         state, record, *_ = _arguments(copy)
-        if not isinstance(record, fx.Node) or not (is_fxquant(record, "record") or is_fxquant(record, "record_since")):
+        if not isinstance(record, fx.Node) or not is_fxquant(record, "record", "record_since"):
             continue
         known = state.op == "placeholder" and record.args[0] is state and list(record.users) == [copy]
         if known and val(state).device.type == settings.device:
