@@ -26,16 +26,6 @@ LEAST_WORK_OF_GLUON = 1 << 36
 """FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
 
 
-class AttentionKernel(Kernel):
-    """The kernels of a forward or backward of quantized attention."""
-
-    TRITON = "Triton, FP8"
-    GLUON = "Triton's Gluon, FP8"
-    WIDE = "Triton on dequantized q, k and v"
-    CUDNN = "cuDNN on dequantized q, k and v"
-    REFERENCE = "the reference, float32 scores in memory"
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts(Facts):
     """An attention: its spec and sizes.
@@ -81,6 +71,16 @@ class HeadFacts(Facts):
         x = tensors[0]
         widths = tuple(x.shape[-1] for x in tensors)
         return cls(spec=spec, axes=x.ndim, widths=widths, dtype=x.dtype, capability=capability(x.device))
+
+
+class AttentionKernel(Kernel):
+    """The kernels of a forward or backward of quantized attention."""
+
+    TRITON = "Triton, FP8"
+    GLUON = "Triton's Gluon, FP8"
+    WIDE = "Triton on dequantized q, k and v"
+    CUDNN = "cuDNN on dequantized q, k and v"
+    REFERENCE = "the reference, float32 scores in memory"
 
 
 def casts(facts: HeadFacts) -> str:
