@@ -8,22 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.formats import LinearSpec, QuantSpec
+from fxquant.formats import LinearSpec
 from fxquant.kernels.grouped.high_precision import multiply_groups
 from fxquant.kernels.grouped.ops import grouped_scaled_mm, quantize_groups, split_amax
-from fxquant.kernels.linear.autograd import STATEFUL, Context, Gemms, run_linear
+from fxquant.kernels.linear.autograd import STATEFUL, Context, Gemms, Quantized, run_linear
 from fxquant.kernels.operator import TRACED, Traits, operator
 from fxquant.kernels.state.step import STATELESS, StepState
 
 
 def _multiply(
-    a: list[Tensor], a_spec: QuantSpec, b: list[Tensor], b_spec: QuantSpec, offs: Tensor | None, bias: None,
-    out_dtype: torch.dtype, fast_accum: bool,
-) -> Tensor:  # fmt: skip
+    left: Quantized, right: Quantized, offs: Tensor | None, bias: None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    (a, a_spec), (b, b_spec) = left, right
     if a_spec.is_identity:
-        left, right = a[0], b[0]
-        dtype = torch.promote_types(left.dtype, right.dtype)
-        return multiply_groups(left.to(dtype), right.to(dtype), offs).to(out_dtype)
+        dtype = torch.promote_types(a[0].dtype, b[0].dtype)
+        return multiply_groups(a[0].to(dtype), b[0].to(dtype), offs).to(out_dtype)
     fast = fast_accum or a_spec.torchao  # torchao accumulates all three so, and others their outputs alone
     return grouped_scaled_mm(a, b, offs, str(a_spec), str(b_spec), out_dtype, fast)
 

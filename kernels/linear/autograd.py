@@ -22,17 +22,20 @@ from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.operator import TRACED, Traits, operator
 from fxquant.kernels.state.step import STATELESS, StepState
 
+Quantized = tuple[list[Tensor], QuantSpec]
+"""The parts of an operand, and the spec that they have."""
+
 
 @dataclass(frozen=True)
 class Gemms:
     """The functions that a linear's GEMMs consist of, for matrices or for groups of rows whose ends are `offs`.
 
     `quantize(x, offs, spec, direction, state)` gives the parts and their spec, `amax(x, offs)` largest magnitudes, and
-    `multiply(a, a_spec, b, b_spec, offs, bias, out_dtype, fast_accum)` a x b^T, the contracted axis of each last.
+    `multiply(left, right, offs, bias, out_dtype, fast_accum)` left x right^T, the contracted axis of each last.
     `one_batch` says that batches have one axis.
     """
 
-    quantize: Callable[..., tuple[list[Tensor], QuantSpec]]
+    quantize: Callable[..., Quantized]
     amax: Callable[..., Tensor]
     multiply: Callable[..., Tensor]
     one_batch: bool
@@ -47,7 +50,7 @@ class _Operand(NamedTuple):
     direction: str
     parts: list[Tensor] | None = None
 
-    def quantized(self, gemms: Gemms, state: StepState) -> tuple[list[Tensor], QuantSpec]:
+    def quantized(self, gemms: Gemms, state: StepState) -> Quantized:
         if self.parts is None:
             return gemms.quantize(*self[:4], state)
         return self.parts, shared_spec(self.spec.columnwise if self.direction == "columnwise" else self.spec.rowwise)
@@ -71,7 +74,7 @@ class Context:
     ) -> Tensor:
         """a x b^T, after both are quantized."""
         left, right = a.quantized(self.gemms, self.state), b.quantized(self.gemms, self.state)
-        return self.gemms.multiply(*left, *right, offs, bias, dtype, fast)
+        return self.gemms.multiply(left, right, offs, bias, dtype, fast)
 
 
 class _Linear(torch.autograd.Function):
@@ -134,17 +137,16 @@ def run_linear(input: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor 
 
 
 def _multiply(
-    a: list[Tensor], a_spec: QuantSpec, b: list[Tensor], b_spec: QuantSpec, offs: None, bias: Tensor | None,
-    out_dtype: torch.dtype, fast_accum: bool,
-) -> Tensor:  # fmt: skip
+    left: Quantized, right: Quantized, offs: None, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    (a, a_spec), (b, b_spec) = left, right
     if a_spec.key or b_spec.key:
         return custom.gemm(a, a_spec, b, b_spec, bias, out_dtype)
     if a_spec.is_identity:
-        left, right = a[0], b[0]
-        dtype = torch.promote_types(left.dtype, right.dtype)
+        dtype = torch.promote_types(a[0].dtype, b[0].dtype)
         if bias is not None:
-            return torch.nn.functional.linear(left.to(dtype), right.to(dtype), bias.to(dtype)).to(out_dtype)
-        return torch.matmul(left.to(dtype), right.to(dtype).mT).to(out_dtype)
+            return torch.nn.functional.linear(a[0].to(dtype), b[0].to(dtype), bias.to(dtype)).to(out_dtype)
+        return torch.matmul(a[0].to(dtype), b[0].to(dtype).mT).to(out_dtype)
     return scaled_mm(a, b, str(a_spec), str(b_spec), bias, out_dtype, fast_accum)
 
 
