@@ -24,11 +24,6 @@ def card_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
 
 
-def converts_to_fp8(device: torch.device) -> bool:
-    """Returns True if a CUDA device has instructions that make FP8 (compute capability 8.9), or has no driver."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def is_hopper(device: torch.device) -> bool:
     """Returns True if a CUDA device has compute capability 9.x."""
     return capability(device)[0] == 9

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.device import converts_to_fp8
+from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.choice import supports
@@ -176,7 +176,7 @@ def _obstacle(node: fx.Node) -> str:
         return "Inductor casts rowwise where it computes the tensor"
     if any(statically_known_true(size == 0) for size in x.shape):
         return "it has no elements"
-    if x.device.type == "cuda" and not converts_to_fp8(x.device):
+    if x.device.type == "cuda" and capability(x.device) < (8, 9):
         return "the device does not convert to FP8"
     unknown = [side.spec for side in sides_of(node) if not supports(QuantSpec.parse(side.spec))]
     return f"no kernel casts to {unknown[0]}" if unknown else ""
