@@ -216,3 +216,33 @@ class RecomputableMlp(nn.Module):
 def recomputable_mlp(recompute: bool = False) -> RecomputableMlp:
     torch.manual_seed(0)
     return RecomputableMlp(recompute)
+
+
+class TwoLinears(nn.Module):
+    """Two equal layers, for a `forward` of a test's own."""
+
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
+
+
+class LayerInABranch(TwoLinears):
+    """A region that takes no state: `b` runs in a branch of cond."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(torch.cond(x.sum() > 0, lambda x: self.b(x), lambda x: x + 1, (x,)))
+
+
+class OneWeight(nn.Module):
+    """A weight of a layer that a test spells in its own way."""
+
+    def __init__(self, *sizes: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*sizes).to(dtype))
+
+
+class OneGroupedWeight(OneWeight):
+    """The weights [G, K, N] of experts."""
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight, offs=offs)

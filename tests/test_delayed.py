@@ -8,7 +8,7 @@ from typing import Any
 import golden
 import pytest
 import torch
-from helpers import assert_same_bits, eager_backend, recomputable_mlp
+from helpers import LayerInABranch, assert_same_bits, eager_backend, recomputable_mlp
 from torch import Tensor, fx, nn
 
 import fxquant
@@ -157,15 +157,7 @@ def test_callable_algorithms_are_traced() -> None:
 
 
 def test_regions_without_state_are_skipped_with_a_reason() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(torch.cond(x.sum() > 0, lambda x: self.b(x), lambda x: x + 1, (x,)))
-
-    report = fxquant.explain(Branches(), "delayed_scaling", torch.randn(4, 32))
+    report = fxquant.explain(LayerInABranch(), "delayed_scaling", torch.randn(4, 32))
     reasons = {d.skip_reason for d in report.decisions if d.quantizer is None}
     assert reasons == {fxquant.SkipReason.STATE}
 

@@ -17,6 +17,7 @@ from expecttest import assert_expected_inline
 from helpers import (
     NAMES,
     Asked,
+    OneGroupedWeight,
     Recorder,
     assert_same_bits,
     compiled,
@@ -594,15 +595,7 @@ def test_delayed_scaling_has_a_scale_and_an_amax_for_each_group() -> None:
     request = DelayedScalingRequest(amax_history_len=2, amax_compute_algo="most_recent")
     recipe = CustomRecipe(qfactory=lambda role: request)
 
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 48, 64).bfloat16())
-
-        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-            return torch._grouped_mm(x, self.weight, offs=offs)
-
-    model, backend = One(), eager_backend(recipe)
+    model, backend = OneGroupedWeight(3, 48, 64, dtype=torch.bfloat16), eager_backend(recipe)
     run = torch.compile(model, backend=backend, fullgraph=True)
     parts = [nn.Linear(48, 64, bias=False).bfloat16() for _ in range(3)]
     for part, w in zip(parts, model.weight, strict=True):

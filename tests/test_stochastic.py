@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same_bits, compiled, eager_backend, per_role, recomputable_mlp, recorded_story
+from helpers import (
+    LayerInABranch,
+    TwoLinears,
+    assert_same_bits,
+    compiled,
+    eager_backend,
+    per_role,
+    recomputable_mlp,
+    recorded_story,
+)
 from torch import Tensor, nn
 
 import fxquant
@@ -179,11 +188,7 @@ def test_without_gradients_the_step_stays() -> None:
 
 
 def test_graphs_of_one_model_have_different_seeds() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
+    class Broken(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             x = self.a(x)
             torch._dynamo.graph_break()
@@ -247,18 +252,10 @@ def test_a_run_goes_on_under_the_recipe_it_changed_to() -> None:
 
 
 def test_regions_without_state_are_skipped_with_a_reason() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(torch.cond(x.sum() > 0, lambda x: self.b(x), lambda x: x + 1, (x,)))
-
-    report = fxquant.explain(Branches(), RECIPE, torch.randn(4, 32))
+    report = fxquant.explain(LayerInABranch(), RECIPE, torch.randn(4, 32))
     assert {d.layer: d.skip_reason for d in report.decisions} == {"a": None, "b": fxquant.SkipReason.STATE}
     with torch.no_grad():
-        report = fxquant.explain(Branches(), RECIPE, torch.randn(4, 32))
+        report = fxquant.explain(LayerInABranch(), RECIPE, torch.randn(4, 32))
     assert {d.skip_reason for d in report.decisions} == {None}, "without gradients nothing is rounded at random"
 
 

@@ -16,6 +16,7 @@ from bits import same
 from helpers import (
     NAMES,
     Recorder,
+    TwoLinears,
     assert_same_bits,
     compiled,
     eager_backend,
@@ -435,11 +436,7 @@ def test_gradients_of_half_precision_models_keep_their_dtype() -> None:
 
 
 def test_both_branches_of_cond_are_quantized() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
+    class Branches(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
 

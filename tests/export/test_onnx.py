@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import OneGroupedWeight
 from test_program import exported
 from torch import Tensor, nn
 
@@ -74,16 +75,8 @@ def test_what_onnx_does_not_have_is_refused_by_name() -> None:
 
 
 def test_experts_are_refused_by_name() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 32, 48).bfloat16())
-
-        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-            return torch._grouped_mm(x, self.weight, offs=offs)
-
     inputs = torch.randn(40, 32).bfloat16(), torch.tensor([10, 10, 40], dtype=torch.int32)
-    program = quantize_program(torch.export.export(Experts(), inputs), "mxfp8")
+    program = quantize_program(torch.export.export(OneGroupedWeight(3, 32, 48, dtype=torch.bfloat16), inputs), "mxfp8")
     with pytest.raises(ProgramError, match=r"ONNX has nothing for fxquant\.grouped_scaled_mm"):
         fxquant.onnx_export(program)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import NAMES, compiled, hybrid, per_role, train_step
+from helpers import NAMES, OneWeight, TwoLinears, compiled, hybrid, per_role, train_step
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.nn import functional as F
@@ -163,17 +163,13 @@ def test_shared_inputs_are_quantized_once() -> None:
 def test_a_weight_that_is_expanded_to_a_dynamic_batch_is_stored(batch_axes: int) -> None:
     """As `linear` of a tensor with gaps is decomposed by torch."""
 
-    class Expanded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 64))
-
+    class Expanded(OneWeight):
         def forward(self, x: Tensor) -> Tensor:
             batch = x.shape[:-2]
             weight = self.weight.t().expand(*batch, -1, -1).reshape(-1, 64, 32)
             return torch.bmm(x.reshape(-1, *x.shape[-2:]), weight).reshape(*batch, -1, 32)
 
-    model, x = Expanded(), torch.randn(4, *[3] * (batch_axes - 1), 8, 64)
+    model, x = Expanded(32, 64), torch.randn(4, *[3] * (batch_axes - 1), 8, 64)
     program = quantize_program(exported(model, x), "mxfp8")
     assert set(program.state_dict) == {"weight_data", "weight_scale"}
     assert torch.equal(run(program, x), compiled(lambda x: F.linear(x, model.weight), "mxfp8")(x))
@@ -440,11 +436,7 @@ def test_state_that_the_program_writes() -> None:
 
 
 def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
-    class Computed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
+    class Computed(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             weight = self.a.weight + 0
             weight.mul_(2)
@@ -452,7 +444,7 @@ def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
             return torch.nn.functional.linear(torch.nn.functional.linear(x, weight), scaled)
 
     torch.manual_seed(0)
-    model, x = Computed().eval(), torch.randn(4, 64)
+    model, x = Computed(64).eval(), torch.randn(4, 64)
     program = quantize_program(exported(model, x), "mxfp8")
     with torch.no_grad():
         assert torch.equal(run(program, x), compiled(model, "mxfp8")(x))
@@ -463,15 +455,11 @@ def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
 
 @pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
 def test_a_cast_weight_leaves_nothing_behind(decomposed: bool) -> None:
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(96, 64))
-
+    class Cast(OneWeight):
         def forward(self, x: Tensor) -> Tensor:
             return torch.nn.functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16))
 
-    model, x = Cast().eval(), torch.randn(4, 64)
+    model, x = Cast(96, 64).eval(), torch.randn(4, 64)
     program = quantize_program(exported(model, x, decomposed=decomposed), "mxfp8")
     assert set(program.state_dict) == {"weight_data", "weight_scale"}
     with torch.no_grad():
