@@ -139,7 +139,7 @@ def expect_dtypes(opened: P, settings: Settings) -> P:
 
 
 def store_weights(exported: Exported, settings: Settings) -> Exported:
-    """Quantizes weights, if they are to be stored, and freezes the parameters that are left."""
+    """Quantizes weights, if they are to be stored, and freezes the other parameters."""
     if not settings.stored_weights:
         return exported
     stored = weights.store_weights(exported.state)
@@ -166,7 +166,7 @@ def concatenate_gemms(opened: P, settings: Settings) -> P:
 
 
 def _with_details(decisions: Sequence[Decision], operand: int, notes: Mapping[int, str]) -> list[Decision]:
-    """The decisions, with what became of the left (0) or right (1) operand of each site."""
+    """Returns the decisions with notes on the left (0) or right (1) operand of sites."""
     changed: list[Decision] = []
     place: Counter[int] = Counter()
     for decision in decisions:

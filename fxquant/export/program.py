@@ -47,7 +47,6 @@ from fxquant.roles import QuantizerRole
 REPORT = "fxquant_report"
 """The key in the graph module's `meta` under which a quantized program keeps its report."""
 
-
 _OF_A_BACKWARD = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 
 
@@ -78,25 +77,25 @@ def quantize_program(
         )
     if calibration is not None and not fold_weights:
         raise OptionError("calibration makes scales for inference: it needs fold_weights=True")
-    given = Calibration(calibration) if not isinstance(calibration, Calibration | None) else calibration
-    asked = _Inference(recipe) if given is not None else recipe
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = Calibration(calibration)
+    asked = recipe if calibration is None else _Inference(recipe)
     settings = Settings(stored_weights=fold_weights)
     with _opened(ep) as opened:
-        exported = Exported(**vars(opened), gm=opened.bodies.top, recipe=asked, calibration=given, run=_run)
+        exported = Exported(**vars(opened), gm=opened.bodies.top, recipe=asked, calibration=calibration, run=_run)
         exported = run(EXPORTED, exported, settings)
     exported = run(CALIBRATED, exported, settings)
     unused = recipe.unused(exported.roles)
-    if given is not None:
-        unused += given.unused({decision.layer for decision in exported.decisions})
-    report = Report(recipe=str(recipe), decisions=[*exported.decisions], unused=unused)
-    exported.gm.meta[REPORT] = report
+    if calibration is not None:
+        unused += calibration.unused({decision.layer for decision in exported.decisions})
+    exported.gm.meta[REPORT] = Report(recipe=str(recipe), decisions=[*exported.decisions], unused=unused)
     return _program(exported)
 
 
 def lower_program(program: ExportedProgram) -> ExportedProgram:
     """The same program in ATen operators, for the device that its tensors are on; it loads where fxquant is not.
 
-    Raises ProgramError for what is no program.
+    Raises ProgramError for anything but a program.
     """
     _check_program(program)
     with _opened(program) as opened:
@@ -114,22 +113,22 @@ def aoti_compile_and_package(
     setting that Inductor does not have and ProgramError for a program without example inputs, or where no file can be.
     """
     _check_program(program)
-    given = dict(inductor_configs or {})
-    for option in given:
+    options = dict(inductor_configs or {})
+    for option in options:
         if not is_inductor_option(option):
             raise OptionError(f"Inductor has no setting {option!r}")
     if program.example_inputs is None:
         raise ProgramError("the program has no example inputs, which compiling a package needs: export it again")
     if not str(package_path).endswith(".pt2"):
         raise OptionError(f"a package's path ends in .pt2, unlike {str(package_path)!r}")
-    settings = inductor_settings(Settings(recipe="program", portable=True), given, recomputed=False)
+    settings = inductor_settings(Settings(recipe="program", portable=True), options, recomputed=False)
     with in_its_place(package_path) as path:
         compile_package(_concatenated(program), str(path), settings)
     return str(package_path)
 
 
 def _concatenated(program: ExportedProgram) -> ExportedProgram:
-    """The same program with the layers that read one tensor in one."""
+    """The same program with one layer in the place of several that read one tensor."""
     with _opened(program) as opened:
         state = ProgramState(opened.bodies, opened.signature, program.state_dict, program.constants)
         opened = run(PACKAGED, replace(opened, program_state=state), Settings(portable=True))
@@ -151,17 +150,18 @@ def onnx_export(
     if opset_version < OPSET:
         raise OptionError(f"ONNX has the operators for FP8 blocks from opset {OPSET} on, not in {opset_version}")
     table = {getattr(torch.ops.fxquant, name).default: meaning for name, meaning in MEANINGS.items()}
-    made = program.run_decompositions(table)
-    left = sorted({str(n.target) for gm in _graphs(made) for n in gm.graph.nodes if is_fxquant(n)})
-    if left:
-        raise ProgramError(f"ONNX has nothing for {', '.join(left)}: export the unquantized program")
+    decomposed = program.run_decompositions(table)
+    graphs = [gm.graph for gm in decomposed.graph_module.modules() if isinstance(gm, fx.GraphModule)]
+    unknown = sorted({str(node.target) for graph in graphs for node in graph.nodes if is_fxquant(node)})
+    if unknown:
+        raise ProgramError(f"ONNX has nothing for {', '.join(unknown)}: export the unquantized program")
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise ProgramError(f"torch.onnx.export needs what is not installed: pip install {' '.join(missing)}")
     if path is not None:
         check_place(path)
     options = {"dynamo": True, "verbose": False, **options}
-    exported = torch.onnx.export(made, f=path, opset_version=opset_version, **options)
+    exported = torch.onnx.export(decomposed, f=path, opset_version=opset_version, **options)
     assert exported is not None
     return exported
 
@@ -182,22 +182,18 @@ def _check_program(program: object) -> None:
         )
 
 
-def _graphs(program: ExportedProgram) -> list[fx.GraphModule]:
-    return [each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule)]
-
-
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a program's graphs in which nodes have the names that its signature uses."""
-    made = copy.deepcopy(gm)
-    for old, new in zip(gm.graph.nodes, made.graph.nodes, strict=True):
+    copied = copy.deepcopy(gm)
+    for old, new in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         if old.name != new.name:  # an input may be called `input`, which copying takes for the Python function
             new.name = old.name
             new.target = old.target
-    return made
+    return copied
 
 
 class _Inference(Recipe):
-    """A recipe as it is after training: what asks for delayed scaling gets scales from calibration."""
+    """A recipe after training: operands that ask for delayed scaling get their scales from calibration."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -247,7 +243,7 @@ def _run(exported: Exported, prepare: Callable[[fx.GraphModule], None]) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of an error, or all of one whose first line only announces the others."""
+    """Returns the first line of an error, or all lines if the first only announces the others."""
     text = str(error).strip()
     first = text.partition("\n")[0].strip()
     return " ".join(text.split()) if first.endswith(":") else first
@@ -281,8 +277,8 @@ def _program(opened: Opened, gm: fx.GraphModule | None = None) -> ExportedProgra
             renamed[spec.arg.name] = node.name
             spec = replace(spec, arg=replace(spec.arg, name=node.name))
         outputs.append(spec)
-    left = {node.name for node in gm.graph.nodes}
-    calls = [_renamed(entry, renamed, left) for entry in ep.module_call_graph]
+    present = {node.name for node in gm.graph.nodes}
+    calls = [_renamed(entry, renamed, present) for entry in ep.module_call_graph]
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -296,14 +292,14 @@ def _program(opened: Opened, gm: fx.GraphModule | None = None) -> ExportedProgra
     )
 
 
-def _renamed(entry: ModuleCallEntry, names: Mapping[str, str], left: Collection[str]) -> ModuleCallEntry:
-    """A copy of what is kept of a module's signature, in names that are `left`; without it, where one has none."""
+def _renamed(entry: ModuleCallEntry, names: Mapping[str, str], present: Collection[str]) -> ModuleCallEntry:
+    """Returns a copy of a module's entry in names that are `present`, without a signature if one name has gone."""
     if entry.signature is None:
         return copy.copy(entry)
 
     def now(name: str) -> str:
         met = set()
-        while name not in left and name in names and name not in met:
+        while name not in present and name in names and name not in met:
             met.add(name)
             name = names[name]
         return name
@@ -311,7 +307,7 @@ def _renamed(entry: ModuleCallEntry, names: Mapping[str, str], left: Collection[
     inputs, outputs = (
         [replace(arg, name=now(arg.name)) for arg in args] for args in (entry.signature.inputs, entry.signature.outputs)
     )
-    if not {arg.name for arg in [*inputs, *outputs] if arg.name} <= set(left):
+    if not {arg.name for arg in [*inputs, *outputs] if arg.name} <= set(present):
         return replace(entry, signature=None)
     return replace(entry, signature=replace(entry.signature, inputs=inputs, outputs=outputs))
 
