@@ -54,9 +54,13 @@ def tiles_kernel(offs, tiles, count, G, GROUPS: tl.constexpr, BM: tl.constexpr, 
 
 
 @triton.jit
-def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """Returns the first and the last columns of x [BM, BN]."""
-    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
+    """Returns the first and the last BN columns of x [BM, HALVES * BN]."""
+    if HALVES == 2:
+        first, last = tl.split(tl.permute(tl.reshape(x, (BM, 2, BN)), (0, 2, 1)))
+    else:
+        first, last = x, x
+    return first, last
 
 
 @writes("out")
@@ -90,14 +94,10 @@ def rows_kernel(
                 x = a_blocks.load([first_m, step * BK])
                 w = b_blocks.load([row, step * BK])
                 acc = tl.dot(x, w.T, acc)
-            if HALVES == 2:
-                first, last = _halves(acc, BM, 2 * BN)
-            else:
-                first = acc
+            first, last = _halves(acc, BM, BN, HALVES)
         else:
             first = tl.zeros((BM, BN), tl.float32)
-            if HALVES == 2:
-                last = tl.zeros((BM, BN), tl.float32)
+            last = tl.zeros((BM, BN), tl.float32)
             steps = tl.cdiv(K, BK)
             if BLOCK > 0:  # a scale is asked for a step before it is used
                 weights = b_scale + group.to(tl.int64) * b_scale_group
@@ -197,14 +197,10 @@ def columns_kernel(
                 x = a_blocks.load([end // 16, first_n, at]).reshape(BM, BK)
                 y = b_blocks.load([end // 16, first_k, at]).reshape(HALVES * BN, BK)
                 acc = tl.dot(x, y.T, acc)
-            if HALVES == 2:
-                first, last = _halves(acc, BM, 2 * BN)
-            else:
-                first = acc
+            first, last = _halves(acc, BM, BN, HALVES)
         else:
             first = tl.zeros((BM, BN), tl.float32)
-            if HALVES == 2:
-                last = tl.zeros((BM, BN), tl.float32)
+            last = tl.zeros((BM, BN), tl.float32)
             steps = tl.cdiv(end - start, BK)
             if BLOCK > 0:  # a scale is asked for a step before it is used
                 of_n = a_scale + n * a_scale_step + start // BK * a_scale_column_step
