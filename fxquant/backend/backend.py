@@ -70,7 +70,7 @@ class Backend:
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
         self._decisions: list[Decision] = []
-        self._left: list[NotFused] = []
+        self._not_fused: list[NotFused] = []
         self._roles: list[Any] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -96,7 +96,7 @@ class Backend:
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""
-        empty: dict[str, list[Any]] = {"_decisions": [], "_left": [], "_roles": []}
+        empty: dict[str, list[Any]] = {"_decisions": [], "_not_fused": [], "_roles": []}
         return {**vars(self), **empty, "captured": 0, "_names": dict, "weights": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -131,13 +131,13 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.options.inner == "aot_eager":
-            partition = Partition(self.settings, left=self._left)
+            partition = Partition(self.settings, left=self._not_fused)
             return compile_eager(gm, example_inputs, lambda module, _inputs: module, partition)
         settings = self.inductor
         if quantizes(gm):  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
-            settings = inductor_settings(self.settings, settings, recomputed=recomputed, left=self._left)
+            settings = inductor_settings(self.settings, settings, recomputed=recomputed, left=self._not_fused)
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -167,8 +167,9 @@ class Backend:
 
     def report(self) -> Report:
         """The decisions in all graphs that this backend has compiled so far."""
-        unused, left = self.recipe.unused(self._roles), [*dict.fromkeys(self._left)]
-        return Report(recipe=str(self.recipe), decisions=list(self._decisions), unused=unused, not_fused=left)
+        report = Report(recipe=str(self.recipe), decisions=[*self._decisions], unused=self.recipe.unused(self._roles))
+        report.not_fused = [*dict.fromkeys(self._not_fused)]
+        return report
 
 
 def compile_eager(

@@ -171,7 +171,7 @@ class ReportData:
             "flops": self.flops,
             "coverage": self.coverage,
             "explained": self.explained,
-            "not_fused": dict(Counter(f"{left.reason} ({left.step})" for left in self.not_fused).most_common()),
+            "not_fused": dict(Counter(f"{fusion.reason} ({fusion.step})" for fusion in self.not_fused).most_common()),
             "skipped": dict(Counter(str(d.skip_reason) for d in self.decisions if d.skip_reason).most_common()),
         }
 

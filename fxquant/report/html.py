@@ -9,7 +9,7 @@ from html import escape
 from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report.data import MODEL, Layer, ReportData, result, role_text, shape_text
-from fxquant.report.text import COLUMNS, LEFT_COLUMNS, WORK_COLUMNS, aligned, loss_table, totals, us_text, verdict
+from fxquant.report.text import COLUMNS, NOT_FUSED_COLUMNS, WORK_COLUMNS, aligned, loss_table, totals, us_text, verdict
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 STYLE = """
@@ -130,8 +130,8 @@ def section(report: ReportData) -> str:
     if report.decisions:
         parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]
     if report.not_fused:
-        rows = [(left.layer or MODEL, left.step, left.operator, left.reason) for left in report.not_fused]
-        parts.append(_folded("Not fused", aligned([LEFT_COLUMNS, *rows])))
+        rows = [(fusion.layer or MODEL, fusion.step, fusion.operator, fusion.reason) for fusion in report.not_fused]
+        parts.append(_folded("Not fused", aligned([NOT_FUSED_COLUMNS, *rows])))
     if report.losses:
         parts.append(f"<h2>Losses</h2><pre>{escape(loss_table(report))}</pre>")
     if report.graphs:

@@ -22,7 +22,7 @@ def dumps(report: ReportData) -> str:
         "work": [{"layer": name, **_work(work)} for name, _, work in report.work()],
         "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues],
         "again": report.again,
-        "not_fused": [asdict(left) for left in report.not_fused],
+        "not_fused": [asdict(fusion) for fusion in report.not_fused],
         "losses": [asdict(loss) for loss in report.losses],
         "decisions": [_plain(d) for d in report.decisions],
         "graphs": report.graphs,

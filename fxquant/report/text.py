@@ -10,7 +10,7 @@ from fxquant.report.data import MODEL, ReportData, result, role_text, shape_text
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
 EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
-LEFT_COLUMNS = ("layer", "pass", "operator", "reason")
+NOT_FUSED_COLUMNS = ("layer", "pass", "operator", "reason")
 LOSS_COLUMNS = ("layer", "result", "relative error", "elements that became zero")
 WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
 

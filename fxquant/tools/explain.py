@@ -69,7 +69,7 @@ class _Explainer(Backend):
             self.again += [layer_name(node, self._names()) for node in products_to_repeat(graph_module.graph)]
             return min_cut_rematerialization_partition(graph_module, joint_inputs, **kwargs)
 
-        return compile_eager(gm, example_inputs, record, Partition(self.settings, cut, self._left))
+        return compile_eager(gm, example_inputs, record, Partition(self.settings, cut, self._not_fused))
 
 
 def _zeros(fake: Tensor) -> Tensor:
