@@ -20,7 +20,7 @@ from fxquant.passes.graph.values import value_of
 class Builder:
     """Adds nodes in front of `anchor`, each with its value in the dialect of the anchor and with its origin.
 
-    `calls` are nodes by `call_key`: one of them stands for an equal call, and what is added becomes one of them.
+    `calls` maps keys of `call_key` to nodes that are used again for equal calls; new nodes are added to it.
     """
 
     def __init__(self, anchor: fx.Node, calls: dict[Any, fx.Node] | None = None) -> None:
@@ -30,7 +30,7 @@ class Builder:
         self.key = EXAMPLE_VALUE if EXAMPLE_VALUE in anchor.meta else VAL
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds a `call_function` node."""
+        """Adds a `call_function` node, or returns an equal one of `calls`."""
         key = None if self.calls is None else call_key(target, args, kwargs)
         if self.calls is not None and key in self.calls:
             return self.calls[key]
@@ -48,7 +48,7 @@ class Builder:
         return node
 
     def constant(self, tensor: Tensor) -> fx.Node:
-        """A tensor that the graph's module holds, equal ones once, in front of all that is computed."""
+        """Adds a tensor that the graph's module holds in front of all computation, or returns an equal one."""
         owner = self.graph.owning_module
         assert owner is not None
         for node in self.graph.find_nodes(op="get_attr"):
@@ -71,7 +71,7 @@ class Builder:
 
 
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:
-    """Equal for equal calls."""
+    """Returns a key that is equal for equal calls."""
 
     def key(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
