@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rewriting import Calls, Rewrite, Shape, check, randn
 
 from fxquant.passes.find.forms import FORMS, FUNCTIONS
@@ -14,6 +15,12 @@ from fxquant.passes.find.forms import FORMS, FUNCTIONS
 
 def test_every_function_has_a_form_of_its_name() -> None:
     assert {function.__name__ for function in FUNCTIONS} <= FORMS.keys()
+
+
+def test_functions_of_torch_with_a_form_are_captured() -> None:
+    """One that is missing from `FUNCTIONS` would stay opaque in spite of its form."""
+    found = {vars(home)[name] for home in (torch, F, torch.linalg) for name in FORMS if name in vars(home)}
+    assert len(found) > 20 and found <= FUNCTIONS
 
 
 KEYWORDS: dict[str, tuple[Callable[..., Any], list[Shape]]] = {
