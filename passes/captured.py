@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.private import tag_activation_checkpoint
 from fxquant.decisions import Decision
+from fxquant.formats import LINEAR_OPERANDS
 from fxquant.passes.find import mha
 from fxquant.passes.find.facts import Match, decisions_of, quantized
 from fxquant.passes.find.walk import find_matmuls
@@ -93,7 +94,7 @@ def _quantizes_inside(matches: Sequence[Match], recipe: Recipe) -> bool:
         QuantizerRole("linear", kind, f"{name}.{part}".strip("."))
         for name in closed
         for part in ("in_proj", "out_proj")
-        for kind in ("input", "weight", "grad_output")
+        for kind in LINEAR_OPERANDS
     ]
     roles += [QuantizerRole("dpa", slot, name) for name in closed for slot in SLOTS]
     return any(recipe.quantizer(role) != IdentityQuantizer() for role in roles)

@@ -209,19 +209,19 @@ def _change(graph: fx.Graph, step: Pass, settings: Settings) -> str:
 class Partition(CustomPartitionerFn):
     """The stage `JOINT`, and behind it the partitioner: `inner`, or torch's min-cut.
 
-    Adds the reasons of passes that did not fuse something to `left`.
+    Adds the reasons of passes that did not fuse something to `reasons`.
     """
 
-    def __init__(self, settings: Settings, inner: Any = None, left: list[NotFused] | None = None) -> None:
+    def __init__(self, settings: Settings, inner: Any = None, reasons: list[NotFused] | None = None) -> None:
         self.settings = settings
         self.inner = inner
-        self.left = [] if left is None else left
+        self.reasons = [] if reasons is None else reasons
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         run(JOINT, gm.graph, self.settings)
-        self.left += not_fused(gm.graph)
+        self.reasons += not_fused(gm.graph)
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
         with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
@@ -237,17 +237,17 @@ class Partition(CustomPartitionerFn):
 class Lowering(QuantizedGraphPass):
     """The stage `SPLIT` as one Inductor pass, and behind it what the user had in the same place.
 
-    Adds the reasons of passes that did not fuse something to `left`.
+    Adds the reasons of passes that did not fuse something to `reasons`.
     """
 
-    def __init__(self, settings: Settings, after: Any = None, left: list[NotFused] | None = None) -> None:
+    def __init__(self, settings: Settings, after: Any = None, reasons: list[NotFused] | None = None) -> None:
         self.settings = settings
-        self.left = [] if left is None else left
+        self.reasons = [] if reasons is None else reasons
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
     def __call__(self, graph: fx.Graph) -> None:
         run(SPLIT, graph, self.settings)
-        self.left += not_fused(graph)
+        self.reasons += not_fused(graph)
         for other in self.after:
             other(graph)
 

@@ -131,3 +131,31 @@ def test_every_file_of_insert_and_joint_has_a_test_file(folder: str) -> None:
 
 def test_passes_over_graphs_are_many() -> None:
     assert len(ON_GRAPHS) > 12
+
+
+VAGUE = frozenset(("each", "made", "found", "known", "given", "own"))
+"""Names that do not say what a local holds. `left` is one side of a product, and no more than that."""
+
+INVERTED = frozenset(("What", "Whether", "Of", "Those", "That", "Where", "As", "By"))
+"""First words of docstrings without a subject, or with their sentence turned round."""
+
+
+def docstrings(tree: ast.AST) -> Iterator[str]:
+    """The texts that stand alone: docstrings of modules, classes and functions, and those below names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_locals_say_what_they_hold_and_docstrings_have_a_subject(module: str) -> None:
+    stored = {
+        name
+        for function in functions(FILES[module])
+        for node in ast.walk(function)
+        for name in ([node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else [])
+        + ([node.arg] if isinstance(node, ast.arg) else [])
+    }
+    assert not stored & VAGUE and ("left" not in stored or "right" in FILES[module].read_text())
+    texts = docstrings(ast.parse(FILES[module].read_text()))
+    assert not [text for text in texts if text.split() and text.split()[0].rstrip(",:") in INVERTED]

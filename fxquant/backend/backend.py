@@ -131,13 +131,13 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.options.inner == "aot_eager":
-            partition = Partition(self.settings, left=self._not_fused)
+            partition = Partition(self.settings, reasons=self._not_fused)
             return compile_eager(gm, example_inputs, lambda module, _inputs: module, partition)
         settings = self.inductor
         if quantizes(gm):  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
-            settings = inductor_settings(self.settings, settings, recomputed=recomputed, left=self._not_fused)
+            settings = inductor_settings(self.settings, settings, recomputed=recomputed, reasons=self._not_fused)
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def compile_eager(
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         run(MEANING, graph_module.graph, partition.settings)
-        partition.left += not_fused(graph_module.graph)
+        partition.reasons += not_fused(graph_module.graph)
         graph_module.recompile()
         return make_boxed_func(inner(graph_module, inputs))
 

@@ -17,11 +17,12 @@ from fxquant.passes.settings import Settings
 
 
 def inductor_settings(
-    settings: Settings, by_user: Mapping[str, Any], *, recomputed: bool, left: list[NotFused] | None = None
+    settings: Settings, by_user: Mapping[str, Any], *, recomputed: bool, reasons: list[NotFused] | None = None
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; the user's own come first.
 
-    `recomputed` says that the backward computes quantized activations again. `left` gets the reasons of passes.
+    `recomputed` says that the backward computes quantized activations again. `reasons` gets those of passes that did not
+    fuse something.
     """
     chosen: dict[str, Any] = {
         "eager_numerics.division_rounding": True,  # scales are true quotients
@@ -40,7 +41,7 @@ def inductor_settings(
         cpp_wrapper=bool(by_user.get("cpp_wrapper", inductor_config.cpp_wrapper)),
     )
     for name, of_us in (("custom_partitioner_fn", Partition), ("post_grad_custom_post_pass", Lowering)):
-        chosen[name] = of_us(settings, by_user.get(name, getattr(inductor_config, name)), left)
+        chosen[name] = of_us(settings, by_user.get(name, getattr(inductor_config, name)), reasons)
     return chosen
 
 

@@ -178,7 +178,7 @@ def must_save(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def must_recompute(node: fx.Node) -> None:
+def prefer_recompute(node: fx.Node) -> None:
     """Lets the partitioner compute a node of a joint graph in the backward, from values that are saved anyway."""
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 

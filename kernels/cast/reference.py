@@ -370,8 +370,8 @@ def _amax(x: Tensor, axis: int | None = None) -> Tensor:
         magnitude = magnitude.amax(-1)  # a norm or an activation that makes x reduces or loops over this axis too
     size = magnitude.numel() if axis is None else magnitude.shape[axis]
     # an exported program takes empty batches although its symbols are believed to be 2 or more
-    known = isinstance(size, int) or axis is not None
-    if not (known and statically_known_true(size > 0)):
+    reliable = isinstance(size, int) or axis is not None
+    if not (reliable and statically_known_true(size > 0)):
         magnitude = torch.nn.functional.pad(magnitude.flatten() if axis is None else magnitude, (0, 1))
     return (magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)).float()
 

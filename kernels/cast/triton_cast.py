@@ -277,7 +277,7 @@ def quantize(
     source = _Source.of((x,))
     line_amaxes = _line_amaxes(source, row, column)
     scaled = ((row, row_scale), (column, column_scale))
-    by_amax = any(spec is not None and spec.row.family == "per_tensor" and given is None for spec, given in scaled)
+    by_amax = any(spec is not None and spec.row.family == "per_tensor" and scale is None for spec, scale in scaled)
     tensor_amax = amax(x) if by_amax else None
     rowwise = _make_side(source, row, row_scale, tensor_amax, line_amaxes[0], columnwise=False)
     columnwise = _make_side(source, column, column_scale, tensor_amax, line_amaxes[1], columnwise=True)
@@ -300,7 +300,7 @@ def produce(
     results, tensor_amax = source.results, None
     recorded = Record(source.zeros(results)) if record is True else record or None
     scaled = ((row, row_scales), (column, column_scales))
-    if any(spec is not None and spec.row.family == "per_tensor" and None in given for spec, given in scaled):
+    if any(spec is not None and spec.row.family == "per_tensor" and None in scales for spec, scales in scaled):
         if results == 2:
             tensor_amax = triton_producers.pair_amax(name, inputs)
         else:
@@ -382,8 +382,8 @@ def _line_amaxes(source: _Source, row: QuantSpec | None, column: QuantSpec | Non
 
 
 def _make_side(
-    source: _Source, spec: QuantSpec | None, given: Tensor | None, tensor_amax: Tensor | None, line_amax: Tensor, *,
-    columnwise: bool,
+    source: _Source, spec: QuantSpec | None, multiplier: Tensor | None, tensor_amax: Tensor | None,
+    line_amax: Tensor, *, columnwise: bool,
 ) -> _Side:  # fmt: skip
     """Makes the outputs and arguments of one direction."""
     if spec is None:
@@ -394,10 +394,10 @@ def _make_side(
     rows, length = source.shape[::-1] if columnwise else source.shape
     padded = triton.cdiv(length, row.alignment) * row.alignment
     data = torch.empty((results * rows, padded), dtype=element.dtype, device=x.device)
-    constants = side_constants(spec, x.dtype, columnwise=columnwise, given=given is not None)
+    constants = side_constants(spec, x.dtype, columnwise=columnwise, multiplier=multiplier is not None)
     block_rows, block_columns = row.block
     if row.family == "per_tensor":
-        arg = given if given is not None else tensor_amax
+        arg = multiplier if multiplier is not None else tensor_amax
         assert arg is not None
         scale = torch.empty(results, dtype=torch.float32, device=x.device)
         return _Side(data, scale, arg, spec, constants, results=results)

@@ -209,15 +209,15 @@ def side_factors(
 
 
 def side_constants(
-    spec: QuantSpec, dtype: torch.dtype, *, columnwise: bool = False, given: bool = False
+    spec: QuantSpec, dtype: torch.dtype, *, columnwise: bool = False, multiplier: bool = False
 ) -> tuple[Any, ...]:
     """Returns the numbers that describe the scaling of one side of an x of this dtype, in the order of `AT_KIND` on.
 
-    `given` says that the kernel gets the multiplier of a tensor, and not its amax.
+    `multiplier` says that the kernel gets that of a tensor, and not its amax.
     """
     element = spec.row.element
     assert element is not None
-    kind = GIVEN if given else _KINDS[spec.row.family]
+    kind = GIVEN if multiplier else _KINDS[spec.row.family]
     block_rows, block_columns = spec.row.block
     p, q = (block_columns, block_rows) if columnwise else (block_rows, block_columns)
     largest = torch.finfo(dtype if spec.row.family == "block" else torch.float32).max

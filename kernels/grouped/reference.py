@@ -131,8 +131,8 @@ def expanded(
             scale = scale[group_of(ends, data.shape[-1]).clamp(max=last)]
             return [data, scale.mT if scale.ndim > 1 else scale.unsqueeze(0)], spec
         step = row.alignment  # every format with a global amax pads to its block
-        own = (amax[group_of(ends, count, step).clamp(max=last)] for amax in rest)
-        return [data, scale, *(amax.mT if amax.ndim > 1 else amax.unsqueeze(0) for amax in own)], spec
+        by_block = (amax[group_of(ends, count, step).clamp(max=last)] for amax in rest)
+        return [data, scale, *(amax.mT if amax.ndim > 1 else amax.unsqueeze(0) for amax in by_block)], spec
     group = group_of(offs, data.shape[0]).clamp(max=last)
     if per_group:
         return [data, scale[group].unsqueeze(1)], spec
@@ -173,17 +173,17 @@ def _quantize_rows(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | Non
         ends = padded_ends(offs, row.block[0])
         padded = _pad_groups(x, offs, row.block[0])
         tiles = group_of(ends, padded.shape[0] // row.block[0], row.block[0]).clamp(max=last)
-        own = None if of_group is None else of_group[tiles].unsqueeze(1)
-        data, scale, *_ = reference.quantize(padded, spec, state, own)
+        of_row = None if of_group is None else of_group[tiles].unsqueeze(1)
+        data, scale, *_ = reference.quantize(padded, spec, state, of_row)
         positions = _padded_positions(offs, rows, row.block[0]).clamp(max=max(padded.shape[0] - 1, 0))
         parts = [data[positions], scale if row.family == "block" else scale[positions]]
         return parts if of_group is None else [*parts, of_group]
     if of_group is None:
         return reference.quantize(x, spec)
-    own = of_group[group_of(offs, rows).clamp(max=last)].unsqueeze(1)
+    of_row = of_group[group_of(offs, rows).clamp(max=last)].unsqueeze(1)
     if row.has_global_amax:
-        return [*reference.quantize(x, spec, state, own)[:2], of_group]
-    return [reference.quantize(x, spec, own)[0], reference.reciprocal(of_group)]
+        return [*reference.quantize(x, spec, state, of_row)[:2], of_group]
+    return [reference.quantize(x, spec, of_row)[0], reference.reciprocal(of_group)]
 
 
 def _quantize_columns(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | None) -> list[Tensor]:
@@ -207,11 +207,11 @@ def _quantize_columns(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | 
         if spec.row_scaled:
             blocks = torch.unflatten(columns, -1, (columns.shape[-1] // row.alignment, row.alignment))
             amax = _by_group(reference.amax(blocks, -1).mT, block, groups)
-            own = amax[block.clamp(max=groups - 1)].mT
+            of_block = amax[block.clamp(max=groups - 1)].mT
         else:
             amax = _by_group(reference.amax(_transformed(columns, spec), 0), group, groups)
-            own = amax[block.clamp(max=groups - 1)].unsqueeze(0)
-        return [*reference.quantize(columns, spec, state, own)[:2], amax]
+            of_block = amax[block.clamp(max=groups - 1)].unsqueeze(0)
+        return [*reference.quantize(columns, spec, state, of_block)[:2], amax]
     return reference.quantize(columns, spec)
 
 

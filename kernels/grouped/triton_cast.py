@@ -392,7 +392,7 @@ def _side_of(x: Tensor, place: _Place, spec: QuantSpec | None, arg: Tensor | Non
     batch = [x.shape[0]] if place.batch else []
     lines, length = (inner, place.padded_rows) if columnwise else (x.shape[-2], _up(inner, row.alignment))
     data = torch.empty([*batch, lines, length], dtype=row.element.dtype, device=x.device)
-    constants = side_constants(spec, x.dtype, columnwise=columnwise, given=row.family == "per_tensor")
+    constants = side_constants(spec, x.dtype, columnwise=columnwise, multiplier=row.family == "per_tensor")
     if row.family == "per_tensor":
         scale = torch.empty((place.groups,), dtype=torch.float32, device=x.device)
         return _Side(data, scale, arg, (1, 0, 0, 0, 0), constants)

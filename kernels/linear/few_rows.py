@@ -75,18 +75,18 @@ def quantizes(x: Tensor) -> bool:
     return x.ndim == 2 and x.dtype != torch.float64 and not is_one_row(x.shape[0], x.shape[1])
 
 
-def quantizes_itself(x: Tensor, spec: QuantSpec, *, given: bool, gemms: int = 1, early: bool = False) -> bool:
+def quantizes_itself(x: Tensor, spec: QuantSpec, *, scaled: bool, gemms: int = 1, early: bool = False) -> bool:
     """Returns True if the GEMM takes x not yet quantized: one row, not too long; or some, which have one scale.
 
-    Where its multiplier is not `given`, some rows that are read by several `gemms` are better quantized once; where
-    kernels are launched `early` in any case.
+    `scaled` says that its multiplier is there already. Without one, some rows that are read by several `gemms` are
+    better quantized once, as where kernels are launched `early` in any case.
     """
     if x.ndim != 2 or x.dtype == torch.float64:
         return False
     rows, length = x.shape
     if _is_one(rows):
         return length <= LONGEST_ROW
-    alone = given or (gemms == 1 and spec.row.family == "per_tensor")
+    alone = scaled or (gemms == 1 and spec.row.family == "per_tensor")
     return alone and not early and upper_bound(rows) <= _MOST_ROWS_CAST_INSIDE and length <= _LONGEST_ROW_CAST_INSIDE
 
 

@@ -101,11 +101,11 @@ _AT_ONCE = 8
 
 def _by_slot(new: Sequence[Tensor], slots: Sequence[int], n: int) -> Tensor:
     """Amaxes as a vector [n], float32, `_NONE` where there is none."""
-    found: dict[int, Tensor] = {}
+    largest: dict[int, Tensor] = {}
     for amax, slot in zip(new, slots, strict=True):
-        found[slot] = torch.maximum(found[slot], amax) if slot in found else amax
+        largest[slot] = torch.maximum(largest[slot], amax) if slot in largest else amax
     parts, end = [], 0
-    for slot, amax in sorted(found.items()):
+    for slot, amax in sorted(largest.items()):
         assert slot >= end, "slots overlap"
         parts += [amax.new_full((slot - end,), _NONE, dtype=torch.float32)] if slot > end else []
         parts.append(amax.float())

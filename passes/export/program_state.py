@@ -128,11 +128,11 @@ class ProgramState:
             return [] if node.graph is self.bodies.top.graph else self.bodies.passed(node)
         return [] if obstacle(node) or node in self._rewritten else node.all_input_nodes
 
-    def _value(self, node: fx.Node, known: Values) -> Value | None:
+    def _value(self, node: fx.Node, computed: Values) -> Value | None:
         """The value of a node whose sources have one."""
         if node.op == "placeholder":
             if node.graph is not self.bodies.top.graph:
-                passed = [known[source] for source in dict.fromkeys(self.bodies.passed(node))]
+                passed = [computed[source] for source in dict.fromkeys(self.bodies.passed(node))]
                 return passed[0] if len(passed) == 1 else None
             spec = self._specs.get(node.name)
             if spec is None or spec.target in self._changing:
@@ -143,7 +143,7 @@ class ProgramState:
             return tensor.detach(), frozenset() if node in self.lifted else frozenset((node,))
         if obstacle(node) or node in self._rewritten:
             return None
-        values = {source: known[source] for source in node.all_input_nodes}
+        values = {source: computed[source] for source in node.all_input_nodes}
         if any(value is None for value in values.values()):
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][0])  # type: ignore[index]

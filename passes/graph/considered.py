@@ -22,8 +22,8 @@ def allowed(node: fx.Node, step: str, reason: str) -> bool:
     if reason:
         log.debug("%s: layer %s: %s: %s", step, layer_of(node) or "<model>", node.format_node(), reason)
         if node.graph.owning_module is not None:
-            left = NotFused(step=step, layer=layer_of(node), operator=_text(node), reason=reason)
-            node.graph.owning_module.meta.setdefault(_KEY, {})[left] = None
+            reported = NotFused(step=step, layer=layer_of(node), operator=_text(node), reason=reason)
+            node.graph.owning_module.meta.setdefault(_KEY, {})[reported] = None
     return not reason
 
 

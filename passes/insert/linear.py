@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxquant.formats import IDENTITY, LinearSpec, OperandSpec
+from fxquant.formats import IDENTITY, LINEAR_OPERANDS, LinearSpec, OperandSpec
 from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import apply_match
 from fxquant.passes.graph.builder import Builder
@@ -31,7 +31,7 @@ _NONE = OperandSpec(IDENTITY, IDENTITY)
 def _spec(match: Match, quantizers: Mapping[str, Quantizer], numbers: Mapping[str, int]) -> str:
     input, weight, grad_output = (
         quantizers[op].operand_spec().numbered(numbers.get(op, 0)) if op in quantizers else _NONE
-        for op in ("input", "weight", "grad_output")
+        for op in LINEAR_OPERANDS
     )
     return str(LinearSpec(input, weight, grad_output, _autocast(match), match.name))
 

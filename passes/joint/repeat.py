@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import compiles_backwards, must_recompute, save_without_version
+from fxquant.compat.private import compiles_backwards, prefer_recompute, save_without_version
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.passes.graph.match import behind_views, readers
@@ -32,7 +32,7 @@ def mark_recompute(graph: fx.Graph, settings: Settings) -> int:
     if settings.save == "least":
         marked.update(*products_to_repeat(graph).values())
     for node in marked:
-        must_recompute(node)
+        prefer_recompute(node)
     return len(marked)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat.private import must_recompute
+from fxquant.compat.private import prefer_recompute
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.passes.graph.builder import Builder, erase_unused, put_in_places
@@ -73,7 +73,7 @@ def _share(node: fx.Node, source: fx.Node, moves: list[fx.Node]) -> None:
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         added = builder.call(target, *args, **kwargs)
         added.meta |= {key: node.meta[key] for key in ("ac_graph_id",) if key in node.meta}
-        must_recompute(added)  # of what the attention saves: nothing else is saved for the linear
+        prefer_recompute(added)  # of what the attention saves: nothing else is saved for the linear
         return added
 
     # as bytes: no kernel has to know the format, and none of Triton's own FP8 stores is transposed

@@ -42,14 +42,14 @@ def amax_before_views(graph: fx.Graph, settings: Settings) -> int:
 
 
 def _give_scales(node: fx.Node, base: fx.Node) -> bool:
-    """Gives a quantization the scales that are made of its own amax; returns True if it has some."""
+    """Gives a quantization the scales that are scales of its own amax; returns True if it has some."""
     sides = sides_of(node)
-    made: dict[str, fx.Node] = {}
+    scales: dict[str, fx.Node] = {}
     for side in sides:
-        if side.state is None and side.per_tensor and side.spec not in made:
-            made[side.spec] = scale_of(node, side.spec)
-            made[side.spec].args[0].args = (base,)  # type: ignore[union-attr]
-    if made:
-        states = [made.get(side.spec) if side.state is None else side.state for side in sides]
+        if side.state is None and side.per_tensor and side.spec not in scales:
+            scales[side.spec] = scale_of(node, side.spec)
+            scales[side.spec].args[0].args = (base,)  # type: ignore[union-attr]
+    if scales:
+        states = [scales.get(side.spec) if side.state is None else side.state for side in sides]
         node.args = (*node.args[:3], *states)
-    return bool(made)
+    return bool(scales)

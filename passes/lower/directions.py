@@ -38,7 +38,7 @@ def pair_directions(graph: fx.Graph, settings: Settings) -> int:
             _replace_outputs(node, earlier, 0)
             graph.erase_node(node)
     one_way = {node: _Quantization.of(node) for node in first.values()}
-    columns = {node: each for node, each in one_way.items() if each.direction == "columnwise"}
+    columns = {node: way for node, way in one_way.items() if way.direction == "columnwise"}
     for node, row in one_way.items():
         if row.direction != "rowwise":
             continue
@@ -96,13 +96,13 @@ class _Quantization(NamedTuple):
 
 def _replace_outputs(old: fx.Node, new: fx.Node, offset: int) -> None:
     """Points the users of a list-valued node at another one's outputs, right behind it."""
-    made: dict[int, fx.Node] = {n.args[1]: n for n in new.users if n.target is operator.getitem}  # type: ignore[misc]
+    outputs: dict[int, fx.Node] = {n.args[1]: n for n in new.users if n.target is operator.getitem}  # type: ignore[misc]
     for item in list(old.users):
         assert item.target is operator.getitem, item.format_node()
         index = offset + int(item.args[1])  # type: ignore[arg-type]
-        if index not in made:
+        if index not in outputs:
             with old.graph.inserting_after(new):
-                made[index] = old.graph.call_function(operator.getitem, (new, index))
-            made[index].meta = dict(item.meta)
-        item.replace_all_uses_with(made[index])
+                outputs[index] = old.graph.call_function(operator.getitem, (new, index))
+            outputs[index].meta = dict(item.meta)
+        item.replace_all_uses_with(outputs[index])
         old.graph.erase_node(item)

@@ -215,10 +215,10 @@ def _activated(root: fx.Node) -> tuple[fx.Node, str] | None:
             continue
         for name, decomposed in itertools.product(ACTIVATIONS, (True, False)):
             output, (source,) = pattern_of(ACTIVATIONS[name], (((4, 8), val(root).dtype),), decomposed=decomposed)
-            found: dict[fx.Node, fx.Node] = {}
-            if matches(output, end, found) and found[source] is root:
+            matched: dict[fx.Node, fx.Node] = {}
+            if matches(output, end, matched) and matched[source] is root:
                 inside = set(_following(root, end))
-                if all(user in inside or user is end for each in (root, *inside) for user in each.users):
+                if all(user in inside or user is end for node in (root, *inside) for user in node.users):
                     return end, name
     return None
 
@@ -251,8 +251,8 @@ def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
         fused.meta = {**node.meta, "val": [y, *([_amax_value(y)] if record else [])]}
         for result, value in zip(results, fused.meta["val"], strict=True):
             result.meta = {**node.meta, "val": value}
-        made = results[0] if root is node else shaped(results[0], [*val(root).shape])
-    root.replace_all_uses_with(made)
+        end = results[0] if root is node else shaped(results[0], [*val(root).shape])
+    root.replace_all_uses_with(end)
     graph.erase_node(root)
     for amax in epilogue.amaxes:
         if is_fxquant(amax, "amax"):

@@ -85,7 +85,7 @@ def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:
             continue
         parsed = QuantSpec.parse(str(spec))
         early = not packaged and launches_early(val(x).device)
-        alone = limits.quantizes_itself(val(x), parsed, given=bool(multiplier), gemms=len(gemms), early=early)
+        alone = limits.quantizes_itself(val(x), parsed, scaled=bool(multiplier), gemms=len(gemms), early=early)
         reason = "" if alone else "quantizing it once, in a kernel of its own, is faster"
         if allowed(node, _STEP, reason if gemms else "something else than GEMMs of few rows reads it"):
             for user in gemms:
@@ -107,8 +107,8 @@ def _fuse_epilogues(graph: fx.Graph) -> None:
                         more = {"epilogue": name, **({} if other is None else {"other": shaped(other, shape)})}
                         fused = graph.call_function(gemm.target, gemm.args, more)  # type: ignore[arg-type]
                         fused.meta = dict(gemm.meta)
-                        made = shaped(fused, list(val(root).shape))
-                    root.replace_all_uses_with(made)
+                        result = shaped(fused, list(val(root).shape))
+                    root.replace_all_uses_with(result)
                     erase_unused([root])
                     break
 
@@ -121,15 +121,15 @@ def _root(name: str) -> Any:
 def _ends_of(name: str, root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
     """The GEMMs that `root` may be an epilogue of, each with the other tensor that it reads."""
     value = val(root)
-    found: list[tuple[Any, Any]] = []
+    ends: list[tuple[Any, Any]] = []
     if name == "add":
         a, b = root.args
         if not root.kwargs and isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b:
             same = all(val(x).shape == value.shape and val(x).dtype == value.dtype for x in (a, b))
-            found = [(a, b), (b, a)] if same and value.dtype in (torch.bfloat16, torch.float16) else []
+            ends = [(a, b), (b, a)] if same and value.dtype in (torch.bfloat16, torch.float16) else []
     elif (inputs := inputs_of(name, root)) is not None:
-        found = [(inputs[-1], inputs[0] if len(inputs) > 1 else None)]
-    for end, other in found:
+        ends = [(inputs[-1], inputs[0] if len(inputs) > 1 else None)]
+    for end, other in ends:
         gemm = behind_views(end, RESHAPES)
         if is_fxquant(gemm, "scaled_mm") and behind_views(other, RESHAPES) is not gemm:
             yield gemm, other

@@ -81,7 +81,7 @@ class _Site:
     quantize: fx.Node
     amax: fx.Node | None
     """The amax of the tensor, if it is recorded."""
-    made: dict[str, tuple[fx.Node, ...]]
+    inputs: dict[str, tuple[fx.Node, ...]]
     """The inputs of each producer that the tensor is a result of."""
 
     def __hash__(self) -> int:
@@ -119,9 +119,9 @@ def _sites(graph: fx.Graph, device: str, reasons: dict[fx.Node, str]) -> Iterato
         seen.add(root)
         users = list(readers(root))
         quantizations = [user for user in users if sides_of(user)]
-        own = {_own_amax(side.state) for user in quantizations for side in sides_of(user)}
+        of_scales = {_own_amax(side.state) for user in quantizations for side in sides_of(user)}
         amaxes = [user for user in users if is_fxquant(user, "amax")]
-        recorded = [amax for amax in amaxes if amax not in own]
+        recorded = [amax for amax in amaxes if amax not in of_scales]
         obstacles = {user: _obstacle(user) for user in quantizations}
         if len(recorded) > 1:
             obstacles = dict.fromkeys(quantizations, "its amax is recorded more than once")
@@ -132,19 +132,19 @@ def _sites(graph: fx.Graph, device: str, reasons: dict[fx.Node, str]) -> Iterato
             reasons.update({user: obstacle for user, obstacle in obstacles.items() if obstacle})
         for quantization in fusible:
             rows, length = val(quantization.args[0]).shape
-            made = {
-                name: inputs
+            inputs = {
+                name: matched
                 for name, producer in PRODUCERS.items()
                 if not producer.parts
                 and (alone or producer is IDENTITY)
-                and (inputs := _match(producer, root, rows, length)) is not None
+                and (matched := _match(producer, root, rows, length)) is not None
             }
             if computed:
                 single = "its producer's other result is not quantized in the same way"
-                unknown = single if made.keys() - {IDENTITY.name} else "no kernel computes what it quantizes"
+                unknown = single if inputs.keys() - {IDENTITY.name} else "no kernel computes what it quantizes"
                 reasons[quantization] = unknown if alone else "something else reads what it quantizes"
-            if made:
-                yield _Site(quantization, next(iter(recorded), None), made)
+            if inputs:
+                yield _Site(quantization, next(iter(recorded), None), inputs)
                 recorded = []
 
 
@@ -185,19 +185,19 @@ def _obstacle(node: fx.Node) -> str:
 def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]:
     """Yields the sites that a producer makes together: one for each of its results."""
     if not producer.parts:
-        yield from ([site] for site in sites if producer.name in site.made)
+        yield from ([site] for site in sites if producer.name in site.inputs)
         return
     (first, positions), *others = producer.parts
     assert positions == tuple(range(len(producer.inputs)))
     taken: set[_Site] = set()
     for site in sites:
-        if site in taken or first not in site.made:
+        if site in taken or first not in site.inputs:
             continue
         group = [site]
         for name, positions in others:
-            wanted = tuple(site.made[first][i] for i in positions)
+            wanted = tuple(site.inputs[first][i] for i in positions)
             same = (s for s in sites if s not in taken and s not in group and s.kind == site.kind)
-            group += [s for s in same if s.made.get(name) == wanted][:1]
+            group += [s for s in same if s.inputs.get(name) == wanted][:1]
         if len(group) == producer.results:
             taken.update(group)
             yield group
@@ -228,7 +228,7 @@ def _loss(producer: Producer, site: _Site) -> str:
 def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> str:
     """Puts one operator in the place of a group; returns why it cannot, empty if it has."""
     name = producer.parts[0][0] if producer.parts else producer.name
-    inputs = group[0].made[name]
+    inputs = group[0].inputs[name]
     anchor = min((node for site in group for node in (site.quantize, site.amax) if node), key=order.__getitem__)
     if not all(_is_there(node, anchor, order) for node in inputs):
         return "its inputs are computed later"
@@ -242,25 +242,26 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
     record = group[0].amax is not None
     with graph.inserting_before(anchor):
         shapes = {"matrix": [rows, length], "row": [rows, 1], "column": [length], "heads": list(val(inputs[0]).shape)}
-        given = [shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
+        operands = [shaped(node, shapes[kind]) for node, kind in zip(inputs, producer.inputs, strict=True)]
         specs = {side.direction: QuantSpec.parse(side.spec) for side in group[0].sides}
         spec = str(CastSpec(producer.name, specs.get("rowwise"), specs.get("columnwise")))
-        fused = graph.call_function(torch.ops.fxquant.produce_quantize.default, (given, spec, *states, record))
+        fused = graph.call_function(torch.ops.fxquant.produce_quantize.default, (operands, spec, *states, record))
         fused.meta = {**anchor.meta}
         values: list[Any] = []
         gone: list[fx.Node] = []
         for site in group:
             for item in list(site.quantize.users):
                 assert item.target is operator.getitem, item.format_node()
-                made = graph.call_function(operator.getitem, (fused, len(values) + item.args[1]))  # type: ignore[operator]
-                made.meta, order[made] = dict(item.meta), order[anchor]
-                item.replace_all_uses_with(made)
+                place = len(values) + item.args[1]  # type: ignore[operator]
+                output = graph.call_function(operator.getitem, (fused, place))
+                output.meta, order[output] = dict(item.meta), order[anchor]
+                item.replace_all_uses_with(output)
                 gone.append(item)
             values += site.quantize.meta["val"]
             if site.amax is not None:
-                made = graph.call_function(operator.getitem, (fused, len(values)))
-                made.meta, order[made] = dict(site.amax.meta), order[anchor]
-                site.amax.replace_all_uses_with(made)
+                output = graph.call_function(operator.getitem, (fused, len(values)))
+                output.meta, order[output] = dict(site.amax.meta), order[anchor]
+                site.amax.replace_all_uses_with(output)
                 values.append(val(site.amax))
                 gone.append(site.amax)
             gone.append(site.quantize)
@@ -277,13 +278,13 @@ def _states(site: _Site, order: dict[fx.Node, int], producer: Producer) -> list[
     A producer of two results has a kernel of its own for their amaxes.
     """
     states = {side.direction: side.state for side in site.sides}
-    made: dict[str, fx.Node] = {}
+    scales: dict[str, fx.Node] = {}
     for direction, spec, state in site.sides:
         if producer.results == 1 and state is None and QuantSpec.parse(spec).row.family == "per_tensor":
-            if spec not in made:
-                made[spec] = scale_of(site.quantize, spec)
-                order[made[spec]] = order[made[spec].args[0]] = order[site.quantize]  # type: ignore[index]
-            states[direction] = made[spec]
+            if spec not in scales:
+                scales[spec] = scale_of(site.quantize, spec)
+                order[scales[spec]] = order[scales[spec].args[0]] = order[site.quantize]  # type: ignore[index]
+            states[direction] = scales[spec]
     return [states.get("rowwise"), states.get("columnwise")]
 
 
@@ -310,10 +311,10 @@ def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[f
     if producer is JOINED_HEADS:
         return _heads(root, rows, length)
     outputs, names = _pattern(producer, value.dtype)
-    found: dict[fx.Node, fx.Node] = {}
-    if not matches(outputs, root, found):
+    matched: dict[fx.Node, fx.Node] = {}
+    if not matches(outputs, root, matched):
         return None
-    inputs = tuple(found[name] for name in names)
+    inputs = tuple(matched[name] for name in names)
     for node, kind in zip(inputs, producer.inputs, strict=True):
         x = val(node)
         count = {"matrix": rows * length, "row": rows, "column": length}[kind]

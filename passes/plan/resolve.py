@@ -19,7 +19,7 @@ from fxquant.compat.device import capability, card_name
 from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
-from fxquant.formats import gemm_mismatch
+from fxquant.formats import LINEAR_OPERANDS, gemm_mismatch
 from fxquant.passes.find.facts import Attention, Match, Product, Resolved, Skip, product_of
 from fxquant.passes.graph.values import value_of
 from fxquant.passes.plan.attention import (
@@ -176,7 +176,7 @@ class _Resolver:
         """Asks for the quantizers of a product."""
         matmul = _matmul(match, product, self.sources, self.stored_weights)
         skip = _unusable_tensors(match, product, self.allow_float64)
-        operands = ("input", "weight", "grad_output")[: 3 if any(needs_grad) else 2]
+        operands = LINEAR_OPERANDS[: 3 if any(needs_grad) else 2]
         kinds = {"weight": "input"} if not product.rhs_is_weight else {}  # both operands are activations
         roles = {op: QuantizerRole(match.module_type, kinds.get(op, op), match.name) for op in operands}
         self.roles += roles.values()

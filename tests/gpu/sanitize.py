@@ -167,7 +167,7 @@ def decode() -> Iterator[str]:
             multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
             sources = [a]
             for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-                if few_rows.quantizes_itself(x, a_spec, given=bool(given)):
+                if few_rows.quantizes_itself(x, a_spec, scaled=bool(given)):
                     sources.append([x, *given])
                 else:
                     triton_decode.quantize(x, a_spec, *given)

@@ -45,7 +45,7 @@ def test_bytes_of_the_activation(rows: int, specs: tuple[str, str]) -> None:
     sources: list[list[Tensor]] = [parts]
     multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
     for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-        if few_rows.quantizes_itself(x, a_spec, given=bool(given)):
+        if few_rows.quantizes_itself(x, a_spec, scaled=bool(given)):
             sources.append([x, *given])
         if rows > 1:
             quantized = triton_decode.quantize(x, a_spec, *given)

@@ -38,8 +38,8 @@ def record_in_kernel(graph: fx.Graph, settings: Settings) -> int:
         state, record, *_ = _arguments(copy)
         if not isinstance(record, fx.Node) or not is_fxquant(record, "record", "record_since"):
             continue
-        known = state.op == "placeholder" and record.args[0] is state and list(record.users) == [copy]
-        if known and val(state).device.type == settings.device:
+        updates_itself = state.op == "placeholder" and record.args[0] is state and list(record.users) == [copy]
+        if updates_itself and val(state).device.type == settings.device:
             count += _take(record)
             if not record.args[-1]:
                 graph.erase_node(copy)
@@ -53,22 +53,23 @@ def _take(record: fx.Node) -> int:
     times: Counter[fx.Node] = Counter(new)
     places: dict[fx.Node, int] = dict(zip(new, slots, strict=True))
     count = 0
-    for each in dict.fromkeys(_arguments(amax)[0] for amax in times if amax.target is operator.getitem):
-        results = _results(each, before)
-        if not allowed(each, _STEP, "" if results else "the kernel that has the amax writes no state"):
+    for node in dict.fromkeys(_arguments(amax)[0] for amax in times if amax.target is operator.getitem):
+        results = _results(node, before)
+        if not allowed(node, _STEP, "" if results else "the kernel that has the amax writes no state"):
             continue
-        parts = len(each.meta["val"]) // results
-        items = {_arguments(user)[1]: user for user in each.users}
+        parts = len(node.meta["val"]) // results
+        items = {_arguments(user)[1]: user for user in node.users}
         amaxes = [items[place] for i in range(results) if (place := parts * (i + 1) - 1) in items]
         alone = len(amaxes) == results and all(times[amax] == 1 and list(amax.users) == [record] for amax in amaxes)
         alone = alone and len({places[amax] for amax in amaxes}) == results
-        if allowed(each, _STEP, "" if alone else "something else reads its amaxes, or one slot has several"):
-            _record_itself(each, [places[amax] for amax in amaxes], before, parts)
-            left = [(amax, slot) for amax, slot in zip(*_arguments(record)[-2:], strict=True) if amax not in amaxes]
-            record.args = (*before, [amax for amax, _ in left], [slot for _, slot in left])
+        if allowed(node, _STEP, "" if alone else "something else reads its amaxes, or one slot has several"):
+            _record_itself(node, [places[amax] for amax in amaxes], before, parts)
+            pairs = zip(*_arguments(record)[-2:], strict=True)
+            remaining = [(amax, slot) for amax, slot in pairs if amax not in amaxes]
+            record.args = (*before, [amax for amax, _ in remaining], [slot for _, slot in remaining])
             for amax in amaxes:
                 record.graph.erase_node(amax)
-            record.graph.erase_node(each)
+            record.graph.erase_node(node)
             count += 1
     return count
 
@@ -88,17 +89,17 @@ def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], pa
         amaxes, step = (*(_entries(node, first, last) for node in before), None)[:2]
         recording = traits_of(produce).recording
         assert recording is not None
-        given = produce.args if is_fxquant(produce, "attention_forward") else produce.args[:-1]
+        operands = produce.args if is_fxquant(produce, "attention_forward") else produce.args[:-1]
         more = (step, slots[0] == last and len(slots) > 1) if is_fxquant(produce, "produce_quantize") else ()
-        fused = graph.call_function(recording.target, (*given, amaxes, *more))
+        fused = graph.call_function(recording.target, (*operands, amaxes, *more))
         kept = [value for i, value in enumerate(produce.meta["val"]) if (i + 1) % parts]
         fused.meta = {**produce.meta, "val": kept}
         for item in list(produce.users):
             _, place = _arguments(item)
             if (place + 1) % parts:
-                made = graph.call_function(operator.getitem, (fused, place - place // parts))
-                made.meta = dict(item.meta)
-                item.replace_all_uses_with(made)
+                kept_item = graph.call_function(operator.getitem, (fused, place - place // parts))
+                kept_item.meta = dict(item.meta)
+                item.replace_all_uses_with(kept_item)
                 graph.erase_node(item)
 
 

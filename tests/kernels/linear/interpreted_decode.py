@@ -46,7 +46,7 @@ for texts in PAIRS:
         sources = [a]
         multiplier = [reference.multiplier_from_amax(reference.amax(x), a_spec)]
         for given in [[], multiplier] if a_spec.row.family == "per_tensor" else [[]]:
-            if few_rows.quantizes_itself(x, a_spec, given=bool(given)):
+            if few_rows.quantizes_itself(x, a_spec, scaled=bool(given)):
                 sources.append([x, *given])
             if few_rows.quantizes(x):
                 for got, part in zip(triton_decode.quantize(x, a_spec, *given), a, strict=True):
