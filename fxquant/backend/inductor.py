@@ -21,8 +21,8 @@ def inductor_settings(
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; the user's own come first.
 
-    `recomputed` says that the backward computes quantized activations again. `reasons` gets those of passes that did not
-    fuse something.
+    `recomputed` says that the backward computes quantized activations again. `reasons` gets those of passes that did
+    not fuse something.
     """
     chosen: dict[str, Any] = {
         "eager_numerics.division_rounding": True,  # scales are true quotients

@@ -144,5 +144,6 @@ def exact_in_bfloat16(spec: QuantSpec) -> bool:
     """Returns True if element x block scale fits bfloat16's 8 bits of significand: the GEMM sees the exact values."""
     if spec.row.element is None or not spec.row.block[1]:
         return False
-    scale = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 4}.get(spec.row.scale_dtype, 1 if spec.pow2 else 24)
+    bits: dict[torch.dtype | None, int] = {torch.float8_e8m0fnu: 1, torch.float8_e4m3fn: 4}
+    scale = bits.get(spec.row.scale_dtype, 1 if spec.pow2 else 24)
     return spec.row.element.mantissa_bits + 1 + scale <= 8

@@ -25,7 +25,7 @@ CUSTOM = "custom"
 """A dictionary of annotations that torch keeps through every transformation; `layer_of` reads ours."""
 
 OF_A_TRACE = ("eager_input_vals", "original_aten")
-"""Keys that a trace writes of an operator: inputs whose strides Inductor keeps for it, and the name that kernels get."""
+"""Keys that a trace writes: inputs whose strides Inductor keeps for an operator, and the name that kernels get."""
 
 LAYER = "fxquant_layer"
 """The layer of a node that was captured without its modules."""
