@@ -249,6 +249,8 @@ class StateStore:
 
         Raises RecipeError for other tensors, or those of another model.
         """
+        if not isinstance(saved, Mapping):
+            raise RecipeError(f"a quantization state is a dict of tensors, not a {type(saved).__name__}")
         by_index: dict[int, dict[str, Tensor]] = {}
         for name, tensor in saved.items():
             index, _, key = name.partition(".")
@@ -259,6 +261,14 @@ class StateStore:
                 )
             by_index.setdefault(int(index), {})[key] = tensor
         states = list(self._active.values())
+        if absent := [
+            f"{i}.{name}" for i in range(len(states)) if i not in by_index for name in states[i].state_dict()
+        ]:
+            raise RecipeError(
+                f"the saved quantization state has no {', '.join(absent)}, which this model has: it was saved before "
+                "the model had run, from another model or recipe, or was lost on the way; saved are "
+                f"{', '.join(saved) or 'no tensors at all'}"
+            )
         for place, state in by_index.items():
             if place < len(states):
                 states[place].load_state_dict(state)

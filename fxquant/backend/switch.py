@@ -130,6 +130,7 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         compiled: Any = run
         own_forward = run.forward
 
+        @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             current: Any = switch.current()
             with own_errors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import pickle
 from dataclasses import dataclass
@@ -147,6 +148,33 @@ def test_functions_have_the_same_methods() -> None:
     run.set_recipe("high_precision")
     assert torch.equal(run(x), nn.functional.linear(x, weight))
     assert run.report().coverage == 0 and not torch.equal(first, run(x))
+
+
+def test_a_compiled_model_has_the_signature_of_its_forward() -> None:
+    """Hugging Face's Trainer drops the columns of a batch that it does not name."""
+
+    class Named(nn.Linear):
+        def forward(self, hidden: Tensor, *, labels: Tensor | None = None) -> Tensor:
+            return super().forward(hidden)
+
+    net = Named(64, 32)
+    compiled = fxquant.compile(net, "mxfp8", options=EAGER)
+    for run in (compiled, copy.deepcopy(compiled)):
+        assert inspect.signature(run.forward) == inspect.signature(net.forward)
+        run(hidden=torch.randn(32, 64), labels=None)
+        assert run.report().coverage == 1
+
+
+def test_a_state_that_lacks_tensors_is_refused() -> None:
+    compiled = fxquant.compile(model(), "delayed_scaling", options=EAGER)
+    compiled.load_quantization_state_dict({})  # saved before the first step
+    compiled(torch.randn(32, 64)).sum().backward()
+    state = compiled.quantization_state_dict()
+    with pytest.raises(RecipeError, match=r"has no 0\.scale, 0\.amax_history, .* saved are no tensors at all"):
+        compiled.load_quantization_state_dict({})
+    with pytest.raises(RecipeError, match="is a dict of tensors, not a NoneType"):
+        compiled.load_quantization_state_dict(None)
+    assert_same_bits(compiled.quantization_state_dict(), state)
 
 
 def test_unknown_recipes_are_refused_where_they_are_set() -> None:
