@@ -1,4 +1,8 @@
-"""The passes over graphs. A folder is a kind of graph; `pipeline` holds every stage, in order.
+"""The passes over graphs. A folder is a kind of graph.
+
+pipeline   every stage, in order, and why each pass stands where it does; `settings` is what all of them are given
+captured   the passes over a captured graph and the facts that they hand on; `exported` those over a program
+verify     the form of graphs at the borders of stages
 
 graph    for graphs of any kind, without a word of quantization: names, axes, bodies, small patterns
 find     the captured graph, read only: every matmul as facts
