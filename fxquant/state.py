@@ -103,16 +103,17 @@ class DelayedState:
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is not part of `scale` yet."""
         history = self.history.clone()
-        history[0] = delayed.recorded(self.forward_amax, self.backward_amax, self.step)
+        history[0] = delayed.counted(delayed.recorded(self.forward_amax, self.backward_amax, self.step))
         return {"scale": self.scale.clone(), "amax_history": history}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copies a saved state into this one. A history of another length is cut, or filled with zeros at its old end.
 
-        Raises RecipeError when the number of slots differs.
+        Amaxes in it that are not finite, which TransformerEngine keeps, do not count. Raises RecipeError when the
+        number of slots differs.
         """
         _check_names(state, ("scale", "amax_history"), "delayed scaling")
-        scale, history = state["scale"], state["amax_history"]
+        scale, history = state["scale"], delayed.counted(state["amax_history"])
         if scale.shape != self.scale.shape or history.shape[1:] != self.scale.shape:
             raise RecipeError(
                 f"the saved delayed-scaling state has {tuple(scale.shape)} scales and this model "
@@ -178,6 +179,7 @@ def update(tensors: Mapping[str, Tensor], request: DelayedScalingRequest, group:
     last = delayed.recorded(*recorded)
     if over_ranks is not None:
         last = largest_over_ranks(last, over_ranks)
+    last = delayed.counted(last)  # a step that is infinite on one rank is skipped on all of them
     if by_a_users_function:
         return delayed.update_with(
             scale, history, last, fp8_max, margin=margin, algorithm=algorithm,

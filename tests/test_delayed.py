@@ -78,6 +78,32 @@ def test_history_and_scales_follow_the_steps() -> None:
     assert backend.state_dict()["0.scale"][0] == 448 / torch.stack(seen[1:4]).amax()
 
 
+@pytest.mark.parametrize("algorithm", ["max", "most_recent", lambda history: history.amax(0)])
+def test_a_step_with_an_infinite_gradient_leaves_the_scale_alone(algorithm: object) -> None:
+    """As `GradScaler` leaves the weights alone: the steps behind it have the scale that their gradients ask for."""
+    layer, (x, *_) = nn.Linear(64, 32), batches(1)
+    backend = eager_backend(DelayedScaling(amax_history_len=8, amax_compute_algo=algorithm))
+    run = torch.compile(layer, backend=backend)
+    scales = []
+    for factor in (1.0, torch.inf, 128.0, 1.0):
+        (factor * run(x)).sum().backward()
+        state = backend.state_dict()
+        assert state["0.amax_history"].isfinite().all()
+        scales.append(state["0.scale"][2].item())
+    assert scales == [1.0, 57344.0, 57344.0, 57344.0 / 128]
+
+
+def test_infinities_of_a_saved_history_do_not_count() -> None:
+    backend, (x, *_) = eager_backend(DelayedScaling(amax_history_len=4)), batches(1)
+    saved = {"0.scale": torch.full((3,), 2.0), "0.amax_history": torch.full((4, 3), torch.inf)}
+    saved["0.amax_history"][3] = 7.0
+    backend.load_state_dict(saved)
+    run = torch.compile(nn.Linear(64, 32), backend=backend)
+    run(x)
+    run(x)
+    assert backend.state_dict()["0.scale"][0] == 448 / 7.0
+
+
 def test_recomputation_uses_the_scales_of_the_forward() -> None:
     """Invariant 45, for delayed scaling."""
     results = []

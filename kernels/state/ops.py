@@ -24,7 +24,7 @@ def delayed_update(
     margin: float, algorithm: str,
 ) -> list[Tensor]:  # fmt: skip
     """The scales [n] and the history [N, n] after a step."""
-    last = reference.recorded(forward_amax, backward_amax, step)
+    last = reference.counted(reference.recorded(forward_amax, backward_amax, step))
     return list(reference.update(scale, history, last, fp8_max, margin=margin, algorithm=algorithm))
 
 

@@ -25,6 +25,15 @@ def recorded(forward_amax: Tensor, backward_amax: Tensor, step: Tensor) -> Tenso
     return torch.fmax(forward_amax, torch.where(backward_amax >> 32 >= step, new, 0))
 
 
+def counted(last: Tensor) -> Tensor:
+    """The amaxes `last` [n] of a step without those that are not finite: for their slots it is as if none was recorded.
+
+    A loss scale that is too large makes gradients infinite, and `GradScaler` skips such a step. In the history its
+    amax would keep the scale until it falls out of the window: 1024 steps by default. TransformerEngine lets it in.
+    """
+    return torch.where(last < torch.inf, last, 0.0)
+
+
 def update(
     scale: Tensor, history: Tensor, last: Tensor, fp8_max: Tensor, *, margin: float, algorithm: str
 ) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,7 @@ def delayed_update_kernel(
     from_backward = (written & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     from_backward = tl.where((written >> 32) >= now, from_backward, 0.0)
     last = tl.where((from_forward > from_backward) | (from_backward != from_backward), from_forward, from_backward)
+    last = tl.where(last < float("inf"), last, 0.0)
     window = tl.where(row == LENGTH - 1, last, older)
     tl.store(place, tl.where(row == 0, 0.0, window), mask=row < tl.where(last != 0, LENGTH, 1))
     if MOST_RECENT:

@@ -37,7 +37,7 @@ def updates() -> None:
         step = torch.ones(slots, dtype=torch.int64)
         state = scale, history, apart(AMAXES), apart(backward), apart(step)
         fp8_max = torch.where(torch.arange(slots) % 2 == 0, 448.0, 57344.0)
-        last = delayed.recorded(*state[2:])
+        last = delayed.counted(delayed.recorded(*state[2:]))
         expected = delayed.update(scale, history, last, fp8_max, margin=margin, algorithm=algorithm)
         got = triton_delayed.update(*(x.clone() for x in state[:2]), *state[2:], fp8_max, margin, algorithm)
         case = (length, margin, algorithm)
