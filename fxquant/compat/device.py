@@ -69,3 +69,9 @@ def triton_workspace(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _allocator.reset(token)
+
+
+def kept_random_state() -> AbstractContextManager[None]:
+    """Returns a scope behind which the random states of the CPU and of CUDA devices in use are as they were."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.random.fork_rng(devices=list(range(torch.cuda.device_count() if used else 0)))

@@ -1,16 +1,18 @@
-"""`fxquant.explain`: reports the effects of a recipe on a model, without running its graphs."""
+"""`fxquant.explain`: reports the effects of a recipe on a model, and runs nothing quantized."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
-from fxquant.compat.device import card_name
+from fxquant.compat.device import card_name, kept_random_state
 from fxquant.compat.private import (
     changed_inputs,
     compile_to_look,
@@ -19,6 +21,7 @@ from fxquant.compat.private import (
     own_errors,
     tree_map_only,
 )
+from fxquant.compat.values import fake_mode_of
 from fxquant.passes.joint.repeat import products_to_repeat
 from fxquant.passes.lower.epilogues import problems
 from fxquant.passes.pipeline import Partition
@@ -26,6 +29,7 @@ from fxquant.passes.plan.layers import layer_name
 from fxquant.recipes import Recipe
 from fxquant.report.data import EpilogueGemm
 from fxquant.report.report import Report
+from fxquant.tools.progress import progress
 from fxquant.tools.uncaptured import Uncaptured
 
 
@@ -37,16 +41,32 @@ def graph_text(gm: fx.GraphModule) -> str:
 
 
 class _Explainer(Backend):
-    """A backend that records the graphs it would compile, and answers calls with zeros."""
+    """A backend that records the graphs it would compile, and runs the captured ones as they were.
+
+    So Python between two graphs sees the model's own values. Graphs on meta or fake tensors are answered with zeros.
+    """
 
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)
         self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}
         self.epilogues: list[EpilogueGemm] = []
         self.again: list[str] = []
+        self.uncaptured = Uncaptured(self._names())
+        self._doing = "capturing"
+        self._original = fx.GraphModule(nn.Module(), fx.Graph())
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+        """Inputs that graphs have written into, by id, with their values before."""
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        with self._at("reading"):
+            self._original = _copy_of(gm)
+            return super().__call__(gm, example_inputs, **kwargs)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        def record(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        original, changed = self._original, list[int]()
+        count = len(original.graph.find_nodes(op="placeholder"))
+
+        def record(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph_module.graph.nodes)
             name = "backward" if backward else "forward"
             self.graphs[name].append(graph_text(graph_module))
@@ -54,22 +74,71 @@ class _Explainer(Backend):
                 EpilogueGemm(layer_name(node, self._names()), name, problem, card_name(node.meta["val"].device))
                 for node, problem in problems(graph_module.graph)
             ]
-            output = next(n for n in graph_module.graph.nodes if n.op == "output")
-            values = fx.node.map_arg(output.args[0], lambda n: n.meta["val"])
-            changed = [] if backward else changed_inputs()
-
-            def zeros(*inputs: Any) -> list[Any]:
-                # the new values of inputs come first, and are copied into them: the old values here
-                kept = [inputs[i].clone() for i in changed]
-                return [*kept, *tree_map_only(Tensor, _zeros, list(values)[len(changed) :])]
-
-            return zeros
+            if not backward:
+                changed[:] = changed_inputs()
+                if changed and len(inputs) != len(example_inputs):  # aliases share one input: any may be written
+                    changed[:] = range(count)
+            return _zeros_of(graph_module, [] if backward else changed_inputs())
 
         def cut(graph_module: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
             self.again += [layer_name(node, self._names()) for node in products_to_repeat(graph_module.graph)]
             return min_cut_rematerialization_partition(graph_module, joint_inputs, **kwargs)
 
-        return compile_eager(gm, example_inputs, record, Partition(self.settings, cut, self._not_fused))
+        with self._at("differentiating"):
+            partition = Partition(self.settings, cut, self._not_fused)
+            unrun = compile_eager(gm, example_inputs, record, partition)
+
+        def run(*inputs: Any) -> Any:
+            if any(isinstance(x, Tensor) and (x.is_meta or fake_mode_of(x) is not None) for x in inputs):
+                return unrun(*inputs)
+            for x in (inputs[i] for i in changed if i < count):
+                if isinstance(x, Tensor) and id(x) not in self._written:
+                    self._written[id(x)] = (x, x.detach().clone())
+            with self._at("running"), self.uncaptured.paused():
+                return original(*inputs[:count])
+
+        return run
+
+    def restore(self) -> None:
+        """Gives inputs that graphs have written into the values that they had before."""
+        with torch.no_grad():
+            for x, before in reversed(self._written.values()):
+                x.copy_(before)
+        self._written.clear()
+
+    def state(self) -> str:
+        """Says how far it is."""
+        matmuls = len({decision.site for decision in self._decisions})
+        return f"{self._doing} graph {max(self.captured, 1)}, {matmuls} matmuls so far"
+
+    @contextmanager
+    def _at(self, doing: str) -> Iterator[None]:
+        before, self._doing = self._doing, doing
+        try:
+            yield
+        finally:
+            self._doing = before
+
+
+def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a captured graph and its bodies, with the same tensors and modules."""
+    kept = [*gm.parameters(), *gm.buffers(), *(m for m in gm.modules() if not isinstance(m, fx.GraphModule))]
+    kept += [x for m in gm.modules() for x in vars(m).values() if isinstance(x, Tensor)]
+    return copy.deepcopy(gm, {id(x): x for x in kept})
+
+
+def _zeros_of(graph_module: fx.GraphModule, changed: Sequence[int]) -> Callable[..., Any]:
+    """Returns a function that answers a graph's inputs with zeros; of the `changed` ones it returns the old values.
+
+    The new values of inputs come first, and are copied into them.
+    """
+    output = next(n for n in graph_module.graph.nodes if n.op == "output")
+    values = list(fx.node.map_arg(output.args[0], lambda n: n.meta["val"]))
+
+    def zeros(*inputs: Any) -> list[Any]:
+        return [*(inputs[i].clone() for i in changed), *tree_map_only(Tensor, _zeros, values[len(changed) :])]
+
+    return zeros
 
 
 def _zeros(fake: Tensor) -> Tensor:
@@ -81,16 +150,23 @@ def _zeros(fake: Tensor) -> Tensor:
 def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
     """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
 
-    The model's graphs are captured, rewritten and differentiated, but not run: Python gets zeros for the results of a
-    graph, and inputs that a graph writes into keep their values. Code that torch.compile leaves out of its graphs does
-    run, and its matmuls are NOT_CAPTURED. The report holds the decisions, the reasons for graph breaks, the parts of
-    the recipe that matched nothing, and the text of the rewritten forward and backward graphs. Raises RecipeError as
-    compiling would.
+    The model's graphs are captured, rewritten and differentiated. Nothing quantized runs: a captured graph runs once as
+    the model wrote it, so that Python behind it sees the model's own values, and its matmuls cost what the model costs.
+    On meta tensors it does not run, and Python gets zeros. Inputs that graphs write into and the random state keep
+    their values. Code that torch.compile leaves out of its graphs runs too, and its matmuls are NOT_CAPTURED. Work of
+    more than some seconds shows its progress on stderr.
+
+    The report holds the decisions, the reasons for graph breaks, the parts of the recipe that matched nothing, and the
+    text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
     """
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
-    uncaptured = Uncaptured(backend._names())
-    with own_errors(), compile_to_look(), graph_breaks() as breaks, uncaptured:
-        torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+    uncaptured = backend.uncaptured
+    try:
+        with progress("explain", backend.state), own_errors(), compile_to_look(), kept_random_state():
+            with graph_breaks() as breaks, uncaptured:
+                torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+    finally:
+        backend.restore()
     report = backend.report()
     report.decisions += uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
     report.breaks = breaks if backend.captured else [*breaks, "torch.compile captured no graph at all"]

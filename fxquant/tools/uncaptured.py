@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -76,10 +77,22 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
         self.products: Counter[_Product] = Counter()
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Records nothing in this scope: a captured graph runs."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", func)  # higher-order operators have none
         ignored = getattr(func, "namespace", "") == "fxquant" or is_tracing() or in_backward()
         whole = torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and packet not in flop_registry

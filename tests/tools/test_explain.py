@@ -7,10 +7,12 @@ from expecttest import assert_expected_inline
 from helpers import hybrid, per_role, recorded_story
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, RecipeError, Rule, Rules, SkipReason
 from fxquant.compat import torch_version
+from fxquant.tools import progress
 
 MX, NV = MXFP8Quantizer(), NVFP4Quantizer()
 
@@ -179,7 +181,7 @@ class Model(nn.Module):
         return self.fc(x)
 
 
-def test_explain_shows_both_graphs_and_runs_no_kernel() -> None:
+def test_explain_shows_both_graphs_and_changes_nothing() -> None:
     model = Model()
     report = fxquant.explain(model, "mxfp8", x())
     assert model.runs == 0 and model.fc.weight.grad is None
@@ -273,6 +275,72 @@ def test_explain_leaves_what_a_model_writes_into_as_it_was(grad: bool) -> None:
     assert report.coverage == 1 and torch.equal(cache, torch.full((32, 64), 3.0))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+class Checking(nn.Module):
+    """Python between its graphs looks at values: of an input, of a result, and of what the graph before has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(64, 64), nn.Dropout(0.5)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        marked = (tokens == 7).sum()
+        hidden = self.drop(self.up(self.embed(tokens)))
+        self.seen.add_(marked)
+        if marked.item() != 4 or not hidden.any():
+            raise ValueError("wrong values")
+        chosen = hidden[tokens == 7]  # a size that depends on values
+        if self.seen.item() != 4:
+            raise ValueError("a buffer was not written")
+        return self.down(chosen)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_python_between_graphs_sees_the_values_of_the_model(mode) -> None:
+    model, tokens = Checking(), torch.tensor([[1, 7, 3, 2]] * 4)
+    state, seed = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    with mode():
+        report = fxquant.explain(model, "mxfp8", tokens)
+        compiled = fxquant.compile(model, "mxfp8", options={"inner": "aot_eager"})
+        assert torch.equal(torch.get_rng_state(), seed)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        compiled(tokens)
+    assert report.totals() == compiled.report().totals()
+    assert {d.layer for d in report.decisions} == {"up", "down"} and len(report.breaks) >= 1
+
+
+def test_graphs_of_meta_tensors_are_answered_without_running() -> None:
+    model = Model().to("meta")
+    report = fxquant.explain(model, "mxfp8", x().to("meta"))
+    assert report.coverage == 1 and report.totals() == fxquant.explain(Model(), "mxfp8", x()).totals()
+
+
+def test_bodies_of_a_captured_graph_run_as_they_were() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.fc, x, use_reentrant=False)
+            if not torch.equal(y.detach(), self.fc(x).detach()):
+                raise ValueError("rewritten")
+            return y
+
+    report = fxquant.explain(Checkpointed(), "mxfp8", x())
+    assert report.coverage == 1 and {d.layer for d in report.decisions} == {"fc"}
+
+
+def test_long_work_shows_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fxquant.explain(Model(), "mxfp8", x())
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    fxquant.explain(Model(), "mxfp8", x())
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(line.startswith("fxquant: explain: ") and " matmuls so far" in line for line in lines)
 
 
 def test_explain_says_that_nothing_was_captured() -> None:
