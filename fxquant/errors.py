@@ -15,6 +15,14 @@ class OptionError(FxQuantError, ValueError):
     """An option that the backend does not know."""
 
 
+class SettingError(RecipeError, TypeError):
+    """A setting of a recipe or quantizer that it does not have or take, for which Python raises a TypeError."""
+
+
+class ArgumentError(OptionError, TypeError):
+    """An argument that a function does not have or take, for which Python raises a TypeError."""
+
+
 class ProgramError(FxQuantError, ValueError):
     """An exported program, or a file of one, that cannot be quantized."""
 

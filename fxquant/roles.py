@@ -23,6 +23,16 @@ class QuantizerRole:
         return f"{self.name or '<model>'} ({self.module_type}, {self.tensor_type})"
 
 
+TENSOR_TYPES = {
+    "linear": ("input", "weight", "grad_output"),
+    "grouped_linear": ("input", "weight", "grad_output"),
+    "dpa": ("qkv", "s", "do", "dp"),
+    "matmul": ("input", "grad_output"),
+    "": ("",),
+}
+"""The `tensor_type` of the roles of each `module_type`; attention's hints about its results have neither."""
+
+
 class Gemm(str, Enum):
     """The three matmuls of a linear layer.
 

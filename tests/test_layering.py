@@ -31,9 +31,9 @@ FILES = {
 assert len(FILES) > 100
 OUTSIDE_COMPAT = sorted(m for m in FILES if not m.startswith("fxquant.compat"))
 LAYERS = (
-    ("errors", "files"), ("formats", "roles"), ("compat",), ("kernels",), ("quantizers",), ("recipes", "factories"),
-    ("decisions", "state", "calibration"), ("cost",), ("passes",), ("report",), ("backend",), ("export",), ("tools",),
-    ("bench",), ("__main__",),
+    ("errors", "checks", "files"), ("formats", "roles"), ("compat",), ("kernels",), ("quantizers",),
+    ("recipes", "factories"), ("decisions", "state", "calibration"), ("cost",), ("passes",), ("report",), ("backend",),
+    ("export",), ("tools",), ("bench",), ("__main__",),
 )  # fmt: skip
 """The parts of fxquant, each of which is imported by those behind it."""
 

@@ -258,7 +258,7 @@ def test_hybrid_refuses_what_it_cannot_hold() -> None:
         (lambda: Float8CurrentScalingQuantizer(torch.bfloat16), "fp8_dtype must be"),
         (lambda: Float8RowwiseQuantizer(torch.float32), "fp8_dtype must be"),
         (lambda: Float8BlockQuantizer(block_scaling_dim=3), "block_scaling_dim must be 1 or 2"),
-        (lambda: MXFP8Quantizer(scale_mode="up"), "known modes: rceil"),
+        (lambda: MXFP8Quantizer(scale_mode="up"), "scale_mode must be 'rceil', 'floor', 'ceil' or 'even', not 'up'"),
         (lambda: NVFP4Quantizer(fp4_dtype=E4M3), "fp4_dtype must be"),
         (lambda: NVFP4Quantizer(with_rht=True), "with_post_rht_amax=True"),
         (

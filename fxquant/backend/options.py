@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
+from fxquant.checks import OneOf, article, checked, did_you_mean
 from fxquant.compat.private import inductor_mode_options, is_inductor_option
-from fxquant.errors import OptionError
+from fxquant.errors import ArgumentError, OptionError
 from fxquant.kernels.linear.choice import GEMM
 from fxquant.passes.settings import SAVE, Settings
 from fxquant.recipes import RECIPES, Recipe, resolve
@@ -16,6 +17,7 @@ INNER = ("inductor", "aot_eager")
 """The compilers of rewritten graphs."""
 
 
+@checked(ArgumentError, called="options of fxquant")
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one compilation, which `Backend` describes.
@@ -24,27 +26,18 @@ class Options:
     """
 
     recipe: Recipe | str
-    inner: str = "inductor"
+    inner: Annotated[str, OneOf(*INNER)] = "inductor"
     allow_float64: bool = False
     inductor: Mapping[str, Any] | None = None
     amax_group: Any = None
-    save: str = "quantized"
+    save: Annotated[str, OneOf(*SAVE)] = "quantized"
     cache_weights: bool = False
-    gemm: str = "auto"
+    gemm: Annotated[str, OneOf(*GEMM)] = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", resolve(self.recipe))
-        if self.inner not in INNER:
-            raise OptionError(f"unknown inner compiler {self.inner!r}; known: {', '.join(INNER)}")
-        if self.save not in SAVE:
-            raise OptionError(f"unknown choice {self.save!r} of what to save; known: {', '.join(SAVE)}")
-        if self.gemm not in GEMM:
-            raise OptionError(f"unknown choice {self.gemm!r} of GEMMs; known: {', '.join(GEMM)}")
         if not isinstance(self.inductor, Mapping | None):
             raise OptionError(f"Inductor's settings are a dict, not {self.inductor!r}")
-        for name in ("allow_float64", "cache_weights"):
-            if not isinstance(switch := getattr(self, name), bool):
-                raise OptionError(f"{name} is True or False, not {switch!r}")
         if self.amax_group is not None and not hasattr(self.amax_group, "group_name"):
             raise OptionError(f"amax_group is a process group, not {self.amax_group!r}")
 
@@ -52,10 +45,11 @@ class Options:
     def of(cls, options: object) -> Options:
         """The options in a dict. Raises OptionError also for an unknown one, and for a missing recipe."""
         if not isinstance(options, Mapping):
-            raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not a {type(options).__name__}")
+            raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not {article(type(options).__name__)}")
         unknown = [key for key in options if key not in OPTIONS]
         if unknown:
-            raise OptionError(f"unknown options {unknown}; known options: {', '.join(OPTIONS)}")
+            hint = did_you_mean(unknown[0], OPTIONS) or ";"
+            raise OptionError(f"unknown options {unknown}{hint or ';'} known options: {', '.join(OPTIONS)}")
         if "recipe" not in options:
             raise OptionError(
                 f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}"
@@ -66,7 +60,8 @@ class Options:
         """The settings of Inductor, with those of a mode of torch.compile."""
         settings = {**inductor_mode_options(mode), **(self.inductor or {})}
         if unknown := [name for name in settings if not is_inductor_option(name)]:
-            raise OptionError(f"Inductor has no setting {unknown[0]!r}")
+            hint = f": options={{{unknown[0]!r}: ...}}" if unknown[0] in OPTIONS else ""
+            raise OptionError(f"Inductor has no setting {unknown[0]!r}{hint}")
         return settings
 
     def for_passes(self) -> Settings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from fxquant.quantizers import DelayedScalingRequest, Float8HeadQuantizer, Ident
 KERNEL = "fp8 kernel"
 FP8_BACKWARD = " + fp8 backward"
 """The suffix of a provider that quantizes the gradients too."""
-_BLOCKS = {"fp8 heads": None, "fp8 blocks": 128}
+_BLOCKS: dict[str, Literal[128] | None] = {"fp8 heads": None, "fp8 blocks": 128}
 """The positions that share a scale, by provider; None for all of a head."""
 DELAYED = "fp8 delayed"
 _FP8 = (*_BLOCKS, DELAYED)

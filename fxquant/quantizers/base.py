@@ -9,11 +9,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from fxquant.checks import AtLeast, checked, did_you_mean
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, OperandSpec, QuantSpec
 from fxquant.roles import Direction
@@ -72,6 +73,10 @@ class QuantizedTensor:
         """
         from fxquant.kernels.cast import ops
 
+        if direction not in tuple(Direction):
+            raise RecipeError(
+                f"direction must be 'rowwise' or 'columnwise', not {direction!r}{did_you_mean(direction, Direction)}"
+            )
         try:
             parts, spec = self._parts[Direction(direction)]
         except KeyError:
@@ -127,7 +132,7 @@ class Quantizer:
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
         """Quantizes `x` [..., K] (leading axes are flattened to M) on its own device, outside any graph.
 
-        Raises RecipeError for a tensor that is not floating point or has no axis.
+        Raises RecipeError for a tensor that is not floating point or has no axis, and without a direction.
         """
         return self._quantize(x, rowwise, columnwise)
 
@@ -138,6 +143,10 @@ class Quantizer:
         from fxquant.kernels.cast import ops
         from fxquant.kernels.state.step import StepState
 
+        if not isinstance(x, Tensor):
+            raise RecipeError(f"a quantizer takes a tensor, not a {type(x).__name__}: torch.tensor(...) makes one")
+        if not (rowwise or columnwise):
+            raise RecipeError("no direction is asked for: set rowwise=True, columnwise=True or both")
         if not x.is_floating_point() or x.ndim == 0:
             raise RecipeError(
                 f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {tuple(x.shape)}"
@@ -202,10 +211,17 @@ def _show(parts: Sequence[Tensor], spec: QuantSpec, length: int) -> QuantizedOpe
     return QuantizedOperand(data, scale.view(row.scale_dtype), amax[0] if amax else None)
 
 
+_HISTORY = {
+    "interval": "scales are updated in every step",
+    "amax_compute_algo": "'max', 'most_recent' or a function",
+}
+
+
 class QuantizerRequest:
     """Base of the requests that a factory may return in place of a quantizer."""
 
 
+@checked(takes=_HISTORY)
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScalingRequest(QuantizerRequest):
     """The answer of a factory that asks for delayed scaling, whose scales are state of a graph.
@@ -217,20 +233,14 @@ class DelayedScalingRequest(QuantizerRequest):
 
     fp8_format: Format = Format.HYBRID
     margin: float = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    amax_history_len: Annotated[int, AtLeast(1)] = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
     scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, object], Tensor] | None = None
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
         if self.fp8_format is Format.E5M2:
             raise RecipeError("delayed scaling does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
-        if self.amax_history_len < 1:
-            raise RecipeError(f"amax_history_len must be at least 1, not {self.amax_history_len}")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
-            raise RecipeError(
-                f"amax_compute_algo must be 'max', 'most_recent' or a function, not {self.amax_compute_algo!r}"
-            )
 
     def __repr__(self) -> str:
         return value_text(self)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fxquant.errors import RecipeError
+from fxquant.checks import AtLeast, OneOf, checked
+from fxquant.errors import RecipeError, SettingError
 from fxquant.formats import QuantSpec
 from fxquant.quantizers.base import QuantizedTensor, Quantizer
 from fxquant.roles import Direction
@@ -24,11 +25,10 @@ class DType:
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
+_Fp8: TypeAlias = Annotated[torch.dtype, OneOf(*_FP8_NAMES)]
+_Epsilon: TypeAlias = Annotated[float, AtLeast(0)]
 
-def _fp8_name(dtype: torch.dtype) -> str:
-    if dtype not in _FP8_NAMES:
-        raise RecipeError(f"fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, not {dtype}")
-    return _FP8_NAMES[dtype]
+_FIXED_BLOCK = {"block": "a block of MXFP8 has 32 elements", "block_size": "a block of MXFP8 has 32 elements"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class _TensorQuantizer(Quantizer):
     amax_reduction_group: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.spec(Direction.ROWWISE)  # refuses a dtype or mode that there is not
         if self.with_amax_reduction:
             raise RecipeError(
                 f"{type(self).__name__} takes the amax of the tensor that it sees, so with_amax_reduction=True is not "
@@ -54,37 +53,37 @@ class _TensorQuantizer(Quantizer):
             )
 
 
+@checked()
 @dataclass(frozen=True)
 class Float8CurrentScalingQuantizer(_TensorQuantizer):
     """FP8 with one float32 scale for the tensor, from its own amax (numerics: current scaling)."""
 
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    fp8_dtype: _Fp8 = torch.float8_e4m3fn
     device: Any = field(default=None, compare=False, repr=False)
     force_pow_2_scales: bool = False
-    amax_epsilon: float = 0.0
+    amax_epsilon: _Epsilon = 0.0
 
     def spec(self, direction: Direction) -> QuantSpec:
         return QuantSpec(
-            format=f"per_tensor_{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+            format=f"per_tensor_{_FP8_NAMES[self.fp8_dtype]}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
         )
 
 
+@checked()
 @dataclass(frozen=True)
 class Float8RowwiseQuantizer(Quantizer):
     """FP8 with one float32 scale for each row of the direction, by torchao's formula."""
 
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    fp8_dtype: _Fp8 = torch.float8_e4m3fn
     force_pow_2_scales: bool = True
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        _fp8_name(self.fp8_dtype)
+    amax_epsilon: _Epsilon = 0.0
 
     def spec(self, direction: Direction) -> QuantSpec:
-        name = f"per_row_{_fp8_name(self.fp8_dtype)}"
+        name = f"per_row_{_FP8_NAMES[self.fp8_dtype]}"
         return QuantSpec(format=name, pow2=self.force_pow_2_scales, eps=self.amax_epsilon, torchao=True)
 
 
+@checked()
 @dataclass(frozen=True)
 class Float8HeadQuantizer(Quantizer):
     """FP8 with one float32 scale for each head of each entry of the batch, for attention alone.
@@ -93,47 +92,39 @@ class Float8HeadQuantizer(Quantizer):
     sequence a scale of their own. Only graphs quantize by it.
     """
 
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn
-    block_len: int | None = None
+    fp8_dtype: _Fp8 = torch.float8_e4m3fn
+    block_len: Literal[128] | None = None
     force_pow_2_scales: bool = False
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        _fp8_name(self.fp8_dtype)
-        if self.block_len not in (None, 128):
-            raise RecipeError(f"block_len must be None or 128, not {self.block_len}")
+    amax_epsilon: _Epsilon = 0.0
 
     def spec(self, direction: Direction) -> QuantSpec:
         block = "" if self.block_len is None else f"{self.block_len}_"
         return QuantSpec(
-            format=f"per_head_{block}{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+            format=f"per_head_{block}{_FP8_NAMES[self.fp8_dtype]}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
         )
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
         raise RecipeError("Float8HeadQuantizer is for the attention of a compiled model: it quantizes no single tensor")
 
 
+@checked()
 @dataclass(frozen=True)
 class Float8BlockQuantizer(_TensorQuantizer):
     """FP8 with one float32 scale for 128 elements (`block_scaling_dim=1`) or a 128x128 tile (2)."""
 
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn
-    amax_epsilon: float = 0.0
+    fp8_dtype: _Fp8 = torch.float8_e4m3fn
+    amax_epsilon: _Epsilon = 0.0
     force_pow_2_scales: bool = True
-    block_scaling_dim: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_scaling_dim not in (1, 2):
-            raise RecipeError(f"block_scaling_dim must be 1 or 2, not {self.block_scaling_dim}")
+    block_scaling_dim: Literal[1, 2] = 2
 
     def spec(self, direction: Direction) -> QuantSpec:
         block = "1x128" if self.block_scaling_dim == 1 else "128x128"
         return QuantSpec(
-            format=f"block_{block}_{_fp8_name(self.fp8_dtype)}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
+            format=f"block_{block}_{_FP8_NAMES[self.fp8_dtype]}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
         )
 
 
+@checked(takes=_FIXED_BLOCK)
 @dataclass(frozen=True)
 class MXFP8Quantizer(_TensorQuantizer):
     """MXFP8: one e8m0 scale for 32 elements, or for a 32x32 tile (OCP MX v1.0, section 5).
@@ -141,15 +132,16 @@ class MXFP8Quantizer(_TensorQuantizer):
     `scale_mode` rounds the scale: ``rceil`` (TransformerEngine, cuBLAS), or torchao's ``floor``, ``ceil``, ``even``.
     """
 
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    fp8_dtype: _Fp8 = torch.float8_e4m3fn
     with_2d_quantization: bool = False
-    scale_mode: str = "rceil"
+    scale_mode: Literal["rceil", "floor", "ceil", "even"] = "rceil"
 
     def spec(self, direction: Direction) -> QuantSpec:
         block = "2d_" if self.with_2d_quantization else ""
-        return QuantSpec(format=f"mxfp8_{block}{_fp8_name(self.fp8_dtype)}", mode=self.scale_mode)
+        return QuantSpec(format=f"mxfp8_{block}{_FP8_NAMES[self.fp8_dtype]}", mode=self.scale_mode)
 
 
+@checked()
 @dataclass(frozen=True)
 class NVFP4Quantizer(_TensorQuantizer):
     """NVFP4: e2m1 elements, an e4m3 scale for 16 of them or a 16x16 tile, and one float32 amax for the tensor.
@@ -167,20 +159,18 @@ class NVFP4Quantizer(_TensorQuantizer):
     stochastic rounding, 4over6 with no transform and no stochastic rounding.
     """
 
-    fp4_dtype: torch.dtype = torch.float4_e2m1fn_x2
+    fp4_dtype: Annotated[torch.dtype, OneOf(torch.float4_e2m1fn_x2)] = torch.float4_e2m1fn_x2
     with_rht: bool = False
     with_post_rht_amax: bool = False
     with_2d_quantization: bool = False
     stochastic_rounding: bool = False
     row_scaled_nvfp4: bool = False
     nvfp4_use_4over6: bool = False
-    nvfp4_e4m3_max: int = 448
-    nvfp4_4over6_err_mode: str = "MAE"
+    nvfp4_e4m3_max: Literal[448, 256] = 448
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
     with_random_sign_mask: bool = True
 
     def __post_init__(self) -> None:
-        if self.fp4_dtype is not torch.float4_e2m1fn_x2:
-            raise RecipeError(f"fp4_dtype must be torch.float4_e2m1fn_x2, not {self.fp4_dtype}")
         if self.with_rht and not self.with_post_rht_amax:
             raise RecipeError(
                 "NVFP4 takes the columnwise amax after the Hadamard transform: set with_post_rht_amax=True"
@@ -190,12 +180,8 @@ class NVFP4Quantizer(_TensorQuantizer):
             for other in excluded:
                 if getattr(self, mode) and getattr(self, other):
                     raise RecipeError(f"{mode} does not go with {other}: set one of them to False")
-        if self.nvfp4_e4m3_max not in (448, 256):
-            raise RecipeError(f"nvfp4_e4m3_max must be 448 or 256, not {self.nvfp4_e4m3_max}")
         if self.nvfp4_e4m3_max != 448 and not self.nvfp4_use_4over6:
             raise RecipeError(f"nvfp4_e4m3_max={self.nvfp4_e4m3_max} is a setting of 4over6: set nvfp4_use_4over6=True")
-        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise RecipeError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE', not {self.nvfp4_4over6_err_mode!r}")
         super().__post_init__()
 
     def quantize(
@@ -219,6 +205,7 @@ class NVFP4Quantizer(_TensorQuantizer):
         )
 
 
+@checked()
 @dataclass(frozen=True)
 class IdentityQuantizer(_TensorQuantizer):
     """Keeps the tensor in high precision, cast to `dtype` if one is given."""
@@ -229,6 +216,7 @@ class IdentityQuantizer(_TensorQuantizer):
         return QuantSpec(format="identity", dtype=str(self.dtype).removeprefix("torch.") if self.dtype else "")
 
 
+@checked(takes={"rowwise_quantizer": "a Quantizer", "columnwise_quantizer": "a Quantizer"})
 @dataclass(frozen=True)
 class HybridQuantizer(Quantizer):
     """One quantizer for each direction, each an object of its own.
@@ -246,16 +234,12 @@ class HybridQuantizer(Quantizer):
             value = getattr(self, name)
             if not isinstance(value, Quantizer):
                 hint = ": IdentityQuantizer() keeps a direction in high precision" if value is None else ""
-                raise TypeError(f"{name} must be a Quantizer, not {type(value).__name__}{hint}")
+                raise SettingError(f"{name} must be a Quantizer, not {type(value).__name__}{hint}")
             if isinstance(value, HybridQuantizer):
-                raise TypeError(f"{name} is itself a HybridQuantizer: name the quantizer of that direction")
+                raise SettingError(f"{name} is itself a HybridQuantizer: name the quantizer of that direction")
         if self.rowwise_quantizer is self.columnwise_quantizer:
-            raise ValueError(
+            raise RecipeError(
                 "rowwise_quantizer and columnwise_quantizer are the same object: make one for each direction"
-            )
-        if self.columnwise_source not in ("original", "rowwise_dequantized"):
-            raise ValueError(
-                f"columnwise_source must be 'original' or 'rowwise_dequantized', not {self.columnwise_source!r}"
             )
 
     def quantize(
@@ -271,6 +255,7 @@ class HybridQuantizer(Quantizer):
         return self.side(direction).spec(direction)
 
 
+@checked()
 @dataclass(frozen=True)
 class Float8Quantizer(Quantizer):
     """FP8 with a scale from earlier steps (delayed scaling), at `slot` of its graph's state.
@@ -278,11 +263,11 @@ class Float8Quantizer(Quantizer):
     A recipe returns a `DelayedScalingRequest`, from which the plan of a graph makes this quantizer.
     """
 
-    fp8_dtype: torch.dtype
+    fp8_dtype: _Fp8
     slot: int
 
     def spec(self, direction: Direction) -> QuantSpec:
-        return QuantSpec(format=f"per_tensor_{_fp8_name(self.fp8_dtype)}", slot=self.slot)
+        return QuantSpec(format=f"per_tensor_{_FP8_NAMES[self.fp8_dtype]}", slot=self.slot)
 
     def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
         raise RecipeError("a delayed scale lives in a compiled graph's state: this quantizer has none of its own")

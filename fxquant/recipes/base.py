@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copyreg
-import difflib
 import pickle
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from fxquant.checks import article, did_you_mean
 from fxquant.errors import RecipeError
 from fxquant.formats import LINEAR_OPERANDS
 from fxquant.quantizers import (
@@ -132,13 +132,31 @@ RECIPES: dict[str, Recipe] = {}
 """The named recipes; `fxquant.recipes.named` fills it."""
 
 
+FOREIGN = {
+    "tensorwise": "current_scaling",
+    "fp8": "current_scaling",
+    "float8": "current_scaling",
+    "fp8_current_scaling": "current_scaling",
+    "fp8_delayed_scaling": "delayed_scaling",
+    "fp8_block_scaling": "float8_blockwise",
+    "blockwise": "float8_blockwise",
+    "rowwise_with_gw_hp": "rowwise",
+    "mxfp8_cublas": "mxfp8",
+    "mxfp8_emulated": "mxfp8",
+    "fp4": "nvfp4",
+    "bf16": "high_precision",
+}
+"""Names that other libraries, and classes of recipes, have for the named recipes."""
+
+
 def get(name: str) -> Recipe:
     """A named recipe, ``mxfp8`` or ``auto(mxfp8)``. Raises RecipeError, with the known names, for another one."""
+    if not isinstance(name, str):
+        raise RecipeError(f"the name of a recipe is a str, not {article(type(name).__name__)}")
     if wrapped := re.fullmatch(r"auto\((.*)\)", name):
         return auto(wrapped[1])
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
+        hint = did_you_mean(name, RECIPES, FOREIGN) or "."
         raise RecipeError(f"unknown recipe {name!r}{hint} Known recipes: {', '.join(RECIPES)}")
     return RECIPES[name]
 
@@ -155,7 +173,7 @@ def resolve(recipe: Recipe | str) -> Recipe:
         raise RecipeError("a quantizer is not a recipe: pass CustomRecipe(qfactory=...) with a factory that returns it")
     if callable(recipe):
         raise RecipeError("a factory is not a recipe by itself: pass CustomRecipe(qfactory=...)")
-    raise RecipeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}, not a {type(recipe).__name__}")
+    raise RecipeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}, not {article(type(recipe).__name__)}")
 
 
 def of_operands(recipe: Recipe) -> dict[str, Quantizer]:
@@ -182,10 +200,13 @@ def is_attention(role: QuantizerRole) -> bool:
     return role.module_type == "dpa" or hint
 
 
+Override: TypeAlias = Literal["high_precision", "dequantized"] | None
+"""The backward in high precision: from the original operands, or from what the forward multiplied."""
+
 NO_FP8_MHA = "fp8_mha=True is not supported: no FP8 tensor leaves a layer. fp8_dpa=True is for attention"
 
 
-def override_backward(quantizer: Quantizer, role: QuantizerRole, override: str | None) -> Quantizer:
+def override_backward(quantizer: Quantizer, role: QuantizerRole, override: Override) -> Quantizer:
     """The quantizer of an operand whose backward runs in high precision and whose forward stays as it is."""
     if override is None:
         return quantizer
@@ -195,11 +216,3 @@ def override_backward(quantizer: Quantizer, role: QuantizerRole, override: str |
     if override == "high_precision":
         return HybridQuantizer(row, column)
     return HybridQuantizer(row, column, columnwise_source="rowwise_dequantized")
-
-
-def check_override(override: str | None, name: str) -> None:
-    """Raises RecipeError for an unknown `backward_override`."""
-    if override not in (None, "high_precision", "dequantized"):
-        raise RecipeError(
-            f"backward_override of {name} must be None, 'high_precision' or 'dequantized', not {override!r}"
-        )

@@ -6,22 +6,23 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
+from fxquant.checks import AtLeast, article, checked, did_you_mean
 from fxquant.errors import RecipeError
 from fxquant.quantizers import DelayedScalingRequest, Format, IdentityQuantizer, Quantizer, value_text
 from fxquant.recipes.base import (
     NO_FP8_MHA,
     Answer,
     AutoRecipe,
+    Override,
     QuantizerFactory,
     Recipe,
-    check_override,
     is_attention,
     override_backward,
     resolve,
 )
-from fxquant.roles import QuantizerRole
+from fxquant.roles import TENSOR_TYPES, QuantizerRole
 
 
 def _hint(role: QuantizerRole) -> str:
@@ -50,10 +51,13 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
             f"{_hint(role)}"
         )
     if not isinstance(answered, (Quantizer, DelayedScalingRequest)):
-        raise RecipeError(f"{asked} returned a {type(answered).__name__} for role {role}: a Quantizer is expected")
+        raise RecipeError(
+            f"{asked} returned {article(type(answered).__name__)} for role {role}: a Quantizer is expected"
+        )
     return answered
 
 
+@checked(takes={"qfactory": "a function of a QuantizerRole, such as fxquant.factories.mxfp8"})
 @dataclass(frozen=True, repr=False, eq=False)
 class CustomRecipe(Recipe):
     """Asks `qfactory(role)` for every operand.
@@ -73,17 +77,18 @@ class CustomRecipe(Recipe):
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool | None = None
     fp8_mha: bool = False
-    backward_override: str | None = None
-    quantization_alignment: int = 128
+    backward_override: Override = None
+    quantization_alignment: Annotated[int, AtLeast(1)] = 128
 
     def __post_init__(self) -> None:
-        if not callable(self.qfactory):
-            raise RecipeError(f"qfactory must be callable with a QuantizerRole, not {type(self.qfactory).__name__}")
+        factory: Any = self.qfactory  # quantizers can be called, but with tensors
+        if isinstance(factory, Quantizer) or (isinstance(factory, type) and issubclass(factory, Quantizer | Recipe)):
+            raise RecipeError(
+                f"qfactory must be a function that returns a quantizer for a role, not {value_text(factory)} itself: "
+                "Rules([Rule(MXFP8Quantizer(), module_type='linear')]) answers so for linear layers"
+            )
         if self.fp8_mha:
             raise RecipeError(NO_FP8_MHA)
-        check_override(self.backward_override, "CustomRecipe")
-        if self.quantization_alignment <= 0:
-            raise RecipeError(f"quantization_alignment must be positive, not {self.quantization_alignment}")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         if role.module_type == "dpa" and self.fp8_dpa is False:
@@ -122,6 +127,21 @@ def _by_value(value: Any) -> Any:
     return key
 
 
+_LAYER = "write name=, a regular expression for the whole name of a layer"
+_ANSWER = "a quantizer, a recipe or a factory"
+
+
+@checked(
+    takes={
+        "quantizer": _ANSWER,
+        **dict.fromkeys(
+            ("layer", "layers", "fqn", "fqns", "module", "pattern", "filter_fn", "module_filter_fn"), _LAYER
+        ),
+        "role": "write module_type= and tensor_type=",
+        "operand": "write tensor_type='input', 'weight' or 'grad_output'",
+        "recipe": "a rule's first argument is its answer, a recipe too",
+    }
+)
 @dataclass(frozen=True, repr=False)
 class Rule:
     """An answer and the roles it is for: a pattern that is not None must match the whole of its field.
@@ -144,11 +164,27 @@ class Rule:
                 raise RecipeError(
                     f"{key}={getattr(self, key)!r} of a rule is not a regular expression: {error}"
                 ) from error
+        self._check_reachable()
+
+    def _check_reachable(self) -> None:
+        """Raises RecipeError for a rule that no role of any model matches."""
+        fits = {module for module in TENSOR_TYPES if _fits(self.module_type, module)}
+        if not fits:
+            hint = did_you_mean(self.module_type, TENSOR_TYPES)
+            names = ", ".join(filter(None, TENSOR_TYPES))
+            raise RecipeError(f"no role has module_type={self.module_type!r} of a rule{hint or '.'} Known: {names}")
+        known_types = dict.fromkeys(kind for module in TENSOR_TYPES if module in fits for kind in TENSOR_TYPES[module])
+        if not any(_fits(self.tensor_type, kind) for kind in known_types):
+            hint = did_you_mean(self.tensor_type, known_types)
+            where = f" with module_type={self.module_type!r}" if self.module_type else ""
+            names = ", ".join(filter(None, known_types))
+            raise RecipeError(
+                f"no role{where} has tensor_type={self.tensor_type!r} of a rule{hint or '.'} Known: {names}"
+            )
 
     def matches(self, role: QuantizerRole) -> bool:
         """Returns True if every pattern that is not None matches."""
-        patterns = [(getattr(self, key), getattr(role, key)) for key in _KEYS]
-        return all(pattern is None or re.fullmatch(pattern, value) for pattern, value in patterns)
+        return all(_fits(getattr(self, key), getattr(role, key)) for key in _KEYS)
 
     def __str__(self) -> str:
         return ", ".join(f"{key}={value!r}" for key in _KEYS if (value := getattr(self, key)) is not None) or "any role"
@@ -158,6 +194,10 @@ class Rule:
 
 
 _KEYS = ("name", "module_type", "tensor_type")
+
+
+def _fits(pattern: str | None, value: str) -> bool:
+    return pattern is None or re.fullmatch(pattern, value) is not None
 
 
 def _answer(answer: Answer, whose: str) -> Answer:
@@ -170,10 +210,11 @@ def _answer(answer: Answer, whose: str) -> Answer:
         )
     if not isinstance(answer, (Quantizer, DelayedScalingRequest, Recipe)) and not callable(answer):
         hint = ": IdentityQuantizer() keeps operands in high precision" if answer is None else ""
-        raise RecipeError(f"{whose} must have a quantizer, a recipe or a factory, not a {type(answer).__name__}{hint}")
+        raise RecipeError(f"{whose} must have {_ANSWER}, not {article(type(answer).__name__)}{hint}")
     return answer
 
 
+@checked(takes={"default": _ANSWER, "rules": "a list of Rule(quantizer, name=...)"})
 @dataclass(frozen=True, repr=False)
 class Rules:
     """A factory made of rules: the first that matches answers, `default` where none does.
@@ -185,10 +226,13 @@ class Rules:
     default: Answer = "high_precision"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, Iterable):
+            what = "Rules([...])" if isinstance(self.rules, Rule) else "a list of Rule(quantizer, name=...)"
+            raise RecipeError(f"rules must be a list: write {what}, not {article(type(self.rules).__name__)}")
+        object.__setattr__(self, "rules", tuple(self.rules))
         for i, rule in enumerate(self.rules):
             if not isinstance(rule, Rule):
-                raise RecipeError(f"rule {i} is a {type(rule).__name__}, not a Rule(quantizer, name=...)")
-        object.__setattr__(self, "rules", tuple(self.rules))
+                raise RecipeError(f"rule {i} is {article(type(rule).__name__)}, not a Rule(quantizer, name=...)")
         object.__setattr__(self, "default", _answer(self.default, "the default of Rules"))
 
     def _index(self, role: QuantizerRole) -> int | None:

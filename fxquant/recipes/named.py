@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from fxquant.checks import AtLeast, checked
 from fxquant.errors import RecipeError
 from fxquant.formats import LINEAR_OPERANDS
 from fxquant.quantizers import (
@@ -22,8 +23,22 @@ from fxquant.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from fxquant.recipes.base import NO_FP8_MHA, RECIPES, Recipe, check_override, is_attention, override_backward
+from fxquant.recipes.base import FOREIGN, NO_FP8_MHA, RECIPES, Override, Recipe, is_attention, override_backward
 from fxquant.roles import QuantizerRole
+
+
+def _fixed_block(elements: int) -> dict[str, str]:
+    """The words for keywords that would set the size of a block."""
+    fixed = f"its blocks have {elements} elements, which no setting changes"
+    return dict.fromkeys(("block", "block_size", "block_len"), fixed)
+
+
+_BLOCK_OF_128, _BLOCK_OF_32, _BLOCK_OF_16 = map(_fixed_block, (128, 32, 16))
+_DELAYED = {
+    "amax_compute_algo": "'max', 'most_recent' or a function",
+    "interval": "scales are updated in every step",
+    "override_linear_precision": "Float8CurrentScaling(backward_override='high_precision') has such a backward",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,13 +62,12 @@ class _Named(Recipe):
                 f"{name} keeps attention in high precision: its format is not for attention, so fp8_dpa=True is not "
                 "supported. CustomRecipe can have another one for module_type 'dpa'"
             )
-        check_override(self._override, name)
         if getattr(self, "fp8_format", None) is Format.E5M2:
             raise RecipeError(f"{name} does not support pure E5M2: use Format.E4M3 or Format.HYBRID")
 
     @property
-    def _override(self) -> str | None:
-        override: str | None = getattr(self, "backward_override", None)
+    def _override(self) -> Override:
+        override: Override = getattr(self, "backward_override", None)
         return override
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
@@ -73,12 +87,13 @@ class _Named(Recipe):
         raise NotImplementedError
 
 
+@checked()
 @dataclass(frozen=True)
 class QParams:
     """The quantization of one kind of operand, under TransformerEngine's name; recipes of FP8 refuse the last three."""
 
     power_2_scale: bool = False
-    amax_epsilon: float = 0.0
+    amax_epsilon: Annotated[float, AtLeast(0)] = 0.0
     random_hadamard_transform: bool = False
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
@@ -107,6 +122,7 @@ class _Float32Scales(_Named):
         return (pow2, 0.0) if params is None else (params.power_2_scale, params.amax_epsilon)
 
 
+@checked()
 @dataclass(frozen=True, repr=False)
 class HighPrecision(Recipe):
     """Quantizes nothing: plain Inductor compiles the model."""
@@ -115,6 +131,7 @@ class HighPrecision(Recipe):
         return IdentityQuantizer()
 
 
+@checked()
 @dataclass(frozen=True, repr=False)
 class Float8CurrentScaling(_Float32Scales):
     """Per-tensor FP8 from the tensor's own amax: e4m3 forward and e5m2 gradients (HYBRID)."""
@@ -122,7 +139,7 @@ class Float8CurrentScaling(_Float32Scales):
     _scaling = "current"
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
-    backward_override: str | None = None
+    backward_override: Override = None
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
         pow2, eps = self._params(role, self.use_power_2_scales)
@@ -133,6 +150,7 @@ class Float8CurrentScaling(_Float32Scales):
     _attention = _linear
 
 
+@checked(takes=_DELAYED)
 @dataclass(frozen=True, repr=False)
 class DelayedScaling(_Named):
     """Per-tensor FP8 with scales from the amaxes of earlier steps: no pass over the tensor before its cast.
@@ -144,11 +162,11 @@ class DelayedScaling(_Named):
     _scaling = "delayed"
     margin: float = 0
     fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1024
-    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    amax_history_len: Annotated[int, AtLeast(1)] = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
     scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, object], Tensor] | None = None
     reduce_amax: bool = True
-    backward_override: str | None = field(default=None, compare=False, repr=False)
+    backward_override: Override = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.request()
@@ -168,6 +186,7 @@ class DelayedScaling(_Named):
     _attention = _linear
 
 
+@checked()
 @dataclass(frozen=True, repr=False)
 class Float8RowwiseScaling(_Named):
     """torchao's rowwise FP8: one power-of-two scale for each row of each direction, e4m3 throughout."""
@@ -175,7 +194,7 @@ class Float8RowwiseScaling(_Named):
     _scaling = "row"
     use_power_2_scales: bool = True
     fp8_format: Format = Format.E4M3
-    backward_override: str | None = None
+    backward_override: Override = None
 
     def _linear(self, role: QuantizerRole) -> Quantizer:
         return Float8RowwiseQuantizer(
@@ -187,6 +206,7 @@ class Float8RowwiseScaling(_Named):
         return Float8HeadQuantizer() if role.tensor_type in ("qkv", "s") else IdentityQuantizer()
 
 
+@checked(takes=_BLOCK_OF_128)
 @dataclass(frozen=True, repr=False)
 class Float8BlockScaling(_Float32Scales):
     """FP8 in blocks of 128: 1x128 inputs and gradients, 128x128 weights, power-of-two scales."""
@@ -194,16 +214,14 @@ class Float8BlockScaling(_Float32Scales):
     _scaling = "block"
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
-    backward_override: str | None = None
+    x_block_scaling_dim: Literal[1, 2] = 1
+    w_block_scaling_dim: Literal[1, 2] = 2
+    grad_block_scaling_dim: Literal[1, 2] = 1
+    backward_override: Override = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
-        if any(dim not in (1, 2) for dim in dims):
-            raise RecipeError(f"block scaling dims must be 1 or 2, not {dims}")
         if dims.count(2) > 1:
             raise RecipeError("2D by 2D block GEMM is not supported: make one operand of each pair 1-dimensional")
 
@@ -216,6 +234,7 @@ class Float8BlockScaling(_Float32Scales):
         )
 
 
+@checked(takes=_BLOCK_OF_32)
 @dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(_Named):
     """MXFP8: e8m0 scales for blocks of 32; `enable_2d_quantization` uses 32x32 tiles for weights."""
@@ -223,7 +242,7 @@ class MXFP8BlockScaling(_Named):
     _scaling = "mxfp8"
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
-    backward_override: str | None = None
+    backward_override: Override = None
     margin: float = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -238,10 +257,11 @@ class MXFP8BlockScaling(_Named):
     _attention = _linear
 
 
-_SCOPES = ("none", "weights", "activations", "all")
+_Scope: TypeAlias = Literal["none", "weights", "activations", "all"]
 """The operands of NVFP4 that 4over6 is for."""
 
 
+@checked(takes=_BLOCK_OF_16)
 @dataclass(frozen=True, repr=False)
 class NVFP4BlockScaling(_Named):
     """NVFP4 for all three GEMMs, by the recipe of "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149).
@@ -261,16 +281,13 @@ class NVFP4BlockScaling(_Named):
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
-    nvfp4_4over6: str = "none"
-    nvfp4_4over6_e4m3_use_256: str = "all"
-    nvfp4_4over6_err_mode: str = "MAE"
-    backward_override: str | None = None
+    nvfp4_4over6: _Scope = "none"
+    nvfp4_4over6_e4m3_use_256: _Scope = "all"
+    nvfp4_4over6_err_mode: Literal["MAE", "MSE"] = "MAE"
+    backward_override: Override = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
-            if getattr(self, name) not in _SCOPES:
-                raise RecipeError(f"{name} must be one of {', '.join(_SCOPES)}, not {getattr(self, name)!r}")
         wanted = [name for name in ("disable_rht", "disable_stochastic_rounding") if not getattr(self, name)]
         if self.nvfp4_4over6 != "none" and wanted:
             raise RecipeError(f"nvfp4_4over6 needs {' and '.join(f'{name}=True' for name in wanted)}")
@@ -310,3 +327,4 @@ RECIPES.update(
         "nvfp4": NVFP4BlockScaling(),
     }
 )
+FOREIGN.update({type(recipe).__name__: name for name, recipe in RECIPES.items()})
