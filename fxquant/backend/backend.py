@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.options import Options
+from fxquant.backend.record import GraphRecord
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func
 from fxquant.compat.values import static_fakes
-from fxquant.decisions import Decision, NotFused
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.insert.cache_weights import Taken
@@ -46,7 +46,8 @@ class Backend:
     that nothing shows. `gemm` chooses between two kernels of a GPU: ``cublas``, ``triton``, which fuses the operators
     after a GEMM, the faster by earlier measurements (``auto``) or by measuring while compiling (``autotune``). `model`
     gives layers their full names where the graph breaks. `amax_group` is the process group over which delayed scaling
-    takes the largest amax. Backends with the same `states` share them. `captured` counts the graphs so far.
+    takes the largest amax. Backends with the same `states` share them. `captured` counts the graphs that
+    have run so far.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -66,16 +67,15 @@ class Backend:
         self.settings = self.options.for_passes()
         self.states = states or StateStore()
         self.weights = self._weight_cache()
-        self.captured = 0
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
-        self._decisions: list[Decision] = []
-        self._not_fused: list[NotFused] = []
-        self._roles: list[Any] = []
+        self._records: list[GraphRecord] = []
+        self._record = GraphRecord()  # of the graph that is compiled now
+        self._sites = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
-        self.captured += 1
+        record = self._record = GraphRecord(first_site=self._sites)
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # a checkpoint around counts saved tensors
             slots = self.rewrite(gm, example_inputs)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
@@ -89,15 +89,14 @@ class Backend:
         copies = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in bound.tensors
         ]
-        compiled = self.compile(bound.gm, [*example_inputs, *static_fakes(copies, example_inputs), *bound.parts])
-        if not bound.tensors and not bound.taken:
-            return compiled
-        return lambda *inputs: self._call(compiled, inputs, bound.tensors, bound.taken)
+        inputs = [*example_inputs, *static_fakes(copies, example_inputs), *bound.parts]
+        compiled = self.compile(bound.gm, inputs)
+        return lambda *inputs: self._call(compiled, inputs, record, bound.tensors, bound.taken)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""
-        empty: dict[str, list[Any]] = {"_decisions": [], "_not_fused": [], "_roles": []}
-        return {**vars(self), **empty, "captured": 0, "_names": dict, "weights": None}
+        empty = {"_records": [], "_record": GraphRecord(), "_sites": 0}
+        return {**vars(self), **empty, "_names": dict, "weights": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -107,37 +106,50 @@ class Backend:
         return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
 
     def _call(
-        self, run: Callable[..., Any], inputs: Sequence[Any], tensors: Sequence[Tensor], taken: Sequence[Taken]
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[Any],
+        record: GraphRecord,
+        tensors: Sequence[Tensor],
+        taken: Sequence[Taken],
     ) -> Any:
+        if not record.runs:
+            record.runs = True
+            self._records.append(record)
         parts = self.weights.parts(taken, inputs) if self.weights is not None else []
         # tensors with a version of their own, so that other calls may come between this one and its backward
         return run(*inputs, *(tensor.data for tensor in tensors), *parts)
 
+    @property
+    def captured(self) -> int:
+        return len(self._records)
+
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
-        """Writes quantized matmuls into `gm` and adds to the report. Returns the slots of operands with state."""
+        """Writes quantized matmuls into `gm`, and keeps what was decided. Returns the slots of operands with state."""
+        record = self._record
         captured = Captured(
             gm=gm,
             recipe=self.recipe,
             autocast=_ambient_autocast(example_inputs),
             names=self._names(),
-            first_site=1 + max((d.site for d in self._decisions), default=-1),
+            first_site=record.first_site,
         )
         captured = run(CAPTURED, captured, self.settings)
-        self._decisions += captured.decisions
-        self._roles += captured.roles
+        self._sites = 1 + max((d.site for d in captured.decisions), default=self._sites - 1)
+        record.decisions, record.roles = captured.decisions, captured.roles
         log.info("%s", Report(recipe=str(self.recipe), decisions=[*captured.decisions]).totals())
         return captured.slots
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.options.inner == "aot_eager":
-            partition = Partition(self.settings, reasons=self._not_fused)
+            partition = Partition(self.settings, reasons=self._record.not_fused)
             return compile_eager(gm, example_inputs, lambda module, _inputs: module, partition)
         settings = self.inductor
         if quantizes(gm):  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
-            settings = inductor_settings(self.settings, settings, recomputed=recomputed, reasons=self._not_fused)
+            settings = inductor_settings(self.settings, settings, recomputed=recomputed, reasons=self._record.not_fused)
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -166,9 +178,12 @@ class Backend:
         self.states.load_state_dict(state)
 
     def report(self) -> Report:
-        """The decisions in all graphs that this backend has compiled so far."""
-        report = Report(recipe=str(self.recipe), decisions=[*self._decisions], unused=self.recipe.unused(self._roles))
-        report.not_fused = [*dict.fromkeys(self._not_fused)]
+        """The decisions in all graphs that have run so far."""
+        records = sorted(self._records, key=lambda record: record.first_site)
+        report = Report(recipe=str(self.recipe), decisions=[d for record in records for d in record.decisions])
+        report.unused = self.recipe.unused([role for record in records for role in record.roles])
+        report.not_fused = [*dict.fromkeys(fusion for record in records for fusion in record.not_fused)]
+        report.uncompiled = [] if records else ["no graph has run"]
         return report
 
 

@@ -61,7 +61,7 @@ class ReportData:
     again with the option ``save="least"``. Kernels and times are those of `card`, or of the tensors' own device if that
     is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the
     passes behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from
-    a cache has none.
+    a cache has none. `uncompiled` says what ran as it was, in no graph.
     """
 
     recipe: str
@@ -74,6 +74,7 @@ class ReportData:
     card: str = ""
     losses: list[Loss] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
+    uncompiled: list[str] = field(default_factory=list)
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""
@@ -143,12 +144,14 @@ class ReportData:
 
     @property
     def coverage(self) -> float:
-        """Share of matmul FLOPs that run with both operands quantized; 1 for a model without matmuls.
+        """Share of matmul FLOPs in graphs that run with both operands quantized; 1 for a model without matmuls.
 
-        Without FLOPs it is 1 if everything is quantized, else 0.
+        Without FLOPs it is 1 if everything is quantized, else 0, and 0 as long as no graph has run.
         """
         if self.flops["total"]:
             return self.flops["quantized"] / self.flops["total"]
+        if not self.decisions and self.uncompiled:
+            return 0.0
         return float(all(decision.quantizer is not None for decision in self.decisions))
 
     @property

@@ -18,6 +18,7 @@ def dumps(report: ReportData) -> str:
         "summary": report.summary(),
         "unused": report.unused,
         "breaks": report.breaks,
+        "uncompiled": report.uncompiled,
         "estimate": report.time(),
         "work": [{"layer": name, **_work(work)} for name, _, work in report.work()],
         "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues],

@@ -31,6 +31,7 @@ def text(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
         lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')
     lines += [f"unused in the recipe: {part}" for part in report.unused]
     lines += [f"graph break: {reason}" for reason in report.breaks]
+    lines += [f"not compiled: {what}" for what in report.uncompiled]
     return "\n".join(lines)
 
 

@@ -85,7 +85,7 @@ class _Explainer(Backend):
             return min_cut_rematerialization_partition(graph_module, joint_inputs, **kwargs)
 
         with self._at("differentiating"):
-            partition = Partition(self.settings, cut, self._not_fused)
+            partition = Partition(self.settings, cut, self._record.not_fused)
             unrun = compile_eager(gm, example_inputs, record, partition)
 
         def run(*inputs: Any) -> Any:
@@ -108,8 +108,8 @@ class _Explainer(Backend):
 
     def state(self) -> str:
         """Says how far it is."""
-        matmuls = len({decision.site for decision in self._decisions})
-        return f"{self._doing} graph {max(self.captured, 1)}, {matmuls} matmuls so far"
+        graph = self.captured + (self._doing != "running")
+        return f"{self._doing} graph {graph}, {self._sites} matmuls so far"
 
     @contextmanager
     def _at(self, doing: str) -> Iterator[None]:

@@ -119,7 +119,7 @@ def test_a_backend_is_copied_with_its_states() -> None:
         assert torch.equal(made(x), compiled(x))
     copied = copy.deepcopy(backend)
     assert_same_bits(copied.state_dict(), backend.state_dict())
-    assert copied.report().coverage == 1 and not copied.report().decisions
+    assert copied.report().coverage == 0 and not copied.report().decisions
 
 
 def test_a_model_of_which_nothing_was_captured_warns(caplog: pytest.LogCaptureFixture) -> None:
