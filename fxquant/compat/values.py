@@ -54,6 +54,11 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
+def depends_on_data(size: int | torch.SymInt) -> bool:
+    """Returns True for a size that no shape of an input says, such as the number of nonzero elements."""
+    return not isinstance(size, int) and not size.node.has_hint()
+
+
 def upper_bound(size: int | torch.SymInt) -> int:
     """Returns the largest value of a symbolic size, by the range that its program was exported with."""
     if isinstance(size, int):

@@ -1,7 +1,11 @@
-"""Convolutions that are products: of channels where the kernel is 1x1, of patches where its stride is its size."""
+"""Convolutions that are products: of channels where the kernel is 1x1, of patches where its stride is its size.
+
+What remains of an image behind its last whole patch is cut off, as the convolution does.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat.values import statically_known_true
+from fxquant.compat.values import depends_on_data, statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import contract
 from fxquant.passes.find.facts import Finish, Label, Match, Operand, Product, axes, product_of
@@ -17,6 +21,8 @@ from fxquant.passes.find.layout import is_one
 from fxquant.passes.find.site import Arguments, Site
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import Dim, value_of
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Conv(Arguments):
             sizes = {"kernel": kernel, "stride": self.stride, "padding": self.padding}
             texts = (f"{name} {'x'.join(map(str, _per_axis(x, len(kernel))))}" for name, x in sizes.items())
             detail = f"{', '.join(texts)}, groups {self.groups}"
+            if any(map(depends_on_data, space)):
+                detail += "; its size depends on data"
             return self.site.match("linear", product, skip=(SkipReason.CONVOLUTION, detail))
         left, right = self.operands(kernel, space)
         out = (*_BATCH[: len(batch)], "out", *axes("space", len(kernel)))
@@ -53,9 +61,10 @@ class Conv(Arguments):
         pointwise = all(map(is_one, kernel))
         unpadded = padding in (("valid",) * count, (0,) * count) or (pointwise and padding == ("same",) * count)
         patches = all(step == size and isinstance(size, int) for step, size in zip(stride, kernel, strict=True))
-        divides = all(statically_known_true(size % step == 0) for size, step in zip(space, stride, strict=True))
         undilated = pointwise or dilation == (1,) * count
-        return patches and divides and unpadded and undilated and self.groups == 1
+        # how many patches there are has to be known in front of the data
+        counted = all(map(_divides, space, kernel)) or not any(map(depends_on_data, space))
+        return patches and counted and unpadded and undilated and self.groups == 1
 
     def operands(self, kernel: Sequence[Any], space: Sequence[Dim]) -> tuple[Operand, Operand]:
         """Labels the axes of the input and the weight; patches become axes of the input."""
@@ -67,7 +76,8 @@ class Conv(Arguments):
         labels = tuple(label for pair in zip(places, taps, strict=True) for label in pair)
         parts = tuple(part for size, step in zip(space, kernel, strict=True) for part in (size // step, step))
         left = Operand.of(self.input, (*batch, "in", *labels))
-        left = replace(left, sizes=(*shape[:-count], *parts), view=_patches(len(shape) - count, tuple(kernel)))
+        cut = not all(map(_divides, space, kernel))
+        left = replace(left, sizes=(*shape[:-count], *parts), view=_patches(len(shape) - count, tuple(kernel), cut=cut))
         return left, Operand.of(self.weight, ("out", "in", *taps))
 
 
@@ -104,12 +114,24 @@ def _per_axis(value: Any, count: int) -> tuple[Any, ...]:
     return values * count if len(values) == 1 else values
 
 
-def _patches(first: int, kernel: tuple[int, ...]) -> Finish:
-    """Splits every axis from `first` on into positions and taps."""
+def _divides(size: Dim, step: Any) -> bool:
+    """Returns True if an axis is known to be whole patches."""
+    return statically_known_true(size % step == 0)
+
+
+def _patches(first: int, kernel: tuple[int, ...], *, cut: bool) -> Finish:
+    """Splits every axis from `first` on into positions and taps; with `cut` it drops the rest, which no tap reads."""
 
     def view(builder: Builder, node: fx.Node) -> fx.Node:
+        places: list[int | fx.Node] = [-1] * len(kernel)
+        if cut:
+            places = [builder.call(operator.floordiv, builder.size(node, first + i), k) for i, k in enumerate(kernel)]
+            for axis, (count, step) in enumerate(zip(places, kernel, strict=True), first):
+                node = builder.call(aten.slice.Tensor, node, axis, 0, builder.call(operator.mul, count, step))
+            # a view of what was cut asks whether there was a rest, and its graph would be for images of that kind
+            node = builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
         for axis in reversed(range(len(kernel))):
-            node = builder.call(torch.unflatten, node, first + axis, (-1, kernel[axis]))
+            node = builder.call(torch.unflatten, node, first + axis, (places[axis], kernel[axis]))
         return node
 
     return view

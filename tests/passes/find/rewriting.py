@@ -147,8 +147,6 @@ def check_form(name: str, form: Form, dynamic: bool) -> None:
     backend = check(model, inputs, Rewrite(), dynamic=dynamic)
     (match,) = backend.found
     reason = match.skip[0] if match.skip else None
-    if dynamic and match.skip and "patches" in name:
-        return  # an unknown size need not be a multiple of the patch
     assert (match.module_type, reason) == (form.kind, form.skip)
     assert (match.emit is None) == (form.skip is not None)
     if form.sizes != [None]:
