@@ -94,7 +94,18 @@ def __getattr__(name: str) -> Any:
 
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'fxquant' has no attribute {name!r}")
+    from fxquant.checks import did_you_mean
+    from fxquant.spellings import FOREIGN
+
+    hint = f": write {FOREIGN[name]}" if name in FOREIGN else did_you_mean(name, map(_Name, __all__))
+    raise AttributeError(f"module 'fxquant' has no attribute {name!r}{hint}")
+
+
+class _Name(str):
+    """A name of this package, as a hint shows it."""
+
+    def __repr__(self) -> str:
+        return f"fxquant.{self}"
 
 
 __all__ = [

@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from fxquant.checks import article
 from fxquant.errors import ProgramError
 
 
 def check_place(path: str | Path) -> None:
     """Raises ProgramError if no file of this name can be written, before anything is computed."""
+    if not isinstance(path, str | os.PathLike):
+        raise ProgramError(f"a path is expected, not {article(type(path).__name__)}")
     if not os.path.isdir(Path(path).parent):
         raise ProgramError(f"{Path(path).parent}: no such folder")
     if os.path.isdir(path):
@@ -36,6 +39,7 @@ def in_its_place(path: str | Path) -> Iterator[Path]:
 
     Raises ProgramError if that is impossible, before anything is done.
     """
+    check_place(path)
     place = Path(os.path.realpath(path))
     check_place(place)
     try:
@@ -54,6 +58,7 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
 
     The target of a link is replaced, not the link.
     """
+    check_place(path)
     target = os.path.realpath(path)
     try:
         with in_its_place(target) as place:

@@ -35,6 +35,7 @@ from fxquant import (
 )
 from fxquant.checks import AtLeast, OneOf, article, checked, did_you_mean
 from fxquant.errors import ArgumentError, OptionError, SettingError
+from fxquant.spellings import FOREIGN
 
 
 class Colour(Enum):
@@ -211,3 +212,54 @@ def test_options_are_checked_by_the_same_rules(options: dict[str, Any], message:
     assert message in str(error.value)
     with pytest.raises(OptionError):
         fxquant.compile(torch.nn.Linear(4, 4), "mxfp8", options=options)
+
+
+LINEAR, X = torch.nn.Linear(64, 64), torch.ones(2, 64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fxquant.compile(LINEAR), 'needs recipe: a name, such as fxquant.compile(model, "mxfp8")'),
+        (lambda: fxquant.compile(), "fxquant.compile needs model: a module or a function"),
+        (lambda: fxquant.compile(LINEAR, "mxfp8", inner="aot_eager"), "write options={'inner': ...}"),
+        (lambda: fxquant.compile(LINEAR, "mxfp8", dynmic=True), "'dynmic'; did you mean 'dynamic'?"),
+        (lambda: fxquant.compile(LINEAR, "mxfp8", {"inner": "aot_eager"}), "by keyword it takes options="),
+        (lambda: fxquant.compile(torch.nn.Linear, "mxfp8"), "not the class Linear: make an object of it"),
+        (lambda: fxquant.compile(program(), "mxfp8"), "fxquant.quantize_program is for programs"),
+        (lambda: fxquant.explain(None, "mxfp8", X), "a module or a function is explained, not a NoneType"),
+        (lambda: fxquant.measure(program(), "mxfp8", X), "fxquant.quantize_program is for programs"),
+        (lambda: fxquant.measure(LINEAR, "mxfp8", X.to("meta")), "tensors on the meta device do not have"),
+        (lambda: fxquant.autocast("mxfp8"), "takes 0 arguments by position, not 1; by keyword it takes recipe="),
+        (lambda: fxquant.autocast(fp8_recipe="mxfp8"), "'fp8_recipe': write recipe=."),
+        (lambda: fxquant.autocast(enabled="no"), "enabled must be True or False, not 'no'"),
+        (lambda: fxquant.Report(recipe="a").to_html(None), "a path is expected, not a NoneType"),
+        (lambda: fxquant.Report(recipe="a").table("("), "layer='(' is not a regular expression"),
+        (lambda: fxquant.Report(recipe="a").table(3), "layer=3 is not a regular expression"),
+    ],
+)
+def test_every_door_refuses_in_a_sentence_of_ours(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(fxquant.FxQuantError) as error:
+        call()
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def program() -> torch.export.ExportedProgram:
+    return torch.export.export(LINEAR, (X,))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("fp8_autocast", "write fxquant.autocast(recipe=...)"),
+        ("convert_to_float8_training", "write fxquant.compile(model, recipe)"),
+        ("LayerNormLinear", "write the modules of torch.nn, and fxquant.compile"),
+        ("quantise_program", "did you mean fxquant.quantize_program?"),
+        ("Autocast", "did you mean fxquant.autocast?"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_ours(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        getattr(fxquant, name)
+    assert f"module 'fxquant' has no attribute {name!r}" in str(error.value) and instead in str(error.value)
+    assert not set(FOREIGN) & set(fxquant.__all__)

@@ -31,7 +31,7 @@ FILES = {
 assert len(FILES) > 100
 OUTSIDE_COMPAT = sorted(m for m in FILES if not m.startswith("fxquant.compat"))
 LAYERS = (
-    ("errors", "checks", "files"), ("formats", "roles"), ("compat",), ("kernels",), ("quantizers",),
+    ("errors", "checks", "spellings", "files"), ("formats", "roles"), ("compat",), ("kernels",), ("quantizers",),
     ("recipes", "factories"), ("decisions", "state", "calibration"), ("cost",), ("passes",), ("report",), ("backend",),
     ("export",), ("tools",), ("bench",), ("__main__",),
 )  # fmt: skip

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
+
+import torch
+from torch.export import ExportedProgram
 
 from fxquant.checks import OneOf, article, checked, did_you_mean
 from fxquant.compat.private import inductor_mode_options, is_inductor_option
@@ -74,6 +78,33 @@ class Options:
             save=self.save,
             gemm=self.gemm,
         )
+
+
+def check_model(model: object, verb: str) -> None:
+    """Raises OptionError for what cannot be called as a model is; `verb` says what would be done with it."""
+    if isinstance(model, ExportedProgram):
+        raise OptionError(
+            f"a module or a function is {verb}, not an ExportedProgram: fxquant.quantize_program is for programs, and "
+            "program.module() is one's module"
+        )
+    if not callable(model):
+        raise OptionError(f"a module or a function is {verb}, not {article(type(model).__name__)}")
+    if isinstance(model, type):
+        raise OptionError(f"a module or a function is {verb}, not the class {model.__name__}: make an object of it")
+
+
+def check_keywords(keywords: Iterable[str]) -> None:
+    """Raises OptionError for keywords of `fxquant.compile` that are neither torch.compile's nor its own."""
+    taken = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
+    for name in keywords:
+        if name in OPTIONS:
+            raise ArgumentError(f"{name} is an option of the backend: write options={{{name!r}: ...}}")
+        if name not in taken:
+            hint = did_you_mean(name, [*taken, "recipe", *OPTIONS]) or "."
+            raise ArgumentError(
+                f"fxquant.compile got an unexpected keyword {name!r}{hint} Known keywords: recipe, {', '.join(taken)}; "
+                f"known options: {', '.join(OPTIONS)}"
+            )
 
 
 OPTIONS = tuple(field.name for field in fields(Options))

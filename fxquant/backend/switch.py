@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
-from fxquant.backend.options import Options
+from fxquant.backend.options import Options, check_keywords, check_model
+from fxquant.checks import checked
 from fxquant.compat.private import isolated, own_errors
-from fxquant.errors import OptionError
+from fxquant.errors import ArgumentError, OptionError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.report.report import Report
 from fxquant.state import StateStore
@@ -29,6 +30,11 @@ log = logging.getLogger(__name__)
 _scope: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar("fxquant_recipe", default=None)
 
 
+@checked(
+    ArgumentError,
+    called="fxquant.autocast",
+    takes={"fp8_recipe": "write recipe=", "dtype": "write recipe=, which names the format"},
+)
 @contextmanager
 def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
     """A scope in which models from `fxquant.compile` run under `recipe` in place of their own.
@@ -114,6 +120,15 @@ class _Switch:
             backend.clear_cache()
 
 
+@checked(
+    ArgumentError,
+    called="fxquant.compile",
+    takes={
+        "model": "a module or a function",
+        "recipe": 'a name, such as fxquant.compile(model, "mxfp8"), or a Recipe',
+        "options": "a dict of options of the backend",
+    },
+)
 def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """`torch.compile` with fxquant as its backend.
 
@@ -172,8 +187,8 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
 def _check_arguments(model: Any, recipe: Recipe | str, options: Any, kwargs: Mapping[str, Any]) -> None:
     if "backend" in kwargs:
         raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
-    if not callable(model):
-        raise OptionError(f"a module or a function is compiled, not a {type(model).__name__}")
+    check_model(model, "compiled")
+    check_keywords(kwargs)
     if isinstance(options, Mapping):
         if "recipe" in options:
             raise OptionError("the recipe is an argument of its own: drop it from the options")

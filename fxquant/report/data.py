@@ -12,6 +12,7 @@ from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
 from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, Matmul, NotFused
+from fxquant.errors import OptionError
 from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
@@ -183,12 +184,20 @@ class ReportData:
 
         `collapse` folds layers that differ in nothing but a number of their name, written as ``layers.{0..11}.mlp``.
         """
-        pattern = re.compile(layer)
+        pattern = layer_pattern(layer)
         by_name: dict[str, list[Decision]] = defaultdict(list)
         for decision in self.decisions:
             if pattern.search(decision.layer):
                 by_name[decision.layer].append(decision)
         return _fold(by_name) if collapse else [Layer(name or MODEL, 1, rows) for name, rows in by_name.items()]
+
+
+def layer_pattern(layer: str) -> re.Pattern[str]:
+    """The filter for names of layers. Raises OptionError for what is no regular expression."""
+    try:
+        return re.compile(layer)
+    except (re.error, TypeError) as error:
+        raise OptionError(f"layer={layer!r} is not a regular expression: {error}") from error
 
 
 MODEL = "<model>"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from fxquant.cost.rates import RATES
-from fxquant.report.data import MODEL, ReportData, result, role_text, shape_text
+from fxquant.report.data import MODEL, ReportData, layer_pattern, result, role_text, shape_text
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
 EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
@@ -69,7 +68,7 @@ def epilogue_table(report: ReportData, layer: str = "") -> str:
     rows = [
         (gemm.layer or MODEL, gemm.graph, gemm.problem.size, gemm.problem.epilogue, str(gemm.chosen(report.card)))
         for gemm in report.epilogues
-        if gemm.problem.fuses and (report.card or gemm.card != "cpu") and re.search(layer, gemm.layer)
+        if gemm.problem.fuses and (report.card or gemm.card != "cpu") and layer_pattern(layer).search(gemm.layer)
     ]
     return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
 
@@ -78,7 +77,7 @@ def loss_table(report: ReportData, layer: str = "") -> str:
     """One row for each measured product: the error of its result, and how much of each operand became zero."""
     rows = []
     for loss in report.losses:
-        if re.search(layer, loss.layer):
+        if layer_pattern(layer).search(loss.layer):
             lost = ", ".join(f"{name} {share:.1%}" for name, share in loss.lost.items())
             rows.append((loss.layer or MODEL, loss.what, f"{loss.error:.2%}", lost))
     return aligned([LOSS_COLUMNS, *rows]) if rows else ""

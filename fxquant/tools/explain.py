@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
+from fxquant.backend.options import check_model
 from fxquant.compat.device import card_name, kept_random_state
 from fxquant.compat.private import (
     changed_inputs,
@@ -157,8 +158,10 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     more than some seconds shows its progress on stderr.
 
     The report holds the decisions, the reasons for graph breaks, the parts of the recipe that matched nothing, and the
-    text of the rewritten forward and backward graphs. Raises RecipeError as compiling would.
+    text of the rewritten forward and backward graphs. Raises RecipeError as compiling would, and OptionError for
+    what is no model.
     """
+    check_model(model, "explained")
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
     uncaptured = backend.uncaptured
     try:

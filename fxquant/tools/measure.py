@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
-from fxquant.compat.private import own_errors
+from fxquant.backend.options import check_model
+from fxquant.compat.private import own_errors, tree_leaves
+from fxquant.errors import OptionError
 from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.cast import reference
@@ -128,8 +130,15 @@ def measure(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
 
     For every quantized linear, experts and attention `Report.losses` has the error of its result against the float32
     one of the same tensors, relative in the norm, and the share of the elements of each operand that became zero. The
-    sizes and values of the example count. Operators run one by one, far slower than the compiled model.
+    sizes and values of the example count. Operators run one by one, far slower than the compiled model. Raises
+    OptionError for what is no model, and for tensors on the meta device.
     """
+    check_model(model, "measured")
+    tensors = [*(model.parameters() if isinstance(model, nn.Module) else ()), *tree_leaves((args, kwargs))]
+    if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
+        raise OptionError(
+            "a measurement needs values, which tensors on the meta device do not have; explain needs none"
+        )
     backend = _Measurer(recipe, model if isinstance(model, nn.Module) else None)
     with own_errors(), torch.no_grad():
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
