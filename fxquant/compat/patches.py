@@ -190,6 +190,71 @@ FLOAT8_HEADERS = Patch(
 )
 
 
+def _ask_other_inputs(write: Callable[..., Any], wrapper: Any) -> None:
+    inputs = wrapper.get_graph_inputs
+    asked = {name: x for name, x in inputs().items() if not (hasattr(x, "get_dtype") and x.get_dtype() in _FLOAT8)}
+    wrapper.get_graph_inputs = lambda: asked
+    try:
+        write(wrapper)
+    finally:
+        wrapper.get_graph_inputs = inputs
+
+
+def _ask_other_results(write: Callable[..., Any], wrapper: Any, *args: Any) -> None:
+    lines = wrapper.wrapper_call._lines
+    first = len(lines)
+    write(wrapper, *args)
+    question = "if isinstance(var, torch.Tensor):"
+    lines[first:] = [
+        line.replace(question, f"{question[:-1]} and var.dtype not in ({_NAMES}):") if isinstance(line, str) else line
+        for line in lines[first:]
+    ]
+
+
+def _ask_other_arguments(write: Callable[..., Any], kernel: Any) -> None:
+    from torch._inductor.virtualized import V
+
+    lines = V.graph.wrapper_code.lines
+    first = len(lines)
+    write(kernel)
+    _, names, signatures, *_ = kernel.args.python_argdefs()
+    float8 = {name for name, what in zip(names, signatures, strict=True) if getattr(what, "dtype", None) in _FLOAT8}
+    asks = [f"assert not {name}.is" for name in float8] + [f'check_inf_and_nan("{name}"' for name in float8]
+    lines[first:] = [line for line in lines[first:] if not any(text in str(line) for text in asks)]
+
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NAMES = ", ".join(map(str, _FLOAT8))
+
+
+def _cannot_ask_float8() -> bool:
+    try:
+        return any(torch.zeros(1).to(dtype).isinf().any().item() for dtype in _FLOAT8)
+    except NotImplementedError:
+        return True
+
+
+def _nan_assertion(module: str, function: str, change: Callable[..., Any]) -> Patch:
+    return Patch(
+        f"torch._inductor.codegen.{module}",
+        function,
+        defect="Code with the setting `nan_asserts` asks 8-bit floats, such as payloads that a backward takes, whether "
+        "they are infinite, for which torch has no kernel.",
+        upstream="https://github.com/pytorch/pytorch/issues/149002",
+        fixed_in=None,
+        still_needed=_cannot_ask_float8,
+        change=change,
+    )
+
+
+NAN_ASSERTIONS = (
+    _nan_assertion("wrapper", "PythonWrapperCodegen.codegen_input_nan_asserts", _ask_other_inputs),
+    _nan_assertion("wrapper", "PythonWrapperCodegen.generate_return", _ask_other_results),
+    _nan_assertion("cpp_wrapper_cpu", "CppWrapperCpu.codegen_input_nan_asserts", _ask_other_inputs),
+    _nan_assertion("triton", "TritonKernel.codegen_nan_check", _ask_other_arguments),
+)
+
+
 _Kernel = TypeVar("_Kernel")
 _written: dict[Any, Callable[[Mapping[str, Any]], list[str]]] = {}
 
@@ -306,7 +371,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Ma
     """Calls `compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
-    for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING):
+    for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, *NAN_ASSERTIONS):
         _apply(patch)
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
@@ -315,9 +380,11 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
     """Calls `torch._inductor.aoti_compile_and_package`, with changes to its C++ backend for quantized graphs."""
     from torch._inductor import aoti_compile_and_package
 
-    for patch in (LOOP_SPLIT, FLOAT8_HEADERS):
+    for patch in (LOOP_SPLIT, FLOAT8_HEADERS, *NAN_ASSERTIONS):
         _apply(patch)
     return aoti_compile_and_package(program, package_path=path, inductor_configs=dict(settings))
 
 
-PATCHES = (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, WRITTEN_ARGUMENTS, RECOMPUTABLE)
+PATCHES = (
+    LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS, RECOMPUTABLE
+)  # fmt: skip

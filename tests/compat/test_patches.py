@@ -118,3 +118,16 @@ def test_kernels_that_wait_may_be_launched_early() -> None:
         define(object(), "name", late)
     assert lines[0] == early and lines[2] == late
     assert lines[1].startswith("triton_meta={'launch_pdl': True, 'constants'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpp_wrapper", [False, True])
+def test_nan_assertions_look_at_what_they_can_ask(cpp_wrapper: bool) -> None:
+    """They pass payloads by, between forward and backward too, and still find an infinite input."""
+    settings = {"nan_asserts": True, "cpp_wrapper": cpp_wrapper}
+    layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+    model, x = torch.compile(layers, backend=Backend("current_scaling", inductor=settings)), torch.randn(32, 64)
+    model(x).sum().backward()
+    if not cpp_wrapper:  # in C++ torch 2.11 asserts nothing
+        with pytest.raises(AssertionError):
+            model(x.fill_(torch.inf))
