@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.options import Options
 from fxquant.backend.record import GraphRecord
+from fxquant.backend.repeats import states_of_first_run
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func
 from fxquant.compat.values import static_fakes
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import not_fused
-from fxquant.passes.insert.cache_weights import Taken
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
 from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
@@ -91,7 +91,7 @@ class Backend:
         ]
         inputs = [*example_inputs, *static_fakes(copies, example_inputs), *bound.parts]
         compiled = self.compile(bound.gm, inputs)
-        return lambda *inputs: self._call(compiled, inputs, record, bound.tensors, bound.taken)
+        return lambda *inputs: self._call(compiled, inputs, record, bound)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""
@@ -105,20 +105,14 @@ class Backend:
     def _weight_cache(self) -> WeightCache | None:
         return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
 
-    def _call(
-        self,
-        run: Callable[..., Any],
-        inputs: Sequence[Any],
-        record: GraphRecord,
-        tensors: Sequence[Tensor],
-        taken: Sequence[Taken],
-    ) -> Any:
+    def _call(self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, bound: Bound) -> Any:
         if not record.runs:
             record.runs = True
             self._records.append(record)
-        parts = self.weights.parts(taken, inputs) if self.weights is not None else []
-        # tensors with a version of their own, so that other calls may come between this one and its backward
-        return run(*inputs, *(tensor.data for tensor in tensors), *parts)
+        parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
+        with states_of_first_run(bound.states):
+            # tensors with a version of their own, so that other calls may come between this one and its backward
+            return run(*inputs, *(tensor.data for tensor in bound.tensors), *parts)
 
     @property
     def captured(self) -> int:

@@ -1,0 +1,169 @@
+"""Activation checkpoints around compiled models: run again with the state of the forward, which goes on as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_bits, eager_backend, per_role
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from fxquant import Backend, DelayedScaling, FxQuantError, NVFP4Quantizer, Recipe
+
+Run = Callable[..., Tensor]
+Around = Callable[[Run], Run]
+"""Makes a checkpointed function of one."""
+
+ROUNDED = NVFP4Quantizer(stochastic_rounding=True)
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "own algorithm": DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.amax(0) * 2),
+    "rounded": per_role(input=ROUNDED, weight=ROUNDED, grad_output=ROUNDED),
+}
+STATEFUL = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def kept(run: Run) -> Run:
+    return run
+
+
+def checkpointed(run: Run, **kwargs: Any) -> Run:
+    return lambda *args: checkpoint(run, *args, **{"use_reentrant": False, **kwargs})
+
+
+def nested(run: Run) -> Run:
+    inside = checkpointed(run)
+    return checkpointed(lambda x: inside(inside(x)) + x)
+
+
+def selective(run: Run) -> Run:
+    """With modes of dispatch, which see what runs again."""
+    policy = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    return checkpointed(run, context_fn=lambda: policy([torch.ops.aten.mm.default]))
+
+
+def moved(run: Run) -> Run:
+    """With other functions that pack saved tensors inside it."""
+
+    def inside(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: (saved,), lambda packed: packed[0]):
+            return run(x.sin())
+
+    return checkpointed(inside)
+
+
+def blocks() -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2)]
+
+
+def compiled_blocks(backend: Backend) -> tuple[list[nn.Sequential], list[Run]]:
+    torch.compiler.reset()
+    made = blocks()
+    return made, [torch.compile(block, backend=backend, dynamic=False) for block in made]
+
+
+def batches(count: int) -> list[Tensor]:
+    """Inputs that grow, so that each step has scales of its own."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(16, 32, generator=generator) * 3**i).requires_grad_() for i in range(count)]
+
+
+def story(recipe: Recipe, around: Around) -> dict[str, Tensor]:
+    """Outputs, gradients and states of two steps; all forwards of a step come before its backwards."""
+    made, runs = compiled_blocks(backend := eager_backend(recipe))
+    result = {}
+    first, second = (around(run) for run in runs)
+    inputs = batches(4)
+    for step in range(2):
+        outputs = [second(first(x)) for x in inputs[2 * step : 2 * step + 2]]
+        for i, output in enumerate(outputs):
+            output.square().sum().backward()
+            result[f"output {step} {i}"] = output.detach()
+        for i, parameter in enumerate(p for block in made for p in block.parameters()):
+            result[f"gradient {step} {i}"], parameter.grad = parameter.grad, None
+    return {**result, **{f"input {i}": x.grad for i, x in enumerate(inputs)}, **backend.state_dict()}
+
+
+def late(run: Run) -> Run:
+    return checkpointed(run, early_stop=False)
+
+
+@STATEFUL
+@pytest.mark.parametrize("around", [checkpointed, late, moved])
+def test_it_trains_as_without_a_checkpoint(recipe: Recipe, around: Around) -> None:
+    """Invariant 45, also of micro-batches whose forwards all come before their backwards."""
+    plain = {moved: lambda run: lambda x: run(x.sin())}.get(around, kept)
+    assert_same_bits(story(recipe, around), story(recipe, plain))
+
+
+@STATEFUL
+@pytest.mark.parametrize("early", [True, False])
+def test_it_may_be_nested(recipe: Recipe, early: bool) -> None:
+    with set_checkpoint_early_stop(early):
+        assert_same_bits(story(recipe, nested), story(recipe, lambda run: lambda x: run(run(x)) + x))
+
+
+def test_it_may_save_some_of_what_runs_beside_the_graph() -> None:
+    recipe = RECIPES["delayed"]
+    assert_same_bits(story(recipe, selective), story(recipe, kept))
+
+
+@STATEFUL
+def test_a_retained_graph_goes_backward_again(recipe: Recipe) -> None:
+    """Each backward runs the forward again."""
+    gradients = []
+    for around in (kept, checkpointed):
+        made, (run, _) = compiled_blocks(eager_backend(recipe))
+        x, later = batches(2)
+        y = around(run)(x)
+        run(later)
+        for _ in range(2):
+            y.sum().backward(retain_graph=True)
+        gradients.append({name: p.grad for name, p in made[0].named_parameters()} | {"x": x.grad})
+    assert_same_bits(*gradients)
+
+
+@STATEFUL
+def test_a_backward_inside_a_checkpoint(recipe: Recipe) -> None:
+    """It runs again too, and its gradients count for the step in which it does so last."""
+
+    def energy_and_force(run: Run, around: Around) -> Run:
+        def body(x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(around(run)(x).sum(), x)
+            return run(x) * force
+
+        return body
+
+    results = []
+    for outer, inner in ((kept, kept), (late, kept), (late, late)):
+        made, (run, _) = compiled_blocks(backend := eager_backend(recipe))
+        for x in batches(2):
+            outer(energy_and_force(run, inner))(x).sum().backward()
+        results.append({name: p.grad for name, p in made[0].named_parameters()} | backend.state_dict())
+        results[-1].pop("0.amax_history", None)
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+def test_a_restored_state_is_not_that_of_an_earlier_forward() -> None:
+    _, (run, _) = compiled_blocks(backend := eager_backend(RECIPES["rounded"]))
+    x, later = batches(2)
+    run(later)
+    saved = backend.state_dict()
+    y = checkpointed(run)(x)
+    backend.load_state_dict(saved)
+    y.sum().backward()
+    assert_same_bits(backend.state_dict(), saved)
+
+
+def test_a_repetition_that_differs_is_refused() -> None:
+    _, (run, _) = compiled_blocks(eager_backend(RECIPES["rounded"]))
+    runs = iter([lambda x: x.sin(), run])
+    y = checkpointed(lambda x: next(runs)(x), determinism_check="none", early_stop=False)(batches(1)[0])
+    with pytest.raises(FxQuantError, match="has run a compiled graph 0 times in the forward, and repeats it 1 times"):
+        y.sum().backward()
