@@ -404,8 +404,17 @@ def _check_dtype(what: str, tensor: Tensor, dtype: torch.dtype, spec: QuantSpec)
         )
 
 
+def is_mixed(a: QuantSpec, b: QuantSpec) -> bool:
+    """Returns True for formats of this package that no GEMM has together, one of them high precision or neither.
+
+    Such a pair is emulated: what is quantized is dequantized, and a GEMM in high precision multiplies.
+    """
+    families = {a.row.family, b.row.family}
+    return len(families) > 1 and families != {"per_tensor", "per_row"} and "custom" not in families
+
+
 def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:
-    """The reason why no GEMM multiplies operands quantized as `a` and `b`, or None.
+    """The reason why operands quantized as `a` and `b` are not multiplied, or None; those that are mixed are emulated.
 
     cuBLAS has no FP8 matrix instruction for e5m2 by e5m2 (cublasLtMatmul, FP8 kernels table), and no kernel takes two
     2-d block scalings.
@@ -413,12 +422,10 @@ def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:
     families = {a.row.family, b.row.family}
     if "custom" in families or families == {"identity"}:
         return None
-    if a.is_identity or b.is_identity:
-        return "one operand is quantized and the other is in high precision"
     if "per_head" in families:
         return "a scaling by heads is for attention alone"
-    if len(families) > 1 and families != {"per_tensor", "per_row"}:
-        return "the two scalings belong to different GEMMs"
+    if is_mixed(a, b):
+        return None
     if a.row.family == "block" and a.row.block[0] > 1 and b.row.block[0] > 1:
         return "a 128x128-scaled operand multiplies only a 1x128-scaled one"
     if a.row.element == b.row.element == ELEMENTS["e5m2"]:

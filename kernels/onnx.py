@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxquant.errors import ProgramError
 from fxquant.formats import QuantSpec
+from fxquant.kernels.cast.reference import multiplicands
 from fxquant.kernels.operator import Parts
 
 OPSET = 21
@@ -56,12 +57,16 @@ def scaled_mm(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """`fxquant::scaled_mm`: both operands dequantized to float32, and their product."""
-    out = dequantize(a, a_spec) @ dequantize(b, b_spec).mT
+    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    left, right = multiplicands(dequantize(a, a_spec), specs[0], dequantize(b, b_spec), specs[1])
+    out = left @ right.mT
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 def dequantize(parts: Parts, spec: str) -> Tensor:
     """The values, float32, of a payload and its scales: those of `quantize` above, or of a folded weight."""
+    if QuantSpec.parse(spec).is_identity:
+        return parts[0].float()
     parsed = _known(spec)
     data, scale = parts[0], parts[1]
     if scale.dtype == torch.uint8:  # E8M0

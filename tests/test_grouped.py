@@ -40,6 +40,7 @@ import fxquant.kernels.linear.autograd
 from fxquant import (
     CustomRecipe,
     DelayedScalingRequest,
+    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
@@ -455,8 +456,10 @@ def test_one_question_for_all_experts_and_a_mismatch_before_any_gemm() -> None:
     kinds = [role.tensor_type for role in asked.roles]
     assert {role.module_type for role in asked.roles} == {"grouped_linear"}
     assert set(kinds) == {"input", "weight", "grad_output"}
-    wrong = per_role(input=MX, weight=hybrid(MX, NV), grad_output=MX)
-    with pytest.raises(RecipeError, match=r"dgrad cannot multiply grad_output\.rowwise MXFP8Quantizer\(\) by weight"):
+    tiles, lines = Float8BlockQuantizer(), Float8BlockQuantizer(block_scaling_dim=1)
+    wrong = per_role(input=lines, weight=hybrid(lines, tiles), grad_output=hybrid(tiles, lines))
+    named = r"dgrad cannot multiply grad_output\.rowwise Float8BlockQuantizer\(\) by weight"
+    with pytest.raises(RecipeError, match=named):
         fxquant.compile(Experts(), wrong, options={"inner": "aot_eager"})(*expert_inputs("grouped_mm"))
 
 

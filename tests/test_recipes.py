@@ -226,6 +226,8 @@ def test_the_kind_of_a_recipe_can_be_asked_as_in_transformer_engine() -> None:
         "float8_blockwise": ["float8_block_scaling", "block_scaling", "fp8"],
         "mxfp8": ["mxfp8", "block_scaling", "fp8"],
         "nvfp4": ["nvfp4", "block_scaling"],
+        "weight_only_fp8": [],
+        "weight_only_nvfp4": [],
         "delayed_scaling": ["delayed", "float8_per_tensor_scaling", "fp8"],
         "custom": ["custom"],
     }

@@ -10,7 +10,7 @@ import torch
 from fxquant.cost.rates import RATES, CardRates, GemmRate
 from fxquant.cost.work import Work
 from fxquant.decisions import Decision, Matmul
-from fxquant.formats import QuantSpec
+from fxquant.formats import IDENTITY, QuantSpec
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
@@ -87,10 +87,9 @@ def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
     matmul = operands[0].matmul
     assert matmul is not None
     unquantized = _unquantized_us(matmul, gemm)
-    if any(d.quantizer is None for d in operands):
+    left, right = (spec_of(d) or IDENTITY for d in operands)
+    if left.is_identity and right.is_identity:
         return Work(str(gemm), f"{str(matmul.dtype).removeprefix('torch.')} GEMM", unquantized, unquantized)
-    left, right = (spec_of(d) for d in operands)
-    assert left is not None and right is not None
     chosen = _kernel(matmul, gemm, left, right)
     rates = RATES.get(matmul.device)
     if unquantized is None or rates is None:
@@ -140,17 +139,19 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> Ch
             )
         )  # fmt: skip
     m, k, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])
+    one_sided = left.is_identity or right.is_identity
     most = matmul.most_m if "m" in matmul.dynamic else matmul.m
     return scaled_mm.choose(
         GemmFacts(
             a=left, b=right, m=m, n=n, k=k, most_rows=most, matrices=matmul.batch == 1, fast_accum=forward,
-            capability=capability,
+            capability=capability, high_precision=matmul.dtype if one_sided else None,
         )
     )  # fmt: skip
 
 
 def _quantized_us(rates: CardRates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, unquantized: float) -> float | None:
-    if kernel is GemmKernel.EMULATED:  # each operand is dequantized: its payload read, bfloat16 written
+    if kernel in (GemmKernel.EMULATED, GemmKernel.ONE_SIDED):
+        # each operand is dequantized: its payload read, bfloat16 written
         elements = elements_of(matmul)
         moved = 3 * sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
         return unquantized + 2 * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from fxquant.checks import article, did_you_mean
 from fxquant.errors import RecipeError
-from fxquant.formats import LINEAR_OPERANDS
+from fxquant.formats import LINEAR_OPERANDS, is_mixed
 from fxquant.quantizers import (
     DelayedScalingRequest,
     Float8Quantizer,
@@ -20,7 +20,7 @@ from fxquant.quantizers import (
     Quantizer,
     value_text,
 )
-from fxquant.roles import Direction, QuantizerRole
+from fxquant.roles import GEMM_OPERANDS, Direction, QuantizerRole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -189,9 +189,11 @@ def of_operands(recipe: Recipe) -> dict[str, Quantizer]:
 
 def runs_as(recipe: Recipe, place: str) -> str:
     """``native`` if ``Hopper`` or ``the CPU`` has instructions for the GEMMs of all its formats, else ``emulated``."""
-    formats = [quantizer.spec(direction).row for quantizer in of_operands(recipe).values() for direction in Direction]
+    quantizers = of_operands(recipe)
+    formats = [quantizer.spec(direction).row for quantizer in quantizers.values() for direction in Direction]
     kinds = {(row.hopper if place == "Hopper" else row.cpu).partition(":")[0] for row in formats}
-    return "emulated" if "emulated" in kinds else "native"
+    pairs = ([quantizers[operand].spec(side) for operand, side in sides] for sides in GEMM_OPERANDS.values())
+    return "emulated" if "emulated" in kinds or any(is_mixed(*pair) for pair in pairs) else "native"
 
 
 def is_attention(role: QuantizerRole) -> bool:

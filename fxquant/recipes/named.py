@@ -18,6 +18,7 @@ from fxquant.quantizers import (
     Float8HeadQuantizer,
     Float8RowwiseQuantizer,
     Format,
+    HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -316,6 +317,39 @@ class NVFP4BlockScaling(_Named):
         )
 
 
+class _WeightOnly(_Named):
+    """Quantizes weights alone, rowwise; the GEMMs are emulated, and a backward sees the weight of the forward."""
+
+    def _linear(self, role: QuantizerRole) -> Quantizer:
+        if role.tensor_type != "weight":
+            return IdentityQuantizer()
+        return HybridQuantizer(self._weight(), IdentityQuantizer(), columnwise_source="rowwise_dequantized")
+
+    def _weight(self) -> Quantizer:
+        """The quantizer of the rowwise half of a weight."""
+        raise NotImplementedError
+
+
+@checked()
+@dataclass(frozen=True, repr=False)
+class Float8WeightOnly(_WeightOnly):
+    """FP8 weights with one float32 scale a row, for serving (W8A16): half of the bytes, stored in exported programs."""
+
+    use_power_2_scales: bool = False
+
+    def _weight(self) -> Quantizer:
+        return Float8RowwiseQuantizer(force_pow_2_scales=self.use_power_2_scales)
+
+
+@checked()
+@dataclass(frozen=True, repr=False)
+class NVFP4WeightOnly(_WeightOnly):
+    """NVFP4 weights in blocks of 16, for serving (W4A16): about a quarter of the bytes, stored in exported programs."""
+
+    def _weight(self) -> Quantizer:
+        return NVFP4Quantizer()
+
+
 RECIPES.update(
     {
         "high_precision": HighPrecision(),
@@ -325,6 +359,8 @@ RECIPES.update(
         "float8_blockwise": Float8BlockScaling(),
         "mxfp8": MXFP8BlockScaling(),
         "nvfp4": NVFP4BlockScaling(),
+        "weight_only_fp8": Float8WeightOnly(),
+        "weight_only_nvfp4": NVFP4WeightOnly(),
     }
 )
 FOREIGN.update({type(recipe).__name__: name for name, recipe in RECIPES.items()})

@@ -156,6 +156,13 @@ class ReportData:
         return float(all(decision.quantizer is not None for decision in self.decisions))
 
     @property
+    def one_sided(self) -> float:
+        """Share of matmul FLOPs with one operand quantized and the other in high precision, which are emulated."""
+        gemms = [operands for operands in self.gemms().values() if not _quantized(operands)]
+        flops = sum(operands[0].flops for operands in gemms if any(d.quantizer is not None for d in operands))
+        return flops / self.flops["total"] if flops else 0.0
+
+    @property
     def explained(self) -> float:
         """Share of matmul FLOPs that are quantized or carry a written reason why not."""
         total = self.flops["total"]
@@ -174,6 +181,7 @@ class ReportData:
             "quantized_operands": sum(d.quantizer is not None for d in self.decisions),
             "flops": self.flops,
             "coverage": self.coverage,
+            "one_sided": self.one_sided,
             "explained": self.explained,
             "not_fused": dict(Counter(f"{fusion.reason} ({fusion.step})" for fusion in self.not_fused).most_common()),
             "skipped": dict(Counter(str(d.skip_reason) for d in self.decisions if d.skip_reason).most_common()),

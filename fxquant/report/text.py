@@ -122,6 +122,8 @@ def totals(report: ReportData) -> str:
         return "no matmuls"
     line = f"{_count(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
     line += f"{100 * s['coverage']:.1f}% of matmul FLOPs"
+    if s["one_sided"]:
+        line += f", and {100 * s['one_sided']:.1f}% with one operand quantized (emulated)"
     if s["skipped"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in s["skipped"].items())
         line += f"; {sum(s['skipped'].values())} skipped: {reasons}"

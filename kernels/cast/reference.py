@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
-from fxquant.formats import Element, QuantSpec, check_parts, check_state
+from fxquant.formats import Element, QuantSpec, check_parts, check_state, is_mixed
 from fxquant.kernels.cast import philox
 
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -81,7 +81,12 @@ def amax(x: Tensor, axis: int | None = None) -> Tensor:
 
 
 def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
-    """The float32 values [*batch, R, Cp] that the parts returned by `quantize` stand for."""
+    """The float32 values [*batch, R, Cp] that the parts returned by `quantize` stand for; an identity's [*batch, R, C].
+
+    With `spec.rht` they are values of the transformed operand.
+    """
+    if spec.is_identity:
+        return parts[0].float()
     check_parts(parts, spec)
     row = spec.row
     data, scale = parts[0], parts[1]
@@ -105,10 +110,34 @@ def scaled_mm(
 
     Dequantized operands, float32 products, sums and bias, one rounding to `out_dtype`.
     """
-    out = dequantize(a, a_spec) @ dequantize(b, b_spec).mT
+    left, right = multiplicands(dequantize(a, a_spec), a_spec, dequantize(b, b_spec), b_spec)
+    out = left @ right.mT
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def multiplicands(left: Tensor, a_spec: QuantSpec, right: Tensor, b_spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The values of two operands of a GEMM as they are multiplied.
+
+    Those of a mixed pair have one length, and the transform that one of them went through is undone.
+    """
+    if not is_mixed(a_spec, b_spec):
+        return left, right
+    left, right = (plain_basis(x, spec) for x, spec in ((left, a_spec), (right, b_spec)))
+    # every alignment divides the longer ones, so that no size has to be compared
+    if a_spec.row.alignment <= b_spec.row.alignment:
+        return left, right.narrow(-1, 0, left.shape[-1])
+    return left.narrow(-1, 0, right.shape[-1]), right
+
+
+def plain_basis(values: Tensor, spec: QuantSpec) -> Tensor:
+    """Values [*, C] of an operand without the Hadamard transform of its spec, which is orthogonal."""
+    if not spec.rht:
+        return values
+    blocks = _in_blocks(values, 16)
+    eye = torch.eye(16, dtype=torch.float32, device=values.device)
+    return (blocks @ hadamard(eye, random_signs=spec.random_signs).mT).flatten(-2)
 
 
 def multiplier_from_amax(amax: Tensor, spec: QuantSpec, largest: float = _FLT_MAX) -> Tensor:

@@ -20,7 +20,7 @@ def _multiply(
     left: Quantized, right: Quantized, offs: Tensor | None, bias: None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     (a, a_spec), (b, b_spec) = left, right
-    if a_spec.is_identity:
+    if a_spec.is_identity and b_spec.is_identity:
         dtype = torch.promote_types(a[0].dtype, b[0].dtype)
         return multiply_groups(a[0].to(dtype), b[0].to(dtype), offs).to(out_dtype)
     fast = fast_accum or a_spec.torchao  # torchao accumulates all three so, and others their outputs alone

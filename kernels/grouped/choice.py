@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import capability
-from fxquant.formats import QuantSpec
-from fxquant.kernels.linear.choice import exact_in_bfloat16
+from fxquant.formats import QuantSpec, is_mixed
+from fxquant.kernels.linear.choice import MIXED, exact_in_bfloat16
 from fxquant.kernels.operator import Facts, Parts
 
 
@@ -86,11 +86,14 @@ def blocks(facts: GroupedGemmFacts) -> str:
 
 def emulated(facts: GroupedGemmFacts) -> str:
     """Returns why operands are not dequantized to bfloat16: the products of a batch are exact, others are torch's."""
-    exact = not facts.batch or facts.long_scales or all(map(exact_in_bfloat16, (facts.a, facts.b)))
+    mixed = is_mixed(facts.a, facts.b)
+    exact = not facts.batch or mixed or facts.long_scales or all(map(exact_in_bfloat16, (facts.a, facts.b)))
     return "" if facts.on_cuda and exact else "values that bfloat16 rounds"
 
 
 def _no_kernel(facts: GroupedGemmFacts) -> str:
+    if is_mixed(facts.a, facts.b):
+        return MIXED
     if not facts.on_cuda:
         return "the reference"
     if facts.batch:

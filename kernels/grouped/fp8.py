@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.private import torch_scaled_grouped_mm
-from fxquant.formats import QuantSpec
+from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped import choice
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import grouped_mm, unmasked_grouped_mm
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
-from fxquant.kernels.grouped.reference import Dense, gemm_operands, group_of, in_groups, padded_ends, starts
+from fxquant.kernels.grouped.reference import (
+    Dense,
+    gemm_operands,
+    group_of,
+    in_groups,
+    multiplicands,
+    padded_ends,
+    starts,
+)
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.cublas import by_cublas
 from fxquant.kernels.operator import Parts
@@ -123,7 +131,7 @@ def _emulated(
     left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
     if offs is not None:
         return _sixteen_bits(a, b, offs, left, right, _multiplied).to(out_dtype)
-    if left.row.family in ("per_tensor", "per_row"):
+    if left.row.family in ("per_tensor", "per_row") and not is_mixed(left, right):
         (a_data, a_scale), (b_data, b_scale) = a, b
         out = torch.bmm(a_data.to(torch.bfloat16), b_data.to(torch.bfloat16).mT, out_dtype=torch.float32)
         return (out * a_scale.reshape(len(a_scale), -1, 1) * b_scale.reshape(len(b_scale), 1, -1)).to(out_dtype)
@@ -132,6 +140,10 @@ def _emulated(
 
 
 def _sixteen_bits(a: Parts, b: Parts, offs: Tensor, a_spec: QuantSpec, b_spec: QuantSpec, multiply: Multiply) -> Tensor:
+    if is_mixed(a_spec, b_spec):
+        left, right, ends = multiplicands(a, b, offs.to(torch.int32), a_spec, b_spec)
+        assert ends is not None
+        return multiply(left.to(torch.bfloat16), right.to(torch.bfloat16), ends, 1)
     run = _scaled_after if a_spec.row.family in ("per_tensor", "per_row") else _bfloat16
     return run(a, b, offs.to(torch.int32), a_spec, b_spec, multiply)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.values import statically_known_true
-from fxquant.formats import QuantSpec
+from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.cast import reference
 from fxquant.kernels.grouped.high_precision import multiply_groups
 
@@ -94,8 +94,32 @@ def scaled_mm(
     Ragged a [M, K] x batched b [G, N, K] gives [M, N]; columns of both, a [N, Mp] x b [K, Mp], give [G, N, K]; batched
     a [G, M, K] x b [G, N, K] gives [G, M, N]. Float32 products and sums, one rounding. Rows of no group are zero.
     """
-    left, right, ends = gemm_operands(a, b, offs, a_spec, b_spec)
-    return multiply_groups(reference.dequantize(*left), reference.dequantize(*right), ends).to(out_dtype)
+    left, right, ends = multiplicands(a, b, offs, a_spec, b_spec)
+    return multiply_groups(left, right, ends).to(out_dtype)
+
+
+def multiplicands(
+    a: Sequence[Tensor], b: Sequence[Tensor], offs: Tensor | None, a_spec: QuantSpec, b_spec: QuantSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The float32 values of both operands as `multiply_groups` takes them, and the ends of the groups in them."""
+    of_a, of_b, ends = gemm_operands(a, b, offs, a_spec, b_spec)
+    left, right = reference.dequantize(*of_a), reference.dequantize(*of_b)
+    if offs is None or b[0].ndim == 3 or not is_mixed(a_spec, b_spec):
+        return *reference.multiplicands(left, a_spec, right, b_spec), ends
+    # groups of columns that start at multiples of two alignments: those of the longer take the places of the other
+    left, right = reference.plain_basis(left, a_spec), reference.plain_basis(right, b_spec)
+    of_left, of_right = a_spec.row.alignment, b_spec.row.alignment
+    if of_left <= of_right:
+        return left, _placed(right, offs, of_right, of_left, left.shape[-1]), padded_ends(offs, of_left)
+    return _placed(left, offs, of_left, of_right, right.shape[-1]), right, padded_ends(offs, of_right)
+
+
+def _placed(columns: Tensor, offs: Tensor, alignment: int, wanted: int, length: Dim) -> Tensor:
+    """Columns whose groups start at multiples of an alignment, with groups at multiples of the one that is wanted."""
+    old, new = padded_ends(offs, alignment), padded_ends(offs, wanted)
+    group = group_of(new, length).clamp(max=offs.shape[0] - 1)
+    places = _positions(length, offs) + (starts(old) - starts(new))[group]
+    return columns[..., places.clamp(max=max(columns.shape[-1] - 1, 0))]
 
 
 Dense = tuple[list[Tensor], QuantSpec]
@@ -118,6 +142,8 @@ def expanded(
     parts: Sequence[Tensor], offs: Tensor | None, spec: QuantSpec, direction: str
 ) -> tuple[list[Tensor], QuantSpec]:
     """The parts with what is per group repeated for its rows or columns, as `reference.dequantize` takes them."""
+    if spec.is_identity:
+        return list(parts), spec
     row, data, scale, *rest = spec.row, *parts
     per_group = row.family == "per_tensor" or (
         row.family == "per_row" and direction == "columnwise" and offs is not None

@@ -142,7 +142,7 @@ def _multiply(
     (a, a_spec), (b, b_spec) = left, right
     if a_spec.key or b_spec.key:
         return custom.gemm(a, a_spec, b, b_spec, bias, out_dtype)
-    if a_spec.is_identity:
+    if a_spec.is_identity and b_spec.is_identity:
         dtype = torch.promote_types(a[0].dtype, b[0].dtype)
         if bias is not None:
             return torch.nn.functional.linear(a[0].to(dtype), b[0].to(dtype), bias.to(dtype)).to(out_dtype)

@@ -9,12 +9,16 @@ from torch import Tensor
 
 from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true, upper_bound
-from fxquant.formats import QuantSpec
+from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.linear import few_rows as limits
 from fxquant.kernels.operator import Dim, Facts, Kernel, Parts
 
 GEMM = ("auto", "cublas", "triton", "autotune")
 """The ways to decide between cuBLAS and Triton where both have a GEMM: by rates, for one of them, or by measuring."""
+
+
+MIXED = "emulated: no GEMM takes the two formats together"
+"""The reason why a mixed pair is emulated."""
 
 
 class GemmKernel(Kernel):
@@ -32,6 +36,7 @@ class GemmKernel(Kernel):
     GROUPED_BLOCKS = "Triton, grouped FP8, block scales"
     GROUPED_PORTABLE = "bf16 GEMMs that every device has"
     EMULATED = "bf16 GEMM of dequantized operands"
+    ONE_SIDED = "GEMM in high precision, one operand dequantized"
     REFERENCE = "float32 GEMM of dequantized operands"
     OWN = "the quantizer's own code"
 
@@ -40,7 +45,8 @@ class GemmKernel(Kernel):
 class GemmFacts(Facts):
     """A GEMM a [M, K] x b [N, K]^T, or of batches of `matrices` where that is False.
 
-    `most_rows` is the largest M. `fast_accum` says that sums may be kept in tensor cores throughout.
+    `most_rows` is the largest M. `fast_accum` says that sums may be kept in tensor cores throughout. `high_precision`
+    is the dtype of an operand that is not quantized, None where both are.
     """
 
     a: QuantSpec
@@ -51,6 +57,7 @@ class GemmFacts(Facts):
     most_rows: int
     matrices: bool = True
     fast_accum: bool = False
+    high_precision: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -59,10 +66,12 @@ class GemmFacts(Facts):
     ) -> GemmFacts:  # fmt: skip
         """The facts of the arguments of `fxquant::scaled_mm`."""
         x, w = a[0], b[0]
+        left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+        whole = x if left.is_identity else w if right.is_identity else None
         return cls(
-            a=QuantSpec.parse(a_spec), b=QuantSpec.parse(b_spec), m=x.shape[-2], n=w.shape[-2], k=w.shape[-1],
-            most_rows=upper_bound(x.shape[-2]), matrices=x.ndim == w.ndim == 2, fast_accum=fast_accum,
-            capability=capability(w.device),
+            a=left, b=right, m=x.shape[-2], n=w.shape[-2], k=w.shape[-1], most_rows=upper_bound(x.shape[-2]),
+            matrices=x.ndim == w.ndim == 2, fast_accum=fast_accum, capability=capability(w.device),
+            high_precision=None if whole is None else whole.dtype,
         )  # fmt: skip
 
 
@@ -90,6 +99,8 @@ def per_row(facts: GemmFacts) -> str:
 
 
 def _no_long_scales(facts: GemmFacts) -> str:
+    if is_mixed(facts.a, facts.b):
+        return MIXED
     if not facts.on_cuda:
         return "the reference"
     if not facts.matrices:
@@ -114,6 +125,8 @@ def _no_block_mm(facts: GemmFacts) -> str:
     multiples of 16, and on Hopper alone.
     """
     a, b = facts.a, facts.b
+    if is_mixed(a, b):
+        return MIXED
     if not facts.on_cuda:
         return "the reference"
     if not facts.matrices:
@@ -134,8 +147,17 @@ def _no_block_mm(facts: GemmFacts) -> str:
     return "" if facts.m is not None and statically_known_true(facts.m > 0) else "no rows"
 
 
+def one_sided(facts: GemmFacts) -> str:
+    """Returns why a pair is not multiplied in the dtype of the operand that is not quantized."""
+    if facts.high_precision is None or not is_mixed(facts.a, facts.b):
+        return "both operands are quantized"
+    return "" if facts.on_cuda and facts.high_precision in (torch.bfloat16, torch.float16) else "a float32 GEMM"
+
+
 def emulated(facts: GemmFacts) -> str:
     """Returns why bfloat16 does not hold the values of both operands."""
+    if is_mixed(facts.a, facts.b):
+        return MIXED
     exact = facts.on_cuda and all(map(exact_in_bfloat16, (facts.a, facts.b)))
     return "" if exact else "values that bfloat16 rounds"
 

@@ -110,6 +110,21 @@ def _by_columns(scale: Tensor) -> Tensor:
     return scale.t().contiguous().t()
 
 
+@scaled_mm.implementation(GemmKernel.ONE_SIDED, when=choice.one_sided, fallback=True)
+def _one_sided_mm(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """The GEMM of the operand that is not quantized, in its dtype, with the values of the other in that dtype."""
+    left_spec, right_spec = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    dtype = a[0].dtype if left_spec.is_identity else b[0].dtype
+    values = reference.dequantize(a, left_spec), reference.dequantize(b, right_spec)
+    left, right = (x.to(dtype) for x in reference.multiplicands(values[0], left_spec, values[1], right_spec))
+    if bias is not None and bias.dtype == dtype:
+        return torch.nn.functional.linear(left, right, bias).to(out_dtype)
+    out = torch.matmul(left, right.mT)
+    return (out if bias is None else out + bias).to(out_dtype)
+
+
 @scaled_mm.implementation(GemmKernel.EMULATED, when=choice.emulated, fallback=True)
 def _bfloat16_mm(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool

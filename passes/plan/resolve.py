@@ -6,7 +6,7 @@ Everything that could go wrong in a GEMM, in the backward included, is found her
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import NoneType
@@ -19,7 +19,7 @@ from fxquant.compat.device import capability, card_name
 from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
-from fxquant.formats import LINEAR_OPERANDS, gemm_mismatch
+from fxquant.formats import LINEAR_OPERANDS, gemm_mismatch, is_mixed
 from fxquant.passes.find.facts import Attention, Match, Product, Resolved, Skip, product_of
 from fxquant.passes.graph.values import value_of
 from fxquant.passes.plan.attention import (
@@ -121,16 +121,29 @@ def _unusable_answers(match: Match, product: Product, answers: Mapping[str, Answ
 
 
 def _outcome(
-    quantizers: Mapping[str, Quantizer], remark: str, skip: Skip | None, operand: str, _: Gemm, direction: Direction
+    quantizers: Mapping[str, Quantizer], remark: str, skip: Skip | None, operand: str, gemm: Gemm, direction: Direction
 ) -> Outcome:
     quantizer = quantizers.get(operand)
     if quantizer is None:
         return None, *(skip or (SkipReason.HIGH_PRECISION, ""))
     derived = direction is Direction.COLUMNWISE and quantizer.operand_spec().from_rowwise
-    detail = "from the dequantized rowwise half" if derived else ""
+    details = ["from the dequantized rowwise half"] if derived else []
     if quantizer.spec(direction).is_identity:
-        return None, SkipReason.ATTENTION if remark else SkipReason.HIGH_PRECISION, remark or detail
-    return quantizer.side(direction), None, detail or remark
+        return None, SkipReason.ATTENTION if remark else SkipReason.HIGH_PRECISION, remark or "".join(details)
+    details += _emulated_beside(quantizers, operand, gemm, direction)
+    return quantizer.side(direction), None, "; ".join(details) or remark
+
+
+def _emulated_beside(
+    quantizers: Mapping[str, Quantizer], operand: str, gemm: Gemm, direction: Direction
+) -> Iterator[str]:
+    """Says that no GEMM multiplies a quantized operand by the other one, which is of another kind."""
+    ((other, side),) = (pair for pair in GEMM_OPERANDS[gemm] if pair != (operand, direction))
+    spec, beside = quantizers[operand].spec(direction), quantizers[other].spec(side)
+    if beside.is_identity:
+        yield "emulated: dequantized, beside an operand in high precision"
+    elif is_mixed(spec, beside):
+        yield f"emulated: dequantized, beside {beside.row.name}"
 
 
 def _attended(whole: Sequence[Match], attention: Attention, site: int) -> Attended:

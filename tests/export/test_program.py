@@ -25,6 +25,7 @@ from fxquant import (
     Amax,
     Calibration,
     CustomRecipe,
+    Float8BlockQuantizer,
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
     Float8RowwiseScaling,
@@ -945,7 +946,7 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     refused(RecipeError, "seed and step", lambda: quantize_program(program, "nvfp4", fold_weights=False))
     refused(
         RecipeError, "layer 'q': fprop cannot multiply",
-        lambda: quantize_program(program, per_role(input=MXFP8Quantizer(), weight=NVFP4Quantizer())),
+        lambda: quantize_program(program, per_role(input=Float8BlockQuantizer(), weight=Float8BlockQuantizer())),
     )  # fmt: skip
     refused(
         OptionError, "needs fold_weights=True",

@@ -10,7 +10,16 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
-from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, RecipeError, Rule, Rules, SkipReason
+from fxquant import (
+    CustomRecipe,
+    Float8BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    RecipeError,
+    Rule,
+    Rules,
+    SkipReason,
+)
 from fxquant.compat import torch_version
 from fxquant.tools import progress
 
@@ -452,7 +461,9 @@ def test_explain_raises_as_compiling_would() -> None:
     with pytest.raises(RecipeError, match="unknown recipe"):
         fxquant.explain(Model(), "mxpf8", x())
     with pytest.raises(Exception, match="layer 'fc': wgrad cannot multiply") as error:
-        fxquant.explain(Model(), per_role(input=hybrid(MX, NV), weight=MX, grad_output=MX), x())
+        tiles, lines = Float8BlockQuantizer(), Float8BlockQuantizer(block_scaling_dim=1)
+        wrong = per_role(input=hybrid(lines, tiles), weight=lines, grad_output=hybrid(lines, tiles))
+        fxquant.explain(Model(), wrong, x())
     assert isinstance(getattr(error.value, "inner_exception", error.value), RecipeError)
 
 
