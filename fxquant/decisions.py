@@ -128,6 +128,7 @@ class Decision:
     `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` count the whole
     GEMM with dynamic sizes at their example values. `matmul`, or `attention` for both products of one, has the facts
     that decide the time, None if they are unknown. A `shared` operand comes from an attention that has quantized it.
+    `part` tells the products of one layer apart: ``QK^T`` and ``PV``, or the weight's name; empty if it has none.
     """
 
     role: QuantizerRole
@@ -143,6 +144,7 @@ class Decision:
     matmul: Matmul | None = None
     attention: Attended | None = None
     shared: bool = False
+    part: str = ""
 
     def __post_init__(self) -> None:
         assert (self.quantizer is None) != (self.skip_reason is None), self

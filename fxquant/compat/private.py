@@ -168,6 +168,12 @@ def name_source(node: fx.Node, name: str) -> None:
     node._dynamo_source = ConstantSource(name)
 
 
+def source_text(node: fx.Node) -> str:
+    """Returns Dynamo's spelling of the place that an input was read from; empty where there is none."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method before torch 2.11
+
+
 def mark_static(node: fx.Node) -> None:
     """Promises that an input has one address in every call, so that a CUDA graph may write it."""
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}

@@ -188,16 +188,41 @@ class ReportData:
         }
 
     def layers(self, layer: str = "", *, collapse: bool = False) -> list[Layer]:
-        """The layers in whose name the regular expression `layer` is found, in graph order.
+        """The layers in whose name the regular expression `layer` is found, in graph order; see `names`.
 
         `collapse` folds layers that differ in nothing but a number of their name, written as ``layers.{0..11}.mlp``.
         """
         pattern = layer_pattern(layer)
-        by_name: dict[str, list[Decision]] = defaultdict(list)
+        names, by_name = self.names(), defaultdict[str, list[Decision]](list)
         for decision in self.decisions:
-            if pattern.search(decision.layer):
-                by_name[decision.layer].append(decision)
+            name = names[decision.site]
+            if pattern.search(decision.layer) or pattern.search(name):
+                by_name[name].append(decision)
         return _fold(by_name) if collapse else [Layer(name or MODEL, 1, rows) for name, rows in by_name.items()]
+
+    def names(self) -> dict[int, str]:
+        """The name of each product by its site: that of its layer, and in a layer of several one for each.
+
+        Such as ``experts.gate_up_proj`` by the weight, ``self_attn QK^T``, and ``head #2`` where nothing else is known.
+        """
+        parts: dict[str, dict[object, int]] = defaultdict(dict)
+        part_of: dict[int, object] = {}
+        for (site, _), operands in self.gemms().items():
+            if site not in part_of:
+                first = operands[0]
+                shapes = tuple((role_text(d), d.shape) for d in operands)
+                part_of[site] = first.part or (site if first.role.module_type == "matmul" else shapes)
+                parts[first.layer].setdefault(part_of[site], 1 + len(parts[first.layer]))
+        names = {}
+        for d in self.decisions:
+            of_layer = parts[d.layer]
+            if len(of_layer) == 1:
+                names[d.site] = d.layer
+            elif d.part and d.attention is None:
+                names[d.site] = f"{d.layer}.{d.part}".strip(".")
+            else:
+                names[d.site] = f"{d.layer or MODEL} " + (d.part or f"#{of_layer[part_of[d.site]]}")
+        return names
 
 
 def layer_pattern(layer: str) -> re.Pattern[str]:

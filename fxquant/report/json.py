@@ -45,6 +45,7 @@ def _plain(decision: Decision) -> dict[str, Any]:
     """A decision in the types of JSON."""
     return {
         "layer": decision.layer,
+        "part": decision.part,
         "module_type": decision.role.module_type,
         "tensor_type": decision.role.tensor_type,
         "gemm": str(decision.gemm),

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxquant.passes.find.facts import Match
+from fxquant.compat.private import source_text
+from fxquant.passes.find.facts import Match, Product
+from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.meta import FORWARD_MODULE_STACK, LAYER, MODULE_STACK, PROJECTION
 
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
@@ -49,3 +51,15 @@ def name_layers(matches: Sequence[Match], names: Mapping[str, str]) -> list[Matc
 def _name(match: Match, names: Mapping[str, str]) -> str:
     parts = (match.name or layer_name(match.node, names), match.node.meta.get(PROJECTION, ""))
     return ".".join(filter(None, parts))
+
+
+def product_name(product: Product, layer: str) -> str:
+    """Returns the name of a product's weight in its layer, such as ``gate_up_proj``; empty where it is not known."""
+    weight = find_weight(product.rhs, {}) if product.rhs_is_weight else None
+    if weight is None:
+        return ""
+    source = source_text(weight.parameter)
+    if source:
+        return clean_path(source).rpartition(".")[2]
+    prefix = "_".join(["p", *filter(None, layer.split("."))]) + "_"  # torch.export's spelling
+    return weight.parameter.name.removeprefix(prefix) if weight.parameter.name.startswith(prefix) else ""

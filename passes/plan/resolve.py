@@ -32,6 +32,7 @@ from fxquant.passes.plan.attention import (
     attention_roles,
     resolve_attention,
 )
+from fxquant.passes.plan.layers import product_name
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
@@ -204,7 +205,8 @@ class _Resolver:
                 if quantizer.operand_spec().is_stochastic:
                     numbers[operand] = self.slots.add_rounded((match.name, operand, 0))
         outcome = partial(_outcome, quantizers, match.remark, skip)
-        decisions = self.decisions(match, product, needs_grad, roles, outcome, matmul=matmul)
+        about = {"matmul": matmul, "part": product_name(product, match.name)}
+        decisions = self.decisions(match, product, needs_grad, roles, outcome, **about)
         quantized = not all(quantizer.is_identity for quantizer in quantizers.values())
         return Resolved(quantizers=quantizers if quantized else None, decisions=decisions, numbers=numbers)
 
@@ -278,7 +280,8 @@ class _Resolver:
             slot_of = SCORES if index == 0 and match is whole[0] else CONTEXT
             roles = {operand: QuantizerRole("dpa", slot, match.name) for operand, slot in slot_of.items()}
             outcome = partial(attention_outcome, answer, slot_of)
-            decisions = self.decisions(match, product, needs_grad, roles, outcome, attention=attended)
+            about = {"attention": attended, "part": "QK^T" if slot_of is SCORES else "PV"}
+            decisions = self.decisions(match, product, needs_grad, roles, outcome, **about)
             products.append(Resolved(quantizers=None, decisions=decisions))
         return replace(match, attention=attention, resolved=tuple(products))
 

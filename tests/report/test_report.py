@@ -121,6 +121,7 @@ def test_json_holds_every_decision(report: Report) -> None:
     assert len(content["decisions"]) == 18
     assert content["decisions"][0] == {
         "layer": "layers.0.fc",
+        "part": "",
         "module_type": "linear",
         "tensor_type": "input",
         "gemm": "fprop",

@@ -21,6 +21,7 @@ from fxquant import (
     SkipReason,
 )
 from fxquant.compat import torch_version
+from fxquant.export.program import report_of
 from fxquant.tools import progress
 
 MX, NV = MXFP8Quantizer(), NVFP4Quantizer()
@@ -319,6 +320,32 @@ def test_python_between_graphs_sees_the_values_of_the_model(mode) -> None:
         compiled(tokens)
     assert report.totals() == compiled.report().totals()
     assert {d.layer for d in report.decisions} == {"up", "down"} and len(report.breaks) >= 1
+
+
+class SeveralProducts(nn.Module):
+    """Experts of two weights, an attention, a product that is neither, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(4, 64, 96))
+        self.down = nn.Parameter(torch.randn(4, 96, 64))
+        self.again = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.bmm(torch.bmm(x, self.gate_up), self.down)
+        x = F.scaled_dot_product_attention(x, x, x)
+        return F.linear(F.linear(x @ x.mT @ x, self.again), self.again)
+
+
+def test_products_of_one_layer_have_a_name_each() -> None:
+    report = fxquant.explain(nn.Sequential(SeveralProducts(), nn.Linear(64, 32)), "mxfp8", torch.randn(4, 32, 64))
+    names = ["0.gate_up", "0.down", "0 QK^T", "0 PV", "0 #5", "0 #6", "0.again", "1"]
+    assert [layer.name for layer in report.layers()] == names
+    assert [layer.name for layer in report.layers("QK")] == ["0 QK^T"] and len(report.layers("^0$")) == 7
+    assert report.table("down").splitlines()[1].startswith("0.down  grouped_linear.input ")
+    program = torch.export.export(SeveralProducts(), (torch.randn(4, 32, 64),))
+    stored = report_of(fxquant.quantize_program(program, "mxfp8"))
+    assert {"gate_up", "down", "again", "<model> QK^T"} <= {layer.name for layer in stored.layers()}
 
 
 def test_graphs_of_meta_tensors_are_answered_without_running() -> None:
