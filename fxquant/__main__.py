@@ -1,27 +1,30 @@
-"""The command line: ``python -m fxquant explain | quantize | formats | recipes | env | bench``.
+"""The command line: ``fxquant``, or ``python -m fxquant``, ``explain | measure | quantize | formats | recipes | ...``.
 
-Tables go to stdout, errors as one line to stderr. The exit code is 0 for success, 1 for a failure, 2 for wrong usage.
+Tables go to stdout; errors, notes and progress as lines to stderr. The exit code is 0 for success, 1 for a failure or
+where nothing is quantized, 2 for wrong usage. No input is ever overwritten.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import json
 import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import fxquant
 from fxquant import factories, recipes
+from fxquant.checks import article, did_you_mean
+from fxquant.cost.rates import find_card
 from fxquant.errors import FxQuantError
-from fxquant.files import check_place
+from fxquant.files import check_outputs
 from fxquant.formats import FORMATS
 from fxquant.report.data import plain_spec
 from fxquant.report.text import aligned
@@ -84,15 +87,12 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     The function takes nothing and returns (model, args), (model, kwargs) or (model, args, kwargs). Raises FxQuantError
     for anything else.
     """
-    module_name, _, attribute = target.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise FxQuantError(f"cannot import {module_name!r}: {error}") from error
-    function = getattr(module, attribute, None)
+    function = _attribute(target)
     if not callable(function):
-        raise FxQuantError(f"{module_name} has no function {attribute!r}")
-    match function():
+        raise FxQuantError(f"{_origin(target)} has no function {target.partition(':')[2]!r}")
+    with _one_sentence(f"{target}()"):
+        made = function()
+    match made:
         case (model, tuple() | list() as args) if callable(model):
             return model, tuple(args), {}
         case (model, dict() as kwargs) if callable(model):
@@ -102,9 +102,56 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     raise FxQuantError(f"{target}() must return (model, args), (model, kwargs) or (model, args, kwargs)")
 
 
+def _attribute(target: str) -> Any:
+    """The object of ``package.module:name``, None if the module does not have it."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise FxQuantError(f"cannot import {module!r}: {error}") from error
+    except Exception as error:
+        raise FxQuantError(f"cannot import {module!r}: {_sentence(error)}") from error
+
+
+def _origin(target: str) -> str:
+    return target.partition(":")[0]
+
+
+def _sources(*targets: str) -> list[str]:
+    """The files of the modules that targets name."""
+    modules = (sys.modules.get(_origin(target)) for target in targets)
+    return [path for module in modules if (path := getattr(module, "__file__", None))]
+
+
+def _sentence(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    lines = (line.strip() for line in str(error).splitlines())
+    first = next(filter(None, lines), "")
+    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """A scope of the user's code, whose errors become one sentence; FXQUANT_TRACEBACK=1 shows the whole."""
+    try:
+        yield
+    except FxQuantError:
+        raise
+    except Exception as error:
+        if os.environ.get("FXQUANT_TRACEBACK") == "1":
+            raise
+        raise FxQuantError(f"{what} failed: {_sentence(error)} (FXQUANT_TRACEBACK=1 shows where)") from error
+
+
+def _note(text: str) -> None:
+    print(f"fxquant: note: {text}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if _program() == "fxquant" and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, "")  # the user's folder, which `python -m` has there
     if arguments[:1] == ["bench"]:
         from fxquant.bench import run as bench
 
@@ -120,31 +167,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _program() -> str:
+    return "fxquant" if os.path.basename(sys.argv[0]) in ("fxquant", "fxquant.exe") else "python -m fxquant"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fxquant", description="Shows what fxquant does, and why.")
+    parser = argparse.ArgumentParser(prog=_program(), description="Shows what fxquant does, and why.")
+    parser.add_argument("--version", action="version", version=f"fxquant {fxquant.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    recipe: Any = {"default": "mxfp8", "help": "one of those that the command recipes lists (default: mxfp8)"}
+    recipe: Any = {
+        "default": "mxfp8",
+        "metavar": "RECIPE",
+        "help": "one of those that the command recipes lists, or MODULE:OBJECT, a recipe or factory (default: mxfp8)",
+    }
 
     explain = commands.add_parser(
         "explain",
         help="what becomes of every matmul of a model",
         description="Captures a model, applies a recipe and prints a row for every operand of every GEMM.",
+        epilog="example: explain my_models:make --recipe mxfp8 --layer mlp --html report.html",
     )
-    explain.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        type=_target,
-        help="a function without arguments that returns (model, args), (model, kwargs) or (model, args, kwargs)",
-    )
-    explain.add_argument("--recipe", **recipe)
-    explain.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
+    _add_target(explain, recipe)
     explain.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
     explain.add_argument(
         "--card", metavar="NAME", default="", help="tell kernels and times of this card, such as H100, instead of here"
     )
     explain.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
-    explain.add_argument("--html", metavar="PATH", help="also write an HTML report")
     explain.set_defaults(run=_explain)
+
+    measure = commands.add_parser(
+        "measure",
+        help="the errors of a model's quantized products",
+        description="Runs a model once, and prints the error of every quantized product and what became zero.",
+        epilog="example: measure my_models:make --recipe nvfp4 --json",
+    )
+    _add_target(measure, recipe)
+    measure.set_defaults(run=_measure)
 
     quantize = commands.add_parser(
         "quantize",
@@ -173,6 +231,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any]) -> None:
+    """Adds the arguments of commands that take a model of the user's."""
+    command.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        type=_target,
+        help="a function without arguments that returns (model, args), (model, kwargs) or (model, args, kwargs)",
+    )
+    command.add_argument("--recipe", **recipe)
+    command.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
+    command.add_argument("--html", metavar="PATH", help="also write an HTML report, of all layers")
+
+
 def _target(text: str) -> str:
     if not re.fullmatch(r"[\w.]+:\w+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form package.module:function")
@@ -190,52 +261,100 @@ def _regex(text: str) -> str:
 def _recipe(name: str) -> recipes.Recipe:
     if wrapped := re.fullmatch(r"auto\((.*)\)", name):
         return recipes.auto(_recipe(wrapped[1]))
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        return _own_recipe(name, _attribute(name))
     kind, _, factory = name.rpartition(".")
     if kind != "factories":
         return recipes.get(name)
     if factory not in factories.FACTORIES:
-        close = difflib.get_close_matches(factory, factories.FACTORIES, 1)
-        hint = f"did you mean 'factories.{close[0]}'? " if close else ""
-        raise FxQuantError(f"unknown factory {factory!r}; {hint}known factories: {', '.join(factories.FACTORIES)}")
+        hint = did_you_mean(name, [f"factories.{known}" for known in factories.FACTORIES])
+        raise FxQuantError(
+            f"unknown factory {factory!r}{hint or ';'} known factories: {', '.join(factories.FACTORIES)}"
+        )
     return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
+
+
+def _own_recipe(name: str, answer: Any) -> recipes.Recipe:
+    """The recipe that an object of the user's is, names, or as a factory makes."""
+    if isinstance(answer, recipes.Recipe | str):
+        return recipes.resolve(answer)
+    if answer is None:
+        raise FxQuantError(f"{_origin(name)} has no object {name.partition(':')[2]!r}")
+    if not callable(answer):
+        raise FxQuantError(
+            f"{name} is {article(type(answer).__name__)}: a recipe or a factory of quantizers is expected"
+        )
+    return recipes.CustomRecipe(qfactory=answer)
 
 
 def _explain(options: argparse.Namespace) -> str:
     from fxquant.tools.explain import explain
 
-    recipe = _recipe(options.recipe)
-    if options.html:
-        check_place(options.html)
-    model, args, kwargs = load(options.target)
-    report = explain(model, recipe, *args, **kwargs)
+    def run(model: Any, recipe: recipes.Recipe, *args: Any, **kwargs: Any) -> Any:
+        report = explain(model, recipe, *args, **kwargs)
+        return report.on(options.card) if options.card else report
+
     if options.card:
-        report = report.on(options.card)
-    if options.html:
-        report.to_html(options.html)
+        find_card(options.card)
+    report = _reported(options, run)
     if options.json:
-        return report.to_json()
-    text = report.text(options.layer, collapse=options.collapse)
+        return str(report.to_json(options.layer, collapse=options.collapse, graphs=options.graphs))
+    text: str = report.text(options.layer, collapse=options.collapse)
     if options.graphs:
         text += "".join(f"\n\n{name} graph\n{graph}" for name, graph in report.graphs.items())
     return text
 
 
+def _measure(options: argparse.Namespace) -> str:
+    from fxquant.tools.measure import measure
+    from fxquant.tools.progress import progress
+
+    with progress("measure", lambda: "products run one by one, with and without quantization"):
+        report = _reported(options, measure)
+    if not report.losses:
+        raise FxQuantError(f"nothing was quantized, so nothing is measured: {report.totals()}")
+    if options.json:
+        return str(report.to_json(options.layer, graphs=False))
+    return "\n".join([f"recipe: {report.recipe}", report.loss_table(options.layer), report.totals()])
+
+
+def _reported(options: argparse.Namespace, run: Callable[..., Any]) -> Any:
+    """The report that a tool makes of the user's model, written as a page too where one is asked for."""
+    recipe, outputs = _recipe(options.recipe), [options.html] if options.html else []
+    _attribute(options.target)
+    check_outputs(outputs, _sources(options.target, options.recipe))
+    model, args, kwargs = load(options.target)
+    with _one_sentence(options.target):
+        report = run(model, recipe, *args, **kwargs)
+    if options.html:
+        report.to_html(options.html)
+    if options.layer and report.decisions and not report.layers(options.layer):
+        _note(f"--layer {options.layer!r} has no effect: it is found in no layer's name")
+    return report
+
+
 def _quantize(options: argparse.Namespace) -> str:
     from fxquant.export.files import load_inputs, load_program, save_program
     from fxquant.export.program import quantize_program, report_of
+    from fxquant.tools.progress import progress
 
-    recipe = _recipe(options.recipe)
-    for path in filter(None, (options.output, options.report)):
-        check_place(path)
-    if options.report and os.path.realpath(options.report) == os.path.realpath(options.output):
-        raise FxQuantError(f"{options.output}: the program and its report need a file each")
-    source = load_program(options.program)
-    inputs = load_inputs(options.calibrate) if options.calibrate else None
-    program = quantize_program(source, recipe, calibration=inputs)
-    report = report_of(program)
-    save_program(program, options.output)
-    if options.report:
-        report.to_html(options.report)
+    recipe, work = _recipe(options.recipe), "loading"
+    inputs = [options.program, *filter(None, [options.calibrate]), *_sources(options.recipe)]
+    check_outputs(list(filter(None, (options.output, options.report))), inputs)
+    with progress("quantize", lambda: work):
+        source = load_program(options.program)
+        calibration = load_inputs(options.calibrate) if options.calibrate else None
+        work = "quantizing"
+        program = quantize_program(source, recipe, calibration=calibration)
+        report = report_of(program)
+        if not report.summary()["quantized_operands"]:
+            raise FxQuantError(f"nothing was quantized, so nothing is written: {report.totals()}")
+        work = "writing"
+        save_program(program, options.output)
+        if options.report:
+            report.to_html(options.report)
+    if options.calibrate and not any("static amax" in decision.detail for decision in report.decisions):
+        _note(f"--calibrate has no effect: no activation of {report.recipe} has a scale of the whole tensor")
     if options.json:
         return report.to_json()
     before, after = (sum(t.nbytes for t in ep.state_dict.values()) for ep in (source, program))

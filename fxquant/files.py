@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,25 @@ def check_place(path: str | Path) -> None:
         raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
     if not os.path.isfile(path):
         raise ProgramError(f"{path} cannot be written: it is no regular file, which a new one could take the place of")
+
+
+def check_outputs(outputs: Sequence[str | Path], inputs: Sequence[str | Path]) -> None:
+    """Raises ProgramError for an output that cannot be written, is an input, or is another output.
+
+    Files are compared as the file system does, so that links and other spellings of a path are seen.
+    """
+    for i, path in enumerate(outputs):
+        check_place(path)
+        if any(_same(path, other) for other in inputs):
+            raise ProgramError(f"{path} is an input, which would be overwritten: choose another path for the output")
+        if any(_same(path, other) for other in outputs[:i]):
+            raise ProgramError(f"{path}: the outputs need a file each")
+
+
+def _same(path: str | Path, other: str | Path) -> bool:
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 @contextmanager

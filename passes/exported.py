@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
@@ -73,7 +73,9 @@ def annotate(exported: Exported, settings: Settings) -> Exported:
 
 def refuse_untouched(exported: Exported, settings: Settings) -> Exported:
     """Raises ProgramError where nothing can be quantized, and RecipeError for numbers that come from training."""
-    _check_decisions(exported.decisions, exported.bodies)
+    written = any(is_fxquant(node) for module in exported.bodies.modules for node in module.graph.nodes)
+    stored = [*exported.program.state_dict.values(), *exported.program.constants.values()]
+    _check_decisions(exported.decisions, written or any(_is_payload(x) for x in stored))
     if exported.slots.request is not None:
         raise RecipeError(
             "delayed scaling takes its scales from training steps, of which an exported program has none: give "
@@ -89,13 +91,18 @@ def refuse_untouched(exported: Exported, settings: Settings) -> Exported:
     return exported
 
 
-def _check_decisions(decisions: Sequence[Decision], bodies: Bodies) -> None:
-    already = any(is_fxquant(node) for module in bodies.modules for node in module.graph.nodes)
+def _is_payload(value: object) -> bool:
+    """Returns True for a tensor of FP8 or FP4, such as the payload of a stored weight."""
+    return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype.itemsize == 1
+
+
+def _check_decisions(decisions: Sequence[Decision], already: bool) -> None:
+    """Raises ProgramError where nothing is quantized that could be; `already` says that something is from before."""
     if not decisions and not already:
         raise ProgramError("the program has no matmul to quantize")
     reasons = Counter(d.skip_reason for d in decisions if d.skip_reason is not None)
     wanted = {SkipReason.HIGH_PRECISION, SkipReason.NOT_PROFITABLE}
-    if sum(reasons.values()) != len(decisions) or wanted & set(reasons):
+    if sum(reasons.values()) != len(decisions) or (not already and wanted & set(reasons)):
         return
     if already:
         raise ProgramError("what can be quantized of this program is already: give the program it was made from")

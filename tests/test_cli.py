@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import fxquant
 from fxquant.__main__ import main
 from fxquant.factories import FACTORIES
 from fxquant.formats import FORMATS
@@ -35,7 +38,27 @@ def wrong():
 def no_model():
     return 3, ()
 
+def wrong_shape():
+    return model(), (torch.randn(4, 63),)
+
+def fails():
+    raise KeyError("no weights")
+
 number = 3
+
+import fxquant
+recipe = fxquant.NVFP4BlockScaling(disable_rht=True)
+name = "rowwise"
+rules = fxquant.Rules([fxquant.Rule("mxfp8", module_type="linear")])
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q = self.q(x).view(2, -1, 2, 32).transpose(1, 2)
+        return self.o(nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(2, -1, 64))
 """
 
 
@@ -88,6 +111,111 @@ def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytes
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_filters_hold_for_json_too(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", f"{models}:with_args", "--recipe", "mxfp8", "--json"]
+    assert main([*command, "--layer", "^0$"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["schema"] == 1 and content["graphs"] == {} and content["summary"]["matmuls"] == 2
+    assert {d["layer"] for d in content["decisions"]} == {d["layer"] for d in content["work"]} == {"0"}
+    assert "layers" not in content["decisions"][0]
+    assert main([*command, "--collapse", "--graphs"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert set(content["graphs"]) == {"forward", "backward"}
+    assert {(d["layer"], d["layers"]) for d in content["decisions"]} == {("0", 1), ("2", 1)}
+    assert main([*command, "--layer", "head"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["decisions"] == []
+    assert "fxquant: note: --layer 'head' has no effect" in captured.err
+
+
+def test_measure_prints_the_losses(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["measure", f"{models}:with_args", "--html", str(tmp_path / "page.html")]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "relative error" in out and "0      linear" in out and (tmp_path / "page.html").is_file()
+    assert main([*command, "--json"]) == 0
+    assert [loss["layer"] for loss in json.loads(capsys.readouterr().out)["losses"]] == ["0"]
+    assert main([*command, "--recipe", "high_precision"]) == 1
+    assert "nothing was quantized, so nothing is measured" in capsys.readouterr().err
+
+
+def test_recipes_of_the_users_modules(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, shown in (("recipe", "disable_rht=True"), ("name", "recipe: rowwise"), ("rules", "module_type='linear'")):
+        assert main(["explain", f"{models}:with_args", "--recipe", f"{models}:{name}"]) == 0
+        assert shown in capsys.readouterr().out
+    for name, said in (("number", "is an int: a recipe or a factory"), ("absent", "has no object 'absent'")):
+        assert main(["explain", f"{models}:with_args", "--recipe", f"{models}:{name}"]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"fxquant {fxquant.__version__}\n"
+
+
+@pytest.fixture
+def program(models: str, tmp_path: Path) -> Path:
+    model = importlib.import_module(models).Attention().eval()
+    torch.export.save(torch.export.export(model, (torch.randn(2, 16, 64),)), tmp_path / "p.pt2")
+    return tmp_path / "p.pt2"
+
+
+def test_no_input_is_overwritten(models: str, program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = program.parent
+    data, source = folder / "data.pt", folder / f"{models}.py"
+    torch.save([torch.randn(2, 16, 64)], data)
+    (folder / "link.pt2").symlink_to(program)
+    os.link(program, folder / "hard.pt2")
+    before = {path: path.read_bytes() for path in (program, data, source)}
+    quantize = ["quantize", str(program), "--recipe", "current_scaling", "--calibrate", str(data)]
+    spelled = str(folder / ".." / folder.name / program.name)
+    for outputs in (
+        ["-o", str(program)],
+        ["-o", spelled],
+        ["-o", str(folder / "link.pt2")],
+        ["-o", str(folder / "hard.pt2")],
+        ["-o", str(data)],
+        ["-o", str(folder / "q.pt2"), "--report", str(data)],
+        ["-o", str(folder / "q.pt2"), "--report", str(program)],
+    ):
+        assert main([*quantize, *outputs]) == 1
+        assert "is an input, which would be overwritten" in capsys.readouterr().err
+    assert main([*quantize, "-o", str(folder / "q.pt2"), "--report", str(folder / "q.pt2")]) == 1
+    assert "the outputs need a file each" in capsys.readouterr().err
+    for command in ("explain", "measure"):
+        assert main([command, f"{models}:with_args", "--html", str(source)]) == 1
+        assert "is an input" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before and not (folder / "q.pt2").exists()
+
+
+def test_what_has_nothing_to_quantize_is_refused(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantized, again = program.with_name("q.pt2"), program.with_name("again.pt2")
+    data = program.with_name("data.pt")
+    torch.save([torch.randn(2, 16, 64)], data)
+    assert main(["quantize", str(program), "-o", str(quantized), "--calibrate", str(data)]) == 0
+    assert "note: --calibrate has no effect: no activation of mxfp8" in capsys.readouterr().err
+    lowered = program.with_name("lowered.pt2")
+    torch.export.save(fxquant.lower_program(torch.export.load(quantized)), lowered)
+    for source, recipe, said in (
+        (quantized, "mxfp8", "already: give the program it was made from"),
+        (quantized, "high_precision", "already: give the program it was made from"),
+        (program, "high_precision", "nothing was quantized, so nothing is written"),
+    ):
+        assert main(["quantize", str(source), "--recipe", recipe, "-o", str(again)]) == 1
+        assert said in capsys.readouterr().err and not again.exists()
+
+
+def test_benchmarks_refuse_before_they_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    assert main(["bench", "cast", "--device", "cpu", "--csv", str(notes)]) == 1
+    assert "stays as it is" in capsys.readouterr().err and notes.read_text() == "mine"
+    if not torch.cuda.is_available():
+        assert main(["bench", "cast", "--device", "cuda"]) == 1
+        assert capsys.readouterr().err.startswith("fxquant: error: torch finds no CUDA device")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,6 +228,10 @@ def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytes
         (["{models}:with_args", "--recipe", "nope"], "unknown recipe 'nope'. Known recipes: "),
         (["{models}:with_args", "--recipe", "factories.mxpf8"], "did you mean 'factories.mxfp8'? known factories: "),
         (["{models}:with_args", "--html", "absent/report.html"], "absent: no such folder"),
+        (["{models}:fails"], "{models}:fails() failed: KeyError: 'no weights'"),
+        (["{models}:wrong_shape"], "{models}:wrong_shape failed: "),
+        (["{models}:with_args", "--card", "A100"], "known cards: NVIDIA H100"),
+        (["{models}:with_args", "--recipe", "MXFP8"], "did you mean 'mxfp8'?"),
     ],
 )
 def test_failures_are_one_line_and_exit_1(
@@ -109,7 +241,7 @@ def test_failures_are_one_line_and_exit_1(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("fxquant: error: ") and captured.err.count("\n") == 1
-    assert message in captured.err
+    assert message.format(models=models) in captured.err
 
 
 @pytest.mark.parametrize(
@@ -153,3 +285,7 @@ def test_runs_from_the_shell_in_the_users_folder(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "skipped: HIGH_PRECISION" in done.stdout
+    script = "import sys; sys.argv[0] = '/bin/fxquant'; from fxquant.__main__ import main; sys.path.remove(''); main()"
+    command = [sys.executable, "-c", script, "explain", "mine:absent"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "mine has no function 'absent'" in done.stderr, "the console script looks there too"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
 import importlib.metadata
 import re
 import sys
@@ -37,7 +38,10 @@ from fxquant.bench.providers import (
     installed,
 )
 from fxquant.bench.rounds import ROUNDS, Row, Turns, measure
+from fxquant.errors import FxQuantError, OptionError
+from fxquant.files import check_place
 from fxquant.report.text import aligned
+from fxquant.tools.progress import progress
 
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
@@ -105,7 +109,9 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     where = setting(options.device, command)
     rows = []
     for size in sizes:
-        for row in measure(options.providers, size, turns):
+        with progress("bench", functools.partial("compiling and timing {} {}".format, options.benchmark, size)):
+            measured = measure(options.providers, size, turns)
+        for row in measured:
             row = dict.fromkeys(COLUMNS, "") | {"benchmark": options.benchmark, "size": str(size)} | row | where
             print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
             rows.append(row)
@@ -142,6 +148,17 @@ def append(path: Path, row: Row) -> None:
         if new:
             writer.writeheader()
         writer.writerow(row)
+
+
+def check_csv(path: Path) -> None:
+    """Raises OptionError for a file that is not one of `append` with today's columns, which rows would spoil."""
+    check_place(path)
+    if path.exists() and path.stat().st_size:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            if next(csv.reader(file), []) != list(COLUMNS):
+                raise OptionError(
+                    f"{path} is no CSV file of this benchmark's columns, and stays as it is: choose another"
+                )
 
 
 def table_rows(rows: Iterable[Row]) -> list[Row]:
@@ -184,6 +201,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one benchmark, prints its table and returns an exit code: 1 when a provider failed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(argv)
+    try:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise OptionError("torch finds no CUDA device: --device cpu runs tiny sizes, whose times mean nothing")
+        if options.csv:
+            check_csv(options.csv)
+    except FxQuantError as error:
+        print(f"fxquant: error: {error}", file=sys.stderr)
+        return 1
     rows = run_benchmark(options, f"python -m fxquant bench {' '.join(argv)}".partition(" --csv ")[0])
     shown = table_rows(rows)
     print(aligned([list(shown[0]), *(list(row.values()) for row in shown)]))

@@ -231,12 +231,13 @@ def _run(exported: Exported, prepare: Callable[[fx.GraphModule], None]) -> int:
                     raise ProgramError(
                         f"calibration input {count} does not fit the program: {_sentence(error)}"
                     ) from error
-                if calibration.progress:
-                    _show(count, total)
-                    shown = count
+                shown = count
+                if calibration.progress and sys.stderr.isatty():
+                    sys.stderr.write(f"\r{_progress(count, total)}")
+                    sys.stderr.flush()
     finally:
-        if shown:
-            sys.stderr.write("\n")
+        if calibration.progress and shown:
+            sys.stderr.write("\n" if sys.stderr.isatty() else f"{_progress(shown, total)}\n")
     if not count:
         raise ProgramError("calibration has no inputs")
     return count
@@ -249,10 +250,9 @@ def _sentence(error: Exception) -> str:
     return " ".join(text.split()) if first.endswith(":") else first
 
 
-def _show(count: int, total: int | None) -> None:
+def _progress(count: int, total: int | None) -> str:
     of = "" if total is None else f" of {total}"
-    sys.stderr.write(f"\rfxquant: calibrated on {count}{of} inputs")
-    sys.stderr.flush()
+    return f"fxquant: calibrated on {count}{of} inputs"
 
 
 @contextmanager

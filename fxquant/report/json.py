@@ -8,27 +8,48 @@ from typing import Any
 
 from fxquant.cost.work import Work
 from fxquant.decisions import Decision
-from fxquant.report.data import EpilogueGemm, ReportData, result
+from fxquant.report.data import EpilogueGemm, ReportData, layer_pattern, result
+
+SCHEMA = 1
+"""The version of the JSON: it grows when a field changes its meaning or goes, not when one is added."""
 
 
-def dumps(report: ReportData) -> str:
-    """The report as a JSON object."""
+def dumps(report: ReportData, layer: str = "", *, collapse: bool = False, graphs: bool = True) -> str:
+    """The report as a JSON object, with the version of its form in ``schema``.
+
+    Lists by layer hold the layers in whose name the regular expression `layer` is found; `collapse` folds those that
+    differ only in numbers of their names into one with ``layers``, their count. The summary and the estimate are the
+    whole report's. Without `graphs` the texts of the graphs are left out.
+    """
+    pattern = layer_pattern(layer)
     content = {
+        "schema": SCHEMA,
         "recipe": report.recipe,
         "summary": report.summary(),
         "unused": report.unused,
         "breaks": report.breaks,
-        "uncompiled": report.uncompiled,
         "estimate": report.time(),
-        "work": [{"layer": name, **_work(work)} for name, _, work in report.work()],
-        "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues],
-        "again": report.again,
-        "not_fused": [asdict(fusion) for fusion in report.not_fused],
-        "losses": [asdict(loss) for loss in report.losses],
-        "decisions": [_plain(d) for d in report.decisions],
-        "graphs": report.graphs,
+        "work": [
+            {"layer": name, **_work(work)} | _times(repeats, collapse)
+            for name, repeats, work in report.work(layer, collapse=collapse)
+        ],
+        "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues if pattern.search(gemm.layer)],
+        "again": [name for name in report.again if pattern.search(name)],
+        "not_fused": [asdict(fusion) for fusion in report.not_fused if pattern.search(fusion.layer)],
+        "losses": [asdict(loss) for loss in report.losses if pattern.search(loss.layer)],
+        "decisions": [
+            _plain(d) | ({"layer": name} | _times(repeats, collapse) if collapse else {})
+            for name, repeats, decisions in report.layers(layer, collapse=collapse)
+            for d in decisions
+        ],
+        "graphs": report.graphs if graphs else {},
     }
     return json.dumps(content, indent=1)
+
+
+def _times(repeats: int, collapse: bool) -> dict[str, int]:
+    """The count of folded layers."""
+    return {"layers": repeats} if collapse else {}
 
 
 def _work(work: Work) -> dict[str, Any]:
