@@ -264,16 +264,22 @@ class StringRoles:
 
     They are ``linear_input``, ``linear_weight``, ``linear_output``, ``linear_grad_output`` and ``linear_grad_input``.
     `factory` is asked with the first, second and fourth, since outputs and input gradients are never quantized, and for
-    experts as for linears; all other roles, such as attention's, stay in high precision. None is refused.
+    experts as for linears; all other roles, such as attention's, stay in high precision, and so does an operand for
+    which it answers None.
     """
 
-    factory: Callable[[str], Quantizer | DelayedScalingRequest]
+    factory: Callable[[str], Quantizer | DelayedScalingRequest | None]
 
     def __call__(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         if role.module_type not in ("linear", "grouped_linear"):
             return IdentityQuantizer()
         text = f"linear_{role.tensor_type}"
-        return ask(lambda _: self.factory(text), role, f"the factory for {text!r}")
+
+        def answer(_: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+            quantizer = self.factory(text)
+            return IdentityQuantizer() if quantizer is None else quantizer
+
+        return ask(answer, role, f"the factory for {text!r}")
 
     def __repr__(self) -> str:
         return value_text(self)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from fxquant.errors import RecipeError
+
 
 @dataclass(frozen=True)
 class QuantizerRole:
@@ -13,11 +15,23 @@ class QuantizerRole:
     `module_type`: ``linear``, ``grouped_linear``, ``dpa`` (attention), or ``matmul`` for the product of two
     activations outside attention. `tensor_type`: ``input``, ``weight``, ``grad_output``; for attention ``qkv``,
     ``s``, ``do``, ``dp``. `name`: the module path, such as ``model.layers.0.mlp.gate_proj``.
+
+    Comparing it with a string such as ``linear_input``, TransformerEngine's older roles, is a RecipeError.
     """
 
     module_type: str = ""
     tensor_type: str = ""
     name: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str) and other.startswith(("linear_", "grouped_linear_", "dpa_")):
+            raise RecipeError(
+                f"a factory compares the role {self} with {other!r}: a factory for string roles goes through "
+                "fxquant.factories.from_string_roles"
+            )
+        if not isinstance(other, QuantizerRole):
+            return NotImplemented
+        return (self.module_type, self.tensor_type, self.name) == (other.module_type, other.tensor_type, other.name)
 
     def __str__(self) -> str:
         return f"{self.name or '<model>'} ({self.module_type}, {self.tensor_type})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 
 import pytest
 import te_style_factories
@@ -411,7 +412,6 @@ def nothing(asked: object) -> None:
         (Rules(default=nothing), "the default of Rules returned None"),
         (by_name({".*": by_module_type({"linear": nothing})}), r"rule 0 \(module_type='linear'\) returned None"),
         (first_and_last(nothing, first=1), "the default of Rules returned None"),
-        (from_string_roles(nothing), "the factory for 'linear_input' returned None"),
         (part_missing, "columnwise_quantizer must be a Quantizer, not NoneType: IdentityQuantizer"),
         (Rules(default=part_missing), "columnwise_quantizer must be a Quantizer, not NoneType: IdentityQuantizer"),
         (lambda asked: MXFP8Quantizer, "qfactory returned a type"),
@@ -469,3 +469,32 @@ def test_custom_delayed_scaling_equals_the_recipe_step_by_step() -> None:
         runs.append(steps)
     for a, b in zip(*runs, strict=True):
         assert_same_bits(a, b)
+
+
+def inputs_alone(role: str) -> fxquant.Quantizer | None:
+    return MXFP8Quantizer() if role == "linear_input" else None
+
+
+def test_none_for_a_string_role_keeps_that_operand_in_high_precision() -> None:
+    layer, x = nn.Linear(32, 48), torch.randn(16, 32)
+    y = compiled(layer, CustomRecipe(qfactory=from_string_roles(inputs_alone)))(x)
+    seen = MXFP8Quantizer().quantize(x).dequantize()
+    torch.testing.assert_close(y, nn.functional.linear(seen, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        inputs_alone,
+        lambda asked: MXFP8Quantizer() if asked in ("linear_input", "linear_weight") else NVFP4Quantizer(),
+        lambda asked: MXFP8Quantizer() if asked.startswith("linear") else None,
+        lambda asked: {"linear_input": MXFP8Quantizer()}[asked],
+        {"linear_input": MXFP8Quantizer()}.get,
+    ],
+)
+def test_a_factory_for_string_roles_without_the_adapter_is_told_of_it(
+    factory: Callable[..., fxquant.Quantizer],
+) -> None:
+    with pytest.raises(RecipeError, match=r"layers.0 \(linear, input\).*factories\.from_string_roles"):
+        CustomRecipe(qfactory=factory).quantizer(QuantizerRole("linear", "input", "layers.0"))
+    assert QuantizerRole("linear", "input") != "head" and QuantizerRole("linear") == QuantizerRole("linear")

@@ -29,6 +29,14 @@ def _hint(role: QuantizerRole) -> str:
     return ". With CustomRecipe(fp8_dpa=False) it is not asked about attention" if is_attention(role) else ""
 
 
+_FOR_STRINGS = "a factory for string roles such as 'linear_input' goes through fxquant.factories.from_string_roles"
+
+
+def _takes_strings(error: Exception) -> bool:
+    """Returns True for what happens to a factory that takes a role for a string."""
+    return isinstance(error, KeyError) or (isinstance(error, AttributeError) and hasattr(str, error.name or ""))
+
+
 def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantizer | DelayedScalingRequest:
     """The answer of a quantizer, request, recipe or factory for a role.
 
@@ -44,11 +52,12 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
         if isinstance(error, RecipeError) and str(role) in str(error):
             raise
         what = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__} {error}"
+        what += f"; {_FOR_STRINGS}" if _takes_strings(error) else ""
         raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}") from error
     if answered is None:
         raise RecipeError(
-            f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision"
-            f"{_hint(role)}"
+            f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision; "
+            f"{_FOR_STRINGS}{_hint(role)}"
         )
     if not isinstance(answered, (Quantizer, DelayedScalingRequest)):
         raise RecipeError(
