@@ -13,7 +13,15 @@ import torch
 
 from fxquant import factories, recipes
 from fxquant.decisions import Decision, SkipReason
-from fxquant.errors import FxQuantError, OptionError, ProgramError, RecipeError
+from fxquant.errors import (
+    FxQuantError,
+    FxQuantWarning,
+    OptionError,
+    ProgramError,
+    RecipeError,
+    UnquantizedWarning,
+    UnusedRuleWarning,
+)
 from fxquant.quantizers import (
     DelayedScalingRequest,
     DType,
@@ -130,6 +138,7 @@ __all__ = [
     "Float8WeightOnly",
     "Format",
     "FxQuantError",
+    "FxQuantWarning",
     "Gemm",
     "HighPrecision",
     "HybridQuantizer",
@@ -152,6 +161,8 @@ __all__ = [
     "Rule",
     "Rules",
     "SkipReason",
+    "UnquantizedWarning",
+    "UnusedRuleWarning",
     "__version__",
     "aoti_compile_and_package",
     "autocast",

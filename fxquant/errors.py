@@ -1,4 +1,4 @@
-"""Errors that users can meet. Each message names the fault, its place and a remedy."""
+"""Errors and warnings that users can meet. Each message names the fault, its place and a remedy."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ class ProgramError(FxQuantError, ValueError):
 
 class GraphVerificationError(FxQuantError):
     """A pass left a graph in a state that the next one must not see: a bug in fxquant."""
+
+
+class FxQuantWarning(UserWarning):
+    """Base of every warning of fxquant. Each is given once, and silenced by the filters of `warnings`."""
+
+
+class UnquantizedWarning(FxQuantWarning):
+    """Something ran unquantized that a recipe was given for."""
+
+
+class UnusedRuleWarning(FxQuantWarning):
+    """A part of a recipe matched nothing."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxquant.backend.inductor import inductor_settings, memory_settings
+from fxquant.backend.notices import watch
 from fxquant.backend.options import Options
-from fxquant.backend.record import GraphRecord
+from fxquant.backend.record import GraphRecord, Records
 from fxquant.backend.repeats import states_of_first_run
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
@@ -52,6 +53,9 @@ class Backend:
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
 
+    tells: ClassVar[bool] = True
+    """Warns of what ran unquantized."""
+
     def __init__(
         self,
         recipe: Recipe | str,
@@ -69,9 +73,11 @@ class Backend:
         self.weights = self._weight_cache()
         self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
-        self._records: list[GraphRecord] = []
+        self.records = self._no_records()
         self._record = GraphRecord()  # of the graph that is compiled now
         self._sites = 0
+        if self.tells:
+            watch(self.records)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
@@ -95,8 +101,11 @@ class Backend:
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""
-        empty = {"_records": [], "_record": GraphRecord(), "_sites": 0}
+        empty = {"records": self._no_records(), "_record": GraphRecord(), "_sites": 0}
         return {**vars(self), **empty, "_names": dict, "weights": None}
+
+    def _no_records(self) -> Records:
+        return Records(recipe=self.recipe, what=f"fxquant.Backend({self.recipe})")
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -106,9 +115,7 @@ class Backend:
         return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
 
     def _call(self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, bound: Bound) -> Any:
-        if not record.runs:
-            record.runs = True
-            self._records.append(record)
+        self.records.run(record)
         parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
         with states_of_first_run(bound.states):
             # tensors with a version of their own, so that other calls may come between this one and its backward
@@ -116,7 +123,7 @@ class Backend:
 
     @property
     def captured(self) -> int:
-        return len(self._records)
+        return len(self.records.graphs)
 
     def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
         """Writes quantized matmuls into `gm`, and keeps what was decided. Returns the slots of operands with state."""
@@ -173,12 +180,7 @@ class Backend:
 
     def report(self) -> Report:
         """The decisions in all graphs that have run so far."""
-        records = sorted(self._records, key=lambda record: record.first_site)
-        report = Report(recipe=str(self.recipe), decisions=[d for record in records for d in record.decisions])
-        report.unused = self.recipe.unused([role for record in records for role in record.roles])
-        report.not_fused = [*dict.fromkeys(fusion for record in records for fusion in record.not_fused)]
-        report.uncompiled = [] if records else ["no graph has run"]
-        return report
+        return self.records.report()
 
 
 def compile_eager(

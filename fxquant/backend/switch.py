@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
+from fxquant.backend.notices import Calls, watch_methods
 from fxquant.backend.options import Options, check_keywords, check_model
 from fxquant.checks import checked
 from fxquant.compat.private import isolated, own_errors
@@ -59,13 +60,14 @@ class _Switch:
         self.compiled: dict[Recipe, tuple[Backend, Callable[..., Any]]] = {}
         self.running: Recipe | None = None
         self.warned = False
-        self.unchecked = False
+        self.calls = Calls(model)
 
     def get(self, recipe: Recipe) -> tuple[Backend, Callable[..., Any]]:
         if recipe not in self.compiled:
             model = self.model if isinstance(self.model, nn.Module) else None
             kwargs = {**isolated(), **{key: value for key, value in self.kwargs.items() if key != "mode"}}
             backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, states=self.states)
+            backend.records.what, backend.records.whole = self.calls.name, True
             self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
         return self.compiled[recipe]
 
@@ -77,7 +79,6 @@ class _Switch:
             self.note_change(recipe)
             backend.activate()
             self.running = recipe
-            self.unchecked = True
         return run
 
     def note_change(self, recipe: Recipe) -> None:
@@ -92,18 +93,17 @@ class _Switch:
         else:
             log.info("recipe changed from %s to %s", self.running, recipe)
 
-    def check_captured(self) -> None:
-        """Warns if the model has run under a recipe for which nothing was compiled."""
-        if not self.unchecked or self.kwargs.get("disable") or torch.compiler.is_compiling():
-            return
-        self.unchecked = False
-        assert self.running is not None
-        if not self.compiled[self.running][0].captured:
-            log.warning(
-                "torch.compile captured no graph of %s, which ran unquantized: TORCH_LOGS=graph_breaks,recompiles says "
-                "why. It gives up after torch._dynamo.config.recompile_limit compilations of one function.",
-                type(self.model).__name__,
-            )
+    def runs(self) -> int:
+        """Counts the runs of compiled graphs so far; 0 while another torch.compile captures a call."""
+        if torch.compiler.is_compiling():
+            return 0
+        return sum(backend.records.runs for backend, _ in self.compiled.values())
+
+    def check(self, before: int) -> None:
+        """Warns once of what a call ran unquantized; `before` counts the runs of graphs before it."""
+        if not self.kwargs.get("disable") and not torch.compiler.is_compiling():
+            assert self.running is not None
+            self.calls.over(self.compiled[self.running][0].records, ran=self.runs() > before)
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Runs the model under another recipe from the next call on. Raises RecipeError for an unknown one."""
@@ -148,9 +148,10 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             current: Any = switch.current()
+            before = switch.runs()
             with own_errors():
                 result = (own_forward if current is run else current.forward)(*args, **kwargs)
-            switch.check_captured()
+            switch.check(before)
             return result
 
         object.__setattr__(compiled, "forward", forward)
@@ -158,9 +159,10 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
 
         @functools.wraps(model)
         def compiled(*args: Any, **kwargs: Any) -> Any:
+            before = switch.runs()
             with own_errors():
                 result = switch.current()(*args, **kwargs)
-            switch.check_captured()
+            switch.check(before)
             return result
 
     methods = {
@@ -172,11 +174,13 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     }
     for name, method in methods.items():
         object.__setattr__(compiled, name, method)
-    if isinstance(compiled, nn.Module):  # torch's own copies would not have the methods, nor the recipe set by one
+    if isinstance(compiled, nn.Module):
+        watch_methods(compiled, model, switch.calls, switch.runs)
 
         def settings() -> tuple[Any, ...]:
             return switch.recipe, switch.options, switch.kwargs, switch.states.state_dict()
 
+        # torch's own copies would not have the methods, nor the recipe set by one
         object.__setattr__(
             compiled, "__deepcopy__", lambda memo: _compiled_again(copy.deepcopy(model, memo), *settings())
         )

@@ -47,6 +47,8 @@ class _Explainer(Backend):
     So Python between two graphs sees the model's own values. Graphs on meta or fake tensors are answered with zeros.
     """
 
+    tells = False
+
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)
         self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}

@@ -28,6 +28,8 @@ from fxquant.report.report import Report
 class _Measurer(Backend):
     """Runs the rewritten graphs operator by operator, and each product once more without quantization."""
 
+    tells = False
+
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)
         self.losses: list[Loss] = []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from helpers import eager_backend
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import fxquant
-from fxquant import Backend
+from fxquant import Backend, CustomRecipe, FxQuantWarning, Rule, Rules, UnquantizedWarning, factories
 
 
 def test_a_graph_counts_once_where_torch_starts_again() -> None:
@@ -50,3 +53,149 @@ def test_a_graph_that_has_not_run_does_not_count() -> None:
     assert compiled.report().coverage == 0
     compiled(torch.randn(32, 64))
     assert compiled.report().coverage == 1 and not compiled.report().uncompiled
+
+
+def told(call: Callable[[], Any], category: type[Warning] = FxQuantWarning) -> list[str]:
+    """The warnings of a category in a call, with those that are the same."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, category)]
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.forward(x).softmax(-1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    @property
+    def width(self) -> int:
+        return self.head.in_features
+
+
+def quantized(model: Any, recipe: Any = "mxfp8", **kwargs: Any) -> Any:
+    return fxquant.compile(model, recipe, options={"inner": "aot_eager"}, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["generate", "scores", "logits"])
+def test_a_method_that_runs_the_original_is_told_once(name: str) -> None:
+    model, x = Decoder(), torch.randn(32, 64)
+    compiled = quantized(model)
+    (text,) = told(lambda: getattr(compiled, name)(x))
+    assert (
+        f"Decoder.{name} ran the original model, unquantized" in text and "fxquant.Backend(recipe, model=model)" in text
+    )
+    assert not told(lambda: [getattr(compiled, name)(x), compiled.generate(x)])
+    assert "forward" not in vars(model.head) and name not in vars(compiled)
+
+
+def test_a_method_that_runs_no_layer_or_a_compiled_one_is_not_told() -> None:
+    model, x = Decoder(), torch.randn(32, 64)
+    compiled = quantized(model)
+    assert not told(lambda: compiled.embed(torch.arange(8))) and compiled.width == 64
+    assert not told(lambda: compiled(x))
+    model.compile(backend=eager_backend("mxfp8", model=model))
+    assert not told(lambda: compiled.generate(x)), "in place, it is quantized"
+    assert not torch.equal(compiled.generate(x), model.head(x))
+
+
+def rules(**patterns: str) -> CustomRecipe:
+    return CustomRecipe(qfactory=Rules([Rule(fxquant.MXFP8Quantizer(), **patterns)]))
+
+
+def test_what_quantizes_nothing_is_told_in_the_first_call() -> None:
+    x = torch.randn(32, 64)
+    compiled = quantized(nn.Sequential(nn.Linear(64, 64)), rules(name="hed"))
+    (text,) = told(lambda: compiled(x), UnquantizedWarning)
+    assert "nothing of Sequential was quantized" in text and "HIGH_PRECISION" in text and "name='hed'" in text
+    assert not told(lambda: compiled(x))
+    for model in (nn.Sequential(nn.Linear(64, 8)), nn.Sequential(nn.LayerNorm(64))):
+        (text,) = told(lambda model=model: quantized(model)(x))
+        assert "TOO_SMALL" in text or "there is no matmul" in text
+    assert not told(lambda: quantized(nn.Linear(64, 8), "high_precision")(x))
+
+
+def test_a_rule_that_matched_nothing_is_told() -> None:
+    x = torch.randn(32, 64)
+    recipe = CustomRecipe(qfactory=factories.by_name({"0": "mxfp8", "hed": "high_precision"}, default="rowwise"))
+    (text,) = told(lambda: quantized(nn.Sequential(nn.Linear(64, 64)), recipe)(x))
+    assert "matched nothing in the first call of Sequential: rule 1: name='hed'" in text
+    gradients = CustomRecipe(qfactory=factories.by_tensor_type({"grad_output": "mxfp8"}, default="mxfp8"))
+    with torch.no_grad():
+        assert not told(lambda: quantized(nn.Linear(64, 64), gradients)(x)), "a training step would match it"
+
+
+def test_a_backend_tells_after_the_first_step_of_an_optimizer() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(32, 64)
+    compiled = torch.compile(model, backend=eager_backend(rules(name="hed")))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        compiled(x).sum().backward()
+        optimizer.step()
+
+    (text,) = told(step)
+    assert "nothing of fxquant.Backend" in text and "name='hed'" in text
+    assert not told(step)
+
+
+def test_filters_silence_and_a_handler_on_our_logger_hears() -> None:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fxquant").addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", UnquantizedWarning)
+            quantized(nn.Linear(64, 8))(torch.randn(32, 64))
+    finally:
+        logging.getLogger("fxquant").removeHandler(handler)
+    assert len(heard) == 1 and "TOO_SMALL" in heard[0]
+
+
+class Broken(nn.Module):
+    """Two graphs, of which only the second is compiled again for another length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, rows: int) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x[:rows])
+
+
+def test_inputs_beyond_the_recompile_limit_are_told() -> None:
+    x = torch.randn(64, 64)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        whole = quantized(nn.Sequential(nn.Linear(64, 64)), dynamic=False)
+        texts = told(lambda: [whole(x[:rows]) for rows in range(16, 22)])
+        assert len(texts) == 1 and "new inputs of Sequential run unquantized" in texts[0]
+        assert "recompile_limit" in texts[0] and "size mismatch at index 0" in texts[0]
+        assert "not compiled: 4 of 6 calls of Sequential, which ran no graph" in str(whole.report())
+        backend = eager_backend("mxfp8")
+        for run, reported in (
+            (torch.compile(Broken(), backend=backend, dynamic=False), backend),
+            (part := quantized(Broken(), dynamic=False), part),
+        ):
+            torch.compiler.reset()
+            texts = told(lambda run=run: [run(x, rows) for rows in range(16, 22)])
+            assert len(texts) == 1 and "resume_in_forward" in texts[0]
+            assert "not compiled: new inputs, since" in str(reported.report())

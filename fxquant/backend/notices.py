@@ -1,0 +1,239 @@
+"""Warnings about models that run, each given once, at the line of the user's that called the model."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxquant
+from fxquant.backend.record import Records
+from fxquant.compat.recompiles import is_compiled, watch_limits
+from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
+from fxquant.recipes import HighPrecision
+
+_NOT_THE_USERS = (str(Path(fxquant.__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+_untold: list[Records] = []
+"""The graphs of every backend, as long as nothing was said about what they quantize."""
+
+
+def tell(message: str, category: type[FxQuantWarning]) -> None:
+    """Warns at the innermost line that is neither torch's nor fxquant's.
+
+    A handler that was put on fxquant's own logger gets the message too.
+    """
+    depth, frame = 1, sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=1 if frame is None else depth)
+    log = logging.getLogger("fxquant")
+    if log.handlers:
+        log.warning("%s", message)
+
+
+def watch(records: Records) -> None:
+    """Tells of a backend's graphs after the first step of an optimizer, or at exit, what was not told before."""
+    _watch_process()
+    _untold.append(records)
+
+
+@functools.cache
+def _watch_process() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: _tell_what_ran())
+    atexit.register(_tell_at_exit)
+    watch_limits(_tell_limit)
+
+
+def _tell_what_ran() -> None:
+    for records in [records for records in _untold if records.graphs]:
+        tell_result(records)
+
+
+def _tell_at_exit() -> None:
+    if hasattr(sys, "last_value"):  # the process ends by an error, maybe before the first call
+        return
+    _tell_what_ran()
+    hints = {records.what: _WHY for records in _untold if not records.whole}
+    for name, hint in {**hints, **{calls.name: _IN_PLACE for calls in _uncalled}}.items():
+        text = f"no graph of {name} has run: if its model did, then as it was, unquantized. {hint}"
+        tell(text, UnquantizedWarning)
+
+
+def tell_result(records: Records) -> None:
+    """Warns once if nothing was quantized, or if a part of the recipe matched nothing."""
+    if records.told:
+        return
+    records.told = True
+    with contextlib.suppress(ValueError):
+        _untold.remove(records)
+    if isinstance(records.recipe, HighPrecision):
+        return
+    decisions, unused = records.decisions, records.unused(trained=True)
+    if all(decision.quantizer is None for decision in decisions):
+        skipped = Counter(str(decision.skip_reason) for decision in decisions)
+        why = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
+        counted = f"operands of matmuls were skipped: {why}" if decisions else "there is no matmul in its graphs"
+        also = "".join(f"; unused in the recipe: {part}" for part in unused)
+        tell(
+            f"nothing of {records.what} was quantized under {records.recipe}: {counted}{also}. "
+            "fxquant.explain(model, recipe, *args) shows every operand",
+            UnquantizedWarning,
+        )
+    elif unused:
+        tell(
+            f"parts of the recipe matched nothing in the first call of {records.what}: {'; '.join(unused)}. The names "
+            "of layers are in its report",
+            UnusedRuleWarning,
+        )
+
+
+def _tell_limit(backend: Any, text: str) -> None:
+    records = getattr(backend, "records", None)
+    if isinstance(records, Records):
+        records.limits.append(text)
+        if not records.whole:
+            _tell_plain(records)
+
+
+def _tell_plain(records: Records) -> None:
+    """Warns once that some inputs run unquantized."""
+    if records.told_plain or isinstance(records.recipe, HighPrecision):
+        return
+    records.told_plain = True
+    if records.limits:
+        limit = f"{records.limits[0]}. Raise the limit, or mark sizes dynamic"
+        text = f"new inputs of {records.what} run unquantized: {limit}"
+    elif records.graphs:
+        text = f"a call of {records.what} ran no compiled graph, and so unquantized: {_WHY}"
+    else:
+        text = f"torch.compile captured no graph of {records.what}, which ran unquantized: {_WHY}"
+    tell(text, UnquantizedWarning)
+
+
+class Calls:
+    """The calls of one compiled model, each of which has to run a compiled graph."""
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", str(model))
+        _watch_process()
+        _uncalled.append(self)
+
+    def begin(self) -> None:
+        """Notes that the model was called, so that nothing is told of it at exit."""
+        if self in _uncalled:
+            _uncalled.remove(self)
+
+    def over(self, records: Records, ran: bool) -> None:
+        """Tells, behind a call, what was unquantized in it; `ran` says that a compiled graph did."""
+        self.begin()
+        records.calls += 1
+        records.plain += not ran
+        if not ran or records.limits:
+            _tell_plain(records)
+        if ran:
+            tell_result(records)
+
+
+_WHY = (
+    "TORCH_LOGS=graph_breaks,recompiles says why. torch gives up after torch._dynamo.config.recompile_limit "
+    "compilations of one function"
+)
+_uncalled: list[Calls] = []
+_IN_PLACE = (
+    "Methods such as generate, and wrappers that look inside, call the original: model.compile(backend="
+    "fxquant.Backend(recipe, model=model)) compiles it in place"
+)
+
+
+def watch_methods(compiled: nn.Module, model: nn.Module, calls: Calls, runs: Callable[[], int]) -> None:
+    """Tells once if a method of the original, called on its compiled form, runs layers that are not compiled.
+
+    `runs` counts the runs of compiled graphs. Each method is watched in its first call.
+    """
+    names = [
+        name
+        for kind in type(model).__mro__
+        if kind is not nn.Module and issubclass(kind, nn.Module)
+        for name, method in vars(kind).items()
+        if isinstance(method, FunctionType) and not name.startswith("_")
+    ]
+    watched = {name for name in names if not hasattr(type(compiled), name) and name not in vars(compiled)}
+
+    def watch_method(name: str) -> None:
+        @functools.wraps(getattr(model, name))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            method = getattr(model, name)
+            if torch.compiler.is_compiling():
+                return method(*args, **kwargs)
+            vars(compiled).pop(name, None)
+            watched.discard(name)
+            before = runs()
+            with _layers_run(model) as layers:
+                result = method(*args, **kwargs)
+            if layers and runs() == before:
+                calls.begin()
+                for other in watched:
+                    vars(compiled).pop(other, None)
+                tell(
+                    f"{type(model).__name__}.{name} ran the original model, unquantized: only a call of the compiled "
+                    f"one is compiled. {_IN_PLACE}",
+                    UnquantizedWarning,
+                )
+            return result
+
+        object.__setattr__(compiled, name, call)
+
+    for name in watched:
+        watch_method(name)
+
+
+@contextlib.contextmanager
+def _layers_run(model: nn.Module) -> Iterator[list[str]]:
+    """Gives a list, to which layers with weights add their class when they run in this scope, but for compiled ones."""
+    classes: list[str] = []
+    layers = [*_layers(model)]
+    before = [vars(layer).get("forward") for layer in layers]
+
+    def watch_layer(layer: nn.Module) -> None:
+        forward = layer.forward
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                classes.append(type(layer).__name__)
+            return forward(*args, **kwargs)
+
+        object.__setattr__(layer, "forward", run)
+
+    for layer in layers:
+        watch_layer(layer)
+    try:
+        yield classes
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                object.__setattr__(layer, "forward", forward)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a module that have a weight, outside of what is compiled."""
+    if isinstance(module, (torch.jit.ScriptModule, nn.Embedding, nn.EmbeddingBag)) or is_compiled(module):
+        return
+    if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+        yield module
+    for child in module.children():
+        yield from _layers(child)
