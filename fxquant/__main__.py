@@ -91,8 +91,8 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not callable(function):
         raise FxQuantError(f"{_origin(target)} has no function {target.partition(':')[2]!r}")
     with _one_sentence(f"{target}()"):
-        made = function()
-    match made:
+        made_by_user = function()
+    match made_by_user:
         case (model, tuple() | list() as args) if callable(model):
             return model, tuple(args), {}
         case (model, dict() as kwargs) if callable(model):
@@ -267,7 +267,7 @@ def _recipe(name: str) -> recipes.Recipe:
     if kind != "factories":
         return recipes.get(name)
     if factory not in factories.FACTORIES:
-        hint = did_you_mean(name, [f"factories.{known}" for known in factories.FACTORIES])
+        hint = did_you_mean(name, [f"factories.{item}" for item in factories.FACTORIES])
         raise FxQuantError(
             f"unknown factory {factory!r}{hint or ';'} known factories: {', '.join(factories.FACTORIES)}"
         )
