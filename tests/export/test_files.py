@@ -121,7 +121,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(saved: Path, tmp
     ("arguments", "message"),
     [
         (["--report", "absent/report.html"], "absent: no such folder"),
-        (["--report", "{out}"], "the program and its report need a file each"),
+        (["--report", "{out}"], "the outputs need a file each"),
         (["--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
         (["--recipe", "delayed_scaling"], "give calibration inputs"),
         (["--calibrate", "absent.pt"], "absent.pt: no such file"),
