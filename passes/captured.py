@@ -134,12 +134,16 @@ def predict_reuse(captured: C, settings: Settings) -> C:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A rewritten graph with what it takes behind its own inputs: `tensors` of its states, then `parts` of weights."""
+    """A rewritten graph with what it takes behind its own inputs: `tensors` of its states, then `parts` of weights.
+
+    One that is a step of `training` writes its states.
+    """
 
     gm: fx.GraphModule
     slots: Slots
     states: Sequence[State] = ()
     group: str | None = None
+    training: bool = field(default_factory=torch.is_grad_enabled)
     tensors: Sequence[Tensor] = ()
     taken: Sequence[weights.Taken] = ()
     parts: Sequence[Tensor] = ()
@@ -149,8 +153,7 @@ def bind_state(bound: Bound, settings: Settings) -> Bound:
     """Gives a graph the tensors of its states, if it has any."""
     if not bound.states:
         return bound
-    training = torch.is_grad_enabled()
-    gm, tensors = states.bind_state(bound.gm, bound.slots, bound.states, training=training, group=bound.group)
+    gm, tensors = states.bind_state(bound.gm, bound.slots, bound.states, training=bound.training, group=bound.group)
     return replace(bound, gm=gm, tensors=tensors)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +16,7 @@ from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import watch
 from fxquant.backend.options import Options
 from fxquant.backend.record import GraphRecord, Records
-from fxquant.backend.repeats import states_of_first_run
+from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func
@@ -90,7 +92,15 @@ class Backend:
         self._states += states
         group = self.options.amax_group
         bound = Bound(gm=gm, slots=slots, states=states, group=None if group is None else group.group_name)
-        bound = run(BOUND, bound, self.settings)
+        if bound.training or not states:
+            return self._bound(record, run(BOUND, bound, self.settings), example_inputs)
+        uses = (bound, replace(bound, training=True))
+        by_use = {bound.training: run(BOUND, bound, self.settings) for bound in uses}
+        return without_gradients(by_use, example_inputs, partial(self._bound, record))
+
+    def _bound(self, record: GraphRecord, bound: Bound, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles a graph for the inputs that it was captured with, and calls it with what it takes besides."""
+        self._record = record
         # compiled for copies, so that AOTAutograd does not see that forward and backward have one step
         copies = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in bound.tensors

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxquant.compat.checkpoints import Around, Repeat, checkpoints_around
-from fxquant.compat.private import no_modes
+from fxquant.compat.checkpoints import Around, Repeat, checkpoints_around, in_reentrant_checkpoint
+from fxquant.compat.private import compiling_again, no_modes
 from fxquant.errors import FxQuantError
+from fxquant.passes.captured import Bound
+from fxquant.passes.graph.meta import EXAMPLE_VALUE
 from fxquant.state import State
 
 T = TypeVar("T")
@@ -43,7 +45,7 @@ class _Calls:
             self.calls.append(call)
 
     def next(self, owner: Any, repeat: Repeat) -> _Call[Any] | None:
-        """The call that a repetition has come to; None for one that the first run has still to come to."""
+        """The call that a repetition has come to; None if the first run has still to come to it."""
         place = self.taken.get((repeat.run, id(owner)), 0)
         self.taken[repeat.run, id(owner)] = place + 1
         calls = [call for call in self.calls if call.owner is owner]
@@ -63,7 +65,7 @@ _checkpoints: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary
 def once(owner: Any, make: Callable[[], T], around: Around | None = None) -> tuple[T, bool]:
     """The value that `make` gave when this call ran first, and True if a checkpoint is repeating it now."""
     around = around or checkpoints_around()
-    repeat = next((repeat for repeat in around.repeats if _is_checkpoint(repeat)), None)
+    repeat = next((repeat for repeat in around.repeats if _is_checkpoint(repeat, owner)), None)
     call = repeat and _checkpoints.setdefault(repeat.checkpoint, _Calls()).next(owner, repeat)
     call = call or _Call(owner, make())
     for checkpoint in around.first:
@@ -71,8 +73,10 @@ def once(owner: Any, make: Callable[[], T], around: Around | None = None) -> tup
     return call.value, repeat is not None
 
 
-def _is_checkpoint(repeat: Repeat) -> bool:
-    return repeat.certain or repeat.checkpoint in _checkpoints
+def _is_checkpoint(repeat: Repeat, owner: Any) -> bool:
+    """Returns True for a repetition; a reentrant checkpoint repeats only what its first run has done for this owner."""
+    first = _checkpoints.get(repeat.checkpoint)
+    return repeat.certain or (first is not None and any(call.owner is owner for call in first.calls))
 
 
 @contextmanager
@@ -82,7 +86,7 @@ def states_of_first_run(states: Sequence[State]) -> Iterator[None]:
     If a checkpoint is repeating the forward, they are for so long as they were when it ran first.
     """
     around = checkpoints_around()
-    if not around.first and not any(map(_is_checkpoint, around.repeats)):
+    if not around.first and not around.repeats:
         yield
         return
     now: list[tuple[Tensor, Tensor]] = []
@@ -111,3 +115,31 @@ def _by_itself() -> Iterator[None]:
     """A scope whose operators nothing around it sees, such as the modes of a selective checkpoint."""
     with no_modes(), torch.no_grad():
         yield
+
+
+def without_gradients(
+    by_use: Mapping[bool, Bound],
+    example_inputs: Sequence[Any],
+    compile: Callable[[Bound, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A forward without gradients that may be a step of training: the first run of a reentrant checkpoint.
+
+    `by_use` has its graph as such a step (True), which writes its states, and as another (False), which only reads
+    them. Each is compiled when it is first called for.
+    """
+    use = in_reentrant_checkpoint()
+    compiled = {use: compile(by_use[use], example_inputs)}
+    waiting = {not use: by_use[not use]}
+    placeholders = waiting[not use].gm.graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        node.meta.pop("grapharg", None)  # the inputs of the first call, which nothing should keep
+    fakes = [node.meta[EXAMPLE_VALUE] for node in placeholders[: len(example_inputs)]]
+
+    def run(*inputs: Any) -> Any:
+        use = in_reentrant_checkpoint()
+        if use in waiting:
+            with compiling_again(fakes):
+                compiled[use] = compile(waiting.pop(use), fakes)
+        return compiled[use](*inputs)
+
+    return run

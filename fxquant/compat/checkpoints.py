@@ -58,6 +58,11 @@ def checkpoints_around() -> Around:
     return around
 
 
+def in_reentrant_checkpoint() -> bool:
+    """Returns True if a call without gradients is part of the first run of a reentrant checkpoint."""
+    return not torch.is_grad_enabled() and any(isinstance(c, BackwardCFunction) for c in checkpoints_around().first)
+
+
 def _top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return hooks._top_saved_tensors_default_hooks(_ALL_MODES)
 

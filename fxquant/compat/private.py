@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, lazy_format_graph_code  # type: ignore[attr-defined]
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_functional,
@@ -116,6 +116,11 @@ class RunsBesideDynamo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def is_tracing() -> bool:
     """Returns True if operators run for a graph that is being captured or compiled."""
     return TracingContext.try_get() is not None
+
+
+def compiling_again(fakes: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Returns a scope in which a captured graph is compiled for `fakes`, after torch.compile has gone."""
+    return tracing(TracingContext(detect_fake_mode(list(fakes))))
 
 
 def in_backward() -> bool:

@@ -6,8 +6,8 @@
     scale.copy_(new_scale); history.copy_(new_history); ...
     linear = fxquant.linear_stateful(x, w, b, new_scale, forward_amax, backward_amax, latest_step, random, "input=...")
 
-Bodies of activation checkpoints get the same tensors as operands. Without gradients scales and random numbers are
-read and nothing is written.
+Copies of the bodies of activation checkpoints get the same tensors as operands. A graph that is no step of training
+reads scales and random numbers, and writes nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
     return [(getattr(gm, str(n.args[0].target)), n) for n in calls]
 
 
+def _copy_bodies(gm: fx.GraphModule) -> None:
+    """Gives a graph bodies of checkpoints of its own, for the graph that it is a copy of may be bound again."""
+    for body, call in _checkpoints(gm):
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(body.graph, {}))
+        copy = fx.GraphModule(body, graph)
+        copy.meta = dict(body.meta)
+        setattr(gm, str(call.args[0].target), copy)  # type: ignore[union-attr]
+        _copy_bodies(copy)
+
+
 def _uses_state(node: fx.Node) -> bool:
     if is_fxquant(node, "attention"):
         return AttentionSpec.parse(str(node.args[-1])).uses_state
@@ -79,6 +90,7 @@ def bind_state(
     bound_gm = fx.GraphModule(gm, graph)
     bound_gm.meta = dict(gm.meta)
     copy_sources(gm, bound_gm, copies)
+    _copy_bodies(bound_gm)
     _bind(bound_gm, bound)
     added = [node for node in graph.nodes if node not in set(copies.values())]
     _add_values(added, dict(zip(inputs.values(), tensors.values(), strict=True)), gm)

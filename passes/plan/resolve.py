@@ -204,6 +204,11 @@ class _Resolver:
             for operand, quantizer in quantizers.items():
                 if quantizer.operand_spec().is_stochastic:
                     numbers[operand] = self.slots.add_rounded((match.name, operand, 0))
+            if "grad_output" not in roles and not torch.is_grad_enabled() and match.takes_state:
+                # the streams stay those of the training graph
+                answer = self.recipe.quantizer(QuantizerRole(match.module_type, "grad_output", match.name))
+                if isinstance(answer, Quantizer) and answer.operand_spec().is_stochastic:
+                    self.slots.add_rounded((match.name, "grad_output", 0))
         outcome = partial(_outcome, quantizers, match.remark, skip)
         about = {"matmul": matmul, "part": product_name(product, match.name)}
         decisions = self.decisions(match, product, needs_grad, roles, outcome, **about)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, eager_backend, per_role
+from helpers import assert_same_bits, eager_backend, per_role, recomputable_mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from fxquant import Backend, DelayedScaling, FxQuantError, NVFP4Quantizer, Recipe
 
@@ -32,11 +32,6 @@ def kept(run: Run) -> Run:
 
 def checkpointed(run: Run, **kwargs: Any) -> Run:
     return lambda *args: checkpoint(run, *args, **{"use_reentrant": False, **kwargs})
-
-
-def nested(run: Run) -> Run:
-    inside = checkpointed(run)
-    return checkpointed(lambda x: inside(inside(x)) + x)
 
 
 def selective(run: Run) -> Run:
@@ -72,9 +67,10 @@ def batches(count: int) -> list[Tensor]:
     return [(torch.randn(16, 32, generator=generator) * 3**i).requires_grad_() for i in range(count)]
 
 
-def story(recipe: Recipe, around: Around) -> dict[str, Tensor]:
+def story(recipe: Recipe, around: Around, backend: Backend | None = None) -> dict[str, Tensor]:
     """Outputs, gradients and states of two steps; all forwards of a step come before its backwards."""
-    made, runs = compiled_blocks(backend := eager_backend(recipe))
+    backend = backend or eager_backend(recipe)
+    made, runs = compiled_blocks(backend)
     result = {}
     first, second = (around(run) for run in runs)
     inputs = batches(4)
@@ -88,12 +84,16 @@ def story(recipe: Recipe, around: Around) -> dict[str, Tensor]:
     return {**result, **{f"input {i}": x.grad for i, x in enumerate(inputs)}, **backend.state_dict()}
 
 
+def reentrant(run: Run) -> Run:
+    return checkpointed(run, use_reentrant=True)
+
+
 def late(run: Run) -> Run:
     return checkpointed(run, early_stop=False)
 
 
 @STATEFUL
-@pytest.mark.parametrize("around", [checkpointed, late, moved])
+@pytest.mark.parametrize("around", [checkpointed, late, moved, reentrant])
 def test_it_trains_as_without_a_checkpoint(recipe: Recipe, around: Around) -> None:
     """Invariant 45, also of micro-batches whose forwards all come before their backwards."""
     plain = {moved: lambda run: lambda x: run(x.sin())}.get(around, kept)
@@ -101,10 +101,62 @@ def test_it_trains_as_without_a_checkpoint(recipe: Recipe, around: Around) -> No
 
 
 @STATEFUL
-@pytest.mark.parametrize("early", [True, False])
-def test_it_may_be_nested(recipe: Recipe, early: bool) -> None:
-    with set_checkpoint_early_stop(early):
-        assert_same_bits(story(recipe, nested), story(recipe, lambda run: lambda x: run(run(x)) + x))
+@pytest.mark.parametrize("outer", [checkpointed, late, reentrant])
+@pytest.mark.parametrize("inner", [checkpointed, late, reentrant])
+def test_it_may_be_nested(recipe: Recipe, outer: Around, inner: Around) -> None:
+    def around(run: Run) -> Run:
+        inside = inner(run)
+        return outer(lambda x: inside(x.cos()) + x)
+
+    assert_same_bits(story(recipe, around), story(recipe, lambda run: lambda x: run(x.cos()) + x))
+
+
+@STATEFUL
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_evaluation_writes_nothing_before_a_reentrant_checkpoint_or_after(recipe: Recipe, dynamic: bool) -> None:
+    """Both run without gradients: one graph of torch.compile's is compiled for each of them."""
+    results = []
+    for around in (kept, reentrant):
+        torch.compiler.reset()
+        (block, _), backend = blocks(), eager_backend(recipe)
+        run = torch.compile(block, backend=backend, dynamic=dynamic)
+        outputs = []
+        for x in batches(3):
+            with torch.no_grad():
+                outputs.append(run(x[:8]))
+                outputs.append(run(x))
+            before = backend.state_dict()
+            with torch.no_grad():
+                assert torch.equal(run(x), outputs[-1])
+            assert_same_bits(backend.state_dict(), before)
+            outputs += [around(run)(x), around(run)(2 * x)]
+            outputs[-2].sum().backward()
+            outputs[-1].sum().backward()
+        grads = {name: p.grad for name, p in block.named_parameters()}
+        results.append({**dict(zip(map(str, range(99)), outputs, strict=False)), **grads, **backend.state_dict()})
+    assert_same_bits(*results)
+
+
+def test_a_compiled_checkpoint_inside_a_reentrant_one() -> None:
+    """The body is bound to the state of both graphs."""
+    results = []
+    for around in (kept, reentrant):
+        torch.compiler.reset()
+        net, backend = recomputable_mlp(recompute=True), eager_backend(RECIPES["delayed"])
+        run = torch.compile(net, backend=backend)
+        x = torch.ones(8, 64, requires_grad=True)
+        for _ in range(2):
+            with torch.no_grad():
+                run(x)
+            around(run)(x).sum().backward()
+        results.append({name: p.grad for name, p in net.named_parameters()} | backend.state_dict())
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("around", [checkpointed, reentrant])
+def test_inductor_repeats_with_the_same_bits(around: Around) -> None:
+    recipe = RECIPES["delayed"]
+    assert_same_bits(story(recipe, around, Backend(recipe)), story(recipe, kept, Backend(recipe)))
 
 
 def test_it_may_save_some_of_what_runs_beside_the_graph() -> None:
