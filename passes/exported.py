@@ -67,7 +67,12 @@ P = TypeVar("P", bound=Opened)
 
 def annotate(exported: Exported, settings: Settings) -> Exported:
     """Gives nodes the example values that captured graphs have; gradients flow where weights are not stored."""
-    values.annotate(exported.bodies, exported.signature.inputs_to_parameters, trained=not settings.stored_weights)
+    signature = exported.signature
+    changed = set(signature.buffers_to_mutate.values())
+    held = {node for node, buffer in signature.inputs_to_buffers.items() if buffer not in changed}
+    held |= signature.inputs_to_lifted_tensor_constants.keys()
+    trained = not settings.stored_weights
+    values.annotate(exported.bodies, signature.inputs_to_parameters, held, trained=trained)
     return exported
 
 

@@ -179,6 +179,13 @@ def source_text(node: fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method before torch 2.11
 
 
+def held_by_module(node: fx.Node) -> bool:
+    """Returns True for an input of a captured graph that a module holds: a parameter, a buffer or an attribute."""
+    source: Any = getattr(node, "_dynamo_source", None)
+    kind = getattr(source, "guard_source", None)
+    return kind is not None and "NN_MODULE" in kind.name
+
+
 def mark_static(node: fx.Node) -> None:
     """Promises that an input has one address in every call, so that a CUDA graph may write it."""
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}

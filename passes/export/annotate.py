@@ -6,7 +6,7 @@ program's signature. Here every node gets an ``example_value`` besides, which sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -16,14 +16,15 @@ from fxquant.compat.private import OpOverload, tree_map_only
 from fxquant.compat.values import fake_mode_of
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.bodies import Bodies
-from fxquant.passes.graph.meta import EXAMPLE_VALUE, LAYER, MODULE_STACK, PROJECTION, VAL
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, HELD, LAYER, MODULE_STACK, PROJECTION, VAL
 from fxquant.passes.graph.names import higher_order_op, op_name
 
 
-def annotate(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) -> None:
+def annotate(bodies: Bodies, parameters: Mapping[str, str], held: Collection[str], *, trained: bool) -> None:
     """Annotates every graph.
 
-    `parameters` are the names of parameters by those of their placeholders. With `trained`, gradients flow from those
+    `parameters` are the names of parameters by those of their placeholders, `held` the placeholders of other tensors
+    that no call changes. With `trained`, gradients flow from those
     that want one. A node keeps the layer of the parameter that it reads, for where it was captured without its modules,
     as inside a conditional.
     """
@@ -36,6 +37,8 @@ def annotate(bodies: Bodies, parameters: Mapping[str, str], *, trained: bool) ->
             if trained and _gets_grad(node, is_input, bodies, grads):
                 grads.add(node)
             is_parameter = is_input and node.name in parameters
+            if is_input and node.name in held:
+                node.meta[HELD] = True
             node.meta[EXAMPLE_VALUE] = tree_map_only(
                 Tensor, partial(_annotated, is_parameter=is_parameter, grad=node in grads), node.meta[VAL]
             )
@@ -104,6 +107,7 @@ def strip(bodies: Bodies) -> None:
     """Keeps what later passes and `torch.export` read of an example value, as ``val``, and removes the rest."""
     for gm in bodies.modules:
         for node in gm.graph.nodes:
+            node.meta.pop(HELD, None)
             node.meta.pop(LAYER, None)
             node.meta.pop(PROJECTION, None)
             if EXAMPLE_VALUE not in node.meta:

@@ -1,4 +1,7 @@
-"""Weights among operands: parameters seen through views, casts and the boundaries of nested graphs."""
+"""Weights among operands: parameters seen through views, casts and the boundaries of nested graphs.
+
+A matrix that a module holds as a buffer or an attribute is one too, unless a call writes into it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxquant.compat.private import held_by_module
+from fxquant.compat.values import version
 from fxquant.passes.graph.axes import order_of, same, same_sizes
+from fxquant.passes.graph.meta import HELD
 from fxquant.passes.graph.names import (
     DETACHES,
     EXPANDS,
@@ -26,7 +32,7 @@ from fxquant.passes.graph.values import value_of
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter's node in the outermost graph.
+    """The node of a parameter, or of a matrix held like one, in the outermost graph.
 
     `picked` says that one of its entries is selected on the way, `gathered` that entries are, by a tensor of indices.
     """
@@ -47,7 +53,7 @@ def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | Non
     while True:
         if node.op in ("placeholder", "get_attr"):
             value = value_of(node)
-            if isinstance(value, torch.nn.Parameter):
+            if isinstance(value, torch.nn.Parameter) or _is_held(node, value):
                 # rows of an embedding are activations; only whole matrices picked from a stack are weights
                 return None if gathered and value.ndim < 3 else Weight(parameter=node, gathered=gathered, picked=picked)
             if node not in outer:
@@ -65,6 +71,15 @@ def find_weight(node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> Weight | Non
         if not isinstance(source, fx.Node):
             return None
         node = source
+
+
+def _is_held(node: fx.Node, value: object) -> bool:
+    if not (isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point()):
+        return False
+    if HELD in node.meta:
+        return True
+    written = not value.is_inference() and version(value) > 0
+    return not written and (node.op == "get_attr" or held_by_module(node))
 
 
 @dataclass(frozen=True, kw_only=True)

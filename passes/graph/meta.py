@@ -30,6 +30,9 @@ OF_A_TRACE = ("eager_input_vals", "original_aten")
 LAYER = "fxquant_layer"
 """The layer of a node that was captured without its modules."""
 
+HELD = "fxquant_held"
+"""True for an input of a program that its modules hold without being a parameter."""
+
 PROJECTION = "fxquant_projection"
 """The part of its module that a linear belongs to, such as ``in_proj``."""
 
