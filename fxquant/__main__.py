@@ -184,10 +184,11 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain",
         help="what becomes of every matmul of a model",
-        description="Captures a model, applies a recipe and prints a row for every operand of every GEMM.",
+        description="Captures a model, applies a recipe and prints what becomes of its matmuls, folded or with --full.",
         epilog="example: explain my_models:make --recipe mxfp8 --layer mlp --html report.html",
     )
     _add_target(explain, recipe)
+    explain.add_argument("--full", action="store_true", help="print every operand and kernel instead of an overview")
     explain.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
     explain.add_argument(
         "--card", metavar="NAME", default="", help="tell kernels and times of this card, such as H100, instead of here"
@@ -299,7 +300,7 @@ def _explain(options: argparse.Namespace) -> str:
     report = _reported(options, run)
     if options.json:
         return str(report.to_json(options.layer, collapse=options.collapse, graphs=options.graphs))
-    text: str = report.text(options.layer, collapse=options.collapse)
+    text: str = report.text(options.layer, collapse=options.collapse, full=options.full)
     if options.graphs:
         text += "".join(f"\n\n{name} graph\n{graph}" for name, graph in report.graphs.items())
     return text

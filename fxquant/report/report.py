@@ -17,6 +17,7 @@ class Report(ReportData):
 
     text = __str__ = views.text
     table = views.table
+    overview = views.overview
     work_table = views.work_table
     epilogue_table = views.epilogue_table
     loss_table = views.loss_table

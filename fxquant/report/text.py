@@ -1,10 +1,13 @@
-"""The text view of a report: tables, the estimate in a sentence, and the line of totals."""
+"""The text view of a report: the summary, an overview of the layers, and tables of all operands and kernels."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from fxquant.cost.rates import RATES
+from fxquant.decisions import Decision
 from fxquant.report.data import MODEL, ReportData, layer_pattern, result, role_text, shape_text
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
@@ -12,26 +15,93 @@ EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
 NOT_FUSED_COLUMNS = ("layer", "pass", "operator", "reason")
 LOSS_COLUMNS = ("layer", "result", "relative error", "elements that became zero")
 WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
+OVERVIEW_COLUMNS = ("layer", "M x K x N", "unquantized us", "quantized us", "operands")
+
+MOST_ROWS = 30
+"""The rows of the overview."""
+MOST_REASONS = 5
+"""The lines of one kind in a summary: reasons against fusions, graph breaks and the like."""
 
 
-def text(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
-    """Tables, estimate, totals, reasons against fusions, unused rules, graph breaks; see `table` for the arguments."""
-    lines = [f"recipe: {report.recipe}"]
-    if report.decisions:
-        layers = report.layers(layer, collapse=collapse)
-        lines.append(table(report, layer, collapse=collapse) if layers else _no_such_layer(report, layer))
+def text(report: ReportData, layer: str = "", *, collapse: bool = False, full: bool = False) -> str:
+    """The summary, then a row for each kind of layer; with `full` a row for each operand and kernel instead.
+
+    So it is too with `layer` or `collapse`, of which `table` tells.
+    """
+    full = full or bool(layer) or collapse
+    lines = [f"recipe: {report.recipe}", *_summary(report, sys.maxsize if full else MOST_REASONS)]
+    if not report.decisions:
+        return "\n".join([*lines, *filter(None, [loss_table(report, layer)])])
+    if not full:
+        hint = "every operand, kernel and time: report.text(full=True), or --full in the command line"
+        return "\n".join([*lines, *filter(None, [loss_table(report, most=MOST_REASONS)]), overview(report), hint])
+    layers = report.layers(layer, collapse=collapse)
+    lines.append(table(report, layer, collapse=collapse) if layers else _no_such_layer(report, layer))
     tables = (work_table(report, layer, collapse=collapse), epilogue_table(report, layer), loss_table(report, layer))
-    lines += filter(None, tables)
-    lines += verdict(report)
-    lines.append(totals(report))
-    lines += [f"not fused: {count} x {reason}" for reason, count in report.summary()["not_fused"].items()]
+    return "\n".join([*lines, *filter(None, tables)])
+
+
+def _summary(report: ReportData, most: int) -> list[str]:
+    """Totals, kernels, estimate, then reasons: against fusions, unused rules, graph breaks, `most` lines of each."""
+    lines = [totals(report), *_kernels(report), *verdict(report)]
+    not_fused = [f"{count} x {reason}" for reason, count in report.summary()["not_fused"].items()]
+    lines += _first("not fused", not_fused, most)
     if report.again:
         layer_names = _some([name or MODEL for name in report.again])
         lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')
-    lines += [f"unused in the recipe: {part}" for part in report.unused]
-    lines += [f"graph break: {reason}" for reason in report.breaks]
-    lines += [f"not compiled: {what}" for what in report.uncompiled]
-    return "\n".join(lines)
+    lines += _first("unused in the recipe", report.unused, most)
+    lines += _first("graph break", report.breaks, most)
+    return lines + _first("not compiled", report.uncompiled, most)
+
+
+def _first(kind: str, reasons: Sequence[str], most: int) -> list[str]:
+    """A line for each of the first reasons of a kind, and one for the count of the others."""
+    lines = [f"{kind}: {reason}" for reason in reasons[:most]]
+    return lines + ([f"{kind}: and {len(reasons) - most} more"] if len(reasons) > most else [])
+
+
+def _kernels(report: ReportData) -> list[str]:
+    """One line: how many products run in each kernel."""
+    counts = Counter(work.kernel for _, _, work in report.work() if not work.what.startswith("cast"))
+    return [f"kernels: {_some([f'{count} x {kernel}' for kernel, count in counts.most_common()])}"] if counts else []
+
+
+def overview(report: ReportData) -> str:
+    """One row for each kind of layer, folded as by `collapse`: sizes, time where it is known, and operands."""
+    estimates, rows = report.estimates(), []
+    for name, _, decisions in report.layers(collapse=True):
+        for site in dict.fromkeys(d.site for d in decisions):
+            operands = [d for d in decisions if d.site == site]
+            estimated = estimates.get(site)
+            times = ("", "") if estimated is None else (us_text(estimated.unquantized), us_text(estimated.quantized))
+            rows.append((name, _size_text(operands), *times, _operands_text(operands)))
+    rows = list(dict.fromkeys(rows))
+    hidden = len(rows) - MOST_ROWS
+    rows = rows[:MOST_ROWS]
+    timed = any(row[2] or row[3] for row in rows)
+    shown = aligned([row if timed else (*row[:2], row[-1]) for row in (OVERVIEW_COLUMNS, *rows)])
+    return f"{shown}\nand {hidden} more kinds of layers" if hidden > 0 else shown
+
+
+def _size_text(operands: Sequence[Decision]) -> str:
+    """The sizes of a product, ``32 of M x K x N`` for one in a batch."""
+    left, right = (d.shape for d in operands[:2])
+    batch = " x ".join(map(str, left[:-2]))
+    return (f"{batch} of " if batch else "") + f"{left[-2]} x {left[-1]} x {right[-2]}"
+
+
+def _operands_text(operands: Sequence[Decision]) -> str:
+    """The result of all operands, or of each where they differ; of each direction where these do."""
+    results: dict[str, dict[str, str]] = {}
+    for d in operands:
+        results.setdefault(d.role.tensor_type, {}).setdefault(result(d), str(d.direction))
+    if len({text for by_text in results.values() for text in by_text}) == 1:
+        return next(iter(results[operands[0].role.tensor_type]))
+    return ", ".join(
+        f"{tensor_type} {text}" + (f" {direction}" if len(by_text) > 1 else "")
+        for tensor_type, by_text in results.items()
+        for text, direction in by_text.items()
+    )
 
 
 def table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
@@ -73,13 +143,18 @@ def epilogue_table(report: ReportData, layer: str = "") -> str:
     return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
 
 
-def loss_table(report: ReportData, layer: str = "") -> str:
-    """One row for each measured product: the error of its result, and how much of each operand became zero."""
+def loss_table(report: ReportData, layer: str = "", *, most: int = sys.maxsize) -> str:
+    """One row for each measured product: the error of its result, and how much of each operand became zero.
+
+    Of more than `most` those with the largest errors.
+    """
+    losses = [loss for loss in report.losses if layer_pattern(layer).search(loss.layer)]
+    if len(losses) > most:
+        losses = sorted(losses, key=lambda loss: loss.error, reverse=True)[:most]
     rows = []
-    for loss in report.losses:
-        if layer_pattern(layer).search(loss.layer):
-            lost = ", ".join(f"{name} {share:.1%}" for name, share in loss.lost.items())
-            rows.append((loss.layer or MODEL, loss.what, f"{loss.error:.2%}", lost))
+    for loss in losses:
+        lost = ", ".join(f"{name} {share:.1%}" for name, share in loss.lost.items())
+        rows.append((loss.layer or MODEL, loss.what, f"{loss.error:.2%}", lost))
     return aligned([LOSS_COLUMNS, *rows]) if rows else ""
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -59,12 +60,51 @@ def test_table_has_one_aligned_row_per_operand_and_gemm(report: Report) -> None:
     ]
 
 
-def test_str_ends_with_totals_and_unused_rules(report: Report) -> None:
+SUMMARY = [
+    "recipe: mxfp8",
+    "3 matmuls, 12/18 operands quantized, 97.0% of matmul FLOPs; 6 skipped: 6 TOO_SMALL",
+    "unused in the recipe: rule 1: name='lyers.*'",
+]
+
+
+def test_a_report_prints_its_summary_and_a_row_for_each_kind_of_layer(report: Report) -> None:
+    assert str(report).splitlines() == [
+        *SUMMARY,
+        "layer             M x K x N      operands",
+        "layers.{0..1}.fc  64 x 32 x 128  mxfp8_e4m3",
+        "router            64 x 32 x 8    skipped: TOO_SMALL (N=8)",
+        "every operand, kernel and time: report.text(full=True), or --full in the command line",
+    ]
+
+
+def test_the_full_text_has_every_operand_behind_the_summary(report: Report) -> None:
+    lines = report.text(full=True).splitlines()
+    assert lines[:3] == SUMMARY and len(lines) == 3 + 1 + 18
+    assert report.text("router").splitlines() == [*SUMMARY, *report.table("router").splitlines()]
+    assert report.text(collapse=True).splitlines()[3:] == report.table(collapse=True).splitlines()
+
+
+def test_operands_that_differ_are_told_apart_in_the_overview() -> None:
+    decisions = matmul(0, "fc", MXFP8Quantizer())
+    weights = [replace(d, quantizer=NVFP4Quantizer()) if d.role.tensor_type == "weight" else d for d in decisions]
+    assert (
+        Report(recipe="r", decisions=weights)
+        .overview()
+        .splitlines()[1]
+        .endswith("input mxfp8_e4m3, weight nvfp4, grad_output mxfp8_e4m3")
+    )
+    directions = [replace(d, quantizer=NVFP4Quantizer()) if d.gemm == Gemm.WGRAD else d for d in decisions]
+    row = Report(recipe="r", decisions=directions).overview().splitlines()[1]
+    assert "input mxfp8_e4m3 rowwise, input nvfp4 columnwise, weight mxfp8_e4m3, grad_output mxfp8_e4m3 rowwise" in row
+
+
+def test_a_report_of_many_kinds_of_layers_and_reasons_fits_a_screen() -> None:
+    decisions = [d for i in range(80) for d in matmul(i, f"fc{i}", MXFP8Quantizer(), shape=(64, 32, 32 + 16 * i))]
+    reasons = [f"reason {i}" for i in range(40)]
+    report = Report(recipe="mxfp8", decisions=decisions, unused=reasons, breaks=reasons)
     lines = str(report).splitlines()
-    assert lines[0] == "recipe: mxfp8"
-    assert len(lines) == 1 + 1 + 18 + 1 + 1
-    assert lines[-2] == "3 matmuls, 12/18 operands quantized, 97.0% of matmul FLOPs; 6 skipped: 6 TOO_SMALL"
-    assert lines[-1] == "unused in the recipe: rule 1: name='lyers.*'"
+    assert len(lines) <= 60 and "and 50 more kinds of layers" in lines and "graph break: and 35 more" in lines
+    assert len(report.text(full=True).splitlines()) > 480 + 80
 
 
 def test_collapse_folds_layers_that_differ_in_a_number_only() -> None:
