@@ -129,6 +129,7 @@ class Decision:
     GEMM with dynamic sizes at their example values. `matmul`, or `attention` for both products of one, has the facts
     that decide the time, None if they are unknown. A `shared` operand comes from an attention that has quantized it.
     `part` tells the products of one layer apart: ``QK^T`` and ``PV``, or the weight's name; empty if it has none.
+    `bits` are those that a quantizer of the user's own takes for an element, with scales and padding; 0 for others.
     """
 
     role: QuantizerRole
@@ -144,6 +145,7 @@ class Decision:
     matmul: Matmul | None = None
     attention: Attended | None = None
     shared: bool = False
+    bits: float = 0.0
     part: str = ""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fxquant.errors import RecipeError
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.operator import Parts, operator
 
 
 class CustomQuantizer(Protocol):
@@ -21,8 +22,8 @@ class CustomQuantizer(Protocol):
     def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
         """One direction of x [*, M, K], with the contracted axis last."""
 
-    def dequantize_side(self, parts: Sequence[Tensor]) -> Tensor:
-        """The values of what `quantize_side` gave, in the same orientation."""
+    def dequantize_side(self, parts: Sequence[Tensor], length: int | None = None) -> Tensor:
+        """The values of what `quantize_side` gave, in the same orientation; without padding of a known length."""
 
     def multiply(
         self, a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype
@@ -31,6 +32,20 @@ class CustomQuantizer(Protocol):
 
 
 _registered: dict[str, CustomQuantizer] = {}
+
+
+@operator(namespace="fxquant_kernels")
+def watched_gemm(out: Tensor, bias: Tensor | None, left: Parts, right: Parts) -> Tensor:
+    """The result of a GEMM and its bias beside what it multiplied: each operand before and after its quantization.
+
+    Only graphs that are measured have it.
+    """
+    return out.clone()
+
+
+@watched_gemm.fake
+def _watched_gemm_fake(out: Tensor, bias: Tensor | None, left: Parts, right: Parts) -> Tensor:
+    return out.new_empty(out.shape)
 
 
 def register(key: str, quantizer: CustomQuantizer) -> None:
@@ -59,12 +74,28 @@ def recorded() -> Iterator[list[list[Tensor]]]:
         _recorded.reset(token)
 
 
+_watched: ContextVar[list[tuple[Sequence[Tensor], Tensor]] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Puts `watched_gemm` behind every GEMM of an operand of a user's quantizer that is traced inside."""
+    token = _watched.set([])
+    try:
+        yield
+    finally:
+        _watched.reset(token)
+
+
 def quantize(x: Tensor, spec: QuantSpec, direction: str) -> list[Tensor]:
     """One direction of x [*, M, K] by the quantizer of a spec."""
     parts = get(spec).quantize_side(x, direction)
     all_parts = _recorded.get()
     if all_parts is not None:
         all_parts.append(parts)
+    sources = _watched.get()
+    if sources is not None:
+        sources.append((parts, x.mT if direction == "columnwise" else x))
     return parts
 
 
@@ -76,6 +107,22 @@ def gemm(
 
     Two operands of one class are multiplied by its `qgemm` if it has one; all others are dequantized to float32.
     """
+    out = _product(a, a_spec, b, b_spec, bias, out_dtype)
+    sources = _watched.get()
+    if sources is None:
+        return out
+    operands = []
+    for parts, spec in ((a, a_spec), (b, b_spec)):
+        seen = _values(parts, spec)
+        source = next((x for quantized, x in sources if quantized is parts), seen)
+        operands.append([source, seen.narrow(-1, 0, source.shape[-1])])
+    return watched_gemm(out, bias, *operands)
+
+
+def _product(
+    a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     if a_spec.key and b_spec.key and type(get(a_spec)) is type(get(b_spec)):
         product = get(a_spec).multiply(a, b, bias, out_dtype)
         if product is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxquant.checks import AtLeast, checked, did_you_mean
+from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, OperandSpec, QuantSpec
 from fxquant.roles import Direction
@@ -99,9 +100,12 @@ class Quantizer:
     - ``dequantize(operand) -> Tensor`` for one half, in its own orientation;
     - optionally ``qgemm(a, b, *, bias, out_dtype) -> Tensor``, a [M, K] x b [N, K]^T + bias [N].
 
-    They are traced into the graph and compiled with the model, forward and backward. The quantizers of this package
-    define `spec` instead, and share kernels.
+    They are traced into the graph and compiled with the model, forward and backward. A format in blocks declares
+    `alignment`: graphs pad the contracted axis with zeros to a multiple of it, K rowwise and M columnwise. The
+    quantizers of this package define `spec` instead, and share kernels.
     """
+
+    alignment: int = 1
 
     def spec(self, direction: Direction) -> QuantSpec:
         """The format and settings of one direction, whose text crosses into the graph."""
@@ -175,16 +179,18 @@ class Quantizer:
         raise RecipeError(f"{type(self).__name__} does not define dequantize")
 
     def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
-        """One direction of x as the graph holds it; see `fxquant.kernels.custom`."""
+        """One direction of x as the graph holds it, padded to the alignment; see `fxquant.kernels.custom`."""
+        x = _padded(x, self.alignment, direction)
         quantized = self.quantize(x, rowwise=direction == "rowwise", columnwise=direction == "columnwise")
         operand = quantized.rowwise if direction == "rowwise" else quantized.columnwise
         if operand is None:
             raise RecipeError(f"{type(self).__name__}.quantize gave no {direction} half although it was asked for it")
         return operand.tensors()
 
-    def dequantize_side(self, parts: Sequence[Tensor]) -> Tensor:
-        """The values of the parts from `quantize_side`."""
-        return self.dequantize(QuantizedOperand(*parts))
+    def dequantize_side(self, parts: Sequence[Tensor], length: int | None = None) -> Tensor:
+        """The values of the parts from `quantize_side`, without the padding of an axis of this length."""
+        values = self.dequantize(QuantizedOperand(*parts))
+        return values if length is None or self.alignment == 1 else values.narrow(-1, 0, length)
 
     def multiply(
         self, a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out_dtype: torch.dtype
@@ -197,6 +203,15 @@ class Quantizer:
 
     def __str__(self) -> str:
         return str(self.operand_spec())
+
+
+def _padded(x: Tensor, multiple: int, direction: str) -> Tensor:
+    """x [*, M, K] with zeros behind the axis that is contracted."""
+    size = x.shape[-2 if direction == "columnwise" else -1]
+    if statically_known_true(size % multiple == 0):
+        return x
+    spare = (size + multiple - 1) // multiple * multiple - size
+    return torch.nn.functional.pad(x, (0, 0, 0, spare) if direction == "columnwise" else (0, spare))
 
 
 def _show(parts: Sequence[Tensor], spec: QuantSpec, length: int) -> QuantizedOperand:

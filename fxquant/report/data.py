@@ -250,7 +250,9 @@ def shape_text(decision: Decision) -> str:
 
 def result(decision: Decision) -> str:
     """The operand's format in its direction, or ``skipped: REASON``; with the detail in parentheses."""
-    detail = f" ({decision.detail})" if decision.detail else ""
+    bits = f"{decision.bits:.4g} bits an element" if decision.bits else ""
+    shown = "; ".join(filter(None, (bits, decision.detail)))
+    detail = f" ({shown})" if shown else ""
     if decision.quantizer is None:
         return f"skipped: {decision.skip_reason}{detail}"
     return f"{plain_spec(str(decision.quantizer.spec(decision.direction)))}{detail}"

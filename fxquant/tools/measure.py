@@ -16,6 +16,7 @@ from fxquant.errors import OptionError
 from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.cast import reference
+from fxquant.kernels.custom import watched, watched_gemm
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import multiply_groups
 from fxquant.passes.graph.meta import layer_of
@@ -38,7 +39,8 @@ class _Measurer(Backend):
         def inner(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
             return lambda *inputs: _Run(graph_module, self.losses).run(*inputs)
 
-        return compile_eager(gm, example_inputs, inner)
+        with watched():
+            return compile_eager(gm, example_inputs, inner)
 
 
 class _Run(fx.Interpreter):
@@ -50,6 +52,8 @@ class _Run(fx.Interpreter):
         result = super().run_node(n)
         if is_fxquant(n, "scaled_mm"):
             self._linear(n, result)
+        elif n.target is watched_gemm.target:
+            self._own(n)
         elif is_fxquant(n, "grouped_scaled_mm"):
             self._experts(n, result)
         elif is_fxquant(n, "attention_forward"):
@@ -63,6 +67,15 @@ class _Run(fx.Interpreter):
         exact = left @ right.mT
         exact = exact if args[4] is None else exact + args[4]
         self._add(node, "linear", result, exact, {"input": (left, seen[0]), "weight": (right, seen[1])})
+
+    def _own(self, node: fx.Node) -> None:
+        """Measures a product of a user's quantizer."""
+        (result, bias, *pairs), _ = self.fetch_args_kwargs_from_env(node)
+        (left, seen_left), (right, seen_right) = ([x.float() for x in pair] for pair in pairs)
+        inner = min(left.shape[-1], right.shape[-1])
+        exact = left[..., :inner] @ right[..., :inner].mT
+        exact = exact if bias is None else exact + bias
+        self._add(node, "linear", result, exact, {"input": (left, seen_left), "weight": (right, seen_right)})
 
     def _experts(self, node: fx.Node, result: Tensor) -> None:
         args, _ = self.fetch_args_kwargs_from_env(node)

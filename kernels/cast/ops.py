@@ -245,7 +245,8 @@ def dequantize_operand(parts: Parts, spec: str, direction: str, size: Sequence[i
     """The values of one direction as [*, M, K] (`size` = [M, K]) in `dtype`."""
     parsed = QuantSpec.parse(spec)
     if parsed.key:
-        return _oriented(custom.get(parsed).dequantize_side(parts), direction).to(dtype)
+        length = size[-2] if direction == "columnwise" else size[-1]
+        return _oriented(custom.get(parsed).dequantize_side(parts, length), direction).to(dtype)
     if parsed.is_identity:
         return _oriented(parts[0], direction).to(dtype)
     return dequantize(parts, spec, direction, size, dtype)

@@ -33,6 +33,7 @@ from fxquant.passes.plan.attention import (
     resolve_attention,
 )
 from fxquant.passes.plan.layers import product_name
+from fxquant.passes.plan.trial import Tried, bits_an_element
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
@@ -44,9 +45,14 @@ SMALLEST = 16
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _shape(operand: str, product: Product) -> tuple[Size, ...]:
+def _rows(operand: str, product: Product) -> tuple[Any, Any]:
+    """Returns the rows and columns of an operand."""
     m, k, n = product.m, product.k, product.n
-    rows = {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}[operand]
+    return {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}[operand]
+
+
+def _shape(operand: str, product: Product) -> tuple[Size, ...]:
+    rows = _rows(operand, product)
     groups = () if product.groups is None or operand != "weight" else (product.groups,)
     return tuple(dim if isinstance(dim, int) else str(dim) for dim in (*product.batch, *groups, *rows))
 
@@ -198,9 +204,11 @@ class _Resolver:
         skip = skip or _unusable_answers(match, product, answers)
         quantizers: dict[str, Quantizer] = {}
         numbers: dict[str, int] = {}
+        bits: dict[tuple[str, Direction], float] = {}
         if skip is None:
             quantizers = self.with_slots(answers, match, product)
             _check_pairs(match, quantizers, gemms(needs_grad))
+            bits = self.tried(match, product, quantizers, needs_grad)
             for operand, quantizer in quantizers.items():
                 if quantizer.operand_spec().is_stochastic:
                     numbers[operand] = self.slots.add_rounded((match.name, operand, 0))
@@ -212,8 +220,27 @@ class _Resolver:
         outcome = partial(_outcome, quantizers, match.remark, skip)
         about = {"matmul": matmul, "part": product_name(product, match.name)}
         decisions = self.decisions(match, product, needs_grad, roles, outcome, **about)
+        if bits:
+            sides = [side for gemm in gemms(needs_grad) for side in GEMM_OPERANDS[gemm]]
+            decisions = tuple(replace(d, bits=bits.get(side, 0.0)) for d, side in zip(decisions, sides, strict=True))
         quantized = not all(quantizer.is_identity for quantizer in quantizers.values())
         return Resolved(quantizers=quantizers if quantized else None, decisions=decisions, numbers=numbers)
+
+    def tried(
+        self, match: Match, product: Product, quantizers: Mapping[str, Quantizer], needs_grad: tuple[bool, bool]
+    ) -> dict[tuple[str, Direction], float]:
+        """Tries users' quantizers in the directions that are needed; returns the bits an element of each."""
+        bits: dict[tuple[str, Direction], float] = {}
+        lhs, rhs = value_of(product.lhs), value_of(product.rhs)
+        for gemm in gemms(needs_grad):
+            for operand, direction in GEMM_OPERANDS[gemm]:
+                quantizer = quantizers[operand].side(direction)
+                if quantizer.spec(direction).key and isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
+                    dtype = match.autocast or torch.promote_types(lhs.dtype, rhs.dtype)
+                    sizes = tuple(map(size_hint, (*product.batch, *_rows(operand, product))))
+                    tried = Tried(match.name, operand, sizes, dtype, lhs.device)
+                    bits[operand, direction] = bits_an_element(quantizer, direction, tried)
+        return bits
 
     def decisions(
         self, match: Match, product: Product, needs_grad: tuple[bool, bool], roles: Mapping[str, QuantizerRole],

@@ -1,0 +1,73 @@
+"""Trial: a user's quantizer quantizes a fake tensor of an operand's size while the graph is planned.
+
+    int8 = Int8Quantizer()          # its columnwise half quantizes x in the place of x.mT
+    # is refused before anything is written, with its layer, although only the backward would read that half
+
+What would fail while autograd traces the graph, or give a gradient of the wrong shape, is told here by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fxquant.compat.values import FakeTensorMode
+from fxquant.errors import RecipeError
+from fxquant.quantizers import Quantizer
+from fxquant.roles import Direction
+
+
+@dataclass(frozen=True)
+class Tried:
+    """An operand whose shape [*, M, K] a quantizer was tried with."""
+
+    layer: str
+    operand: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def bits_an_element(quantizer: Quantizer, direction: Direction, operand: Tried) -> float:
+    """Returns the bits that one direction of an operand takes for each of its elements, with scales and padding.
+
+    Raises RecipeError, with layer, operand, quantizer and size, if the quantizer fails, or gives values of
+    another shape.
+    """
+    *batch, rows, columns = operand.shape
+    name = type(quantizer).__name__
+    text = f"{[*batch, rows, columns]} {str(operand.dtype).removeprefix('torch.')}"
+    where = f"layer {operand.layer or '<model>'!r}: {name}, {direction}, of {operand.operand} {text}"
+    rows = 2 * rows if rows == columns else rows  # a half that is not transposed shows
+    wanted = [*batch, rows, columns] if direction is Direction.ROWWISE else [*batch, columns, rows]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        x = torch.empty([*batch, rows, columns], dtype=operand.dtype, device=operand.device)
+        try:
+            parts = quantizer.quantize_side(x, str(direction))
+            values = quantizer.dequantize_side(parts, wanted[-1])
+        except Exception as error:
+            raise RecipeError(f"{where}: {_told(error)}. {_REMEDY}") from error
+    shape = list(values.shape)
+    if shape[:-1] != wanted[:-1] or shape[-1] < wanted[-1]:
+        hint = ": quantize x.mT for the columnwise half" if shape == [*batch, rows, columns] else ""
+        raise RecipeError(f"{where}: its values are {shape} for {list(x.shape)}, and have to be {wanted}{hint}")
+    return 8 * sum(part.numel() * part.itemsize for part in parts) / max(x.numel(), 1)
+
+
+_REMEDY = "A format in blocks declares them as `alignment`, to which graphs pad"
+
+
+def _told(error: Exception) -> str:
+    """Returns the error of a user's code in one line, with the line of the code."""
+    what = f"{type(error).__name__} {str(error).strip().partition(chr(10))[0]}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_USERS)]
+    return f"{what} ({frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line})" if frames else what
+
+
+_NOT_USERS = ("<", *torch.__path__, *(str(Path(name).parents[1]) for name in (__file__, inspect.getfile(Quantizer))))
+"""The beginnings of names of files that are torch's or of this package."""
