@@ -237,15 +237,24 @@ class Partition(CustomPartitionerFn):
 class Lowering(QuantizedGraphPass):
     """The stage `SPLIT` as one Inductor pass, and behind it what the user had in the same place.
 
-    Adds the reasons of passes that did not fuse something to `reasons`.
+    Adds the reasons of passes that did not fuse something to `reasons`, and shows the graph to `seen` before.
     """
 
-    def __init__(self, settings: Settings, after: Any = None, reasons: list[NotFused] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        after: Any = None,
+        reasons: list[NotFused] | None = None,
+        seen: Callable[[fx.GraphModule], object] | None = None,
+    ) -> None:
         self.settings = settings
+        self.seen = seen
         self.reasons = [] if reasons is None else reasons
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
     def __call__(self, graph: fx.Graph) -> None:
+        if self.seen is not None and graph.owning_module is not None:
+            self.seen(graph.owning_module)
         run(SPLIT, graph, self.settings)
         self.reasons += not_fused(graph)
         for other in self.after:

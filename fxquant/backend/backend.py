@@ -15,11 +15,12 @@ from torch import Tensor, fx, nn
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import watch
 from fxquant.backend.options import Options
-from fxquant.backend.record import GraphRecord, Records
+from fxquant.backend.record import GraphRecord, Records, graph_text
 from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func
+from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import not_fused
@@ -83,7 +84,8 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
-        record = self._record = GraphRecord(first_site=self._sites)
+        record = GraphRecord(first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason())
+        self._record = record
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # a checkpoint around counts saved tensors
             slots = self.rewrite(gm, example_inputs)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
@@ -107,6 +109,8 @@ class Backend:
         ]
         inputs = [*example_inputs, *static_fakes(copies, example_inputs), *bound.parts]
         compiled = self.compile(bound.gm, inputs)
+        if not record.texts:  # from a cache, or without a quantized matmul
+            record.texts["captured"] = [graph_text(bound.gm)]
         return lambda *inputs: self._call(compiled, inputs, record, bound)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,12 +159,15 @@ class Backend:
         """Compiles a rewritten graph, forward and backward."""
         if self.options.inner == "aot_eager":
             partition = Partition(self.settings, reasons=self._record.not_fused)
-            return compile_eager(gm, example_inputs, lambda module, _inputs: module, partition)
+            record = self._record
+            return compile_eager(gm, example_inputs, lambda module, _inputs: record.see(module), partition)
         settings = self.inductor
         if quantizes(gm):  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
-            settings = inductor_settings(self.settings, settings, recomputed=recomputed, reasons=self._record.not_fused)
+            settings = inductor_settings(
+                self.settings, settings, recomputed=recomputed, reasons=self._record.not_fused, seen=self._record.see
+            )
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxquant.compat.patches import STATIC_LAUNCH
 from fxquant.compat.private import inductor_config
@@ -17,12 +17,17 @@ from fxquant.passes.settings import Settings
 
 
 def inductor_settings(
-    settings: Settings, by_user: Mapping[str, Any], *, recomputed: bool, reasons: list[NotFused] | None = None
+    settings: Settings,
+    by_user: Mapping[str, Any],
+    *,
+    recomputed: bool,
+    reasons: list[NotFused] | None = None,
+    seen: Callable[[fx.GraphModule], object] | None = None,
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; the user's own come first.
 
     `recomputed` says that the backward computes quantized activations again. `reasons` gets those of passes that did
-    not fuse something.
+    not fuse something, and `seen` is shown the graphs before.
     """
     chosen: dict[str, Any] = {
         "eager_numerics.division_rounding": True,  # scales are true quotients
@@ -42,6 +47,7 @@ def inductor_settings(
     )
     for name, of_us in (("custom_partitioner_fn", Partition), ("post_grad_custom_post_pass", Lowering)):
         chosen[name] = of_us(settings, by_user.get(name, getattr(inductor_config, name)), reasons)
+    chosen["post_grad_custom_post_pass"].seen = seen
     return chosen
 
 

@@ -6,8 +6,11 @@ or when the compilation itself does, and the frame runs as it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from fxquant.decisions import Decision, NotFused
 from fxquant.recipes import Recipe
@@ -15,11 +18,26 @@ from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
 
 
+def graph_text(gm: fx.GraphModule) -> str:
+    """A graph as Python text, without blank lines and the comments that name places in the source."""
+    lines = gm.print_readable(print_output=False).splitlines()
+    text = [re.sub(r";\s+[\w\s=]*= None$", "", line.rstrip()) for line in lines if line.strip()]
+    return "\n".join(line for line in text if not line.lstrip().startswith("#"))
+
+
+def phase(gm: fx.GraphModule) -> str:
+    """The half of a training step that a graph is: ``forward`` or ``backward``."""
+    backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in gm.graph.nodes)
+    return "backward" if backward else "forward"
+
+
 @dataclass(kw_only=True, eq=False)
 class GraphRecord:
     """The decisions for a captured graph, the roles that its recipe was asked for, and the reasons of later passes.
 
-    Its sites are counted from `first_site`. It is part of the report once it is `in_use`.
+    Its sites are counted from `first_site`. It is part of the report once it is `in_use`. `breaks` are the graph breaks
+    before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `texts` has
+    its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``.
     """
 
     first_site: int = 0
@@ -27,6 +45,14 @@ class GraphRecord:
     roles: Sequence[QuantizerRole] = ()
     not_fused: list[NotFused] = field(default_factory=list)
     in_use: bool = False
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    breaks: Sequence[str] = ()
+    recompiled: str = ""
+
+    def see(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Keeps the text of the forward or the backward, in which the operators of fxquant stand."""
+        self.texts.setdefault(phase(gm), []).append(graph_text(gm))
+        return gm
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,6 +97,11 @@ class Records:
         """The decisions for these graphs, and what ran in none."""
         report = Report(recipe=str(self.recipe), decisions=self.decisions, unused=self.unused())
         report.not_fused = [*dict.fromkeys(fusion for graph in self.graphs for fusion in graph.not_fused)]
+        for graph in self.graphs:
+            for name, texts in graph.texts.items():
+                report.graphs[name] = "\n\n".join([report.graphs[name], *texts] if name in report.graphs else texts)
+        report.breaks = [*dict.fromkeys(reason for graph in self.graphs for reason in graph.breaks)]
+        report.recompilations = [graph.recompiled for graph in self.graphs if graph.recompiled]
         report.uncompiled = [] if self.graphs else ["no graph has run"]
         report.uncompiled += [f"new inputs, since {text}" for text in self.limits]
         if self.plain:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_metrics_context, graph_break_reasons
 
 _LIMIT = "torch._dynamo hit config."
 """The beginning of the warning that torch logs when it will not compile a function once more."""
@@ -51,3 +54,32 @@ def watch_limits(tell: Callable[[Any, str], None]) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Returns True for a module that torch.compile has made, or that was compiled in place."""
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _break_text(reason: Any) -> str:
+    """A graph break in one line, with the file and line where it happens."""
+    title, *lines = map(str.strip, reason.reason.strip().splitlines())
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    place = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
+    return ": ".join([title, *explained[:1]]) + place
+
+
+def breaks_around(gm: fx.GraphModule) -> list[str]:
+    """Returns the graph breaks behind which a graph begins, and at which it ends, each with file and line."""
+    ends: Any = getattr(gm, "compile_subgraph_reason", None)
+    reasons = [ends] if ends is not None and ends.graph_break else []
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:  # not called by Dynamo
+        return list(map(_break_text, reasons))
+    resumed = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name)
+    if resumed is not None:
+        place = (code.co_filename, int(resumed[1]))
+        before = [r for r in graph_break_reasons if place in {(f.filename, f.lineno) for f in r.user_stack}]
+        reasons = before[-1:] + reasons
+    return list(dict.fromkeys(map(_break_text, reasons)))
+
+
+def recompile_reason() -> str:
+    """Returns the reason why Dynamo compiles a frame that it has compiled before; empty for the first time."""
+    return _first(str(get_metrics_context()._metrics.get("recompile_reason") or ""))

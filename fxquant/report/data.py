@@ -62,7 +62,8 @@ class ReportData:
     again with the option ``save="least"``. Kernels and times are those of `card`, or of the tensors' own device if that
     is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the
     passes behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from
-    a cache has none. `uncompiled` says what ran as it was, in no graph.
+    a cache has none. `uncompiled` says what ran as it was, in no graph, and
+    `recompilations` why torch has compiled the same code again.
     """
 
     recipe: str
@@ -76,6 +77,7 @@ class ReportData:
     losses: list[Loss] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)
+    recompilations: list[str] = field(default_factory=list)
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""

@@ -127,7 +127,7 @@ def section(report: ReportData) -> str:
     parts += [f"<p class='soft'>{escape(totals(report))}</p>", _cards(report)]
     parts += _notes('Computed again in the backward with save="least", besides casts', report.again)
     parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
-    parts += _notes("Not compiled", report.uncompiled)
+    parts += _notes("Compiled again", report.recompilations) + _notes("Not compiled", report.uncompiled)
     if report.decisions:
         parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]
     if report.not_fused:

@@ -28,6 +28,8 @@ def dumps(report: ReportData, layer: str = "", *, collapse: bool = False, graphs
         "summary": report.summary(),
         "unused": report.unused,
         "breaks": report.breaks,
+        "recompilations": report.recompilations,
+        "uncompiled": report.uncompiled,
         "estimate": report.time(),
         "work": [
             {"layer": name, **_work(work)} | _times(repeats, collapse)

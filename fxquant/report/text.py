@@ -51,6 +51,7 @@ def _summary(report: ReportData, most: int) -> list[str]:
         lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')
     lines += _first("unused in the recipe", report.unused, most)
     lines += _first("graph break", report.breaks, most)
+    lines += _first("compiled again", report.recompilations, most)
     return lines + _first("not compiled", report.uncompiled, most)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
 from fxquant.backend.options import check_model
+from fxquant.backend.record import graph_text, phase
 from fxquant.compat.device import card_name, kept_random_state
 from fxquant.compat.private import (
     changed_inputs,
@@ -32,13 +32,6 @@ from fxquant.report.data import EpilogueGemm
 from fxquant.report.report import Report
 from fxquant.tools.progress import progress
 from fxquant.tools.uncaptured import Uncaptured
-
-
-def graph_text(gm: fx.GraphModule) -> str:
-    """A graph as Python text, without blank lines and the comments that name places in the source."""
-    lines = gm.print_readable(print_output=False).splitlines()
-    text = [re.sub(r";\s+[\w\s=]*= None$", "", line.rstrip()) for line in lines if line.strip()]
-    return "\n".join(line for line in text if not line.lstrip().startswith("#"))
 
 
 class _Explainer(Backend):
@@ -70,8 +63,8 @@ class _Explainer(Backend):
         count = len(original.graph.find_nodes(op="placeholder"))
 
         def record(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph_module.graph.nodes)
-            name = "backward" if backward else "forward"
+            name = phase(graph_module)
+            backward = name == "backward"
             self.graphs[name].append(graph_text(graph_module))
             self.epilogues += [
                 EpilogueGemm(layer_name(node, self._names()), name, problem, card_name(node.meta["val"].device))

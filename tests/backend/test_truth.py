@@ -199,3 +199,38 @@ def test_inputs_beyond_the_recompile_limit_are_told() -> None:
             texts = told(lambda run=run: [run(x, rows) for rows in range(16, 22)])
             assert len(texts) == 1 and "resume_in_forward" in texts[0]
             assert "not compiled: new inputs, since" in str(reported.report())
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_report_of_a_trained_model_has_its_graphs(inner: str) -> None:
+    model, x = nn.Linear(64, 64), torch.randn(32, 64)
+    compiled = fxquant.compile(model, "mxfp8", options={"inner": inner})
+    compiled(x).sum().backward()
+    report = compiled.report()
+    assert set(report.graphs) == {"forward", "backward"} and not report.recompilations and not report.breaks
+    assert [report.graphs[name].count("fxquant.scaled_mm") for name in ("forward", "backward")] == [1, 1]
+
+
+def test_the_report_of_a_trained_model_has_breaks_and_recompilations() -> None:
+    x = torch.randn(64, 64)
+    compiled = quantized(Broken(), dynamic=False)
+    for rows in (32, 48):
+        compiled(x, rows).sum().backward()
+    report = compiled.report()
+    (broken,) = report.breaks
+    line = Broken.forward.__code__.co_firstlineno + 2
+    assert "graph_break" in broken and broken.endswith(f"{__file__}:{line})")
+    (again,) = report.recompilations
+    assert "rows == 32" in again and f"compiled again: {again}" in str(report)
+    assert report.graphs["forward"].count("fxquant.scaled_mm") == 3
+
+
+def test_a_break_before_the_first_operator_is_reported() -> None:
+    def run(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x @ x
+
+    compiled = quantized(run)
+    compiled(torch.randn(32, 32))
+    (broken,) = compiled.report().breaks
+    assert broken.endswith(f"{__file__}:{run.__code__.co_firstlineno + 1})")
