@@ -171,10 +171,11 @@ class Backend:
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles the quantization of one weight."""
+        """Compiles the quantization of one weight, whose results outlive every CUDA graph."""
         if self.options.inner == "aot_eager":
-            return gm
-        settings = inductor_settings(self.settings, self.inductor, recomputed=False)
+            return gm.forward
+        settings = {**self.inductor, "triton.cudagraphs": False}
+        settings = inductor_settings(self.settings, settings, recomputed=False)
         return compile_with_inductor(gm, inputs, settings)  # type: ignore[no-any-return]
 
     def clear_cache(self) -> None:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fxquant.compat.memory import Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
 from fxquant.compat.private import make_fx
-from fxquant.compat.values import version
+from fxquant.compat.values import storage_key
+from fxquant.errors import FxQuantWarning
 from fxquant.passes.insert.cache_weights import Taken, Weight
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 _optimizer_steps = [0]
-"""The number of optimizer steps: their writes through `.data`, or into shards, change no version."""
+"""The number of optimizer steps: kernels of optimizers may write without counting a version."""
 
 
 @functools.cache
@@ -34,60 +38,99 @@ def _watch_optimizers() -> None:
 
 @dataclass
 class _Entry:
-    """The parts of one weight, by direction, and the state of its parameter when they were made."""
+    """The parts of one weight, by direction; its memory, and what else was so when they were made."""
 
-    parameter: weakref.ref[Tensor]
-    state: tuple[Any, ...]
+    memory: Memory
+    moment: tuple[Any, ...]
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+@contextmanager
+def _as_it_is(parameter: Tensor) -> Iterator[None]:
+    """Lets operators on a parameter run without autograd, and without the autocast that may be on around the call."""
+    device = parameter.device.type
+    able = torch.amp.is_autocast_available(device)  # not the meta device
+    with torch.no_grad(), torch.autocast(device, enabled=False) if able else nullcontext():
+        yield
 
 
 class WeightCache:
     """The quantized weights of the graphs of one backend.
 
-    A weight is quantized again after its parameter has got another version or memory, or an optimizer has stepped. Its
-    payloads take memory in each direction that is used: 8-bit formats two bytes an element in training.
+    A weight is quantized again unless it can be seen that nothing has written into it: version and memory are as they
+    were, the memory is the weight's alone, nothing has asked for its `.data`, and no optimizer has stepped. Payloads
+    take memory in each direction that is used: 8-bit formats two bytes an element in training. Threads may share them.
     """
 
     def __init__(self, compile: Compile) -> None:
         self._compile = compile
         self._functions: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {}
         self._entries: dict[tuple[int, Weight], _Entry] = {}
+        self._lock = threading.RLock()
+        self._warned = False
         _watch_optimizers()
 
     def parts(self, taken: Sequence[Taken], inputs: Sequence[Any]) -> list[Tensor]:
         """All parts that a graph takes, in order, given its inputs."""
-        wanted: dict[tuple[int, Weight], list[str]] = {}
+        wanted: dict[tuple[int, Weight], list[Taken]] = {}
         for part in taken:
-            wanted.setdefault((part.place, part.weight), []).append(part.direction)
-        quantized = {key: self._get(inputs[key[0]], key[1], directions) for key, directions in wanted.items()}
+            wanted.setdefault((part.place, part.weight), []).append(part)
+        quantized = {key: self._get(inputs[key[0]], parts) for key, parts in wanted.items()}
         return [tensor for part in taken for tensor in quantized[part.place, part.weight][part.direction]]
 
     def clear(self) -> None:
         """Forgets all quantized weights, so that the next forward quantizes them again."""
         self._entries.clear()
 
-    def _get(self, parameter: Tensor, weight: Weight, directions: list[str]) -> dict[str, list[Tensor]]:
-        key, state = (id(parameter), weight), _state(parameter)
-        entry = self._entries.get(key)
-        if entry is None or entry.parameter() is not parameter or entry.state != state:
-            forget = functools.partial(self._forget, key)
-            entry = self._entries[key] = _Entry(weakref.ref(parameter, forget), state)
-        missing = [direction for direction in directions if direction not in entry.parts]
-        if missing:
-            entry.parts |= self._quantize(parameter, weight, missing)
-        return entry.parts
+    def _get(self, parameter: Tensor, taken: Sequence[Taken]) -> dict[str, list[Tensor]]:
+        weight, directions = taken[0].weight, [part.direction for part in taken]
+        if is_fake(parameter):  # as torch runs the parts of a graph that it has split
+            with _as_it_is(parameter):
+                return dict(zip(directions, weight.quantize(parameter.detach(), tuple(directions)), strict=True))
+        if is_captured(parameter):  # a recorded graph is replayed when the payloads may be gone
+            return self._quantize(parameter, weight, directions)
+        with self._lock:
+            if reason := unseen_writes(parameter):
+                self._entries.pop((storage_key(parameter), weight), None)
+                self._warn(parameter, taken[0], reason)
+                return self._quantize(parameter, weight, directions)
+            entry = self._entry(parameter, weight)
+            missing = [direction for direction in directions if direction not in entry.parts]
+            if missing:
+                entry.parts |= self._quantize(parameter, weight, missing)
+            return dict(entry.parts)
 
-    def _forget(self, key: tuple[int, Weight], dead: weakref.ref[Tensor]) -> None:
+    def _entry(self, parameter: Tensor, weight: Weight) -> _Entry:
+        """The entry of a weight, which is new and empty if it cannot be seen that the weight is as it was."""
+        # what is computed on one stream of a GPU is not ready on another
+        moment = (_optimizer_steps[0], stream_of(parameter))
+        key = (storage_key(parameter), weight)
         entry = self._entries.get(key)
-        if entry is not None and entry.parameter is dead:
-            del self._entries[key]
+        if entry is None or entry.moment != moment or not entry.memory.unchanged(parameter):
+            memory = Memory(parameter, functools.partial(self._entries.pop, key, None))
+            entry = self._entries[key] = _Entry(memory, moment)
+        return entry
+
+    def _warn(self, parameter: Tensor, taken: Taken, reason: str) -> None:
+        if self._warned or not compile_lock.acquire(blocking=False):  # a thread that compiles holds it for a moment
+            return
+        compile_lock.release()
+        self._warned = True
+        warnings.warn(
+            f"cache_weights quantizes the weight {taken.name} {[*parameter.shape]} in every call, and perhaps others: "
+            f"it {reason}, so that a change could pass unseen. Let go of tensors and arrays made of it, or give it "
+            "memory of its own: p.data = p.data.clone()",
+            FxQuantWarning,
+            stacklevel=2,
+        )
 
     def _quantize(self, parameter: Tensor, weight: Weight, directions: list[str]) -> dict[str, list[Tensor]]:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
+        with torch.inference_mode(False), _as_it_is(parameter):
             value = parameter.detach()
             key = (weight, *directions, value.dtype, value.device, value.shape, value.stride())
             if key not in self._functions:
-                self._functions[key] = self._compiled(value, weight, directions)
+                with compile_lock:  # while one thread traces, torch's modules are changed under all
+                    self._functions[key] = self._compiled(value, weight, directions)
             run, sizes = self._functions[key]
             flat = (part.contiguous() for part in run(value))  # as graphs expect their inputs; kernels may not
         return {direction: list(itertools.islice(flat, n)) for direction, n in zip(directions, sizes, strict=True)}
@@ -105,9 +148,3 @@ class WeightCache:
 
         graph = make_fx(run, tracing_mode="fake")(value)
         return self._compile(graph, [value]), tuple(sizes)
-
-
-def _state(parameter: Tensor) -> tuple[Any, ...]:
-    """A value that changes with a parameter. Inference tensors have no version, and never the same state twice."""
-    writes = object() if parameter.is_inference() else version(parameter)
-    return writes, parameter.data_ptr(), parameter.dtype, parameter.shape, _optimizer_steps[0]

@@ -3,6 +3,7 @@
 - `private`: private names of torch, and functions that stand for private ones.
 - `patches`: changes to torch, and the compilations that need them.
 - `device`: capability and name of devices, launches.
+- `memory`: what can be seen of writes into a tensor's memory.
 - `values`: fake tensors and symbolic sizes.
 """
 

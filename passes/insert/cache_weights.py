@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxquant.compat.private import copy_sources, is_traceable_wrapper_subclass, name_source, tag_activation_checkpoint
+from fxquant.compat.private import (
+    copy_sources,
+    is_traceable_wrapper_subclass,
+    mark_static,
+    name_source,
+    tag_activation_checkpoint,
+)
 from fxquant.compat.values import version
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
@@ -58,11 +64,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Taken:
-    """One direction of a weight that a graph takes; `place` is that of the parameter among its inputs."""
+    """One direction of a weight that a graph takes; `place` and `name` are the parameter's among its inputs."""
 
     place: int
     weight: Weight
     direction: str
+    name: str = ""
 
 
 def cache_weights(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Taken], list[Tensor]]:
@@ -174,10 +181,12 @@ class _Inputs:
                     name = f"fxquant_weight_{len(self.taken)}_{i}"
                     self.last = self.graph.placeholder(name)
                 name_source(self.last, name)
+                if not torch.is_grad_enabled():  # weights rarely change: a CUDA graph reads them where they are
+                    mark_static(self.last)
                 self.last.meta[EXAMPLE_VALUE] = fake
                 nodes.append(self.last)
             self.nodes[key] = nodes
-            self.taken.append(Taken(place, weight, direction))
+            self.taken.append(Taken(place, weight, direction, self.before[place].name))
         return self.nodes[key]
 
 

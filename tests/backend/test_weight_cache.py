@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
+from fxquant.backend import backend as backend_module
+from fxquant.backend.backend import Backend
 from fxquant.backend.weight_cache import WeightCache
+from fxquant.errors import FxQuantWarning
 from fxquant.passes.insert.cache_weights import Taken, Weight
 
 
@@ -56,50 +60,207 @@ def test_cached_weights_are_as_dense_as_graphs_expect_them() -> None:
     assert all(part.is_contiguous() for part in cached)
 
 
-class WritesData(torch.optim.Optimizer):
+class WritesMemory(torch.optim.Optimizer):
+    """Like kernels that get addresses."""
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
-            p.data.add_(1)
+            p.untyped_storage().copy_(torch.randn(p.shape).untyped_storage())
+
+
+def merged(layer: nn.Linear, sign: int) -> None:
+    """Adds an adapter, as PEFT does."""
+    layer.weight.data += sign * torch.ones(96, 4) @ torch.ones(4, 64)
+
+
+def assigned(layer: nn.Linear, times: int) -> None:
+    """The allocator often returns the first address."""
+    for _ in range(times):
+        layer.weight.data = torch.randn(96, 64)
+
+
+def swapped_there_and_back(layer: nn.Linear) -> None:
+    other = nn.Parameter(torch.randn(96, 64))
+    torch.utils.swap_tensors(layer.weight, other)
+    with torch.no_grad():
+        other.zero_().add_(1)
+    torch.utils.swap_tensors(layer.weight, other)
+
+
+def written_by_a_borrower(layer: nn.Linear) -> None:
+    borrower = torch.empty(0)
+    borrower.data = layer.weight
+    borrower.mul_(2)
+
+
+def written_by_numpy(layer: nn.Linear) -> None:
+    layer.weight.detach().numpy()[:] = 0.5
+
+
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "other memory": lambda layer: assigned(layer, 1),
+    "other memory twice": lambda layer: assigned(layer, 2),
+    "all memory twice": lambda layer: [assigned(layer, 2) for _ in range(3)],
+    "merged": lambda layer: merged(layer, 1),
+    "unmerged": lambda layer: merged(layer, -1),
+    "data in place": lambda layer: layer.weight.data.mul_(2),
+    "data of a view": lambda layer: layer.weight.detach()[3].data.copy_(torch.randn(64)),
+    "state_dict, in place": lambda layer: layer.load_state_dict({"weight": torch.randn(96, 64)}),
+    "state_dict, assigned": lambda layer: layer.load_state_dict({"weight": torch.randn(96, 64)}, assign=True),
+    "tensors of state_dict": lambda layer: layer.state_dict()["weight"].copy_(torch.randn(96, 64)),
+    "data of state_dict": lambda layer: layer.state_dict()["weight"].data.copy_(torch.randn(96, 64)),
+    "in place": lambda layer: nn.init.normal_(layer.weight),
+    "a view": lambda layer: layer.weight.detach()[:, 5:].mul_(2),
+    "foreach": lambda layer: torch._foreach_mul_([layer.weight.detach()], 2),
+    "set_": lambda layer: torch.no_grad()(layer.weight.set_)(torch.randn(96, 64)),
+    "swapped": lambda layer: torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.randn(96, 64))),
+    "swapped there and back": swapped_there_and_back,
+    "a borrower": written_by_a_borrower,
+    "a parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(96, 64))),
+    "the same memory": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.data.mul_(2))),
+    "optimizer": lambda layer: WritesMemory(layer.parameters(), {}).step(),
+}
 
 
 def test_a_changed_weight_is_quantized_again() -> None:
     layer, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64)
     counted = Counted(layer)
     assert [counted(x), counted(x), counted(x, grad=False), counted(x)] == [1, 0, 0, 0]
-
-    def swap_data() -> None:
-        layer.weight.data = layer.weight.data * 2
-
-    def write_in_place() -> None:
-        with torch.no_grad():
-            layer.weight.mul_(2)
-
-    def new_parameter() -> None:
-        layer.weight = nn.Parameter(torch.randn(96, 64))
-
-    changes: dict[str, Callable[[], Any]] = {
-        "memory": swap_data,
-        "in place": write_in_place,
-        "state_dict": lambda: layer.load_state_dict({"weight": torch.randn(96, 64)}),
-        "parameter": new_parameter,
-        "optimizer without versions": lambda: WritesData(layer.parameters(), {}).step(),
-    }
-    for name, change in changes.items():
-        change()
+    for name, change in CHANGES.items():
+        change(layer)
         assert [counted(x), counted(x)] == [1, 0], name
     assert counted.backend.weights is not None
     assert len(counted.backend.weights._entries) == 1, "of a parameter that is gone"
 
 
-def test_writes_without_a_version_need_clear_cache() -> None:
+def flat(layer: nn.Linear) -> Tensor:
+    buffer = torch.randn(2 * 96 * 64)
+    layer.weight.data = buffer[: 96 * 64].view(96, 64)
+    return buffer
+
+
+def inference(layer: nn.Linear) -> Tensor:
+    with torch.inference_mode():
+        layer.weight = nn.Parameter(torch.randn(96, 64), requires_grad=False)
+    return layer.weight
+
+
+REACHED: dict[str, Callable[[nn.Linear], Any]] = {
+    "data": lambda layer: layer.weight.data,
+    "a flat buffer": flat,
+    "a NumPy array": lambda layer: layer.weight.detach().numpy(),
+    "other processes": lambda layer: layer.share_memory().weight.detach(),
+    "inference_mode": inference,
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_a_weight_that_others_can_write_is_not_cached(name: str) -> None:
+    """What is held from before the first call is written after it; it is said once."""
+    layer, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64)
+    holder = REACHED[name](layer)
+    counted = Counted(layer)
+    with pytest.warns(FxQuantWarning, match=r"the weight \w+_weight_ \[96, 64\] in every call") as told:
+        counts = [counted(x, grad=False)]
+        for value in (1.0, 2.0):
+            if isinstance(holder, Tensor):
+                with torch.inference_mode():
+                    holder.fill_(value)
+            else:
+                holder[:] = value
+            counts.append(counted(x, grad=False))
+    assert counts == [1, 1, 1] and len(told) == 1
+    assert counted.backend.weights is not None and not counted.backend.weights._entries
+    del holder
+    layer.weight = nn.Parameter(layer.weight.clone())
+    assert [counted(x), counted(x)] == [1, 0]
+
+
+def test_what_holds_a_weight_safely_does_not_count() -> None:
+    """Several forwards before a backward, other tensors' `.data`, a hook, a saved graph, functional calls."""
+    layer, x = nn.Linear(64, 96), torch.randn(32, 64, requires_grad=True)
+    counted = Counted(layer)
+    assert counted(x) == 1
+    outputs = []
+    for _ in range(3):
+        before = counted.count
+        outputs.append(counted.run(x))
+        x.data.mul_(1)
+        layer.bias.data.add_(1)
+        assert counted.count == before
+    torch.stack(outputs).sum().backward()
+    parameters = dict(layer.named_parameters())
+    assert torch.equal(torch.func.functional_call(counted.run, parameters, (x,)), counted.run(x))
+    assert counted.count == 1
+    other = {name: nn.Parameter(2 * p.detach()) for name, p in parameters.items()}
+    doubled = torch.func.functional_call(counted.run, other, (x,))
+    assert torch.equal(doubled, torch.func.functional_call(counted.reference, other, (x,)))
+
+
+def test_writes_without_a_trace_need_clear_cache() -> None:
     layer, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64)
     counted = Counted(layer)
     counted(x)
-    layer.weight.data.mul_(2)
+    layer.weight.untyped_storage().copy_(torch.randn(96, 64).untyped_storage())
     with pytest.raises(AssertionError, match="a stale weight"):
         counted(x)
     counted.backend.clear_cache()
     assert counted(x) == 1
+
+
+def test_weights_on_the_meta_device_have_no_values() -> None:
+    with torch.device("meta"):
+        layer, x = nn.Linear(64, 96), torch.empty(32, 64)
+    run = torch.compile(layer, backend=eager_backend("mxfp8", cache_weights=True))
+    assert run(x).is_meta and run(x).shape == (32, 96)
+    layer.to_empty(device="cpu")
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    assert Counted(layer)(torch.randn(32, 64)) == 1
+
+
+def test_threads_share_weights() -> None:
+    """The first calls of all quantize while others compile, each for a size of its own."""
+
+    def call(rows: int) -> None:
+        try:
+            for _ in range(3):
+                x = torch.randn(rows, 64)
+                with torch.no_grad():
+                    results.append(torch.equal(run(x), reference(x)))
+        except Exception as error:
+            results.append(error)
+
+    for _ in range(4):
+        torch.compiler.reset()
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+        backend = eager_backend("mxfp8", cache_weights=True)
+        run, reference = (torch.compile(model, backend=b, dynamic=False) for b in (backend, eager_backend("mxfp8")))
+        results: list[Any] = []
+        threads = [threading.Thread(target=call, args=(8 * (i + 1),)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [True] * 12
+        assert backend.weights is not None and len(backend.weights._entries) == 2
+
+
+def test_quantizations_run_outside_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph has written is gone when it runs again; payloads stay."""
+    settings: list[Mapping[str, Any]] = []
+
+    def compiled(graph: fx.GraphModule, _inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
+        settings.append(patches)
+        return graph.forward
+
+    monkeypatch.setattr(backend_module, "compile_with_inductor", compiled)
+    layer, x = nn.Linear(64, 96), torch.randn(32, 64)
+    backend = Backend("mxfp8", cache_weights=True, mode="reduce-overhead")
+    with torch.no_grad():
+        torch.compile(layer, backend=backend)(x)
+    graph, quantization = settings
+    assert graph["triton.cudagraphs"] and not quantization["triton.cudagraphs"]
 
 
 @pytest.mark.parametrize("write", ["parameter", "view", "data", "in a checkpoint"])
@@ -177,7 +338,7 @@ def test_set_recipe_keeps_a_cache_for_each() -> None:
     doubled = run(x).detach()
     assert torch.equal(doubled, torch.compile(net, backend=eager_backend("mxfp8"))(x))
     for p in net.parameters():
-        p.data.mul_(2)
+        p.untyped_storage().copy_(torch.randn(p.shape).untyped_storage())
     run.clear_cache()
     assert torch.equal(run(x), torch.compile(net, backend=eager_backend("mxfp8"))(x))
 
