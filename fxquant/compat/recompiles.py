@@ -81,5 +81,6 @@ def breaks_around(gm: fx.GraphModule) -> list[str]:
 
 
 def recompile_reason() -> str:
-    """Returns the reason why Dynamo compiles a frame that it has compiled before; empty for the first time."""
-    return _first(str(get_metrics_context()._metrics.get("recompile_reason") or ""))
+    """Returns the reason why Dynamo compiles a frame again; empty for the first time, and the first by a backend."""
+    reason = _first(str(get_metrics_context()._metrics.get("recompile_reason") or ""))
+    return "" if reason.startswith("BACKEND_MATCH") else reason
