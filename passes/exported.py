@@ -25,7 +25,7 @@ from fxquant.passes.export import store_weights as weights
 from fxquant.passes.export.program_state import ProgramState
 from fxquant.passes.export.store_weights import Stored
 from fxquant.passes.graph.bodies import Bodies
-from fxquant.passes.graph.names import fxquant_op
+from fxquant.passes.graph.names import COMPOSITES, fxquant_op
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
 
@@ -78,9 +78,8 @@ def annotate(exported: Exported, settings: Settings) -> Exported:
 
 def refuse_untouched(exported: Exported, settings: Settings) -> Exported:
     """Raises ProgramError where nothing can be quantized, and RecipeError for numbers that come from training."""
-    products = {"linear", "grouped_linear", "attention"}  # the passes before this one may have written them
     names = {fxquant_op(node) for module in exported.bodies.modules for node in module.graph.nodes}
-    written = bool(names - products - {""})
+    written = bool(names - COMPOSITES - {""})  # those may be of the passes before this one
     stored = [*exported.program.state_dict.values(), *exported.program.constants.values()]
     _check_decisions(exported.decisions, written or any(_is_payload(x) for x in stored))
     if exported.slots.request is not None:

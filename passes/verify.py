@@ -15,14 +15,12 @@ from fxquant.passes.captured import Captured
 from fxquant.passes.exported import Opened
 from fxquant.passes.find.facts import quantized
 from fxquant.passes.graph.meta import EXAMPLE_VALUE, VAL
-from fxquant.passes.graph.names import fxquant_op
+from fxquant.passes.graph.names import COMPOSITES, fxquant_op
 from fxquant.passes.settings import Settings
 
 VERIFY = "FXQUANT_VERIFY"
 """The environment variable that switches the checks on."""
 
-COMPOSITES = frozenset(("linear", "grouped_linear", "attention"))
-"""Operators that autograd differentiates."""
 STATEFUL = frozenset(f"{name}_stateful" for name in COMPOSITES)
 """Operators that it differentiates too, with the state of delayed scaling as inputs."""
 

@@ -85,7 +85,7 @@ def states_of_first_run(states: Sequence[State]) -> Iterator[None]:
 
     If a checkpoint is repeating the forward, they are for so long as they were when it ran first.
     """
-    around = checkpoints_around()
+    around = checkpoints_around() if states else Around()  # without states there is nothing to look for
     if not around.first and not around.repeats:
         yield
         return

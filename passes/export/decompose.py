@@ -25,7 +25,7 @@ from fxquant.compat.private import OpOverload, OpOverloadPacket
 from fxquant.kernels import custom
 from fxquant.passes.graph.builder import Builder, call_key, put_in_place
 from fxquant.passes.graph.meta import PART
-from fxquant.passes.graph.names import PICKS, VIEWS, higher_order_op, is_fxquant, op_name, writes
+from fxquant.passes.graph.names import COMPOSITES, PICKS, VIEWS, higher_order_op, is_fxquant, op_name, writes
 from fxquant.passes.graph.trace import inline, trace
 from fxquant.passes.graph.values import value_of
 
@@ -42,7 +42,7 @@ def decompose_composites(graph: fx.Graph, *, linears: bool) -> int:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if _is_function(node) or (linears and is_fxquant(node, "linear", "grouped_linear", "attention")):
+        if _is_function(node) or (linears and is_fxquant(node, *COMPOSITES)):
             _open(node, calls)
             count += 1
         elif _writes(node):

@@ -102,6 +102,10 @@ def calls(node: Any, names: Collection[str]) -> bool:
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and op_name(node) in names
 
 
+COMPOSITES = frozenset(("linear", "grouped_linear", "attention"))
+"""The operators of fxquant that autograd differentiates."""
+
+
 def fxquant_op(node: fx.Node) -> str:
     """Returns the name of the operator of fxquant that a node calls, without namespace; "" for another node."""
     if node.op != "call_function":
