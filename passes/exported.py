@@ -25,7 +25,7 @@ from fxquant.passes.export import store_weights as weights
 from fxquant.passes.export.program_state import ProgramState
 from fxquant.passes.export.store_weights import Stored
 from fxquant.passes.graph.bodies import Bodies
-from fxquant.passes.graph.names import COMPOSITES, fxquant_op
+from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
 
@@ -78,8 +78,8 @@ def annotate(exported: Exported, settings: Settings) -> Exported:
 
 def refuse_untouched(exported: Exported, settings: Settings) -> Exported:
     """Raises ProgramError where nothing can be quantized, and RecipeError for numbers that come from training."""
-    names = {fxquant_op(node) for module in exported.bodies.modules for node in module.graph.nodes}
-    written = bool(names - COMPOSITES - {""})  # those may be of the passes before this one
+    given = Bodies(exported.program.graph_module)  # the passes before this one have written in the copy
+    written = any(is_fxquant(node) for module in given.modules for node in module.graph.nodes)
     stored = [*exported.program.state_dict.values(), *exported.program.constants.values()]
     _check_decisions(exported.decisions, written or any(_is_payload(x) for x in stored))
     if exported.slots.request is not None:
