@@ -58,7 +58,17 @@ from fxquant.roles import Direction, Gemm, QuantizerRole
 
 if TYPE_CHECKING:
     from fxquant.backend.backend import Backend
-    from fxquant.backend.switch import autocast, compile
+    from fxquant.backend.controls import autocast
+    from fxquant.backend.model import (
+        clear_cache,
+        load_quantization_state_dict,
+        load_state_dict,
+        quantization_state_dict,
+        report,
+        set_recipe,
+        state_dict,
+    )
+    from fxquant.backend.switch import compile
     from fxquant.calibration import Amax, Calibration
     from fxquant.export.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
     from fxquant.report.report import Report
@@ -71,7 +81,13 @@ _LAZY = {
     "Amax": "fxquant.calibration",
     "Calibration": "fxquant.calibration",
     "Backend": "fxquant.backend.backend",
-    "autocast": "fxquant.backend.switch",
+    "autocast": "fxquant.backend.controls",
+    "clear_cache": "fxquant.backend.model",
+    "load_quantization_state_dict": "fxquant.backend.model",
+    "quantization_state_dict": "fxquant.backend.model",
+    "load_state_dict": "fxquant.backend.model",
+    "set_recipe": "fxquant.backend.model",
+    "state_dict": "fxquant.backend.model",
     "compile": "fxquant.backend.switch",
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
@@ -102,6 +118,8 @@ def __getattr__(name: str) -> Any:
     # the compiler side is imported on first use: torch may import this package while it is still initialising
     import importlib
 
+    if name == "report":  # a package that can be called: its modules would hide a function of this name
+        return importlib.import_module("fxquant.report")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     from fxquant.checks import did_you_mean
@@ -166,13 +184,20 @@ __all__ = [
     "__version__",
     "aoti_compile_and_package",
     "autocast",
+    "clear_cache",
     "compile",
     "explain",
     "factories",
+    "load_quantization_state_dict",
+    "load_state_dict",
     "lower_program",
     "measure",
     "onnx_export",
+    "quantization_state_dict",
     "quantize_program",
     "recipes",
+    "report",
     "report_of",
+    "set_recipe",
+    "state_dict",
 ]

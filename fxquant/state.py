@@ -25,8 +25,8 @@ from fxquant.quantizers import DelayedScalingRequest
 SlotKey = tuple[str, str, int]
 """(layer, operand, which of the layer's products)."""
 
-_Place = tuple[str, tuple[SlotKey, ...]]
-"""The owner of a state: its kind and the slots."""
+_Place = tuple[str, tuple[SlotKey, ...], int]
+"""The owner of a state: its kind, the slots, and the number of the module if several have such slots."""
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: its multiples spread evenly."""
@@ -200,15 +200,15 @@ class StateStore:
         self._active: dict[_Place, State] = {}
         self._pending: dict[int, dict[str, Tensor]] = {}
 
-    def get(self, slots: Slots, device: torch.device) -> list[State]:
-        """The states that these slots need, made active."""
+    def get(self, slots: Slots, device: torch.device, owner: int = 0) -> list[State]:
+        """The states that these slots need, made active; delayed scales are those of `owner`, a module's number."""
         states: list[State] = []
         if slots.request is not None:
             n, length = len(slots.keys), slots.request.amax_history_len
-            place = ("delayed", tuple(slots.keys))
+            place = ("delayed", tuple(slots.keys), owner)
             states.append(self._get(place, length, device, lambda: DelayedState(n, length, device)))
         if slots.rounded:
-            place = ("random", tuple(slots.rounded))
+            place = ("random", tuple(slots.rounded), 0)
             states.append(self._get(place, 0, device, lambda: RandomState(self._next_seed(), device)))
         return states
 

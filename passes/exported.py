@@ -78,8 +78,8 @@ def annotate(exported: Exported, settings: Settings) -> Exported:
 
 def refuse_untouched(exported: Exported, settings: Settings) -> Exported:
     """Raises ProgramError where nothing can be quantized, and RecipeError for numbers that come from training."""
-    given = Bodies(exported.program.graph_module)  # the passes before this one have written in the copy
-    written = any(is_fxquant(node) for module in given.modules for node in module.graph.nodes)
+    source = Bodies(exported.program.graph_module)  # the passes before this one have written in the copy
+    written = any(is_fxquant(node) for module in source.modules for node in module.graph.nodes)
     stored = [*exported.program.state_dict.values(), *exported.program.constants.values()]
     _check_decisions(exported.decisions, written or any(_is_payload(x) for x in stored))
     if exported.slots.request is not None:

@@ -54,6 +54,7 @@ LATE = {
     "fxquant": "operators are registered when they are first asked for: a saved program may be all that is loaded",
     "fxquant.__main__": "a command loads what it needs",
     "fxquant.kernels": "code for devices needs Triton or a compiler, which those who only choose do without",
+    "fxquant.report": "the package is the function `fxquant.report(model)` too, which asks backends",
     "fxquant.quantizers.base": "a description of a format must not load torch's compiler",
 }
 """The files and folders that import fxquant inside functions, and the reasons."""

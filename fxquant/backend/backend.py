@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.backend.controls import Controls
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import watch
 from fxquant.backend.options import Options
@@ -59,6 +60,9 @@ class Backend:
     tells: ClassVar[bool] = True
     """Warns of what ran unquantized."""
 
+    switches: ClassVar[bool] = True
+    """Lets `autocast` and `set_recipe` change the recipe."""
+
     def __init__(
         self,
         recipe: Recipe | str,
@@ -68,29 +72,50 @@ class Backend:
         states: StateStore | None = None,
         **options: Any,
     ) -> None:
-        self.options = Options(recipe=recipe, **options)
-        self.recipe = resolve(recipe)
-        self.inductor = self.options.for_inductor(mode)
-        self.settings = self.options.for_passes()
+        self.mode = mode
+        self.called_with: tuple[Any, ...] = ()
         self.states = states or StateStore()
-        self.weights = self._weight_cache()
-        self._states: list[State] = []
         self._names: Callable[[], Mapping[str, str]] = _names_of(model)
-        self.records = self._no_records()
-        self._record = GraphRecord()  # of the graph that is compiled now
-        self._sites = 0
+        self._begin(Options(recipe=recipe, **options))
+        self.controls = Controls(self)
+        if model is not None:
+            self.controls.add_root(model)
         if self.tells:
             watch(self.records)
 
+    def _begin(self, options: Options) -> None:
+        self.options = options
+        self.recipe = resolve(options.recipe)
+        self.inductor = options.for_inductor(self.mode)
+        self.settings = options.for_passes()
+        self.weights = self._weight_cache()
+        self._states: list[State] = []
+        self.records = self._no_records()
+        self._record = GraphRecord()  # of the graph that is compiled now
+        self._sites = 0
+
+    def under(self, recipe: Recipe) -> Backend:
+        """A backend with the same options, names, states and controls for another recipe."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        other._begin(replace(self.options, recipe=recipe))
+        return other
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        """Compiles one captured graph; torch.compile calls this."""
+        """Compiles one captured graph under the recipe of this call; torch.compile calls this."""
+        backend = self.controls.begin() if self.switches else self
+        return backend.compile_captured(gm, example_inputs)
+
+    def compile_captured(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles one captured graph under this backend's recipe."""
         record = GraphRecord(first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason())
         self._record = record
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # a checkpoint around counts saved tensors
             slots = self.rewrite(gm, example_inputs)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-        states = self.states.get(slots, device)
+        owner = self.controls.owner_of_state() if slots.request is not None and self.switches else 0
+        states = self.states.get(slots, device, owner)
         self._states += states
         group = self.options.amax_group
         bound = Bound(gm=gm, slots=slots, states=states, group=None if group is None else group.group_name)
@@ -116,7 +141,7 @@ class Backend:
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""
         empty = {"records": self._no_records(), "_record": GraphRecord(), "_sites": 0}
-        return {**vars(self), **empty, "_names": dict, "weights": None}
+        return {**vars(self), **empty, "_names": dict, "weights": None, "controls": self.controls.recipe}
 
     def _no_records(self) -> Records:
         return Records(recipe=self.recipe, what=f"fxquant.Backend({self.recipe})")
@@ -124,6 +149,8 @@ class Backend:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self.weights = self._weight_cache()
+        self.controls = Controls(self)
+        self.controls.recipe = state["controls"]
 
     def _weight_cache(self) -> WeightCache | None:
         return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
@@ -178,10 +205,18 @@ class Backend:
         settings = inductor_settings(self.settings, settings, recomputed=False)
         return compile_with_inductor(gm, inputs, settings)  # type: ignore[no-any-return]
 
+    def set_recipe(self, recipe: Recipe | str) -> None:
+        """Runs all that this backend compiles under another recipe from the next call on.
+
+        Raises RecipeError for an unknown one.
+        """
+        self.controls.set_recipe(recipe)
+
     def clear_cache(self) -> None:
         """Forgets the weights that `cache_weights` keeps, after writes that no version shows."""
-        if self.weights is not None:
-            self.weights.clear()
+        for backend in self.controls.backends.values():
+            if backend.weights is not None:
+                backend.weights.clear()
 
     def activate(self) -> None:
         """Makes the states of this backend's graphs the valid ones among those that backends share."""
@@ -197,8 +232,8 @@ class Backend:
         self.states.load_state_dict(state)
 
     def report(self) -> Report:
-        """The decisions in all graphs that have run so far."""
-        return self.records.report()
+        """The decisions in all graphs that have run so far, under the recipe that ran last."""
+        return self.controls.latest().records.report() if self.switches else self.records.report()
 
 
 def compile_eager(
@@ -243,18 +278,6 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
     return names
 
 
-class _OptionStates(StateStore):
-    """The states and quantized weights of all graphs of one call of torch.compile.
-
-    They keep the options of the call alive, since their identity would otherwise pass to another object.
-    """
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.options = options
-        self.weights: WeightCache | None = None
-
-
 def fxquant_backend(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -267,12 +290,21 @@ def fxquant_backend(
     `options` are the fields of `Options`; `recipe` (a name or a Recipe) is required. Raises OptionError for another
     option and RecipeError for an unknown recipe, each with the list of the known ones.
     """
-    options = {} if options is None else options
+    return backend_for({} if options is None else options, mode)(gm, example_inputs)
+
+
+def backend_for(options: Mapping[str, Any], mode: str | None = None) -> Backend:
+    """The backend of one call of torch.compile, whose graphs all get the same options.
+
+    It keeps them alive, since their identity would otherwise pass to another object.
+    """
     Options.of(options)
-    states = _stores.setdefault(id(options), _OptionStates(options))  # every graph of a call gets the same options
-    backend = Backend(**options, mode=mode, states=states)
-    states.weights = backend.weights = states.weights or backend.weights
-    return backend(gm, example_inputs)
+    backend = _by_options.get(id(options))
+    if backend is None or backend.called_with[1:] != (dict(options), mode):
+        backend = _by_options[id(options)] = Backend(**options, mode=mode)
+        backend.called_with = (options, dict(options), mode)
+        backend.controls.share_recipes()
+    return backend
 
 
-_stores: weakref.WeakValueDictionary[int, _OptionStates] = weakref.WeakValueDictionary()
+_by_options: weakref.WeakValueDictionary[int, Backend] = weakref.WeakValueDictionary()

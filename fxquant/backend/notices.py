@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -42,10 +42,17 @@ def tell(message: str, category: type[FxQuantWarning]) -> None:
         log.warning("%s", message)
 
 
-def watch(records: Records) -> None:
-    """Tells of a backend's graphs after the first step of an optimizer, or at exit, what was not told before."""
+def watch(records: Records, instead_of: Iterable[Records] = ()) -> None:
+    """Tells of a backend's graphs after the first step of an optimizer, or at exit, what was not told before.
+
+    Nothing is told of graphs `instead_of` which these run, as under another recipe.
+    """
     _watch_process()
-    _untold.append(records)
+    for other in instead_of:
+        if other in _untold and not other.graphs:
+            _untold.remove(other)
+    if records not in _untold and not records.told:
+        _untold.append(records)
 
 
 @functools.cache
@@ -67,7 +74,7 @@ def _tell_at_exit() -> None:
         return
     _tell_what_ran()
     hints = {records.what: _WHY for records in _untold if not records.whole}
-    for name, hint in {**hints, **{calls.name: _IN_PLACE for calls in _uncalled}}.items():
+    for name, hint in {**hints, **{calls.name: _IN_PLACE for calls in _uncalled if not calls.ran()}}.items():
         text = f"no graph of {name} has run: if its model did, then as it was, unquantized. {hint}"
         tell(text, UnquantizedWarning)
 
@@ -124,9 +131,13 @@ def _tell_plain(records: Records) -> None:
 
 
 class Calls:
-    """The calls of one compiled model, each of which has to run a compiled graph."""
+    """The calls of one compiled model, each of which has to run a compiled graph.
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    `ran` answers True once something has, also by way of what another library has compiled again.
+    """
+
+    def __init__(self, model: Callable[..., Any], ran: Callable[[], bool]) -> None:
+        self.ran = ran
         self.name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", str(model))
         _watch_process()
         _uncalled.append(self)

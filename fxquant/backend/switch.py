@@ -1,123 +1,61 @@
-"""The typed front door `fxquant.compile`, and the scope `autocast` that changes the recipe of compiled models.
-
-Every recipe of a model has a backend of its own, so going back to one finds its compiled graphs again.
-"""
+"""The typed front door `fxquant.compile`."""
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import functools
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
+from fxquant.backend.controls import scoped
 from fxquant.backend.notices import Calls, watch_methods
 from fxquant.backend.options import Options, check_keywords, check_model
 from fxquant.checks import checked
 from fxquant.compat.private import isolated, own_errors
 from fxquant.errors import ArgumentError, OptionError
-from fxquant.recipes import HighPrecision, Recipe, resolve
-from fxquant.report.report import Report
-from fxquant.state import StateStore
-
-log = logging.getLogger(__name__)
-
-_scope: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar("fxquant_recipe", default=None)
-
-
-@checked(
-    ArgumentError,
-    called="fxquant.autocast",
-    takes={"fp8_recipe": "write recipe=", "dtype": "write recipe=, which names the format"},
-)
-@contextmanager
-def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
-    """A scope in which models from `fxquant.compile` run under `recipe` in place of their own.
-
-    `enabled=False` runs them unquantized; without a recipe each model keeps its own. Scopes nest, the inner one counts.
-    """
-    chosen = resolve(recipe) if recipe is not None else None
-    token = _scope.set(chosen if enabled else HighPrecision())
-    try:
-        yield
-    finally:
-        _scope.reset(token)
+from fxquant.recipes import Recipe
 
 
 class _Switch:
-    """One model or function, compiled under each recipe that it has run with."""
+    """One model or function, compiled for each recipe that it has run under, so that recompilations count by recipe."""
 
     def __init__(self, model: Any, recipe: Recipe | str, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
         self.model, self.options, self.kwargs = model, dict(options), dict(kwargs)
-        self.recipe = resolve(recipe)
-        self.states = StateStore()
-        self.compiled: dict[Recipe, tuple[Backend, Callable[..., Any]]] = {}
-        self.running: Recipe | None = None
-        self.warned = False
-        self.calls = Calls(model)
+        module = model if isinstance(model, nn.Module) else None
+        self.backend = Backend(recipe, **self.options, mode=kwargs.get("mode"), model=module)
+        self.controls, self.states = self.backend.controls, self.backend.states
+        self.compiled: dict[Recipe, Callable[..., Any]] = {}
+        self.calls = Calls(model, self.controls.compiled_any)
 
-    def get(self, recipe: Recipe) -> tuple[Backend, Callable[..., Any]]:
+    def get(self, recipe: Recipe) -> Callable[..., Any]:
         if recipe not in self.compiled:
-            model = self.model if isinstance(self.model, nn.Module) else None
             kwargs = {**isolated(), **{key: value for key, value in self.kwargs.items() if key != "mode"}}
-            backend = Backend(recipe, **self.options, mode=self.kwargs.get("mode"), model=model, states=self.states)
-            backend.records.what, backend.records.whole = self.calls.name, True
-            self.compiled[recipe] = (backend, torch.compile(self.model, backend=backend, **kwargs))
+            records = self.controls.under(recipe).records
+            records.what, records.whole = self.calls.name, True
+            self.compiled[recipe] = torch.compile(self.model, backend=self.backend, **kwargs)
         return self.compiled[recipe]
 
     def current(self) -> Callable[..., Any]:
         """The compiled model under the recipe of this call."""
-        recipe = _scope.get() or self.recipe
-        backend, run = self.get(recipe)
-        if recipe != self.running:
-            self.note_change(recipe)
-            backend.activate()
-            self.running = recipe
+        recipe = scoped(self.controls.recipe)
+        run = self.get(recipe)
+        self.controls.enter(recipe)
         return run
-
-    def note_change(self, recipe: Recipe) -> None:
-        if self.running is None:
-            return
-        before, after = type(self.running), type(recipe)
-        if before is not after and HighPrecision not in (before, after) and not self.warned:
-            self.warned = True
-            log.warning(
-                "Recipe type changed from %s to %s. This may affect model behavior.", before.__name__, after.__name__
-            )
-        else:
-            log.info("recipe changed from %s to %s", self.running, recipe)
 
     def runs(self) -> int:
         """Counts the runs of compiled graphs so far; 0 while another torch.compile captures a call."""
         if torch.compiler.is_compiling():
             return 0
-        return sum(backend.records.runs for backend, _ in self.compiled.values())
+        return sum(backend.records.runs for backend in self.controls.backends.values())
 
     def check(self, before: int) -> None:
         """Warns once of what a call ran unquantized; `before` counts the runs of graphs before it."""
         if not self.kwargs.get("disable") and not torch.compiler.is_compiling():
-            assert self.running is not None
-            self.calls.over(self.compiled[self.running][0].records, ran=self.runs() > before)
-
-    def set_recipe(self, recipe: Recipe | str) -> None:
-        """Runs the model under another recipe from the next call on. Raises RecipeError for an unknown one."""
-        self.recipe = resolve(recipe)
-        self.get(self.recipe)
-
-    def report(self) -> Report:
-        """The decisions under the recipe that ran last."""
-        return self.get(self.running or self.recipe)[0].report()
-
-    def clear_cache(self) -> None:
-        """Forgets the cached weights of all recipes."""
-        for backend, _ in self.compiled.values():
-            backend.clear_cache()
+            self.calls.over(self.controls.latest().records, ran=self.runs() > before)
 
 
 @checked(
@@ -140,7 +78,7 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     """
     _check_arguments(model, recipe, options, kwargs)
     switch = _Switch(model, recipe, options or {}, kwargs)
-    _, run = switch.get(switch.recipe)
+    run = switch.get(switch.controls.recipe)
     if isinstance(run, nn.Module):
         compiled: Any = run
         own_forward = run.forward
@@ -166,9 +104,9 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
             return result
 
     methods = {
-        "set_recipe": switch.set_recipe,
-        "report": switch.report,
-        "clear_cache": switch.clear_cache,
+        "set_recipe": switch.backend.set_recipe,
+        "report": switch.backend.report,
+        "clear_cache": switch.backend.clear_cache,
         "quantization_state_dict": switch.states.state_dict,
         "load_quantization_state_dict": switch.states.load_state_dict,
     }
@@ -178,7 +116,7 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         watch_methods(compiled, model, switch.calls, switch.runs)
 
         def settings() -> tuple[Any, ...]:
-            return switch.recipe, switch.options, switch.kwargs, switch.states.state_dict()
+            return switch.controls.recipe, switch.options, switch.kwargs, switch.states.state_dict()
 
         # torch's own copies would not have the methods, nor the recipe set by one
         object.__setattr__(

@@ -41,6 +41,7 @@ class _Explainer(Backend):
     """
 
     tells = False
+    switches = False
 
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)

@@ -30,6 +30,7 @@ class _Measurer(Backend):
     """Runs the rewritten graphs operator by operator, and each product once more without quantization."""
 
     tells = False
+    switches = False
 
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)

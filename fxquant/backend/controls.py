@@ -1,0 +1,243 @@
+"""The controls of compiled models: the recipe of a call, and the backends of a model, however it was compiled.
+
+Every graph has a guard that asks, before it runs, for the recipe of the call: that of the scope `autocast`, or what
+`set_recipe` has chosen, or the one that it was compiled with. Where the answer is not the recipe of the graph, Dynamo
+looks for another graph, and compiles one if there is none; so a recipe that was left is found again.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fxquant.backend.notices import tell, watch
+from fxquant.checks import checked
+from fxquant.compat.frames import add_guard, frame_being_compiled
+from fxquant.errors import ArgumentError, FxQuantWarning
+from fxquant.recipes import HighPrecision, Recipe, resolve
+
+if TYPE_CHECKING:
+    from fxquant.backend.backend import Backend
+
+log = logging.getLogger(__name__)
+
+_OWN_STATES = 3
+"""The modules of one backend and class with scales of their own: each has two graphs, of eight that Dynamo keeps."""
+
+_SHARED = -1
+"""The owner of the scales that further modules share."""
+
+
+@dataclass
+class _Scope:
+    """A scope of `autocast`; `recipe` is None where every model keeps its own."""
+
+    recipe: Recipe | None
+    met: bool = False
+
+
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("fxquant_scope", default=None)
+
+
+@checked(
+    ArgumentError,
+    called="fxquant.autocast",
+    takes={"fp8_recipe": "write recipe=", "dtype": "write recipe=, which names the format"},
+)
+@contextmanager
+def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
+    """A scope in which compiled models run under `recipe` in place of their own, however they were compiled.
+
+    `enabled=False` runs them unquantized; without a recipe each model keeps its own. Scopes nest, the inner one counts.
+    A model that is not compiled is never quantized: a scope with a recipe that met no compiled one warns at its end.
+    """
+    chosen = resolve(recipe) if recipe is not None else None
+    scope, outer = _Scope(chosen if enabled else HighPrecision()), _scope.get()
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+        if outer is not None:
+            outer.met |= scope.met
+    if not scope.met and not isinstance(scope.recipe, HighPrecision | None):
+        tell(
+            f"fxquant.autocast(recipe={scope.recipe}) met no compiled model and quantized nothing: compile models by "
+            "fxquant.compile(model, recipe), or by torch.compile(model, backend='fxquant', options={'recipe': recipe})",
+            FxQuantWarning,
+        )
+
+
+def scoped(recipe: Recipe) -> Recipe:
+    """The recipe of the scope around, or a model's own."""
+    scope = _scope.get()
+    if scope is None:
+        return recipe
+    scope.met = True
+    return scope.recipe or recipe
+
+
+class Controls:
+    """The recipe of what one backend compiles, and a backend of the same options for each recipe that it has had."""
+
+    def __init__(self, first: Backend) -> None:
+        self.number = next(_numbers)
+        self.recipe = first.recipe
+        self.backends: dict[Recipe, Backend] = {first.recipe: first}
+        self.running: Recipe | None = None
+        self.warned = False
+        self._numbers = itertools.count()
+        self.roots: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.by_name = False
+        self._recipes: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
+        self._owners: dict[CodeType, weakref.WeakSet[nn.Module]] = {}
+        self._told_sharing = False
+        _all.add(self)
+
+    def add_root(self, module: nn.Module) -> None:
+        """Notes that this backend compiles a module."""
+        if module not in self.roots:
+            self.roots[module] = next(self._numbers)
+
+    def compiles_nothing_but(self, model: nn.Module) -> bool:
+        """Returns True if all modules that this backend has compiled are parts of a model."""
+        parts = set(map(id, model.modules()))
+        return all(id(root) in parts for root in [*self.roots])
+
+    def share_recipes(self) -> None:
+        """Follows the recipes that were set for modules which any backend called by name has compiled.
+
+        Dynamo gives one graph to two calls of torch.compile with equal options, and one to modules of a class.
+        """
+        self.by_name, self._recipes = True, _recipes_by_name
+
+    def set_recipe(self, recipe: Recipe | str, model: nn.Module | None = None) -> None:
+        """Runs `model`, or all that was compiled, under another recipe from the next call on.
+
+        Raises RecipeError for an unknown one.
+        """
+        recipe = resolve(recipe)
+        self.under(recipe)
+        if model is None:
+            self.recipe = recipe
+            self._recipes.clear()
+        else:
+            self._recipes.update(dict.fromkeys(model.modules(), recipe))
+
+    def under(self, recipe: Recipe) -> Backend:
+        """The backend for a recipe."""
+        if recipe not in self.backends:
+            self.backends[recipe] = next(iter(self.backends.values())).under(recipe)
+        return self.backends[recipe]
+
+    def compiled_any(self) -> bool:
+        """Returns True if a graph has run."""
+        return any(backend.captured for backend in self.backends.values())
+
+    def latest(self) -> Backend:
+        """The backend under which something ran last."""
+        return self.under(self.running or self.recipe)
+
+    def begin(self) -> Backend:
+        """The backend for the graph that is being compiled, which gets its guard."""
+        _, frame = frame_being_compiled()
+        root = root_of(frame)
+        recipe = self._of_call(root)
+        backend = self.under(recipe)
+        if root is not None:
+            self.add_root(root)
+
+        def holds(frame: Mapping[str, Any]) -> bool:
+            root = root_of(frame)
+            current = self._of_call(root)
+            if current is not recipe and current != recipe:
+                return False
+            if root is not None:
+                self.add_root(root)
+            self.enter(recipe)
+            return True
+
+        add_guard(holds, f"fxquant: the recipe of the call is {recipe}")
+        if backend.tells:
+            watch(backend.records, instead_of=[other.records for other in self.backends.values()])
+        self.enter(recipe)
+        return backend
+
+    def _of_call(self, root: nn.Module | None) -> Recipe:
+        recipes = self._recipes
+        return scoped(self.recipe if root is None or not recipes else recipes.get(root, self.recipe))
+
+    def enter(self, recipe: Recipe) -> None:
+        """Makes the states of a recipe's graphs the valid ones, since one of them is about to run."""
+        if recipe is self.running or recipe == self.running:
+            return
+        if self.running is not None:
+            self._note_change(self.running, recipe)
+        self.under(recipe).activate()
+        self.running = recipe
+
+    def _note_change(self, before: Recipe, after: Recipe) -> None:
+        kinds = type(before), type(after)
+        if kinds[0] is not kinds[1] and HighPrecision not in kinds and not self.warned:
+            self.warned = True
+            names = [kind.__name__ for kind in kinds]
+            log.warning("Recipe type changed from %s to %s. This may affect model behavior.", *names)
+        else:
+            log.info("recipe changed from %s to %s", before, after)
+
+    def owner_of_state(self) -> int:
+        """The number of the module whose delayed scales the graph takes that is being compiled, which gets a guard.
+
+        Dynamo gives all modules of a class one graph. Here the first `_OWN_STATES` of them have graphs and scales of
+        their own; further ones, such as the blocks of a model, share one graph and its scales, which is told once.
+        """
+        code, frame = frame_being_compiled()
+        root = root_of(frame)
+        if root is None or code is None:
+            return 0
+        owners = self._owners.setdefault(code, weakref.WeakSet())
+        if root in owners or len(owners) < _OWN_STATES:
+            owners.add(root)
+            owner = weakref.ref(root)
+            add_guard(lambda frame: root_of(frame) is owner(), "fxquant: the delayed scales are those of this module")
+            return self.roots[root]
+        add_guard(
+            lambda frame: root_of(frame) not in owners, "fxquant: the delayed scales are those of several modules"
+        )
+        if not self._told_sharing:
+            self._told_sharing = True
+            tell(
+                f"one fxquant backend has compiled more than {_OWN_STATES} modules {type(root).__name__}: further ones "
+                "share delayed scales. Compile each by fxquant.compile(module, recipe), or what calls them as a whole",
+                FxQuantWarning,
+            )
+        return _SHARED
+
+
+def root_of(frame: Mapping[str, Any]) -> nn.Module | None:
+    """The module that a frame runs, from its variables."""
+    names = sorted(frame, key=lambda name: (name != "self", name != "fn", name))
+    values = [frame[name] for name in names]
+    values += [value[0] for value in values if isinstance(value, tuple) and value]
+    owners = (value.__self__ if isinstance(value, MethodType) else value for value in values)
+    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
+
+
+_numbers = itertools.count()
+_recipes_by_name: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
+_all: weakref.WeakSet[Controls] = weakref.WeakSet()
+
+
+def controls_that_compiled(model: nn.Module) -> list[Controls]:
+    """The controls of all backends that compile a model or a part of it."""
+    parts = set(map(id, model.modules()))
+    return [controls for controls in [*_all] if any(id(root) in parts for root in [*controls.roots])]

@@ -1,0 +1,67 @@
+"""The frames that Dynamo compiles: their variables, guards of our own, and the backend behind a compiled callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.source import GlobalStateSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Guard, TracingContext
+
+Holds = Callable[[Mapping[str, Any]], bool]
+"""A condition on a call: a function of the frame's variables."""
+
+
+def frame_being_compiled() -> tuple[CodeType | None, Mapping[str, Any]]:
+    """Returns the code and the variables of the frame that Dynamo is compiling; None and none outside of Dynamo."""
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:  # nothing has been compiled on this thread
+        translator = None
+    if translator is None:
+        return None, {}
+    return translator.f_code, translator.output.local_scope
+
+
+def add_guard(holds: Holds, meaning: str) -> None:
+    """Lets the graph that is being compiled run only in calls in which `holds`; Dynamo looks for another otherwise.
+
+    `meaning` is what TORCH_LOGS=recompiles shows.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return
+
+    def fxquant_guard(builder: Any, guard: Guard) -> None:
+        builder.guard_manager.root.add_lambda_guard(holds, [meaning], None)
+
+    context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), fxquant_guard))
+
+
+def backends_behind(compiled: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    """The backends that torch.compile was given for a callable, or for a module and what it consists of.
+
+    Each is what holds it, the function, and the options that the function is called with.
+    """
+    yield from _of_function(compiled)
+    for module in compiled.modules() if isinstance(compiled, nn.Module) else ():
+        yield from _unwrapped(getattr(vars(module).get("dynamo_ctx"), "callback", None))
+        yield from _of_function(vars(module).get("_compiled_call_impl"))
+
+
+def _of_function(function: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    while function is not None:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if hasattr(function, "_torchdynamo_orig_callable") and "callback" in names:
+            yield from _unwrapped(function.__closure__[names.index("callback")].cell_contents)
+        function = getattr(function, "__wrapped__", None)
+
+
+def _unwrapped(callback: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    if callable(callback):
+        holder = innermost_backend(callback)
+        yield holder, getattr(holder, "compiler_fn", holder), getattr(holder, "kwargs", {}).get("options", {})

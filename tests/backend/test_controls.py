@@ -1,0 +1,256 @@
+"""The controls of a model are the same however it was compiled, also after it was wrapped, unwrapped or copied."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import assert_same_bits, eager_backend
+from torch import Tensor, nn
+
+import fxquant
+from fxquant import FxQuantWarning, OptionError, RecipeError, UnquantizedWarning
+from fxquant.backend import notices
+
+EAGER = {"inner": "aot_eager"}
+
+
+class Net(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:  # torch compiles no forward of its own in place
+        for part in self:
+            x = part(x)
+        return x
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+
+
+def by_name(net: Any, recipe: str) -> Any:
+    return torch.compile(net, backend="fxquant", options={"recipe": recipe, **EAGER})
+
+
+def by_backend(net: Any, recipe: str) -> Any:
+    return torch.compile(net, backend=eager_backend(recipe))
+
+
+def in_place(net: nn.Module, recipe: str) -> nn.Module:
+    net.compile(backend=eager_backend(recipe, model=net))
+    return net
+
+
+def in_place_by_name(net: nn.Module, recipe: str) -> nn.Module:
+    net.compile(backend="fxquant", options={"recipe": recipe, **EAGER})
+    return net
+
+
+def as_function(net: nn.Module, recipe: str) -> Any:
+    return by_name(lambda x: net(x), recipe)
+
+
+def typed(net: Any, recipe: str) -> Any:
+    return fxquant.compile(net, recipe, options=EAGER)
+
+
+def as_fabric_does(net: Any, recipe: str) -> Any:
+    """Unwraps what it is given, and compiles it again with the same arguments."""
+    with mock.patch("torch.compile", side_effect=torch.compile) as recorded:
+        compiled = typed(net, recipe)
+    return torch.compile(compiled._orig_mod, **recorded.call_args.kwargs)
+
+
+def inside_another(net: Any, recipe: str) -> Any:
+    return nn.Sequential(nn.Identity(), typed(net, recipe))
+
+
+WAYS = (typed, by_name, by_backend, in_place, in_place_by_name, as_function, as_fabric_does, inside_another)
+Way = Callable[[nn.Module, str], Any]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request: pytest.FixtureRequest) -> Way:
+    return request.param
+
+
+def plain(x: Tensor) -> Tensor:
+    return model()(x)
+
+
+def test_the_scope_and_set_recipe_act(way: Way) -> None:
+    run, x = way(model(), "mxfp8"), torch.randn(16, 64)
+    first = run(x)
+    assert not torch.equal(first, plain(x)) and fxquant.report(run).recipe == "mxfp8"
+    with fxquant.autocast(enabled=False):
+        assert torch.equal(run(x), plain(x))
+    assert torch.equal(run(x), first)
+    if way is as_function:
+        with pytest.raises(OptionError, match="compiled keeps its recipe"):
+            fxquant.set_recipe(run, "nvfp4")
+        return
+    with fxquant.autocast(recipe="nvfp4"):
+        other = run(x)
+        assert fxquant.report(run).recipe == "nvfp4" and fxquant.report(run).coverage == 1
+    fxquant.set_recipe(run, "nvfp4")
+    assert torch.equal(run(x), other) and not torch.equal(other, first)
+    fxquant.set_recipe(run, "mxfp8")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(run(x), first)
+
+
+def test_the_recipe_is_chosen_before_the_first_call(way: Way) -> None:
+    run, x = way(model(), "mxfp8"), torch.randn(16, 64)
+    if way is as_function:
+        return
+    fxquant.set_recipe(run, "high_precision")
+    assert torch.equal(run(x), plain(x))
+    with pytest.raises(RecipeError, match="Known recipes"):
+        fxquant.set_recipe(run, "fp3")
+
+
+def test_the_state_is_saved_and_restored(way: Way) -> None:
+    x = torch.randn(32, 64)
+
+    def trained(run: Any, steps: int) -> Tensor:
+        for step in range(steps):
+            output = run((1 + step) * x)
+            output.sum().backward()
+        return output.detach()
+
+    run = way(model(), "delayed_scaling")
+    trained(run, 3)
+    state = fxquant.state_dict(run)
+    assert sorted(state) == ["0.amax_history", "0.scale"]
+    expected = trained(run, 1)
+    torch.compiler.reset()
+    again = way(model(), "delayed_scaling")
+    fxquant.load_state_dict(again, state)
+    assert torch.equal(trained(again, 1), expected)
+
+
+def test_the_module_that_was_compiled_is_asked_too() -> None:
+    net, x = model(), torch.randn(16, 64)
+    with pytest.raises(OptionError, match="fxquant has compiled no part of Net: compile it by"):
+        fxquant.report(net)
+    with pytest.raises(OptionError, match="compiled no part of <function plain"):
+        fxquant.set_recipe(plain, "mxfp8")
+    by_name(net, "mxfp8")(x)
+    assert fxquant.report(net).coverage == 1
+    blocks = nn.ModuleList([typed(model(), "rowwise"), typed(model(), "rowwise")])
+    for block in blocks:
+        block(x)
+    report = fxquant.report(blocks)
+    assert len(report.decisions) == 20 and len({decision.site for decision in report.decisions}) == 4
+    with pytest.raises(OptionError, match="2 backends have compiled this ModuleList"):
+        fxquant.state_dict(blocks)
+
+
+def test_models_with_one_backend_have_recipes_of_their_own() -> None:
+    options = {"recipe": "mxfp8", **EAGER}
+    nets = [model(), model()]
+    first, second = (torch.compile(net, backend="fxquant", options=options) for net in nets)
+    x = torch.randn(16, 64)
+    expected = first(x)
+    assert torch.equal(second(x), expected)
+    fxquant.set_recipe(second, "high_precision")
+    assert torch.equal(second(x), plain(x)) and torch.equal(first(x), expected)
+
+
+@pytest.mark.parametrize("name", ["by_name", "by_backend"])
+def test_models_with_one_backend_have_scales_of_their_own(name: str) -> None:
+    x, options = torch.randn(32, 64), {"recipe": "delayed_scaling", **EAGER}
+
+    def outputs(*factors: float) -> list[Tensor]:
+        torch.compiler.reset()
+        how = (
+            {"backend": "fxquant", "options": options} if name == "by_name" else {"backend": fxquant.Backend(**options)}
+        )
+        runs, results = [torch.compile(model(), **how) for _ in factors], []
+        for _ in range(3):
+            for run, factor in zip(runs, factors, strict=True):
+                y = run(factor * x)
+                y.sum().backward()
+                results += [y.detach()] if factor == 1 else []
+        return results
+
+    assert all(map(torch.equal, outputs(1), outputs(1, 1e4)))
+
+
+def test_many_blocks_with_one_backend_share_scales_and_it_is_told_once() -> None:
+    backend, x = eager_backend("delayed_scaling"), torch.randn(32, 64)
+    blocks = [torch.compile(nn.Linear(64, 64), backend=backend) for _ in range(7)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for block in blocks:
+                block(x).sum().backward()
+    told = [warning for warning in caught if warning.category is FxQuantWarning]
+    assert len(told) == 1 and "further ones share delayed scales" in str(told[0].message)
+    assert backend.captured == 4, "three blocks have graphs of their own"
+    assert fxquant.report(blocks[-1]).coverage == 1
+
+
+def test_a_scope_that_met_no_compiled_model_warns() -> None:
+    net, x = model(), torch.randn(16, 64)
+    with pytest.warns(FxQuantWarning, match=r"autocast\(recipe=mxfp8\) met no compiled model") as caught:
+        with fxquant.autocast(recipe="mxfp8"):
+            net(x)
+    assert caught[0].filename == __file__
+    compiled = typed(net, "rowwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxQuantWarning)
+        with fxquant.autocast(enabled=False), fxquant.autocast():
+            net(x)
+        with fxquant.autocast(recipe="mxfp8"), fxquant.autocast(recipe="nvfp4"):
+            compiled(x)
+        with pytest.raises(ZeroDivisionError), fxquant.autocast(recipe="mxfp8"):
+            raise ZeroDivisionError
+
+
+def test_a_model_that_another_recipe_or_another_library_ran_is_not_told_of_at_exit(monkeypatch: Any) -> None:
+    for waiting in ("_untold", "_uncalled"):
+        monkeypatch.setattr(notices, waiting, [])
+    x = torch.randn(16, 64)
+    for change in (by_backend, by_name, typed, as_fabric_does):
+        run = change(model(), "mxfp8")
+        with fxquant.autocast(recipe="nvfp4"):
+            run(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxQuantWarning)
+        notices._tell_at_exit()
+    never = by_backend(model(), "mxfp8")
+    fxquant.set_recipe(never, "nvfp4")
+    with pytest.warns(UnquantizedWarning, match=r"no graph of fxquant.Backend\(mxfp8\) has run"):
+        notices._tell_at_exit()
+
+
+def test_tools_keep_the_recipe_that_they_are_given() -> None:
+    net, x = model(), torch.randn(16, 64)
+    with fxquant.autocast(enabled=False):
+        assert fxquant.explain(net, "mxfp8", x).coverage == 1
+
+
+def test_a_copy_of_a_backend_keeps_the_chosen_recipe() -> None:
+    backend, x = eager_backend("delayed_scaling"), torch.randn(32, 64)
+    torch.compile(model(), backend=backend)(x).sum().backward()
+    backend.set_recipe("mxfp8")
+    other = copy.deepcopy(backend)
+    assert_same_bits(other.state_dict(), backend.state_dict())
+    torch.compile(model(), backend=other)(x)
+    assert other.report().recipe == "mxfp8"
+
+
+def test_the_cached_weights_of_a_model_are_forgotten() -> None:
+    net, x = model(), torch.randn(16, 64)
+    run = torch.compile(net, backend="fxquant", options={"recipe": "mxfp8", "cache_weights": True, **EAGER})
+    with torch.no_grad():
+        first = run(x)
+        net[0].weight.untyped_storage().copy_(torch.randn(96, 64).untyped_storage())  # no version shows it
+        assert torch.equal(run(x), first)
+        fxquant.clear_cache(run)
+        assert not torch.equal(run(x), first)
