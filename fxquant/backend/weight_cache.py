@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.backend.notices import tell
 from fxquant.compat.memory import Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
 from fxquant.compat.private import make_fx
 from fxquant.compat.values import storage_key
 from fxquant.errors import FxQuantWarning
 from fxquant.passes.insert.cache_weights import Taken, Weight
+from fxquant.report.data import MODEL
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -116,12 +117,11 @@ class WeightCache:
             return
         compile_lock.release()
         self._warned = True
-        warnings.warn(
-            f"cache_weights quantizes the weight {taken.name} {[*parameter.shape]} in every call, and perhaps others: "
-            f"it {reason}, so that a change could pass unseen. Let go of tensors and arrays made of it, or give it "
-            "memory of its own: p.data = p.data.clone()",
+        tell(
+            f"cache_weights quantizes the weight {[*parameter.shape]} of layer {taken.layer or MODEL} in every call, "
+            f"and perhaps others: it {reason}, so that a change could pass unseen. Let go of tensors and arrays made "
+            "of it, or give it memory of its own: p.data = p.data.clone()",
             FxQuantWarning,
-            stacklevel=2,
         )
 
     def _quantize(self, parameter: Tensor, weight: Weight, directions: list[str]) -> dict[str, list[Tensor]]:

@@ -64,12 +64,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Taken:
-    """One direction of a weight that a graph takes; `place` and `name` are the parameter's among its inputs."""
+    """One direction of a weight that a graph takes: its place among the inputs, and the first layer that reads it."""
 
     place: int
     weight: Weight
     direction: str
-    name: str = ""
+    layer: str = ""
 
 
 def cache_weights(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Taken], list[Tensor]]:
@@ -110,7 +110,8 @@ class _Inputs:
             if source is None:
                 continue
             place, weight, directions = source
-            parts = {direction: self._take(place, weight, direction) for direction in directions}
+            layer = LinearSpec.parse(_spec_of(node)).name
+            parts = {direction: self._take(Taken(place, weight, direction, layer)) for direction in directions}
             *operands, spec = node.args
             state = [] if called is stored else [None] * 5
             node.target = stored.target
@@ -136,8 +137,7 @@ class _Inputs:
 
     def _weight_of(self, node: fx.Node, outer: Mapping[fx.Node, fx.Node]) -> tuple[int, Weight, list[str]] | None:
         """Returns the place of the parameter, how it is read, and the directions that stay from step to step."""
-        text = next(arg for arg in reversed(node.args) if isinstance(arg, str))
-        spec = LinearSpec.parse(text)
+        spec = LinearSpec.parse(_spec_of(node))
         input, source = node.args[:2]
         assert isinstance(input, fx.Node) and isinstance(source, fx.Node)
         dtype = getattr(torch, spec.autocast) if spec.autocast else None
@@ -170,11 +170,11 @@ class _Inputs:
         weight = Weight(tuple(steps), dtype, str(spec.weight), fxquant_op(node).startswith("grouped"))
         return (self.before.index(source), weight, lasting) if _is_hashable(weight) else None
 
-    def _take(self, place: int, weight: Weight, direction: str) -> list[fx.Node]:
-        key = (place, weight, direction)
+    def _take(self, taken: Taken) -> list[fx.Node]:
+        key = (taken.place, taken.weight, taken.direction)
         if key not in self.nodes:
             with torch.no_grad():
-                (fakes,) = weight.quantize(value_of(self.before[place]), (direction,))
+                (fakes,) = taken.weight.quantize(value_of(self.before[taken.place]), (taken.direction,))
             nodes = []
             for i, fake in enumerate(fakes):
                 with self.graph.inserting_after(self.last):
@@ -186,8 +186,13 @@ class _Inputs:
                 self.last.meta[EXAMPLE_VALUE] = fake
                 nodes.append(self.last)
             self.nodes[key] = nodes
-            self.taken.append(Taken(place, weight, direction, self.before[place].name))
+            self.taken.append(taken)
         return self.nodes[key]
+
+
+def _spec_of(node: fx.Node) -> str:
+    """The spec of a product, the last text among its arguments."""
+    return next(arg for arg in reversed(node.args) if isinstance(arg, str))
 
 
 def _written(gm: fx.GraphModule) -> set[StorageWeakRef]:
