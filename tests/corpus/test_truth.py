@@ -1,0 +1,161 @@
+"""What a report says is what ran, on every model: GEMMs and attentions by layer, forward and backward.
+
+`make sweep` runs whole models under every recipe; else there are models of each kind, with one layer, under recipes
+that take turns.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from truth import Counted, Layered, differences, plain_flops, reported, without_layers
+
+pytest.importorskip("transformers", reason="the corpus extra is not installed")
+pytest.importorskip("peft", reason="the corpus extra is not installed")
+
+import flops
+import models
+from corpus.test_export import Named
+
+from fxquant import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8BlockScaling,
+    MXFP8Quantizer,
+    NVFP4BlockScaling,
+    NVFP4Quantizer,
+    Quantizer,
+    QuantizerRole,
+    Recipe,
+    quantize_program,
+    recipes,
+    report_of,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def hybrid(role: QuantizerRole) -> Quantizer:
+    """MXFP8 forward, NVFP4 backward."""
+    if not role.module_type.endswith("linear"):
+        return IdentityQuantizer()
+    if role.tensor_type == "grad_output":
+        return NVFP4Quantizer()
+    source = "rowwise_dequantized" if role.tensor_type == "weight" else "original"
+    return HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source=source)  # type: ignore[arg-type]
+
+
+def inputs_alone(role: QuantizerRole) -> Quantizer:
+    linear = role.module_type.endswith("linear") and role.tensor_type == "input"
+    return MXFP8Quantizer() if linear else IdentityQuantizer()
+
+
+RECIPES: dict[str, Recipe] = {
+    **{name: recipes.get(name) for name in recipes.RECIPES if name != "high_precision"},
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),  # which no program has
+    "current_scaling with attention": Float8CurrentScaling(fp8_dpa=True),
+    "delayed_scaling with attention": DelayedScaling(fp8_dpa=True),
+    "mxfp8 with attention": MXFP8BlockScaling(fp8_dpa=True),
+    "backward in high precision": Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized backward": MXFP8BlockScaling(backward_override="dequantized"),
+    "hybrid": CustomRecipe(qfactory=hybrid),
+    "inputs alone": CustomRecipe(qfactory=inputs_alone),
+}
+
+IN_CI = {
+    "llama_gqa": ("delayed_scaling with attention", "nvfp4", "hybrid"),
+    "llama_checkpoint": ("mxfp8 with attention", "weight_only_fp8"),
+    "llama_lora": ("dequantized backward", "float8_blockwise"),
+    "gpt2": ("rowwise", "backward in high precision"),
+    "qwen3_moe_bf16": ("mxfp8", "inputs alone"),
+    "t5": ("current_scaling with attention", "weight_only_nvfp4"),
+    "kitchen_sink": ("mxfp8", "delayed_scaling"),
+}
+"""Models that always run, and the recipes of each."""
+
+
+class Recipes:
+    """A backend that compiles what is captured under several recipes, and runs it under the chosen one."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.backends = {name: Layered(RECIPES[name], model=model) for name in names}
+        self.chosen = names[0]
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled = {name: backend(copy.deepcopy(gm), inputs) for name, backend in self.backends.items()}
+        return lambda *args: compiled[self.chosen](*args)
+
+
+def case(name: str, whole: bool) -> models.Case:
+    """A model and its inputs; of lists of layers the first layer, if it is not taken as a whole."""
+    if "kitchen_sink" in name and not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    model, kwargs = models.CASES[name]()
+    for parent in [] if whole else list(model.modules()):
+        for part, layers in parent.named_children():
+            if isinstance(layers, nn.ModuleList) and len({type(layer) for layer in layers}) == 1:
+                setattr(parent, part, layers[:1])
+    return model, kwargs
+
+
+def check(name: str, recipe: str, counted: Counted, report: Any, *, layers: bool = True) -> int:
+    """Compares what ran with a report; returns the number of quantized GEMMs and attentions."""
+    ran, said = counted.quantized, reported(report)
+    if not layers:
+        ran, said = without_layers(ran), without_layers(said)
+    # equal products are computed once; a checkpoint computes its forward again
+    problems = differences(ran, said, repeated="checkpoint" in name, merged="sink" in name)
+    plain = sum(counted.plain["forward"].values())
+    if plain != plain_flops(report) and "sink" not in name:
+        problems.append(f"{plain} FLOPs ran unquantized, {plain_flops(report)} reported")
+    assert not problems, "\n".join([f"{name}, {recipe}:", *problems])
+    return sum(gemms.total() for gemms in ran.values())
+
+
+CASES = [
+    *(pytest.param(name, names, False, id=name) for name, names in IN_CI.items()),
+    *(pytest.param(name, tuple(RECIPES), True, id=f"{name}-every", marks=pytest.mark.sweep) for name in models.CASES),
+]
+
+
+@pytest.mark.parametrize(("name", "names", "whole"), CASES)
+def test_compiled(name: str, names: tuple[str, ...], whole: bool) -> None:
+    """In training, and in inference where the model is captured again."""
+    model, kwargs = case(name, whole)
+    for training in (True, False):
+        torch.compiler.reset()
+        switch = Recipes(model, names)
+        run = torch.compile(model, backend=switch)
+        for recipe, backend in switch.backends.items():
+            switch.chosen = recipe
+            with Counted(flops._counter().flop_registry) as counted, torch.set_grad_enabled(training):
+                loss = flops.to_loss(run(**kwargs))
+                if loss.requires_grad:
+                    loss.backward()
+            assert check(name, recipe, counted, backend.report())
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "whole"),
+    [CASES[0], *(pytest.param(*case.values, id=case.id, marks=case.marks) for case in CASES[len(IN_CI) :])],
+)
+def test_program(name: str, names: tuple[str, ...], whole: bool) -> None:
+    model, kwargs = case(name, whole)
+    model = Named(model) if "args" in inspect.signature(model.forward).parameters else model
+    kwargs = {key: value.detach() for key, value in kwargs.items()}
+    source = torch.export.export(model.eval(), (), kwargs)
+    for recipe in names:
+        calibration = [kwargs] if "delayed" in recipe else None
+        program = quantize_program(source, RECIPES[recipe], calibration=calibration)
+        with Counted(flops._counter().flop_registry) as counted, torch.no_grad():
+            program.module()(**kwargs)
+        assert check(name, recipe, counted, report_of(program), layers=False)
