@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.private import largest_over_ranks
+from fxquant.compat.ranks import rank
 from fxquant.errors import RecipeError
 from fxquant.kernels.state import reference as delayed
 from fxquant.quantizers import DelayedScalingRequest
@@ -30,6 +31,9 @@ _Place = tuple[str, tuple[SlotKey, ...], int]
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: its multiples spread evenly."""
+
+_OF_RANKS = 0xD1B54A32D192ED03
+"""The distance of the seeds of two ranks: an odd number far from multiples of the other."""
 
 _NEVER = -1 << 32
 """An amax of the backward that no step has written."""
@@ -129,12 +133,21 @@ class DelayedState:
         self.step.zero_()
 
 
+def _signed(number: int) -> int:
+    """The number modulo 2^64 as an int64 holds it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 class RandomState:
-    """Seed and step of stochastic rounding: `random`, int64 [2]. A forward of training advances the step."""
+    """Seed and step of stochastic rounding: `random`, int64 [2]. A forward of training advances the step.
+
+    Each rank adds a number of its own to the seed, so that their errors average out. The saved seed is without it: the
+    state of one rank is that of all, also in a restart with another number of ranks.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        signed = (seed + 2**63) % 2**64 - 2**63
-        self.random = torch.tensor([signed, 0], dtype=torch.int64, device=device)
+        self._of_rank = _signed(rank() * _OF_RANKS)
+        self.random = torch.tensor([_signed(seed + self._of_rank), 0], dtype=torch.int64, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a compiled graph takes besides its own inputs, by name."""
@@ -142,12 +155,15 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """A plain tensor: `random`, int64 [2], seed and number of steps so far."""
-        return {"random": self.random.clone()}
+        random = self.random.clone()
+        random[0] -= self._of_rank
+        return {"random": random}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copies a saved state into this one."""
         _check_names(state, ("random",), "stochastic rounding")
         self.random.copy_(state["random"])
+        self.random[0] += self._of_rank
 
 
 State = DelayedState | RandomState
@@ -170,15 +186,14 @@ def update(tensors: Mapping[str, Tensor], request: DelayedScalingRequest, group:
     recorded = [tensors[name] for name in ("forward_amax", "backward_amax", "step")]
     margin, algorithm = request.margin, request.amax_compute_algo
     by_a_users_function = callable(algorithm) or request.scaling_factor_compute_algo is not None
-    over_ranks = group if request.reduce_amax else None
-    if not by_a_users_function and over_ranks is None:
+    if not by_a_users_function and group is None:
         scale_and_history = torch.ops.fxquant.delayed_update.default(
             scale, history, *recorded, fp8_max, float(margin), str(algorithm)
         )
         return scale_and_history[0], scale_and_history[1]
     last = delayed.recorded(*recorded)
-    if over_ranks is not None:
-        last = largest_over_ranks(last, over_ranks)
+    if group is not None:
+        last = largest_over_ranks(last, group)
     last = delayed.counted(last)  # a step that is infinite on one rank is skipped on all of them
     if by_a_users_function:
         return delayed.update_with(

@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxquant-tests-")
 
 import torch
+from ranks import Ranks
 
 torch.set_num_threads(1)
 
@@ -38,3 +39,11 @@ def clean_compiler() -> Iterator[None]:
     torch.compiler.reset()
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes over gloo."""
+    processes = Ranks()
+    yield processes
+    processes.end()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, whose optimizer splits the captured graph at its buckets; one process over gloo."""
+"""Distributed wrappers in one process over gloo: DDP, whose optimizer splits the captured graph, FSDP2, DTensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import eager_backend
+from helpers import assert_same_bits, eager_backend
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxquant
@@ -46,6 +47,50 @@ def test_split_graphs_are_quantized_whole(recipe: str, group: dist.ProcessGroup)
     assert sorted({d.layer for d in report.decisions}) == [f"layers.{i}" for i in range(4)]
     scales = sum(t.numel() for key, t in backend.state_dict().items() if key.endswith("scale"))
     assert scales == (12 if recipe == "delayed_scaling" else 0)
+
+
+def test_split_graphs_take_cached_weights(group: dist.ProcessGroup) -> None:
+    gradients = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(Stack(), bucket_cap_mb=1.2)
+        run = fxquant.compile(model, "mxfp8", options={"inner": "aot_eager", "cache_weights": cached})
+        for _ in range(2):
+            run(torch.ones(32, 512)).sum().backward()
+        assert len(run.report().graphs["forward"].split("class ")) > 2, "several buckets"
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same_bits(*gradients)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.gelu(self.linear(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            x = block(x)
+        return x
+
+
+def test_payloads_of_gathered_weights_are_not_kept(group: dist.ProcessGroup) -> None:
+    model, backend = Blocks(), eager_backend("mxfp8", cache_weights=True)
+    for block in model.layers:
+        block.compile(backend=backend)
+        fully_shard(block, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+    fully_shard(model)
+    model(torch.randn(32, 64)).sum().backward()
+    assert backend.report().coverage == 1
+    assert backend.weights is not None and not backend.weights._entries
 
 
 def test_amax_reduction_over_one_rank_changes_nothing(group: dist.ProcessGroup) -> None:

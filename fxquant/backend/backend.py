@@ -14,13 +14,14 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend.controls import Controls
 from fxquant.backend.inductor import inductor_settings, memory_settings
-from fxquant.backend.notices import watch
+from fxquant.backend.notices import tell_alone, watch
 from fxquant.backend.options import Options
 from fxquant.backend.record import GraphRecord, Records, graph_text
 from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func
+from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
 from fxquant.passes.captured import Bound, Captured, quantizes
@@ -28,6 +29,7 @@ from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
 from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
+from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import Recipe, resolve
 from fxquant.report.report import Report
 from fxquant.state import Slots, State, StateStore
@@ -51,8 +53,8 @@ class Backend:
     that nothing shows. `gemm` chooses between two kernels of a GPU: ``cublas``, ``triton``, which fuses the operators
     after a GEMM, the faster by earlier measurements (``auto``) or by measuring while compiling (``autotune``). `model`
     gives layers their full names where the graph breaks. `amax_group` is the process group over which delayed scaling
-    takes the largest amax. Backends with the same `states` share them. `captured` counts the graphs that
-    have run so far.
+    takes the largest amax; without one it is that of all ranks, also ``world``, but not in a stage of a pipeline.
+    Backends with the same `states` share them. `captured` counts the graphs that have run so far.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
     """
@@ -117,8 +119,7 @@ class Backend:
         owner = self.controls.owner_of_state() if slots.request is not None and self.switches else 0
         states = self.states.get(slots, device, owner)
         self._states += states
-        group = self.options.amax_group
-        bound = Bound(gm=gm, slots=slots, states=states, group=None if group is None else group.group_name)
+        bound = Bound(gm=gm, slots=slots, states=states, group=self.group_of(slots.request))
         if bound.training or not states:
             return self._bound(record, run(BOUND, bound, self.settings), example_inputs)
         uses = (bound, replace(bound, training=True))
@@ -137,6 +138,18 @@ class Backend:
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
         return lambda *inputs: self._call(compiled, inputs, record, bound)
+
+    def group_of(self, request: DelayedScalingRequest | None) -> str | None:
+        """The name of the process group over which a graph takes its largest amaxes; None for this process alone."""
+        group = self.options.amax_group
+        if request is None or not request.reduce_amax:
+            return None
+        if hasattr(group, "group_name"):
+            return str(group.group_name)
+        if group is None and in_pipeline_stage() and name_of_all() is not None:
+            tell_alone(self.records)
+            return None
+        return name_of_all()
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""

@@ -130,6 +130,18 @@ def _tell_plain(records: Records) -> None:
     tell(text, UnquantizedWarning)
 
 
+def tell_alone(records: Records) -> None:
+    """Warns once that delayed scaling takes the amaxes of this rank alone, since others run other layers."""
+    if not records.told_alone:
+        records.told_alone = True
+        tell(
+            f"{records.what} runs in a stage of a pipeline, where other ranks run other layers: delayed scaling takes "
+            "its amaxes from this rank alone. The option amax_group names the ranks that run the same stage; "
+            "reduce_amax=False in the recipe means this rank alone",
+            FxQuantWarning,
+        )
+
+
 class Calls:
     """The calls of one compiled model, each of which has to run a compiled graph.
 

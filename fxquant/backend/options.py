@@ -42,8 +42,9 @@ class Options:
         object.__setattr__(self, "recipe", resolve(self.recipe))
         if not isinstance(self.inductor, Mapping | None):
             raise OptionError(f"Inductor's settings are a dict, not {self.inductor!r}")
-        if self.amax_group is not None and not hasattr(self.amax_group, "group_name"):
-            raise OptionError(f"amax_group is a process group, not {self.amax_group!r}")
+        if self.amax_group not in (None, "world") and not hasattr(self.amax_group, "group_name"):
+            mesh = ": of a mesh, give mesh.get_group()" if hasattr(self.amax_group, "get_group") else ""
+            raise OptionError(f"amax_group is a process group or 'world', not {self.amax_group!r}{mesh}")
 
     @classmethod
     def of(cls, options: object) -> Options:

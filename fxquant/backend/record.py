@@ -73,6 +73,7 @@ class Records:
     limits: list[str] = field(default_factory=list)
     told: bool = False
     told_plain: bool = False
+    told_alone: bool = False
 
     def run(self, graph: GraphRecord) -> None:
         """Counts a run of a graph."""

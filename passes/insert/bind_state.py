@@ -123,7 +123,13 @@ def _input(graph: fx.Graph, name: str) -> fx.Node:
 def _update(
     graph: fx.Graph, inputs: Inputs, request: DelayedScalingRequest, training: bool, group: str | None
 ) -> Inputs:
-    """Adds the update of delayed scaling, which training writes back. Returns the state that operators take."""
+    """Adds the update of delayed scaling, which training writes back. Returns the state that operators take.
+
+    Only training reduces over the ranks of `group`, since others may not run this forward: else the scales are those of
+    the latest step, which all ranks have in common.
+    """
+    if group is not None and not training:
+        return {"scale": inputs["scale"]}
     tracer = fx.proxy.GraphAppendingTracer(graph)
     on_proxies: Any = update
     new_scale, new_history = on_proxies({name: fx.Proxy(node, tracer) for name, node in inputs.items()}, request, group)
