@@ -12,7 +12,7 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,14 @@ class Slots:
                     f"DelayedScalingRequest differs from {getattr(self.request, name)!r} of the requests before it; "
                     "all requests of a model must be equal in every field"
                 )
+
+    def renamed(self, names: Mapping[str, str]) -> Slots:
+        """The slots of equal layers with other names."""
+
+        def rename(keys: list[SlotKey]) -> list[SlotKey]:
+            return [(names.get(layer, layer), operand, number) for layer, operand, number in keys]
+
+        return replace(self, keys=rename(self.keys), rounded=rename(self.rounded))
 
     def add_rounded(self, key: SlotKey) -> int:
         """The number of a new operand that is rounded stochastically."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxquant
-from fxquant import SkipReason
+from fxquant import CustomRecipe, SkipReason, factories
 
 
 class Stack(nn.Module):
@@ -72,14 +72,57 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.layers:
             x = block(x)
         return x
+
+
+def place_rules(model: nn.Module) -> CustomRecipe:
+    """The first and the last block in high precision, and MXFP8 for the others but for NVFP4 in one."""
+    inner = factories.by_name({r"layers\.2\..*": "nvfp4"}, default=factories.mxfp8)
+    return CustomRecipe(qfactory=factories.first_and_last(inner, first=1, last=1, layers=model))
+
+
+WAYS = {
+    "whole": lambda model, backend: torch.compile(model, backend=backend),
+    "in_place": lambda model, backend: [block.compile(backend=backend) for block in model.layers] and model,
+    "by_class": lambda model, backend: nn.Module.compile(model, backend=backend) or model,
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_rules_by_name_hold_in_graphs_that_blocks_share(group: dist.ProcessGroup, way: str, sharded: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(6), torch.randn(32, 64, requires_grad=True)
+    recipe = place_rules(model)
+    blocks = [fxquant.compile(Blocks(1), answer, options={"inner": "aot_eager"}) for answer in
+              ("high_precision", "mxfp8", "nvfp4", "mxfp8", "mxfp8", "high_precision")]  # fmt: skip
+    expected = x
+    for alone, block in zip(blocks, model.layers, strict=True):
+        alone.load_state_dict(block.state_dict(prefix="_orig_mod.layers.0."))
+        expected = alone(expected)
+    if sharded:
+        for block in model.layers:
+            fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model)
+    backend = eager_backend(recipe, model=model)
+    run = WAYS[way](model, backend)
+    for _ in range(2):
+        assert torch.equal(run(x), expected)
+    report = backend.report()
+    answers = {d.layer: str(d.quantizer) for d in report.decisions if d.role.tensor_type == "weight"}
+    assert list(answers) == [f"layers.{i}.linear" for i in range(6)]
+    assert [answer == "None" for answer in answers.values()] == [True, False, False, False, False, True]
+    assert answers["layers.1.linear"] == answers["layers.4.linear"] != answers["layers.2.linear"]
+    assert len({d.site for d in report.decisions}) == 6 and not report.unused
+    captured = 1 if way != "in_place" and not sharded else 3
+    assert backend.captured == captured, "blocks with equal answers share a graph"
 
 
 def test_payloads_of_gathered_weights_are_not_kept(group: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from fxquant.backend.notices import tell_alone, watch
 from fxquant.backend.options import Options
 from fxquant.backend.record import GraphRecord, Records, graph_text
 from fxquant.backend.repeats import states_of_first_run, without_gradients
+from fxquant.backend.shared import Shared, StatesByModule, named_here
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func
@@ -116,17 +117,31 @@ class Backend:
             slots = self.rewrite(gm, example_inputs)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-        owner = self.controls.owner_of_state() if slots.request is not None and self.switches else 0
-        states = self.states.get(slots, device, owner)
-        self._states += states
+        assert record.shared is not None
+        unnamed = slots.request is not None and not record.shared.named
+        owner = self.controls.owner_of_state() if unnamed and self.switches else 0
+        states_of = partial(self._states_of, device, owner)
+        states = states_of(slots)
         bound = Bound(gm=gm, slots=slots, states=states, group=self.group_of(slots.request))
+        compile = partial(self._bound, record, states_of)
         if bound.training or not states:
-            return self._bound(record, run(BOUND, bound, self.settings), example_inputs)
+            return compile(run(BOUND, bound, self.settings), example_inputs)
         uses = (bound, replace(bound, training=True))
         by_use = {bound.training: run(BOUND, bound, self.settings) for bound in uses}
-        return without_gradients(by_use, example_inputs, partial(self._bound, record))
+        return without_gradients(by_use, example_inputs, compile)
 
-    def _bound(self, record: GraphRecord, bound: Bound, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _states_of(self, device: torch.device, owner: int, slots: Slots) -> list[State]:
+        states = self.states.get(slots, device, owner)
+        self._states += states
+        return states
+
+    def _bound(
+        self,
+        record: GraphRecord,
+        states_of: Callable[[Slots], Sequence[State]],
+        bound: Bound,
+        example_inputs: Sequence[Any],
+    ) -> Callable[..., Any]:
         """Compiles a graph for the inputs that it was captured with, and calls it with what it takes besides."""
         self._record = record
         # compiled for copies, so that AOTAutograd does not see that forward and backward have one step
@@ -137,7 +152,8 @@ class Backend:
         compiled = self.compile(bound.gm, inputs)
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
-        return lambda *inputs: self._call(compiled, inputs, record, bound)
+        states = StatesByModule(bound, states_of)
+        return lambda *inputs: self._call(compiled, inputs, record, states)
 
     def group_of(self, request: DelayedScalingRequest | None) -> str | None:
         """The name of the process group over which a graph takes its largest amaxes; None for this process alone."""
@@ -168,12 +184,19 @@ class Backend:
     def _weight_cache(self) -> WeightCache | None:
         return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
 
-    def _call(self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, bound: Bound) -> Any:
+    def _call(
+        self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, by_module: StatesByModule
+    ) -> Any:
         self.records.run(record)
-        parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
-        with states_of_first_run(bound.states):
+        assert record.shared is not None
+        names, new = record.shared.begin()
+        if new:
+            self._sites = record.add_layers(names, self._sites)
+        states, tensors = by_module.of(names)
+        parts = self.weights.parts(by_module.bound.taken, inputs) if self.weights is not None else []
+        with states_of_first_run(states):
             # tensors with a version of their own, so that other calls may come between this one and its backward
-            return run(*inputs, *(tensor.data for tensor in bound.tensors), *parts)
+            return run(*inputs, *(tensor.data for tensor in tensors), *parts)
 
     @property
     def captured(self) -> int:
@@ -186,12 +209,13 @@ class Backend:
             gm=gm,
             recipe=self.recipe,
             autocast=_ambient_autocast(example_inputs),
-            names=self._names(),
+            names=named_here(self._names()),
             first_site=record.first_site,
         )
         captured = run(CAPTURED, captured, self.settings)
         self._sites = 1 + max((d.site for d in captured.decisions), default=self._sites - 1)
         record.decisions, record.roles = captured.decisions, captured.roles
+        record.shared = Shared(self.recipe, self._names, captured.roles)
         log.info("%s", Report(recipe=str(self.recipe), decisions=[*captured.decisions]).totals())
         return captured.slots
 

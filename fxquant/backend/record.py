@@ -7,11 +7,12 @@ or when the compilation itself does, and the frame runs as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from fxquant.backend.shared import Shared
 from fxquant.decisions import Decision, NotFused
 from fxquant.recipes import Recipe
 from fxquant.report.report import Report
@@ -36,18 +37,43 @@ class GraphRecord:
     """The decisions for a captured graph, the roles that its recipe was asked for, and the reasons of later passes.
 
     Its sites are counted from `first_site`. It is part of the report once it is `in_use`. `breaks` are the graph breaks
-    before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `texts` has
-    its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``.
+    before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `others`
+    are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles.
+    `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``.
     """
 
     first_site: int = 0
     decisions: Sequence[Decision] = ()
     roles: Sequence[QuantizerRole] = ()
+    shared: Shared | None = None
+    others: list[Decision] = field(default_factory=list)
+    other_roles: list[QuantizerRole] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
     in_use: bool = False
     texts: dict[str, list[str]] = field(default_factory=dict)
     breaks: Sequence[str] = ()
     recompiled: str = ""
+
+    def add_layers(self, names: Mapping[str, str], first_site: int) -> int:
+        """Adds the layers of another module that runs this graph, by the names of those captured.
+
+        Returns the first site behind them.
+        """
+
+        def named(role: QuantizerRole) -> QuantizerRole:
+            return replace(role, name=names.get(role.name, role.name))
+
+        shift = first_site - self.first_site
+        self.other_roles += map(named, self.roles)
+        for decision in self.decisions:
+            matmul, attention = decision.matmul, decision.attention
+            if matmul is not None:  # its tensors are others
+                matmul = replace(matmul, input=f"{matmul.input}+{shift}", weight=f"{matmul.weight}+{shift}")
+            if attention is not None:
+                attention = replace(attention, site=attention.site + shift)
+            role, site = named(decision.role), decision.site + shift
+            self.others.append(replace(decision, role=role, site=site, matmul=matmul, attention=attention))
+        return max((decision.site + 1 for decision in self.others), default=first_site)
 
     def see(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Keeps the text of the forward or the backward, in which the operators of fxquant stand."""
@@ -60,7 +86,8 @@ class Records:
     """The captured graphs of one backend that have run, for a recipe.
 
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
-    that ran no graph. `limits` has the functions that torch does not compile any more. `what` names the model.
+    that ran no graph; `outside` names the layers that no call reaches. `limits` has the functions that torch does not
+    compile any more. `what` names the model.
     """
 
     recipe: Recipe
@@ -71,6 +98,7 @@ class Records:
     calls: int = 0
     plain: int = 0
     limits: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
     told: bool = False
     told_plain: bool = False
     told_alone: bool = False
@@ -85,11 +113,12 @@ class Records:
 
     @property
     def decisions(self) -> list[Decision]:
-        return [decision for graph in self.graphs for decision in graph.decisions]
+        decisions = [decision for graph in self.graphs for decision in (*graph.decisions, *graph.others)]
+        return sorted(decisions, key=lambda decision: decision.site)
 
     def unused(self, *, trained: bool = False) -> list[str]:
         """The parts of the recipe that matched nothing; with `trained`, nothing in a training step either."""
-        roles = [role for graph in self.graphs for role in graph.roles]
+        roles = [role for graph in self.graphs for role in (*graph.roles, *graph.other_roles)]
         if trained:  # gradients have roles that inference does not ask for
             roles += [replace(role, tensor_type=kind) for role in roles for kind in ("grad_output", "do", "dp")]
         return self.recipe.unused(roles)
@@ -105,6 +134,8 @@ class Records:
         report.recompilations = [graph.recompiled for graph in self.graphs if graph.recompiled]
         report.uncompiled = [] if self.graphs else ["no graph has run"]
         report.uncompiled += [f"new inputs, since {text}" for text in self.limits]
+        if self.outside:
+            report.uncompiled.append(f"outside of {self.what}, as the model has it: {', '.join(self.outside)}")
         if self.plain:
             report.uncompiled.append(f"{self.plain} of {self.calls} calls of {self.what}, which ran no graph")
         return report

@@ -33,14 +33,14 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
     """Returns the path of the innermost module that a node was called in.
 
     `names` maps ``str(id(module))`` to the path in the user's model, and wins: after a graph break the captured paths
-    start at an inner module.
+    start at an inner module. The empty string's is that of the module whose method was captured.
     """
     stack = node.meta.get(MODULE_STACK) or node.meta.get(FORWARD_MODULE_STACK) or {}
     for key, (path, _) in reversed(stack.items()):
         users_name = names.get(str(key).partition("@")[0])
         name = clean_path(path) if users_name is None else users_name
         return name or str(node.meta.get(LAYER, ""))
-    return str(node.meta.get(LAYER, ""))
+    return str(node.meta.get(LAYER, "")) or names.get("", "")
 
 
 def name_layers(matches: Sequence[Match], names: Mapping[str, str]) -> list[Match]:

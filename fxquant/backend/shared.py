@@ -1,0 +1,157 @@
+"""Graphs that several modules share: Dynamo captures one of a class, such as the first block of a model, for all.
+
+The recipe was asked with the names of the layers of the first. A guard lets another module run the graph if the recipe
+answers the same for the names of its layers; else Dynamo captures it again. The report gets the layers of each module
+that has run.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxquant.compat.frames import add_guard, frame_being_compiled
+from fxquant.errors import FxQuantError
+from fxquant.passes.captured import Bound
+from fxquant.passes.plan.layers import clean_path
+from fxquant.quantizers import value_text
+from fxquant.recipes import Recipe
+from fxquant.roles import QuantizerRole
+from fxquant.state import Slots, State
+
+Names = Callable[[], Mapping[str, str]]
+"""Gives the paths of modules in the user's model, by ``str(id(module))``."""
+
+Variable = tuple[str, int]
+"""The name of a variable, and a place in it if it is a tuple or a list."""
+
+Key = tuple["weakref.ref[nn.Module]", ...]
+
+
+class Shared:
+    """The modules that run one graph, and what their layers are called."""
+
+    def __init__(self, recipe: Recipe, names: Names, roles: Sequence[QuantizerRole]) -> None:
+        self._recipe, self._names = recipe, names
+        self._roles = [*dict.fromkeys(roles)]
+        self._answers = [value_text(recipe.quantizer(role)) for role in self._roles]
+        _, frame = frame_being_compiled()
+        full = names()
+        modules = {v: m for v, m in _modules_of(frame).items() if str(id(m)) in full}
+        self._variables = [*modules]
+        self._places = {layer: _place(layer, modules, full) for layer in dict.fromkeys(r.name for r in self._roles)}
+        self._now = threading.local()
+        self._first = self._key(frame)
+        self._ran = {self._first}
+        self._renamed: dict[Key, Mapping[str, str] | None] = {self._first: {layer: layer for layer in self._places}}
+        if self.named:
+            add_guard(self._holds, "fxquant: the recipe gives the layers of this module what it gave those captured")
+
+    @property
+    def named(self) -> bool:
+        """Tells the modules apart, as parts of a model that is known."""
+        return bool(self._variables and self._places)
+
+    def begin(self) -> tuple[Mapping[str, str], bool]:
+        """The names of the layers in this call by those captured, and True if its modules have not run the graph."""
+        key = getattr(self._now, "key", self._first)
+        new = key not in self._ran
+        self._ran.add(key)
+        return self._renamed[key] or {}, new
+
+    def _key(self, frame: Mapping[str, Any]) -> Key:
+        return tuple(weakref.ref(m) for v in self._variables if (m := _module(frame, *v)) is not None)
+
+    def _holds(self, frame: Mapping[str, Any]) -> bool:
+        """Returns True if the graph is right for the modules of a call."""
+        self._now.key = key = self._key(frame)
+        if key not in self._renamed:
+            self._renamed[key] = self._rename({v: m for v in self._variables if (m := _module(frame, *v)) is not None})
+        return self._renamed[key] is not None
+
+    def _rename(self, modules: Mapping[Variable, nn.Module]) -> Mapping[str, str] | None:
+        """The names of the layers in other modules; None if the recipe answers something else for them."""
+        full, renamed = self._names(), dict[str, str]()
+        parts = {v: _parts(module) for v, module in modules.items()}
+        for layer, place in self._places.items():
+            if place is None:
+                renamed[layer] = layer
+                continue
+            variable, path, rest = place
+            part = parts.get(variable, {}).get(path)
+            if part is None:
+                return None
+            renamed[layer] = ".".join(filter(None, (full.get(str(id(part)), path), rest)))
+        for role, answer in zip(self._roles, self._answers, strict=True):
+            if renamed[role.name] == role.name:
+                continue
+            try:
+                other = self._recipe.quantizer(QuantizerRole(role.module_type, role.tensor_type, renamed[role.name]))
+            except FxQuantError:  # told with the name when a graph of its own is compiled
+                return None
+            if value_text(other) != answer:
+                return None
+        return renamed
+
+
+class StatesByModule:
+    """The states of a bound graph for each module that runs it; `get` gives those of slots."""
+
+    def __init__(self, bound: Bound, get: Callable[[Slots], Sequence[State]]) -> None:
+        self.bound, self._get = bound, get
+        self._others: dict[int, tuple[Sequence[State], Sequence[Tensor]]] = {}
+
+    def of(self, names: Mapping[str, str]) -> tuple[Sequence[State], Sequence[Tensor]]:
+        """The states, and all tensors that the graph takes, where its layers have other names."""
+        bound = self.bound
+        if not bound.states or all(layer == name for layer, name in names.items()):
+            return bound.states, bound.tensors
+        if id(names) not in self._others:
+            states = self._get(bound.slots.renamed(names))
+            tensors = [tensor for state in states for tensor in state.tensors().values()]
+            self._others[id(names)] = states, [*tensors, *bound.tensors[len(tensors) :]]
+        return self._others[id(names)]
+
+
+def named_here(names: Mapping[str, str]) -> dict[str, str]:
+    """The names and, as the empty string's, that of the module whose method is captured, which torch does not say."""
+    _, frame = frame_being_compiled()
+    owner = next((m for v in ("self", "fn") if (m := _module(frame, v, 0)) is not None), None)
+    return {**names, "": names.get(str(id(owner)), "")}
+
+
+def _modules_of(frame: Mapping[str, Any]) -> dict[Variable, nn.Module]:
+    """The modules among the variables of a frame, and those in its tuples and lists."""
+    places = ((n, i) for n, v in frame.items() for i in (range(len(v)) if isinstance(v, (tuple, list)) else (0,)))
+    return {variable: module for variable in places if (module := _module(frame, *variable)) is not None}
+
+
+def _module(frame: Mapping[str, Any], name: str, place: int) -> nn.Module | None:
+    value = frame[name] if name in frame else None
+    if isinstance(value, (tuple, list)):
+        value = value[place] if place < len(value) else None
+    value = value.__self__ if isinstance(value, MethodType) else value
+    return value if isinstance(value, nn.Module) else None
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules in a module by their paths, which leave wrappers out: of one and what it wraps, the latter."""
+    return {clean_path(path): part for path, part in module.named_modules(remove_duplicate=False)}
+
+
+def _place(
+    layer: str, modules: Mapping[Variable, nn.Module], full: Mapping[str, str]
+) -> tuple[Variable, str, str] | None:
+    """The variable, the path from there, and the rest of the name that is no module's; None for a layer elsewhere."""
+    places = [
+        (len(name), variable, path, layer[len(name) :].lstrip("."))
+        for variable, module in modules.items()
+        for path, part in _parts(module).items()
+        if (name := full.get(str(id(part)))) is not None and f"{layer}.".startswith(f"{name}.")
+    ]
+    return max(places, key=lambda place: place[0])[1:] if places else None
