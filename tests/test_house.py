@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,17 +110,12 @@ STAGES = {step.run: step for stage in vars(pipeline).values() if isinstance(stag
           if isinstance(step, Pass)}  # fmt: skip
 ON_GRAPHS = sorted({Path(run.__code__.co_filename) for run in STAGES} & {
     path for path in FILES.values() if path.parent != FOLDERS["fxquant.passes"]})  # fmt: skip
-ELSEWHERE = {
-    "few_rows": "kernels/linear/test_triton_few_rows.py",
-    "advance": "passes/lower/state/test_record_in_kernel.py",
-}
-"""The test files of passes that are tested together with the kernels or the passes that they serve."""
 
 
 @pytest.mark.parametrize("path", ON_GRAPHS, ids=lambda path: path.stem)
 def test_every_pass_over_a_graph_has_a_test_file_of_its_name(path: Path) -> None:
     folder = path.relative_to(FOLDERS["fxquant.passes"]).parent
-    test = TESTS / ELSEWHERE.get(path.stem, str(Path("passes") / folder / f"test_{path.stem}.py"))
+    test = TESTS / "passes" / folder / f"test_{path.stem}.py"
     names = {run.__name__ for run in STAGES if run.__code__.co_filename == str(path)}
     assert names and all(name in test.read_text() for name in names)
 
@@ -128,6 +124,16 @@ def test_every_pass_over_a_graph_has_a_test_file_of_its_name(path: Path) -> None
 def test_every_file_of_insert_and_joint_has_a_test_file(folder: str) -> None:
     files = {path.stem for path in (FOLDERS["fxquant.passes"] / folder).glob("*.py")} - {"__init__", "sides"}
     assert len(files) > 3 and all((TESTS / "passes" / folder / f"test_{name}.py").is_file() for name in files)
+
+
+def test_every_file_that_does_the_work_of_a_captured_pass_has_a_test_file() -> None:
+    """They are imported whole, and called by their names; others lend a name or two."""
+    captured = FOLDERS["fxquant.passes"] / "captured.py"
+    targets = {target.removeprefix("fxquant.passes.") for target, _ in imported(captured) if target in FILES}
+    wholes = {name for name in targets if re.search(rf"import .*\b{name.rpartition('.')[2]}\b", captured.read_text())}
+    assert {"find.mha", "plan.layers", "plan.resolve", "plan.reuse", "plan.weigh", "insert.linear"} <= wholes
+    for folder, _, name in (name.rpartition(".") for name in wholes - {"settings"}):
+        assert (TESTS / "passes" / folder / f"test_{name}.py").is_file(), f"{folder}/{name}.py has no test file"
 
 
 def test_passes_over_graphs_are_many() -> None:

@@ -56,6 +56,8 @@ def _advance(update: fx.Node, copies: dict[Any, fx.Node]) -> bool:
     expected = {update, counted, *(copies[state] for state in states)}
     if any(user not in expected for state in states for user in state.users):  # type: ignore[union-attr]
         return False
+    if any(copies[state].users for state in states):
+        return False
     _replace(update, results[0], copies[scale])
     root.replace_all_uses_with(forward_amax, delete_user_cb=lambda user: user is reader)  # type: ignore[arg-type]
     done = [copies[scale], copies[history], copies[step], counted, *results.values(), update]
