@@ -240,8 +240,8 @@ def _nan_assertion(module: str, function: str, change: Callable[..., Any]) -> Pa
         function,
         defect="Code with the setting `nan_asserts` asks 8-bit floats, such as payloads that a backward takes, whether "
         "they are infinite, for which torch has no kernel.",
-        upstream="https://github.com/pytorch/pytorch/issues/149002",
-        fixed_in=None,
+        upstream="https://github.com/pytorch/pytorch/issues/149002, mended by #197444",
+        fixed_in=(2, 15),
         still_needed=_cannot_ask_float8,
         change=change,
     )
