@@ -1,6 +1,7 @@
-"""Times a linear layer with few tokens, as in decoding, beside reading its FP8 weight at the rate of a copy.
+"""Times a linear layer with few tokens, as in decoding, beside reading its weight at the rate of a copy.
 
-The quantization of the activation is timed too; weights are quantized before. On CUDA calls run in a graph, and
+The weight counts as FP8, in bfloat16 too, and as NVFP4 with its scales where a recipe stores that. The quantization of
+the activation is timed too; weights are quantized before. On CUDA calls run in a graph, and
 copies of the weight take turns, so that none is in the L2 cache when its turn comes.
 """
 
@@ -18,10 +19,15 @@ from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
 from fxquant.bench.inference import Inference, quantized_program
-from fxquant.bench.providers import CALIBRATED, TORCHAO
+from fxquant.bench.providers import CALIBRATED, TORCHAO, TORCHAO_WEIGHT_ONLY, WEIGHT_ONLY
 from fxquant.bench.rounds import Layer, Row, compiling
+from fxquant.formats import FORMATS
 
-PROVIDERS = ("bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise", *TORCHAO)
+_OTHERS = ("bf16", *TORCHAO, *TORCHAO_WEIGHT_ONLY)
+"""The providers that are not fxquant's."""
+PROVIDERS = (
+    "bf16", "current_scaling", CALIBRATED, "rowwise", "float8_blockwise", *WEIGHT_ONLY, *TORCHAO, *TORCHAO_WEIGHT_ONLY,
+)  # fmt: skip
 _ROTATED = 200_000_000
 """The fewest bytes of weights that take turns: four times the L2 cache of an H100."""
 
@@ -33,8 +39,9 @@ class Decode(Layer, Inference):
     def __str__(self) -> str:
         return f"{self.m} tokens {self.k}x{self.n}"
 
-    def weight_bytes(self) -> int:
-        return self.n * self.k
+    def weight_bytes(self, provider: str) -> int:
+        nvfp4 = provider == "weight_only_nvfp4"
+        return int(self.n * self.k * (FORMATS["nvfp4"].bytes_per_element if nvfp4 else 1))
 
     def prepared(self, provider: str, device: str) -> tuple[list[Callable[[], Any]], Row]:
         torch.manual_seed(0)
@@ -44,7 +51,7 @@ class Decode(Layer, Inference):
         with torch.device(device):
             model = nn.Linear(self.k, self.n, bias=False, dtype=torch.bfloat16).requires_grad_(False)
             x = self.input()
-        bytes_of_weight = self.n * self.k * (2 if provider == "bf16" else 1)
+        bytes_of_weight = self.weight_bytes(provider) * (2 if provider == "bf16" else 1)
         copies = 2 + _ROTATED // bytes_of_weight if cuda else 2
         row: Row = {}
         with torch.no_grad(), compiling(row):
@@ -61,17 +68,9 @@ TINY = (Decode(1, 64, 96), Decode(16, 64, 96))
 def prepare(provider: str, model: nn.Linear, x: Tensor, copies: int) -> list[Callable[[Tensor], Tensor]]:
     """Copies of the layer, each with its own weight in the provider's format, that share one compilation."""
     backend = compiler(provider)
-    if provider in ("bf16", *TORCHAO):
+    if provider in _OTHERS:
         if provider != "bf16":
-            from torchao.quantization import (  # type: ignore[import-not-found]
-                Float8DynamicActivationFloat8WeightConfig,
-                PerRow,
-                PerTensor,
-                quantize_,
-            )
-
-            granularity = PerTensor() if provider == "torchao tensorwise" else PerRow()
-            quantize_(model, Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
+            quantize_by_torchao(provider, model)
         call = torch.compile(lambda layer, x: layer(x), backend=backend, fullgraph=True, dynamic=False)
         return [functools.partial(call, copy.deepcopy(model)) for _ in range(copies)]
     program = quantized_program(provider, torch.export.export(model, (x,)), (x,))
@@ -86,6 +85,19 @@ def prepare(provider: str, model: nn.Linear, x: Tensor, copies: int) -> list[Cal
     return [functools.partial(run, clone) for clone in clones]
 
 
+def quantize_by_torchao(provider: str, model: nn.Linear) -> None:
+    """Quantizes a layer in place, by one of torchao's configurations."""
+    from torchao import quantization as ao  # type: ignore[import-not-found]
+
+    configs = {
+        "torchao tensorwise": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerTensor()),
+        "torchao rowwise": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+        "torchao float8 weight-only": lambda: ao.Float8WeightOnlyConfig(),
+        "torchao int8 weight-only": lambda: ao.Int8WeightOnlyConfig(),
+    }
+    ao.quantize_(model, configs[provider]())
+
+
 def compiler(provider: str) -> Any:
     """The backend of a provider's layer; fxquant's only lowers the operators of a quantized program."""
-    return "inductor" if provider in ("bf16", *TORCHAO) else Backend("high_precision")
+    return "inductor" if provider in _OTHERS else Backend("high_precision")

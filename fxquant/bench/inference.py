@@ -25,8 +25,8 @@ class Inference(Problem):
         """The compiled calls of a provider, which take turns, and the columns that are filled in before the timing."""
         raise NotImplementedError
 
-    def weight_bytes(self) -> int:
-        """Bytes of the FP8 weight whose reading is the floor of the time; 0 for no floor."""
+    def weight_bytes(self, provider: str) -> int:
+        """Bytes of the weight whose reading is the floor of a provider's time; 0 for no floor."""
         return 0
 
     def contender(self, provider: str, turns: Turns) -> Contender:
@@ -37,8 +37,9 @@ class Inference(Problem):
     def columns(self, contender: Contender, ms: Mapping[str, float], turns: Turns) -> Row:
         us = 1e3 * ms[contender.name]
         row = {"us": f"{us:.1f}", "over_bf16": f"{1e3 * ms['bf16'] / us:.2f}x" if "bf16" in ms else ""}
-        if self.weight_bytes() and turns.cuda:
-            row["over_read"] = f"{us / (self.weight_bytes() / copy_rate()):.2f}x"
+        read = self.weight_bytes(contender.name)
+        if read and turns.cuda:
+            row["over_read"] = f"{us / (read / copy_rate()):.2f}x"
         return row
 
 

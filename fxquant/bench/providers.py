@@ -16,6 +16,9 @@ CACHED = ("rowwise cached", "float8_blockwise cached")
 LEAST = ("current_scaling least", "delayed_scaling least")
 """The recipes whose forward keeps the least for its backward (docs/memory.md)."""
 TORCHAO = ("torchao tensorwise", "torchao rowwise")
+WEIGHT_ONLY = ("weight_only_fp8", "weight_only_nvfp4")
+TORCHAO_WEIGHT_ONLY = ("torchao float8 weight-only", "torchao int8 weight-only")
+"""The providers of inference that quantize weights alone."""
 ATTENTION = " + attention"
 """The suffix of a provider that quantizes attention too."""
 WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
@@ -28,7 +31,7 @@ CALIBRATED = "current_scaling calibrated"
 def installed(providers: Iterable[str]) -> list[str]:
     """The providers without those of torchao if it is not installed."""
     torchao = importlib.util.find_spec("torchao") is not None
-    return [name for name in providers if torchao or name not in TORCHAO]
+    return [name for name in providers if torchao or not name.startswith("torchao")]
 
 
 def recipe_of(provider: str) -> recipes.Recipe | None:
@@ -47,11 +50,16 @@ def recipe_of(provider: str) -> recipes.Recipe | None:
 
 
 def gemms(provider: str, device: str) -> str:
-    """``native`` if the device has instructions for the GEMMs of a provider, else ``emulated``."""
+    """``native`` if the device has instructions for the GEMMs of a provider, else ``emulated``.
+
+    ``dequantized as read`` where a kernel of few rows reads the stored bytes of a weight that alone is quantized.
+    """
     name = _recipe_name(provider.removesuffix(" calibrated"))
+    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    if name in WEIGHT_ONLY:
+        return "dequantized as read" if hopper else "emulated"
     if name not in QUANTIZED:
         return "native"
-    hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
     return recipes.runs_as(recipes.get(name), "Hopper" if hopper else "the CPU")
 
 

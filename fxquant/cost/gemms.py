@@ -39,8 +39,8 @@ def elements_of(matmul: Matmul) -> dict[str, int]:
     }
 
 
-def _gemm_us(rates: CardRates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsize: int) -> float:
-    """Microseconds of a GEMM whose operands have `itemsize` bytes an element."""
+def _gemm_us(rates: CardRates, rate: GemmRate, matmul: Matmul, gemm: Gemm, itemsizes: tuple[float, float]) -> float:
+    """Microseconds of a GEMM whose left and right operands have so many bytes an element."""
     m, k, n = (int(getattr(matmul, axis)) for axis in _AXES[gemm])
     tflops = float(getattr(rate, gemm.value))
     start = rates.gemm_start + rate.group * matmul.groups
@@ -50,8 +50,8 @@ def _gemm_us(rates: CardRates, rate: GemmRate, matmul: Matmul, gemm: Gemm, items
         tiles = (rate.smallest, *_CUBLAS_TILES)
         busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in tiles)
     elements = elements_of(matmul)
-    read = sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
-    moved = (itemsize * read + 2 * elements[_RESULTS[gemm]]) / (rates.copy * rate.read) / 1e6
+    read = sum(size * elements[operand] for size, (operand, _) in zip(itemsizes, GEMM_OPERANDS[gemm], strict=True))
+    moved = (read + 2 * elements[_RESULTS[gemm]]) / (rates.copy * rate.read) / 1e6
     return start + max(busy, moved)
 
 
@@ -75,7 +75,7 @@ def _unquantized_us(matmul: Matmul, gemm: Gemm) -> float | None:
     rates = RATES.get(matmul.device)
     if rates is None or matmul.dtype not in HALVES:
         return None
-    return _gemm_us(rates, rates.bf16_grouped if matmul.groups else rates.bf16, matmul, gemm, 2)
+    return _gemm_us(rates, rates.bf16_grouped if matmul.groups else rates.bf16, matmul, gemm, (2, 2))
 
 
 def gemm_work(decisions: Sequence[Decision]) -> list[Work]:
@@ -94,7 +94,8 @@ def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
     rates = RATES.get(matmul.device)
     if unquantized is None or rates is None:
         return Work(str(gemm), str(chosen))
-    return Work(str(gemm), str(chosen), unquantized, _quantized_us(rates, matmul, gemm, chosen.kernel, unquantized))
+    us = _quantized_us(rates, matmul, gemm, chosen.kernel, (left, right), unquantized)
+    return Work(str(gemm), str(chosen), unquantized, us)
 
 
 def choose_gemm(problem: Problem, card: str) -> Chosen[GemmKernel]:
@@ -149,15 +150,25 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> Ch
     )  # fmt: skip
 
 
-def _quantized_us(rates: CardRates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, unquantized: float) -> float | None:
+def _quantized_us(
+    rates: CardRates, matmul: Matmul, gemm: Gemm, kernel: GemmKernel, pair: tuple[QuantSpec, QuantSpec],
+    unquantized: float,
+) -> float | None:  # fmt: skip
+    sizes = [spec.row.bytes_per_element for spec in pair]
     if kernel in (GemmKernel.EMULATED, GemmKernel.ONE_SIDED):
-        # each operand is dequantized: its payload read, bfloat16 written
+        # what is quantized is dequantized: its payload read, bfloat16 written
         elements = elements_of(matmul)
-        moved = 3 * sum(elements[operand] for operand, _ in GEMM_OPERANDS[gemm])
-        return unquantized + 2 * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6
+        dequantized = [
+            (size + 2) * elements[operand]
+            for size, spec, (operand, _) in zip(sizes, pair, GEMM_OPERANDS[gemm], strict=True)
+            if not spec.is_identity
+        ]
+        moved = sum(dequantized)
+        return unquantized + len(dequantized) * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6
     if kernel not in rates.gemm:
         return None
-    time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, 1)
+    read = (sizes[0], sizes[1]) if kernel is GemmKernel.WEIGHT_ONLY else (1, 1)
+    time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, read)
     return time + (2 * rates.launch if matmul.groups else 0.0)  # zeros where no group wrote, or a table of tiles
 
 

@@ -11,6 +11,7 @@ from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.linear import few_rows as limits
+from fxquant.kernels.linear import weight_only as one_sided_limits
 from fxquant.kernels.operator import Dim, Facts, Kernel, Parts
 
 GEMM = ("auto", "cublas", "triton", "autotune")
@@ -18,7 +19,7 @@ GEMM = ("auto", "cublas", "triton", "autotune")
 
 
 MIXED = "emulated: no GEMM takes the two formats together"
-"""The reason why a mixed pair is emulated."""
+"""The reason why a pair of two quantized formats is emulated."""
 
 
 class GemmKernel(Kernel):
@@ -30,6 +31,7 @@ class GemmKernel(Kernel):
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
     TRITON = "Triton GEMM"
     FEW_ROWS = "Triton, few rows"
+    WEIGHT_ONLY = "Triton, few rows, the weight dequantized as it is read"
     GROUPED = "_scaled_grouped_mm"
     GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"
@@ -86,6 +88,27 @@ def few_rows(facts: GemmFacts) -> str:
     return "" if few else "more than a few rows"
 
 
+def weight_only(facts: GemmFacts) -> str:
+    """Returns why the kernel that dequantizes the weight as it reads it does not take a GEMM, "" if it does."""
+    if not facts.a.is_identity or facts.b.is_identity:
+        return "not the right operand alone is quantized"
+    if not (facts.triton and facts.on_hopper):
+        return "no Triton kernel for few rows on this device"
+    if facts.high_precision not in one_sided_limits.DTYPES:
+        return "its kernel for few rows takes bfloat16 and float16"
+    if not (facts.matrices and one_sided_limits.supports(facts.b)):
+        return "no kernel for few rows of these operands"
+    static = all(isinstance(size, int) and size > 0 for size in (facts.most_rows, facts.n, facts.k))
+    few = static and facts.most_rows <= one_sided_limits.MOST_ROWS and facts.m != 0
+    return "" if few else f"more than {one_sided_limits.MOST_ROWS} rows"
+
+
+def _why_emulated(facts: GemmFacts) -> str:
+    """Returns why a mixed pair is emulated."""
+    one_sided = facts.a.is_identity != facts.b.is_identity
+    return f"emulated: {weight_only(facts)}" if one_sided else MIXED
+
+
 def per_tensor(facts: GemmFacts) -> str:
     """Returns why cuBLAS does not multiply by one scale of each tensor."""
     reason = _no_long_scales(facts)
@@ -100,7 +123,7 @@ def per_row(facts: GemmFacts) -> str:
 
 def _no_long_scales(facts: GemmFacts) -> str:
     if is_mixed(facts.a, facts.b):
-        return MIXED
+        return _why_emulated(facts)
     if not facts.on_cuda:
         return "the reference"
     if not facts.matrices:
@@ -126,7 +149,7 @@ def _no_block_mm(facts: GemmFacts) -> str:
     """
     a, b = facts.a, facts.b
     if is_mixed(a, b):
-        return MIXED
+        return _why_emulated(facts)
     if not facts.on_cuda:
         return "the reference"
     if not facts.matrices:
@@ -157,7 +180,7 @@ def one_sided(facts: GemmFacts) -> str:
 def emulated(facts: GemmFacts) -> str:
     """Returns why bfloat16 does not hold the values of both operands."""
     if is_mixed(facts.a, facts.b):
-        return MIXED
+        return _why_emulated(facts)
     exact = facts.on_cuda and all(map(exact_in_bfloat16, (facts.a, facts.b)))
     return "" if exact else "values that bfloat16 rounds"
 

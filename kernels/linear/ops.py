@@ -47,6 +47,17 @@ def _few_rows(
     return triton_few_rows.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
 
 
+@scaled_mm.implementation(GemmKernel.WEIGHT_ONLY, when=choice.weight_only)
+def _weight_only(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    epilogue: str | None = None, other: Tensor | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same of an operand that is not quantized, by a weight that is dequantized as it is read."""
+    from fxquant.kernels.linear import triton_weight_only
+
+    return triton_weight_only.scaled_mm(a[0], b, QuantSpec.parse(b_spec), bias, out_dtype, epilogue, other, early)
+
+
 @operator()
 def fused_scaled_mm(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,

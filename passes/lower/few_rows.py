@@ -6,8 +6,10 @@
     # of one row becomes
     z = fxquant.scaled_mm([x], weight, ..., epilogue="add", other=residual)
 
+GEMMs of a weight that alone is quantized leave nothing to quantize, and are otherwise treated alike.
+
 Only on Hopper, and only where the GEMMs are the sole readers of a quantization, and what follows is the sole reader of
-theirs. See `fxquant.kernels.linear.triton_few_rows`.
+theirs. See `fxquant.kernels.linear.triton_few_rows` and `triton_weight_only`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import fx
 from fxquant.compat.device import launches_early
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import few_rows as limits
+from fxquant.kernels.linear import weight_only
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.passes.graph.builder import erase_unused
@@ -40,7 +43,7 @@ def decodes(node: fx.Node) -> bool:
     if not is_fxquant(node, "scaled_mm"):
         return False
     arguments: Any = fx.node.map_arg(node.args, val)
-    return scaled_mm.choose(scaled_mm.facts_of(*arguments)).kernel is GemmKernel.FEW_ROWS
+    return scaled_mm.choose(scaled_mm.facts_of(*arguments)).kernel in (GemmKernel.FEW_ROWS, GemmKernel.WEIGHT_ONLY)
 
 
 def few_rows(graph: fx.Graph, settings: Settings) -> int:
@@ -81,7 +84,8 @@ def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
         x, spec, direction, *multiplier = node.args
         gemms = _gemms(node)
-        if direction != "rowwise" or not any(map(decodes, gemms or _readers(node))):
+        inputs = gemms or {user for user in _readers(node) if user.args[0] == [*node.users]}
+        if direction != "rowwise" or not any(map(decodes, inputs)):
             continue
         parsed = QuantSpec.parse(str(spec))
         early = not packaged and launches_early(val(x).device)
@@ -140,7 +144,9 @@ def _no_epilogue(gemm: fx.Node) -> str:
     if gemm.kwargs:
         return "it has an epilogue"
     a, b = ([val(part) for part in parts] for parts in gemm.args[:2])  # type: ignore[union-attr]
-    return "" if limits.in_one_kernel(a, b) else "several kernels add up its result"
+    a_spec, b_spec = (QuantSpec.parse(str(text)) for text in gemm.args[2:4])
+    alone = weight_only.in_one_kernel(a, b, b_spec) if a_spec.is_identity else limits.in_one_kernel(a, b)
+    return "" if alone else "several kernels add up its result"
 
 
 def _other_reader(gemm: fx.Node, root: fx.Node) -> str:

@@ -21,7 +21,7 @@ from fxquant.bench import casts, inference, linear, rounds, training
 from fxquant.bench import decode as bench_decode
 from fxquant.bench import export as bench_export
 from fxquant.bench import run as bench
-from fxquant.bench.providers import CACHED, recipe_of
+from fxquant.bench.providers import CACHED, WEIGHT_ONLY, recipe_of
 
 
 @pytest.fixture
@@ -145,13 +145,16 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         return compile_
 
     monkeypatch.setattr(bench_decode, "compiler", compiler)
-    providers = ["bf16", "rowwise", "current_scaling calibrated", "float8_blockwise"]
+    providers = ["bf16", "rowwise", "current_scaling calibrated", "float8_blockwise", *WEIGHT_ONLY]
     assert bench.main(["decode", "--device", "cpu", "--providers", ",".join(providers)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "us" in shown[0].split() and "step ms" not in shown[0] and len(shown) == 1 + 2 * len(providers)
     assert len(compiled) == 2 * len(providers)
     names = [[node.name for node in graph.nodes if "quantize" in node.name] for graph in compiled]
-    assert [len(each) for each in names] == [0, 1, 1, 1] * 2
+    assert [len(each) for each in names] == [0, 1, 1, 1, 0, 0] * 2
+    size = bench_decode.Decode(16, 64, 96)
+    assert size.weight_bytes("rowwise") == size.weight_bytes("weight_only_fp8") == 64 * 96
+    assert size.weight_bytes("weight_only_nvfp4") == 64 * 96 // 2 + 64 * 96 // 16
 
 
 def test_a_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:

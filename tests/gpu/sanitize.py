@@ -33,7 +33,7 @@ from fxquant.kernels.cast.choice import supports_groups
 from fxquant.kernels.cast.producers import PRODUCERS
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
-from fxquant.kernels.linear import few_rows, triton_gemm
+from fxquant.kernels.linear import few_rows, triton_gemm, triton_weight_only
 from fxquant.kernels.linear import triton_few_rows as triton_decode
 from fxquant.kernels.state import triton as triton_delayed
 
@@ -60,6 +60,7 @@ DECODED = (
     ("per_tensor_e4m3", "per_tensor_e4m3"), ("per_row_e4m3(pow2,torchao)", "per_row_e4m3"),
     ("block_1x128_e4m3(pow2)", "block_128x128_e4m3(pow2)"),
 )  # fmt: skip
+WEIGHT_ONLY = ("per_row_e4m3(torchao)", "nvfp4")
 DECODE_SHAPES = ((1, 272, 8), (3, 200, 136), (17, 1100, 8), (64, 392, 264))
 """M, K, N: a product of one row, N down to 8, and K that is split over programs."""
 EXPERTS = (
@@ -175,6 +176,13 @@ def decode() -> Iterator[str]:
                 for term in (None, bias):
                     triton_decode.scaled_mm(source, a_spec, b, b_spec, term, torch.bfloat16, early=term is not None)
             yield f"{texts}, {(m, k, n)}"
+    for text in WEIGHT_ONLY:
+        spec = QuantSpec.parse(text)
+        for m, k, n in DECODE_SHAPES[:3]:
+            b = reference.quantize(noise(n, k), spec)
+            for term in (None, noise(n)):
+                triton_weight_only.scaled_mm(noise(m, k), b, spec, term, torch.bfloat16, early=term is not None)
+            yield f"{text} alone, {(m, k, n)}"
 
 
 def grouped() -> Iterator[str]:

@@ -42,15 +42,19 @@ class Launcher:
 def interpret(*modules: Any) -> None:
     """Has the launches of modules run in the interpreter, with what it does otherwise than a GPU mended.
 
-    Its conversions of float32 to FP8 and bfloat16 do not round to nearest even, so torch's stand in for them. Its
-    maximum is NaN where either side is, which on a GPU is the other side. With NumPy 2.4 Triton 3.6 cannot use a number
-    of its own as the end of a range.
+    Its conversions of float32 to FP8 and bfloat16 do not round to nearest even, and its NaN of FP8 is 480, so torch's
+    stand in for them. Its maximum is NaN where either side is, which on a GPU is the other side. It multiplies the bits
+    of bfloat16 matrices. With NumPy 2.4 Triton 3.6 cannot use a number of its own as the end of a range.
     """
     for module in modules:
         module.wrap_triton = Launcher
     convert, patch = interpreter._convert_float, interpreter._patch_lang_tensor
+    multiply = interpreter.InterpreterBuilder.create_dot
 
     def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source in FP8 and target == tl.float32:
+            codes = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8))
+            return codes.view(ELEMENTS[FP8[source]].dtype).float().numpy().view(np.uint32).reshape(values.shape)
         if source != tl.float32 or target not in (*FP8, tl.bfloat16):
             return convert(values, source, target, rounding)
         floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
@@ -62,6 +66,16 @@ def interpret(*modules: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        floats = [
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            if x.dtype == tl.bfloat16
+            else x
+            for x in (a, b)
+        ]
+        return multiply(builder, *floats, *rest)
+
     interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     interpreter._patch_lang_tensor = patch_tensor

@@ -24,6 +24,7 @@ MODULES = (
     "grouped.triton_gemm",
     "linear.triton_few_rows",
     "linear.triton_gemm",
+    "linear.triton_weight_only",
     "state.triton",
 )
 

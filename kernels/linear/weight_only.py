@@ -1,0 +1,76 @@
+"""The limits of the Triton kernels for a weight that alone is quantized, and their tiles: what they take.
+
+Few rows of bfloat16 or float16 by a weight in FP8 or NVFP4, which is dequantized as it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxquant.compat.values import upper_bound
+from fxquant.formats import QuantSpec
+from fxquant.kernels.linear.few_rows import MULTIPROCESSORS, is_one_row
+
+MOST_ROWS = 32
+"""Rows of x up to which the products fit the registers beside the weight."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""The dtypes of x, in which the weight's elements times their block scales are exact."""
+_FEW_PROGRAMS = 2 * MULTIPROCESSORS
+"""Programs that run at the same time in any case: two share a multiprocessor."""
+
+
+class Tiles(NamedTuple):
+    """The tile of a program: m rows of x by n rows of the weight, of which each warp reads k bytes at a time.
+
+    Warps share the contracted axis: what a warp has decoded no other warp needs.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, rows: int, size_n: int, spec: QuantSpec) -> Tiles:
+        """Tiles that give a multiprocessor 12 warps or more, as decoding takes, where the weight has rows enough."""
+        m = max(8, 1 << (rows - 1).bit_length())
+        few = m <= 16 and -(-size_n // 64) <= _FEW_PROGRAMS
+        return cls(m, 64, 32 if is_packed(spec) else 64, 8 if few else 4, 3)
+
+    def steps(self, size_n: int, row_bytes: int) -> tuple[int, int]:
+        """The number of parts that K is split into, so that no multiprocessor idles, and the steps of a part."""
+        all_steps = -(-row_bytes // (self.k * self.warps))
+        split = max(1, min(_FEW_PROGRAMS // -(-size_n // self.n), all_steps // 4))
+        steps = -(-all_steps // split)
+        return -(-all_steps // steps), steps
+
+
+def is_packed(spec: QuantSpec) -> bool:
+    """Returns True if a byte holds two elements."""
+    return spec.row.element is not None and spec.row.element.packed == 2
+
+
+def supports(spec: QuantSpec) -> bool:
+    """Returns True if the weight may have this format: e4m3 with scales per tensor or per row, or NVFP4."""
+    element = spec.row.element
+    if spec.row.family == "nvfp4":
+        return not spec.rht
+    return spec.row.family in ("per_tensor", "per_row") and element is not None and element.name == "e4m3"
+
+
+def in_one_kernel(a: Sequence[Tensor], b: Sequence[Tensor], spec: QuantSpec) -> bool:
+    """Returns True if the GEMM adds no partial sums, so that it takes an epilogue."""
+    rows, (size_n, row_bytes) = a[0].shape[0], b[0].shape
+    if is_vector(rows, row_bytes, spec):
+        return True
+    return Tiles.of(upper_bound(rows), size_n, spec).steps(size_n, row_bytes)[0] == 1
+
+
+def is_vector(rows: object, row_bytes: int, spec: QuantSpec) -> bool:
+    """Returns True if the product is one of a matrix and a vector without tensor cores: by an FP8 weight."""
+    return not is_packed(spec) and is_one_row(rows, row_bytes)

@@ -1,0 +1,167 @@
+"""Linears of few tokens whose weight alone is quantized, on Hopper: the kernels against float64, and their programs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import fxquant
+from fxquant import Backend
+from fxquant.compat.device import is_hopper
+from fxquant.formats import QuantSpec
+from fxquant.kernels.cast import reference
+from fxquant.kernels.linear import triton_weight_only
+from fxquant.kernels.linear.choice import GemmKernel
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not is_hopper(torch.device(DEVICE)), reason="Hopper's kernels"),
+]
+
+SPECS = ("per_row_e4m3(torchao)", "per_tensor_e4m3", "nvfp4", "nvfp4(row_scaled)")
+RECIPES = ("weight_only_fp8", "weight_only_nvfp4")
+
+
+def close(got: Tensor, want: Tensor, share: float) -> None:
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < share, float(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("shape", [(272, 136), (128, 24), (1100, 264), (4096, 14336), (14336, 1024), (8192, 28672)])
+def test_values(shape: tuple[int, int], text: str, dtype: torch.dtype) -> None:
+    """Elements and block scales are exact in 16 bits, so that only the order of float32 sums differs."""
+    k, n = shape
+    torch.manual_seed(0)
+    spec = QuantSpec.parse(text)
+    w = torch.randn(n, k, device=DEVICE) * torch.logspace(-2, 2, n, device=DEVICE)[:, None]
+    parts = reference.quantize(w.to(dtype), spec)
+    values = reference.dequantize(parts, spec)[:, :k].double()
+    for rows in (1, 3, 8, 16, 32):
+        x, bias = torch.randn(rows, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
+        want = x.double() @ values.T
+        close(triton_weight_only.scaled_mm(x, parts, spec, None, torch.float32), want, 1e-5)
+        got = triton_weight_only.scaled_mm(x, parts, spec, bias, dtype, early=False)
+        close(got, want + bias.double(), 2**-8)
+
+
+@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_every_code_comes_out_as_it_was_stored(rows: int, text: str) -> None:
+    """Multiplied by the identity; a NaN makes its row of the weight NaN, and no other."""
+    spec, size = QuantSpec.parse(text), 512
+    parts = reference.quantize(torch.randn(256, size, device=DEVICE), spec)
+    column = torch.arange(parts[0].shape[1], device=DEVICE)
+    codes = ((torch.arange(256, device=DEVICE)[:, None] + column) % 256).to(torch.uint8)
+    if spec.row.family != "nvfp4":
+        codes = torch.where(codes & 127 == 127, 0, codes)
+    parts[0] = codes.to(torch.uint8).view(parts[0].dtype)
+    values = reference.dequantize(parts, spec)
+    identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16)
+    for x, want in zip(identity.split(rows), values.T.split(rows), strict=True):
+        got = triton_weight_only.scaled_mm(x, parts, spec, None, torch.float32)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    if spec.row.family != "nvfp4":
+        codes[3, 100] = 255
+        got = triton_weight_only.scaled_mm(identity[:rows], [codes.view(parts[0].dtype), *parts[1:]], spec, None,
+                                           torch.float32)  # fmt: skip
+        assert got[:, 3].isnan().all() and not got[:, 4:].isnan().any()
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_scales_that_are_not_finite_and_tokens_that_lie_apart(text: str) -> None:
+    spec = QuantSpec.parse(text)
+    parts = reference.quantize(torch.randn(136, 256, device=DEVICE), spec)
+    whole = torch.randn(9, 700, device=DEVICE).bfloat16()
+    for x in (whole[:, 8:264], whole[:, 3:259], whole[2:3, 1:257], whole[::2, ::2][:, :256]):
+        want = x.double() @ reference.dequantize(parts, spec).double().T
+        close(triton_weight_only.scaled_mm(x, parts, spec, None, torch.float32), want, 1e-5)
+    for part in range(1, len(parts)):
+        broken = [p.clone() for p in parts]
+        broken[part].view(-1)[-1] = math.nan
+        got = triton_weight_only.scaled_mm(whole[:, :256], broken, spec, None, torch.float32)
+        assert got[:, -1].isnan().all()
+        assert broken[part].numel() == 1 or not got[:, 0].isnan().any()
+
+
+class Gated(nn.Module):
+    """Layers that read one tensor, an activation, a residual, and more features than one program splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(512, 17024, bias=False) for _ in range(2))
+        self.down, self.wide = nn.Linear(17024, 512), nn.Linear(512, 17024)
+        self.to(torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y, nn.functional.gelu(self.wide(y)) + self.gate(y)
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_programs_with_epilogues_and_dynamic_rows(recipe: str, packaged: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 512, dtype=torch.bfloat16, device=DEVICE)
+    exported = torch.export.export(Gated().to(DEVICE), (x,), dynamic_shapes=({0: Dim("batch", min=1, max=16)},))
+    program = fxquant.quantize_program(exported, recipe)
+    run: Any
+    if packaged:
+        path = fxquant.aoti_compile_and_package(program, package_path=tmp_path / "model.pt2")
+        run = torch._inductor.aoti_load_package(path)
+    else:
+        run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for rows in (1, 2, 16):
+            x = torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE)
+            for got, want in zip(run(x), program.module()(x), strict=True):
+                close(got, want, 2**-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cached_weights_are_read_as_they_are_stored(recipe: str) -> None:
+    """Also after a change of the weight, in CUDA graphs, and with kernels launched early."""
+    torch.manual_seed(0)
+    model, x = Gated().to(DEVICE), torch.randn(4, 512, dtype=torch.bfloat16, device=DEVICE)
+    kernels = [w.kernel for _, _, w in fxquant.explain(model, recipe, x).work() if w.what == "fprop"]
+    assert set(kernels) == {str(GemmKernel.WEIGHT_ONLY)}
+    eager = fxquant.compile(model, recipe, options={"inner": "aot_eager"})
+    for mode in (None, "reduce-overhead"):
+        torch.compiler.reset()
+        run = fxquant.compile(model, recipe, options={"cache_weights": True, "mode": mode})
+        with torch.no_grad():
+            for scale in (1.0, 1.5):
+                model.up.weight.mul_(scale)
+                for _ in range(3):
+                    for got, want in zip([y.clone() for y in run(x)], eager(x), strict=True):
+                        close(got, want, 2**-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_one_after_another_in_a_graph(rows: int, recipe: str) -> None:
+    """Kernels that are launched while the one before still runs read what that wrote, and leave what it reads."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE) for _ in range(12)]
+    program = fxquant.quantize_program(torch.export.export(Gated().to(DEVICE), (inputs[0],)), recipe)
+    run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        want = []
+        for x in inputs:
+            want.append([y.clone() for y in run(x)])
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = [run(x) for x in inputs]
+        for _ in range(3):
+            graph.replay()
+            for results, alone in zip(got, want, strict=True):
+                assert all(map(torch.equal, results, alone))
