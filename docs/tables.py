@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import importlib.util
 import io
@@ -12,8 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from fxquant.__main__ import factory_rows, format_rows, recipe_rows
 from fxquant.decisions import SkipReason
+from fxquant.formats import QuantSpec
+from fxquant.kernels.cast import reference
 from fxquant.passes import pipeline
 from fxquant.passes.pipeline import Pass
 from fxquant.recipes import RECIPES
@@ -79,6 +84,53 @@ def pass_rows() -> list[dict[str, str]]:
     ]
 
 
+RANGES = {
+    "per_tensor_e4m3": "current_scaling",
+    "per_tensor_e5m2": "current_scaling, gradients",
+    "per_tensor_e4m3(pow2)": "with use_power_2_scales",
+    "per_tensor_e5m2(pow2)": "the same, gradients",
+    "per_row_e4m3(pow2,torchao)": "rowwise",
+    "block_1x128_e4m3(pow2)": "float8_blockwise",
+    "block_1x128_e4m3": "with use_f32_scales",
+    "mxfp8_e4m3": "mxfp8",
+    "mxfp8_e5m2": "with Format.HYBRID, gradients",
+    "mxfp8_e4m3(mode=floor)": "with torchao's rounding down",
+    "nvfp4": "nvfp4",
+    "nvfp4(four_over_six=mae,e4m3_max=256)": "with nvfp4_4over6",
+}
+"""Formats with the recipes that quantize by them."""
+
+
+def range_of(spec: QuantSpec) -> tuple[float, float]:
+    """The largest float32 that stays finite when a tensor has nothing else but zeros, and the largest that is zero."""
+
+    def value(bits: int) -> torch.Tensor:
+        return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+    def becomes(bits: int) -> torch.Tensor:
+        x = torch.zeros(1, 128)
+        x[0, 0] = value(bits)
+        return reference.dequantize(reference.quantize(x, spec), spec)[0, 0]
+
+    codes = range(0x7F800000)
+    first = bisect.bisect_left(codes, True, key=lambda bits: not becomes(bits).isfinite())
+    least = bisect.bisect_left(codes, True, key=lambda bits: bool(becomes(bits) != 0))
+    return value(first - 1).item(), value(least - 1).item()
+
+
+def range_rows() -> list[dict[str, str]]:
+    """Formats with the magnitudes that they keep."""
+    rows = []
+    for text, recipe in RANGES.items():
+        largest, least = range_of(QuantSpec.parse(text))
+        whole = largest == torch.finfo(torch.float32).max
+        rows.append({
+            "format": f"`{text}`", "recipe": recipe, "finite up to": "all" if whole else f"{largest:.4g}",
+            "zero up to": f"{least:.2g}",
+        })  # fmt: skip
+    return rows
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": lambda: markdown(recipe_rows()),
     "factories": lambda: markdown(factory_rows()),
@@ -86,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe-settings": recipe_settings,
     "formats": lambda: markdown(format_rows()),
     "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),
+    "ranges": lambda: markdown(range_rows()),
     "passes": lambda: markdown(pass_rows()),
     "example": lambda: f"```text\n{run_example(examples(ROOT / 'README.md')[0])}```\n",
 }

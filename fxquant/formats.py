@@ -163,6 +163,7 @@ class QuantSpec:
     `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax. `torchao` takes torchao's scale
     formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding of MX scales. `rht` applies the
     16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only), `random_signs` its sign mask.
+    `nonfinite` is that of a gradient: what is not finite stays so (`QuantSpec.shown`).
     `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a delayed scale in the state of
     its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own quantizer (format ``custom``)
     in `fxquant.kernels.custom`.
@@ -184,6 +185,7 @@ class QuantSpec:
     row_scaled: bool = False
     four_over_six: str = ""
     e4m3_max: int = 448
+    nonfinite: bool = False
     dtype: str = ""
     slot: int = -1
     key: str = ""
@@ -205,6 +207,16 @@ class QuantSpec:
         """The global amax of NVFP4 whose factor in dequantization is one."""
         assert self.row.element is not None
         return self.row.element.max * self.e4m3_max
+
+    def shown(self) -> QuantSpec:
+        """A copy under which NaN and infinity stay visible in the quantized tensor, as a `GradScaler` looks for them.
+
+        Where an infinite element would be cast to the format's largest number, all that shares its scale becomes NaN,
+        under a delayed scale the element alone. So do the blocks of NVFP4 that have NaN, for which its elements have no
+        code. Other formats show both by themselves: scales of MXFP8 and by torchao's formula follow an infinite amax.
+        """
+        hides = self.row.family in ("per_tensor", "per_row", "per_head", "block", "nvfp4") and not self.torchao
+        return replace(self, nonfinite=True) if hides else self
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS and self.format not in HEAD_FORMATS and not self.key:
@@ -248,6 +260,10 @@ class OperandSpec:
     rowwise: QuantSpec
     columnwise: QuantSpec
     from_rowwise: bool = False
+
+    def shown(self) -> OperandSpec:
+        """A copy both of whose directions are `QuantSpec.shown`."""
+        return OperandSpec(self.rowwise.shown(), self.columnwise.shown(), self.from_rowwise)
 
     @property
     def is_stochastic(self) -> bool:

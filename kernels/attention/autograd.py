@@ -88,11 +88,11 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         state.record_backward(spec.do, lambda: do_amax)
         state.record_backward(spec.dp, lambda: dp_amax)
-        results = []
+        results, of_grad = [], spec.dqkv.shown()
         for grad in (dq, dk, dv):
             state.record_backward(spec.dqkv, amax, grad)
             if not spec.dqkv.is_identity:
-                grad = _dequantize(_quantize(grad, spec.dqkv, 1, False, state), spec.dqkv, grad.shape[-2:], grad.dtype)
+                grad = _dequantize(_quantize(grad, of_grad, 1, False, state), of_grad, grad.shape[-2:], grad.dtype)
             results.append(grad)
         by_extra = dict(zip(wanted, of_extras, strict=True))
         return (*results, None, None, None, *(by_extra.get(i) for i in range(len(extras))))

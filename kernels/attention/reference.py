@@ -229,7 +229,8 @@ def through(x: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> Ten
         return x.float()
     if multiplier is not None and spec.row.family != "mxfp8":
         assert spec.row.element is not None
-        return reference.cast_fp8(x.float() * multiplier, spec.row.element).float() * reference.reciprocal(multiplier)
+        y = reference.times_given(x, multiplier, spec)
+        return reference.cast_fp8(y, spec.row.element).float() * reference.reciprocal(multiplier)
     return dequantize_heads(quantize_heads(x, spec, 1, False), spec, 1, False, x.shape[-2:])
 
 
@@ -282,7 +283,7 @@ def backward(
             g = torch.where(extras[step.extra], 0.0, g)
     amax = reference.amax(g)
     if spec.has_fp8_backward and spec.dp.row.family not in UNQUANTIZED_SOFTMAX:
-        g = through(g, spec.dp, dp_scale)
+        g = through(g, spec.dp.shown(), dp_scale)
     dq, dk = g @ operands.k, g.mT @ operands.q
     if operands.groups > 1:
         dk, dv = (torch.unflatten(t, -3, (-1, operands.groups)).sum(-3) for t in (dk, dv))
@@ -292,6 +293,7 @@ def backward(
 
 def rows_and_columns(do: Tensor, spec: QuantSpec, multiplier: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """do [*batch, H, S, D] as its two products read it: with MXFP8's blocks along D, and along S."""
+    spec = spec.shown()
     row = through(do, spec, multiplier)
     if spec.row.family != "mxfp8":
         return row, row

@@ -67,6 +67,14 @@ def multiplier_rule(spec: QuantSpec, dtype: torch.dtype) -> tuple[float, float, 
 
 
 @triton.jit
+def scaled(x, factor, SHOWN: tl.constexpr):
+    """Returns x times a factor; SHOWN, NaN where x is infinite, as `reference.times_given`."""
+    if SHOWN:  # before the product, so that both directions share it
+        x = tl.where(tl.abs(x) == float("inf"), float("nan"), x)
+    return x * factor
+
+
+@triton.jit
 def codes(a, b, c, d, E5M2: tl.constexpr):
     """Casts four float32 tensors to FP8, saturating, as the bytes of uint32, a's the lowest.
 

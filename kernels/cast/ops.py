@@ -255,16 +255,21 @@ def dequantize_operand(parts: Parts, spec: str, direction: str, size: Sequence[i
 def quantize_operand(
     x: Tensor, spec: OperandSpec, direction: str, state: StepState = STATELESS
 ) -> tuple[list[Tensor], QuantSpec]:
-    """One direction of an operand [*, M, K] with the spec that applies: an identity gives the oriented tensor itself.
+    """One direction of an operand [*, M, K] with the spec of its parts: an identity gives the oriented tensor itself.
 
     `state` is that of the graph, for specs that name a slot or round stochastically.
     """
     if direction == "rowwise":
-        return _one_side(x, spec.rowwise, direction, state), shared_spec(spec.rowwise)
+        return _one_side(x, spec.rowwise, direction, state), parts_spec(spec.rowwise)
     if spec.from_rowwise:
         row = _one_side(x, spec.rowwise, "rowwise", state)
         x = dequantize_operand(row, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
-    return _one_side(x, spec.columnwise, direction, state), shared_spec(spec.columnwise)
+    return _one_side(x, spec.columnwise, direction, state), parts_spec(spec.columnwise)
+
+
+def parts_spec(spec: QuantSpec) -> QuantSpec:
+    """The spec of what was quantized by another, as GEMMs read it: `shared_spec` without what casts alone need."""
+    return replace(shared_spec(spec), nonfinite=False)
 
 
 def shared_spec(spec: QuantSpec) -> QuantSpec:

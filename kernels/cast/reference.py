@@ -144,7 +144,8 @@ def multiplier_from_amax(amax: Tensor, spec: QuantSpec, largest: float = _FLT_MA
     """The multiplier of elements for a float32 amax of any shape: it maps amax to the format's maximum.
 
     An infinite quotient becomes `largest`; an amax that is zero, infinite or NaN gives 1. (TransformerEngine's
-    rule, as its CUDA kernels have it; with `spec.torchao` the formula of torchao's float8 linear.)
+    rule, as its CUDA kernels have it; with `spec.torchao` the formula of torchao's float8 linear.) With
+    `spec.nonfinite` an infinite amax gives NaN.
     """
     assert spec.row.element is not None
     if spec.torchao:
@@ -159,7 +160,7 @@ def multiplier_from_amax(amax: Tensor, spec: QuantSpec, largest: float = _FLT_MA
         scale = torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
     if spec.pow2:
         scale = (scale.view(torch.int32) & _NOT_MANTISSA).view(torch.float32)
-    return scale
+    return torch.where(amax == math.inf, math.nan, scale) if spec.nonfinite else scale
 
 
 def e8m0_from_amax(amax: Tensor, spec: QuantSpec) -> Tensor:
@@ -282,8 +283,16 @@ def _quantize_float32_scale(x: Tensor, spec: QuantSpec, multiplier: Tensor | Non
         if multiplier is None:
             amax = _amax(x) if row.family == "per_tensor" else _amax(x, -1).unsqueeze(-1)
             multiplier = multiplier_from_amax(amax, spec)
-        y = x.float() * multiplier
+            y = x.float() * multiplier
+        else:
+            y = times_given(x, multiplier, spec)
     return [cast_fp8(y, row.element), reciprocal(multiplier)]
+
+
+def times_given(x: Tensor, multiplier: Tensor, spec: QuantSpec) -> Tensor:
+    """x times a multiplier that is not from its own amax: with `spec.nonfinite` NaN where x is infinite."""
+    y = x.float()
+    return (torch.where(y.abs() == math.inf, math.nan, y) if spec.nonfinite else y) * multiplier
 
 
 def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
@@ -313,6 +322,8 @@ def quantize_nvfp4(
     else:
         scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
     scale = _repeat_rows(scale, row.block[0], x.shape[-2])
+    if spec.nonfinite:
+        scale = torch.where((blocks != blocks).any(-1), math.nan, scale.float()).to(scale.dtype)
     decode = _repeat_tiles(decode, row.block[0], x.shape[-2])
     y = (blocks * _nvfp4_factor(scale, decode)).flatten(-2)
     code = encode_e2m1(y) if random_bytes is None else encode_e2m1_stochastic(y, random_bytes)

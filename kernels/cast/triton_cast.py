@@ -26,7 +26,7 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_producers
 from fxquant.kernels.cast.producers import PRODUCERS
 from fxquant.kernels.cast.triton_producers import load_pair, load_tile
-from fxquant.kernels.cast.triton_scales import AT_KIND, AT_MANTISSA, PER_ROW, side_constants, side_factors
+from fxquant.kernels.cast.triton_scales import AT_KIND, AT_MANTISSA, AT_SHOWN, PER_ROW, side_constants, side_factors
 from fxquant.kernels.cast.triton_tile import (
     axis_range,
     four_columns,
@@ -105,7 +105,9 @@ def cast_kernel(
             )  # fmt: skip
             inside = (first_row + down < M) & (first_column + across < padded_K)
             first = (first_row.to(tl.int64) + result * M) * padded_K + first_column
-            store_rows(parts, factors, row_data, first, padded_K, down, across, inside, ROW[AT_MANTISSA] == 2)
+            store_rows(
+                parts, factors, row_data, first, padded_K, down, across, inside, ROW[AT_MANTISSA] == 2, ROW[AT_SHOWN]
+            )
         if COLUMN is not None:
             factors = side_factors(
                 parts, column_arg + result * (K if COLUMN[AT_KIND] == PER_ROW else 1),
@@ -116,7 +118,7 @@ def cast_kernel(
             first = (first_column.to(tl.int64) + result * K) * padded_M + first_row
             store_columns(
                 parts, factors, column_data, first, padded_M, first_down, first_column, across, K,
-                first_row + first_down < padded_M, COLUMN[AT_MANTISSA] == 2, LAYOUT,
+                first_row + first_down < padded_M, COLUMN[AT_MANTISSA] == 2, COLUMN[AT_SHOWN], LAYOUT,
             )  # fmt: skip
 
 

@@ -22,10 +22,12 @@ GIVEN, PER_TENSOR, PER_ROW, BLOCK, MX = (tl.constexpr(i) for i in range(5))
 _KINDS = {"per_tensor": PER_TENSOR, "per_row": PER_ROW, "block": BLOCK, "mxfp8": MX}
 _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
-AT_KIND, AT_P, AT_Q, AT_FMAX, AT_LOG, AT_MANTISSA, AT_MODE, AT_LARGEST, AT_EPS, AT_POW2, AT_BELOW, AT_MOST = (
-    tl.constexpr(i) for i in range(12)
-)
-"""The places in SIDE of the numbers that describe a side; its blocks have P rows and Q columns of the tile."""
+AT_KIND, AT_P, AT_Q, AT_FMAX, AT_LOG, AT_MANTISSA, AT_MODE = (tl.constexpr(i) for i in range(7))
+AT_LARGEST, AT_EPS, AT_POW2, AT_BELOW, AT_MOST, AT_NAN, AT_SHOWN = (tl.constexpr(i) for i in range(7, 14))
+"""The places in SIDE of the numbers that describe a side; its blocks have P rows and Q columns of the tile.
+
+NAN: an infinite amax gives a scale of NaN. SHOWN: infinite elements are NaN, under a scale that is not of their amax.
+"""
 
 
 @triton.jit
@@ -79,6 +81,8 @@ def side_multiplier(amax, SIDE: tl.constexpr):
         # an exponent of 128 is infinity; of subnormal amaxes, whose quotient is infinite, it is no less
         scale = tl.where((quotient >> 23) + exponent > 254, largest, scale)
         scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    if SIDE[AT_NAN]:
+        scale = tl.where(amax == float("inf"), float("nan"), scale)
     return scale
 
 
@@ -92,8 +96,12 @@ def _power(exponent):
 def side_inverse(factor, SIDE: tl.constexpr):
     """Returns the factor of dequantization, 1 / factor."""
     if SIDE[AT_POW2] and SIDE[AT_BELOW] == 0:
-        return _power(254 - (factor.to(tl.int32, bitcast=True) >> 23))
-    return tl.div_rn(1.0, factor)
+        inverse = _power(254 - (factor.to(tl.int32, bitcast=True) >> 23))
+        if SIDE[AT_NAN]:
+            inverse = tl.where(factor == factor, inverse, float("nan"))
+    else:
+        inverse = tl.div_rn(1.0, factor)
+    return inverse
 
 
 @triton.jit
@@ -225,4 +233,5 @@ def side_constants(
     return (
         kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
         MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
+        spec.nonfinite, spec.nonfinite and spec.is_delayed,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fxquant.kernels.cast.codes import codes
+from fxquant.kernels.cast.codes import codes, scaled
 
 
 @triton.jit
@@ -88,10 +88,13 @@ def spread(v, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def store_rows(parts, factors, data, first, padded_K, down, across, inside, E5M2: tl.constexpr):
+def store_rows(parts, factors, data, first, padded_K, down, across, inside, E5M2: tl.constexpr, SHOWN: tl.constexpr):
     """Casts four parts of a tile times their factors and stores them as they lie, from the element `first` on."""
     a, b, c, d = parts
-    words = codes(a * factors[0], b * factors[1], c * factors[2], d * factors[3], E5M2)
+    words = codes(
+        scaled(a, factors[0], SHOWN), scaled(b, factors[1], SHOWN), scaled(c, factors[2], SHOWN),
+        scaled(d, factors[3], SHOWN), E5M2,
+    )  # fmt: skip
     out = data.to(tl.pointer_type(tl.uint32), bitcast=True) + first // 4
     # a word for each thread: told that they are contiguous, Triton would exchange them between threads first
     place = tl.max_contiguous(down * (padded_K // 4) + across // 4, [1, 1, 1, 1, 1])
@@ -101,13 +104,13 @@ def store_rows(parts, factors, data, first, padded_K, down, across, inside, E5M2
 @triton.jit
 def store_columns(
     parts, factors, data, first, padded_M, first_down, first_column, across, K, inside, E5M2: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    SHOWN: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Casts four parts of a tile times their factors and stores them transposed, from the element `first` on."""
     R: tl.constexpr = LAYOUT[4]
     out = data.to(tl.pointer_type(tl.uint32), bitcast=True) + first // 4
     for j in tl.static_range(4):
-        a, b, c, d = four_columns(parts[j] * factors[j], R // 4, LAYOUT)
+        a, b, c, d = four_columns(scaled(parts[j], factors[j], SHOWN), R // 4, LAYOUT)
         place = (across + j) * (padded_M // 4) + first_down // 4 + axis_range(R // 4, 4)
         tl.store(out + place, codes(a, b, c, d, E5M2), mask=(first_column + across + j < K) & inside)
 

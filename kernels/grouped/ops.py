@@ -16,7 +16,7 @@ from torch import Tensor
 from fxquant.formats import OperandSpec, QuantSpec, check_parts
 from fxquant.kernels.cast import choice, reference
 from fxquant.kernels.cast.choice import CastFacts, CastKernel, by_direction, one_direction, register_casts
-from fxquant.kernels.cast.ops import fake_operand, shared_spec
+from fxquant.kernels.cast.ops import fake_operand, parts_spec, shared_spec
 from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
@@ -173,18 +173,18 @@ grouped_scaled_mm.facts(GroupedGemmFacts.of)
 def quantize_groups(
     x: Tensor, offs: Tensor | None, spec: OperandSpec, direction: str, state: StepState = STATELESS
 ) -> tuple[list[Tensor], QuantSpec]:
-    """One direction of a grouped operand with the spec that applies: an identity gives the oriented tensor itself.
+    """One direction of a grouped operand with the spec of its parts: an identity gives the oriented tensor itself.
 
     `state` is that of the graph; a spec that names a slot has one for each group from there on.
     """
     if direction == "rowwise":
-        return _one_side(x, offs, spec.rowwise, direction, state), shared_spec(spec.rowwise)
+        return _one_side(x, offs, spec.rowwise, direction, state), parts_spec(spec.rowwise)
     if spec.from_rowwise and not spec.rowwise.is_identity:
         row = _one_side(x, offs, spec.rowwise, "rowwise", state)
-        x = split_dequantize(row, offs, str(shared_spec(spec.rowwise)), x.shape[-1], x.dtype)
+        x = split_dequantize(row, offs, str(parts_spec(spec.rowwise)), x.shape[-1], x.dtype)
     elif spec.from_rowwise:
         x = _one_side(x, offs, spec.rowwise, "rowwise", state)[0].to(x.dtype)
-    return _one_side(x, offs, spec.columnwise, direction, state), shared_spec(spec.columnwise)
+    return _one_side(x, offs, spec.columnwise, direction, state), parts_spec(spec.columnwise)
 
 
 def _one_side(x: Tensor, offs: Tensor | None, spec: QuantSpec, direction: str, state: StepState) -> list[Tensor]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fxquant.kernels.cast.codes import codes
+from fxquant.kernels.cast.codes import codes, scaled
 from fxquant.kernels.cast.triton_scales import (
     AT_KIND,
     AT_MANTISSA,
     AT_P,
+    AT_SHOWN,
     BLOCK,
     GIVEN,
     MX,
@@ -87,7 +88,7 @@ def cast_rows(
         factor = side_multiplier(tl.maximum(amax, 0.0), SIDE)
         inside = row + down < last
         tl.store(row_scale + row + down, side_inverse(factor, SIDE), mask=inside)
-        even, odd = tl.split(tl.reshape(values * factor, (32, W, R, 2, 2, 2)))
+        even, odd = tl.split(tl.reshape(scaled(values, factor, SIDE[AT_SHOWN]), (32, W, R, 2, 2, 2)))
         a, c = tl.split(even)
         b, d = tl.split(odd)
         tl.store(out, codes(a, b, c, d, SIDE[AT_MANTISSA] == 2), mask=inside & words_in_k)
@@ -155,7 +156,9 @@ def cast_tile(
         in_group = (down < rows_left) & (down >= -local) if IN_STEP else down < rows_left
         in_group = in_group & (first_column + across < padded_K)
         first = wide_row * padded_K + first_column
-        store_rows(parts, factors, row_data, first, padded_K, down, across, in_group, ROW[AT_MANTISSA] == 2)
+        store_rows(
+            parts, factors, row_data, first, padded_K, down, across, in_group, ROW[AT_MANTISSA] == 2, ROW[AT_SHOWN]
+        )
     if COLUMN is not None:
         column_at = once
         blocks_left = 0
@@ -180,5 +183,5 @@ def cast_tile(
             in_padded &= first_down >= -local
         store_columns(
             parts, factors, column_data, first, padded_M, first_down, first_column, across, K, in_padded,
-            COLUMN[AT_MANTISSA] == 2, LAYOUT,
+            COLUMN[AT_MANTISSA] == 2, COLUMN[AT_SHOWN], LAYOUT,
         )  # fmt: skip

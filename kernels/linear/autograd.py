@@ -7,6 +7,7 @@ GEMM nodes of the forward and of the backward, each direction by itself, for the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 from fxquant.compat.device import no_autocast
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels import custom
-from fxquant.kernels.cast.ops import amax, quantize_operand, shared_spec
+from fxquant.kernels.cast.ops import amax, parts_spec, quantize_operand
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.operator import TRACED, Traits, operator
 from fxquant.kernels.state.step import STATELESS, StepState
@@ -53,7 +54,7 @@ class _Operand(NamedTuple):
     def quantized(self, gemms: Gemms, state: StepState) -> Quantized:
         if self.parts is None:
             return gemms.quantize(*self[:4], state)
-        return self.parts, shared_spec(self.spec.columnwise if self.direction == "columnwise" else self.spec.rowwise)
+        return self.parts, parts_spec(self.spec.columnwise if self.direction == "columnwise" else self.spec.rowwise)
 
 
 @dataclass(frozen=True)
@@ -103,19 +104,28 @@ class _Linear(torch.autograd.Function):
         input, weight, offs = ctx.saved_tensors
         context: Context = ctx.context
         spec, grad_input, grad_weight, grad_bias = context.spec, None, None, None
+        of_grad = spec.grad_output.shown()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             context.state.record_backward(spec.grad_output.rowwise, context.gemms.amax, grad_output, offs)
         if ctx.needs_input_grad[0]:
-            left = _Operand(grad_output, offs, spec.grad_output, "rowwise")
+            left = _Operand(grad_output, offs, of_grad, "rowwise")
             right = _Operand(weight, None, spec.weight, "columnwise", context.weight_columnwise)
             grad_input = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
+            grad_input = _shown(grad_input, grad_output, of_grad)
         if ctx.needs_input_grad[1]:
-            left = _Operand(grad_output, offs, spec.grad_output, "columnwise")
+            left = _Operand(grad_output, offs, of_grad, "columnwise")
             right = _Operand(input, offs, spec.input, "columnwise")
             grad_weight = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
+            grad_weight = _shown(grad_weight, grad_output, of_grad)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
         return grad_input, grad_weight, grad_bias, None, None
+
+
+def _shown(grad: Tensor, grad_output: Tensor, spec: OperandSpec) -> Tensor:
+    """A gradient, NaN if the one it comes from is not finite: a user's own quantizer may have no code for that."""
+    custom_side = spec.rowwise.key or spec.columnwise.key
+    return torch.where(grad_output.isfinite().all(), grad, math.nan) if custom_side else grad
 
 
 def run_linear(input: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor | None, context: Context) -> Tensor:

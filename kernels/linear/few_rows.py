@@ -61,7 +61,7 @@ def supports(a_spec: QuantSpec, b_spec: QuantSpec) -> bool:
 
 def casts(spec: QuantSpec) -> bool:
     """Returns True if x may have this format: e4m3, a scale per tensor, per row, or per 1x128 block."""
-    return _is_e4m3(spec) and (spec.row.family != "block" or spec.row.block == (1, 128))
+    return _is_e4m3(spec) and (spec.row.family != "block" or spec.row.block == (1, 128)) and not spec.nonfinite
 
 
 def _is_e4m3(spec: QuantSpec) -> bool:
@@ -101,6 +101,8 @@ def quantizes_rows(shape: Sequence[Any], dtype: torch.dtype, spec: QuantSpec) ->
     """Returns True if the cast takes any number of rows that fit into a program each and have a scale each."""
     element = spec.row.element if spec.row.family == "per_row" else None
     if element is None or element.dtype != torch.float8_e4m3fn or len(shape) != 2 or dtype == torch.float64:
+        return False
+    if spec.nonfinite:
         return False
     rows, length = shape
     sizes = isinstance(rows, int) and isinstance(length, int)

@@ -66,7 +66,7 @@ forward:
   #2 = quantize([96, 64], nvfp4, columnwise)
   saves #2, #0.column
 backward:
-  #0 = hybrid_quantize([32, 96], nvfp4, nvfp4)
+  #0 = hybrid_quantize([32, 96], nvfp4(nonfinite), nvfp4(nonfinite))
   scaled_mm(#0, [64, 48], nvfp4, nvfp4, None, float32, False) -> [32, 64]
   scaled_mm(#0.column, [64, 16], nvfp4, nvfp4, None, float32, False) -> [96, 64]""",
     )
@@ -173,7 +173,7 @@ forward:
   scaled_mm(#0, #1, block_1x128_e4m3(pow2), block_128x128_e4m3(pow2), None, float32, True) -> [128, 96]
   saves #0.column
 backward:
-  #0 = hybrid_quantize([128, 96], block_1x128_e4m3(pow2), block_1x128_e4m3(pow2))
+  #0 = hybrid_quantize([128, 96], block_1x128_e4m3(pow2,nonfinite), block_1x128_e4m3(pow2,nonfinite))
   #1 = quantize([96, 64], block_128x128_e4m3(pow2), columnwise)
   scaled_mm(#0, #1, block_1x128_e4m3(pow2), block_128x128_e4m3(pow2), None, float32, False) -> [128, 64]
   scaled_mm(#0.column, [64, 128], block_1x128_e4m3(pow2), block_1x128_e4m3(pow2), None, float32, False) -> [96, 64]""",

@@ -17,14 +17,17 @@ SPECS = (
     "per_tensor_e4m3", "per_tensor_e5m2(pow2)", "per_tensor_e4m3(eps=0.015625)", "per_row_e4m3(pow2,torchao)",
     "per_row_e5m2", "block_1x128_e4m3(pow2)", "block_1x128_e5m2", "block_128x128_e4m3(pow2)", "mxfp8_e4m3",
     "mxfp8_e5m2(mode=even)", "mxfp8_e4m3(mode=floor)", "mxfp8_e4m3(mode=ceil)", "mxfp8_2d_e4m3",
+    "per_tensor_e5m2(nonfinite)", "block_1x128_e4m3(pow2,nonfinite)",
 )  # fmt: skip
 MIXED = (
     ("block_128x128_e4m3(pow2)", "block_1x128_e4m3"), ("mxfp8_e4m3", None), (None, "per_row_e4m3"),
     ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3", "mxfp8_2d_e4m3"),
+    ("block_128x128_e5m2(nonfinite)", "per_row_e5m2(nonfinite)"),
 )  # fmt: skip
 GROUPED = (
     ("per_tensor_e4m3", "per_tensor_e5m2(pow2)"), ("per_row_e4m3(pow2,torchao)", "per_row_e5m2"),
     ("block_1x128_e4m3(pow2)", "block_1x128_e4m3"), (None, "mxfp8_e4m3"), ("per_tensor_e4m3", "per_tensor_e4m3"),
+    ("per_row_e5m2(nonfinite)", "block_1x128_e4m3(pow2,nonfinite)"),
 )  # fmt: skip
 SPLITS = ([0, 0, 37, 38, 170], [0, 0, 0])
 INPUTS = (((96, 160), torch.bfloat16), ((33, 50), torch.float32), ((129, 48), torch.bfloat16))
@@ -126,10 +129,13 @@ def main() -> None:
                     assert a.shape == b.shape and a.dtype == b.dtype, case
                     assert torch.equal(as_bytes(a), as_bytes(b)), case
     x = values(torch.bfloat16, (96, 160))
-    spec, multiplier = QuantSpec.parse("per_tensor_e4m3"), torch.tensor([3.0])
-    got = triton_cast.quantize(x, spec, spec, multiplier, multiplier)
-    expected = [*reference.quantize(x, spec, multiplier), *reference.quantize(x.mT, spec, multiplier)]
-    assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(got, expected, strict=True)), "given multiplier"
+    for text in ("per_tensor_e4m3", "per_tensor_e5m2(nonfinite,slot=0)"):
+        spec, multiplier = QuantSpec.parse(text), torch.tensor([3.0])
+        got = triton_cast.quantize(x, spec, spec, multiplier, multiplier)
+        expected = [*reference.quantize(x, spec, multiplier), *reference.quantize(x.mT, spec, multiplier)]
+        assert all(torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(got, expected, strict=True)), (
+            "given multiplier"
+        )
 
 
 if __name__ == "__main__":
