@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         set_recipe,
         state_dict,
     )
+    from fxquant.backend.repeated import compile_blocks
     from fxquant.backend.switch import compile
     from fxquant.calibration import Amax, Calibration
     from fxquant.export.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
@@ -89,6 +90,7 @@ _LAZY = {
     "set_recipe": "fxquant.backend.model",
     "state_dict": "fxquant.backend.model",
     "compile": "fxquant.backend.switch",
+    "compile_blocks": "fxquant.backend.repeated",
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
     "Report": "fxquant.report.report",
@@ -186,6 +188,7 @@ __all__ = [
     "autocast",
     "clear_cache",
     "compile",
+    "compile_blocks",
     "explain",
     "factories",
     "load_quantization_state_dict",

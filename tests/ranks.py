@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 import inspect
 import queue
+import sys
 import tempfile
 import time
 import traceback
@@ -78,7 +79,7 @@ def _serve(rank: int, store: str, orders: Any, results: Any) -> None:
             if path not in files:
                 spec = importlib.util.spec_from_file_location(f"ranks_{Path(path).stem}", path)
                 assert spec is not None and spec.loader is not None
-                files[path] = importlib.util.module_from_spec(spec)
+                files[path] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(files[path])
             torch.compiler.reset()
             torch.manual_seed(0)

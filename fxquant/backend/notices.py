@@ -74,7 +74,7 @@ def _tell_at_exit() -> None:
         return
     _tell_what_ran()
     hints = {records.what: _WHY for records in _untold if not records.whole}
-    for name, hint in {**hints, **{calls.name: _IN_PLACE for calls in _uncalled if not calls.ran()}}.items():
+    for name, hint in {**hints, **{calls.name: calls.hint for calls in _uncalled if not calls.ran()}}.items():
         text = f"no graph of {name} has run: if its model did, then as it was, unquantized. {hint}"
         tell(text, UnquantizedWarning)
 
@@ -148,8 +148,8 @@ class Calls:
     `ran` answers True once something has, also by way of what another library has compiled again.
     """
 
-    def __init__(self, model: Callable[..., Any], ran: Callable[[], bool]) -> None:
-        self.ran = ran
+    def __init__(self, model: Callable[..., Any] | str, ran: Callable[[], bool], hint: str = "") -> None:
+        self.ran, self.hint = ran, hint or _IN_PLACE
         self.name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", str(model))
         _watch_process()
         _uncalled.append(self)
@@ -159,14 +159,17 @@ class Calls:
         if self in _uncalled:
             _uncalled.remove(self)
 
-    def over(self, records: Records, ran: bool) -> None:
-        """Tells, behind a call, what was unquantized in it; `ran` says that a compiled graph did."""
+    def over(self, records: Records, ran: bool, *, whole: bool = True) -> None:
+        """Tells, behind a call, what was unquantized in it; `ran` says that a compiled graph did.
+
+        One that is not `whole` was a call of the first blocks of a model: of what others do nothing is known yet.
+        """
         self.begin()
         records.calls += 1
         records.plain += not ran
         if not ran or records.limits:
             _tell_plain(records)
-        if ran:
+        if ran and whole:
             tell_result(records)
 
 

@@ -94,8 +94,23 @@ def check_model(model: object, verb: str) -> None:
         raise OptionError(f"a module or a function is {verb}, not the class {model.__name__}: make an object of it")
 
 
-def check_keywords(keywords: Iterable[str]) -> None:
-    """Raises OptionError for keywords of `fxquant.compile` that are neither torch.compile's nor its own."""
+def check_arguments(
+    model: object, recipe: Recipe | str, options: object, keywords: Mapping[str, Any], *, called: str
+) -> None:
+    """Raises OptionError for arguments of `fxquant.compile`, or of its kin that is `called`, that it does not take."""
+    if "backend" in keywords:
+        raise OptionError(f"{called} is torch.compile with backend='fxquant': drop the backend argument")
+    check_model(model, "compiled")
+    _check_keywords(keywords, called)
+    if isinstance(options, Mapping):
+        if "recipe" in options:
+            raise OptionError("the recipe is an argument of its own: drop it from the options")
+        Options.of({**options, "recipe": recipe})
+    elif options is not None:
+        Options.of(options)
+
+
+def _check_keywords(keywords: Iterable[str], called: str) -> None:
     taken = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
     for name in keywords:
         if name in OPTIONS:
@@ -103,7 +118,7 @@ def check_keywords(keywords: Iterable[str]) -> None:
         if name not in taken:
             hint = did_you_mean(name, [*taken, "recipe", *OPTIONS]) or "."
             raise ArgumentError(
-                f"fxquant.compile got an unexpected keyword {name!r}{hint} Known keywords: recipe, {', '.join(taken)}; "
+                f"{called} got an unexpected keyword {name!r}{hint} Known keywords: recipe, {', '.join(taken)}; "
                 f"known options: {', '.join(OPTIONS)}"
             )
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fxquant.backend.backend import Backend
 from fxquant.backend.controls import scoped
 from fxquant.backend.notices import Calls, watch_methods
-from fxquant.backend.options import Options, check_keywords, check_model
+from fxquant.backend.options import check_arguments
 from fxquant.checks import checked
 from fxquant.compat.private import isolated, own_errors
-from fxquant.errors import ArgumentError, OptionError
+from fxquant.errors import ArgumentError
 from fxquant.recipes import Recipe
 
 
@@ -76,7 +76,7 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
     scaling and stochastic rounding, which is never among the model's keys. Raises RecipeError and OptionError for
     unknown recipes and options.
     """
-    _check_arguments(model, recipe, options, kwargs)
+    check_arguments(model, recipe, options, kwargs, called="fxquant.compile")
     switch = _Switch(model, recipe, options or {}, kwargs)
     run = switch.get(switch.controls.recipe)
     if isinstance(run, nn.Module):
@@ -124,19 +124,6 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         )
         object.__setattr__(compiled, "__reduce_ex__", lambda _protocol: (_compiled_again, (model, *settings())))
     return compiled
-
-
-def _check_arguments(model: Any, recipe: Recipe | str, options: Any, kwargs: Mapping[str, Any]) -> None:
-    if "backend" in kwargs:
-        raise OptionError("fxquant.compile is torch.compile with backend='fxquant': drop the backend argument")
-    check_model(model, "compiled")
-    check_keywords(kwargs)
-    if isinstance(options, Mapping):
-        if "recipe" in options:
-            raise OptionError("the recipe is an argument of its own: drop it from the options")
-        Options.of({**options, "recipe": recipe})
-    elif options is not None:
-        Options.of(options)
 
 
 def _compiled_again(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -40,6 +40,21 @@ def add_guard(holds: Holds, meaning: str) -> None:
         builder.guard_manager.root.add_lambda_guard(holds, [meaning], None)
 
     context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), fxquant_guard))
+
+
+def call_module(self: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a module with its hooks, and without what was compiled in its place."""
+    return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def call_of_its_own() -> Callable[..., Any]:
+    """Returns `call_module` with code of its own: torch keeps compiled graphs by the code of the function."""
+    return FunctionType(call_module.__code__.replace(), call_module.__globals__, call_module.__name__)
+
+
+def call_by(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Lets a function run in the place of a module's calls, as `nn.Module.compile` does; copies are without it."""
+    module._compiled_call_impl = call
 
 
 def backends_behind(compiled: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
