@@ -218,6 +218,21 @@ class QuantSpec:
         hides = self.row.family in ("per_tensor", "per_row", "per_head", "block", "nvfp4") and not self.torchao
         return replace(self, nonfinite=True) if hides else self
 
+    def stored_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of the payload, with its padding, the scales and the global amax of an operand [rows, columns].
+
+        An identity counts as 16 bits an element. The columns are the contracted axis.
+        """
+        row = self.row
+        if row.element is None or row.scale_dtype is None:
+            return int(rows * columns * row.bytes_per_element)
+        columns = -(-columns // row.alignment) * row.alignment
+        high, wide = row.block  # a 2-d block's scale is stored for each of its rows where the hardware wants it so
+        down = rows if row.family in ("mxfp8", "nvfp4") else -(-rows // high) if high else 1
+        scales = down * (columns // wide if wide else 1)
+        amaxes = (rows if self.row_scaled else 1) if row.has_global_amax else 0
+        return rows * columns // row.element.packed + scales * row.scale_dtype.itemsize + 4 * amaxes
+
     def __post_init__(self) -> None:
         if self.format not in FORMATS and self.format not in HEAD_FORMATS and not self.key:
             raise RecipeError(f"unknown format {self.format!r}; known formats: {', '.join(FORMATS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
@@ -24,7 +25,7 @@ from fxquant import (
     recipes,
 )
 from fxquant.decisions import SkipReason
-from fxquant.formats import IDENTITY, QuantSpec, is_mixed
+from fxquant.formats import FORMATS, IDENTITY, QuantSpec, is_mixed
 from fxquant.kernels.cast import reference
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
@@ -131,11 +132,48 @@ def test_the_report_says_that_a_pair_is_emulated() -> None:
     assert left.quantizer is None and left.skip_reason is SkipReason.HIGH_PRECISION
     assert right.quantizer == QUANTIZERS["nvfp4"] and "emulated" in right.detail
     assert report.coverage == 0 and report.one_sided == 0.5
-    assert "50.0% with one operand quantized (emulated)" in str(report)
+    assert "0.0% of matmul FLOPs with both operands quantized, 50.0% with one" in str(report)
     (fprop, *_) = (work for _, _, work in report.work() if work.what == "fprop")
     assert "emulated" in fprop.kernel
     mixed = fxquant.explain(layer, per_role(input=MXFP8Quantizer(), weight=ID, grad_output=MXFP8Quantizer()), x)
     assert mixed.one_sided == 0.5 and mixed.coverage == 0.5
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [("weight_only_fp8", "weights 59.4 KiB unquantized, 30.7 KiB quantized"),
+     ("weight_only_nvfp4", "weights 59.4 KiB unquantized, 16.7 KiB quantized")],
+)  # fmt: skip
+def test_the_report_of_weights_alone_says_what_became_of_them(recipe: str, text: str) -> None:
+    """Coverage keeps its meaning; bytes are those that a program stores, of a weight in two layers and graphs once."""
+    model = nn.Sequential(nn.Linear(80, 160), nn.Linear(160, 80), nn.Linear(80, 160), nn.Linear(160, 30)).bfloat16()
+    model[2].weight = model[0].weight
+    x = torch.randn(5, 80).bfloat16()
+    report = fxquant.explain(model.requires_grad_(False), recipe, x)
+    assert report.coverage == 0 and report.one_sided == report.explained == 1
+    assert "0.0% of matmul FLOPs with both operands quantized, 100.0% with one; " + text in str(report)
+    summary = json.loads(report.to_json())["summary"]
+    assert (
+        summary["weights"] == report.weights and summary["one_sided"] == 1 and text.split()[1] in report._repr_html_()
+    )
+    assert report.weights["unquantized"] == 2 * (2 * 80 * 160 + 160 * 30)
+    program = fxquant.quantize_program(torch.export.export(model, (x,)), recipe)
+    stored = sum(t.nbytes for key, t in {**program.state_dict, **program.constants}.items() if "weight" in key)
+    assert report.weights["quantized"] == stored
+    run = compiled(model, recipe)
+    for rows in (5, 6):
+        run(x[:1].expand(rows, -1))
+    assert fxquant.report(run).weights == report.weights
+    both = fxquant.explain(model, "mxfp8", x)
+    assert both.one_sided == 0 and "weights" not in str(both) and both.coverage == 1
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "identity"])
+@pytest.mark.parametrize("size", [(40, 72), (256, 384), (1, 8), (0, 16), (3, 0)])
+def test_bytes_of_a_format_are_those_of_its_parts(name: str, size: tuple[int, int]) -> None:
+    for spec in (QuantSpec(format=name), *([QuantSpec(format=name, row_scaled=True)] if name == "nvfp4" else [])):
+        parts = reference.quantize(torch.randn(size), spec)
+        assert spec.stored_bytes(*size) == sum(part.nbytes for part in parts)
 
 
 def test_no_native_kernel_takes_a_mixed_pair() -> None:

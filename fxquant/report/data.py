@@ -159,10 +159,36 @@ class ReportData:
 
     @property
     def one_sided(self) -> float:
-        """Share of matmul FLOPs with one operand quantized and the other in high precision, which are emulated."""
+        """Share of matmul FLOPs whose GEMM reads one quantized operand, and one in high precision.
+
+        They are no part of `coverage`: a GEMM in high precision multiplies, of what is dequantized before or as it is
+        read; `work` says which.
+        """
         gemms = [operands for operands in self.gemms().values() if not _quantized(operands)]
         flops = sum(operands[0].flops for operands in gemms if any(d.quantizer is not None for d in operands))
         return flops / self.flops["total"] if flops else 0.0
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """The bytes of all weights as forwards read them: ``unquantized`` in their GEMM's dtype, and ``quantized``.
+
+        A weight counts once, also one of several layers or graphs. Those of a matmul without facts do not count.
+        """
+        sizes: dict[str, tuple[int, int]] = {}
+        graphs: dict[object, str] = {}
+        for d in self.decisions:
+            matmul = d.matmul
+            if matmul is None or (d.gemm, d.role.tensor_type) != (Gemm.FPROP, "weight"):
+                continue
+            if d.role.module_type not in ("linear", "grouped_linear"):
+                continue
+            graph = matmul.weight.partition(".")[0]
+            if graphs.setdefault((d.layer, d.part, matmul.n, matmul.k), graph) == graph:
+                sizes.setdefault(matmul.weight or str(d.site), _weight_bytes(d, matmul))
+        return {
+            "unquantized": sum(before for before, _ in sizes.values()),
+            "quantized": sum(after for _, after in sizes.values()),
+        }
 
     @property
     def explained(self) -> float:
@@ -184,6 +210,7 @@ class ReportData:
             "flops": self.flops,
             "coverage": self.coverage,
             "one_sided": self.one_sided,
+            "weights": self.weights,
             "explained": self.explained,
             "not_fused": dict(Counter(f"{fusion.reason} ({fusion.step})" for fusion in self.not_fused).most_common()),
             "skipped": dict(Counter(str(d.skip_reason) for d in self.decisions if d.skip_reason).most_common()),
@@ -266,6 +293,17 @@ def plain_spec(text: str) -> str:
     A slot number becomes ``delayed``, and a custom quantizer's key the name of its class.
     """
     return re.sub(r"custom\(key=(.*)-\w+\)", r"\1", re.sub(r"slot=\d+", "delayed", text))
+
+
+def _weight_bytes(decision: Decision, matmul: Matmul) -> tuple[int, int]:
+    """The bytes of a weight in high precision, and as it was decided."""
+    count, elements = matmul.groups or matmul.batch, matmul.n * matmul.k
+    before = count * elements * matmul.dtype.itemsize
+    if decision.quantizer is None:
+        return before, before
+    if decision.bits:
+        return before, int(count * elements * decision.bits / 8)
+    return before, count * decision.quantizer.spec(decision.direction).stored_bytes(matmul.n, matmul.k)
 
 
 def _quantized(operands: Sequence[Decision]) -> bool:

@@ -9,7 +9,17 @@ from html import escape
 from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report.data import MODEL, Layer, ReportData, result, role_text, shape_text
-from fxquant.report.text import COLUMNS, NOT_FUSED_COLUMNS, WORK_COLUMNS, aligned, loss_table, totals, us_text, verdict
+from fxquant.report.text import (
+    COLUMNS,
+    NOT_FUSED_COLUMNS,
+    WORK_COLUMNS,
+    aligned,
+    bytes_text,
+    loss_table,
+    totals,
+    us_text,
+    verdict,
+)
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 STYLE = """
@@ -154,6 +164,9 @@ def _cards(report: ReportData) -> str:
         _card(f"{100 * s['coverage']:.1f}%", f"of {_si(s['flops']['total'])}FLOP quantized", s["coverage"]),
         _card(f"{100 * s['explained']:.1f}%", "quantized or explained", s["explained"]),
     ]
+    if s["one_sided"]:
+        cards.append(_card(f"{100 * s['one_sided']:.1f}%", "of FLOP with one operand quantized", s["one_sided"]))
+        cards.append(_card(bytes_text(s["weights"]["quantized"]), "of weights as GEMMs read them"))
     time = report.time()
     if time["quantized_us"]:
         speedup = time["unquantized_us"] / time["quantized_us"]

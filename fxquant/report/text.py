@@ -199,7 +199,9 @@ def totals(report: ReportData) -> str:
     line = f"{_count(s['matmuls'], 'matmul')}, {s['quantized_operands']}/{s['operands']} operands quantized, "
     line += f"{100 * s['coverage']:.1f}% of matmul FLOPs"
     if s["one_sided"]:
-        line += f", and {100 * s['one_sided']:.1f}% with one operand quantized (emulated)"
+        before, after = s["weights"]["unquantized"], s["weights"]["quantized"]
+        line += f" with both operands quantized, {100 * s['one_sided']:.1f}% with one"
+        line += f"; weights {bytes_text(before)} unquantized, {bytes_text(after)} quantized" if before != after else ""
     if s["skipped"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in s["skipped"].items())
         line += f"; {sum(s['skipped'].values())} skipped: {reasons}"
@@ -222,6 +224,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def time_text(us: float) -> str:
     """Microseconds as text of three digits with a unit."""
     return f"{us:.3g} us" if us < 999.5 else f"{us / 1e3:.3g} ms"
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes as text of three digits with a unit."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = max(0, min(len(units) - 1, (count.bit_length() - 1) // 10))
+    return f"{count / 1024**power:.3g} {units[power]}"
 
 
 def us_text(us: float | None) -> str:
