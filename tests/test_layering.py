@@ -33,7 +33,7 @@ OUTSIDE_COMPAT = sorted(m for m in FILES if not m.startswith("fxquant.compat"))
 LAYERS = (
     ("errors", "checks", "spellings", "files"), ("formats", "roles"), ("compat",), ("kernels",), ("quantizers",),
     ("recipes", "factories"), ("decisions", "state", "calibration"), ("cost",), ("passes",), ("report",), ("backend",),
-    ("export",), ("tools",), ("bench",), ("__main__",),
+    ("integrations",), ("export",), ("tools",), ("bench",), ("__main__",),
 )  # fmt: skip
 """The parts of fxquant, each of which is imported by those behind it."""
 

@@ -25,13 +25,14 @@ from fxquant.compat.private import aot_autograd, make_boxed_func
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
+from fxquant.errors import OptionError
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
 from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
 from fxquant.quantizers import DelayedScalingRequest
-from fxquant.recipes import Recipe, resolve
+from fxquant.recipes import RECIPES, Recipe, resolve
 from fxquant.report.report import Report
 from fxquant.state import Slots, State, StateStore
 
@@ -188,6 +189,7 @@ class Backend:
         self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, by_module: StatesByModule
     ) -> Any:
         self.records.run(record)
+        self.controls.run()
         assert record.shared is not None
         names, new = record.shared.begin()
         if new:
@@ -315,33 +317,51 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
     return names
 
 
-def fxquant_backend(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``.
+class ByName:
+    """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``, or ``backend="fxquant-mxfp8"``.
 
-    `options` are the fields of `Options`; `recipe` (a name or a Recipe) is required. Raises OptionError for another
-    option and RecipeError for an unknown recipe, each with the list of the known ones.
+    The second form is for trainers that take a backend's name and no options: each built-in recipe has one. `options`
+    are the fields of `Options`; `recipe` (a name or a Recipe) is required in the first form, and refused in the second.
+    Raises OptionError for another option and RecipeError for an unknown recipe, each with the list of the known ones.
     """
-    return backend_for({} if options is None else options, mode)(gm, example_inputs)
+
+    def __init__(self, recipe: str | None = None) -> None:
+        self.__name__ = "fxquant" if recipe is None else f"fxquant-{recipe}"
+        self._options = {} if recipe is None else {"recipe": recipe}
+        self._none: Mapping[str, Any] = {}
+        self._backends: weakref.WeakValueDictionary[tuple[int, str | None], Backend] = weakref.WeakValueDictionary()
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compiles one captured graph; torch.compile calls this."""
+        return self.backend(mode=mode, options=options)(gm, example_inputs)
+
+    def backend(self, *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Backend:
+        """The backend of one call of torch.compile, whose graphs all get the same options.
+
+        It keeps them alive, since their identity would otherwise pass to another object.
+        """
+        options = self._none if options is None else options
+        if self._options and isinstance(options, Mapping) and "recipe" in options:
+            raise OptionError(
+                f"{self.__name__!r} names its recipe: write backend='fxquant', options={{'recipe': ..}} for another"
+            )
+        merged = {**self._options, **options} if isinstance(options, Mapping) else options
+        Options.of(merged)
+        backend = self._backends.get((id(options), mode))
+        if backend is None or backend.called_with[1] != dict(options):
+            backend = self._backends[id(options), mode] = Backend(**merged, mode=mode)
+            backend.called_with = (options, dict(options))
+            backend.controls.share_recipes()
+        return backend
 
 
-def backend_for(options: Mapping[str, Any], mode: str | None = None) -> Backend:
-    """The backend of one call of torch.compile, whose graphs all get the same options.
-
-    It keeps them alive, since their identity would otherwise pass to another object.
-    """
-    Options.of(options)
-    backend = _by_options.get(id(options))
-    if backend is None or backend.called_with[1:] != (dict(options), mode):
-        backend = _by_options[id(options)] = Backend(**options, mode=mode)
-        backend.called_with = (options, dict(options), mode)
-        backend.controls.share_recipes()
-    return backend
-
-
-_by_options: weakref.WeakValueDictionary[int, Backend] = weakref.WeakValueDictionary()
+fxquant_backend = ByName()
+BY_NAME = {recipe: ByName(recipe) for recipe in RECIPES}
+"""The backend for each built-in recipe, under which torch has it as ``fxquant-mxfp8`` and so on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -101,6 +102,7 @@ class Controls:
         self._recipes: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
         self._owners: dict[CodeType, weakref.WeakSet[nn.Module]] = {}
         self._told_sharing = False
+        self._guarded = threading.local()
         _all.add(self)
 
     def add_root(self, module: nn.Module) -> None:
@@ -147,6 +149,13 @@ class Controls:
         """The backend under which something ran last."""
         return self.under(self.running or self.recipe)
 
+    def run(self) -> None:
+        """Notes the module of the call whose guards have held: torch also asks the guards of graphs that do not run."""
+        root = getattr(self._guarded, "root", None)
+        if root is not None:
+            self.add_root(root)
+            self._guarded.root = None
+
     def begin(self) -> Backend:
         """The backend for the graph that is being compiled, which gets its guard."""
         _, frame = frame_being_compiled()
@@ -161,8 +170,7 @@ class Controls:
             current = self._of_call(root)
             if current is not recipe and current != recipe:
                 return False
-            if root is not None:
-                self.add_root(root)
+            self._guarded.root = root
             self.enter(recipe)
             return True
 

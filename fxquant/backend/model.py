@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxquant.backend.backend import Backend, backend_for, fxquant_backend
+from fxquant.backend.backend import Backend, ByName
 from fxquant.backend.controls import Controls, controls_that_compiled
 from fxquant.compat.frames import backends_behind
 from fxquant.errors import OptionError
@@ -103,10 +103,10 @@ def _controls(model: Any) -> list[Controls]:
 def _behind(model: Any) -> Iterator[Controls]:
     if isinstance(model, Backend):
         yield model.controls
-    for holder, function, options in backends_behind(model):
+    for holder, function, keywords in backends_behind(model):
         if isinstance(function, Backend):
             yield function.controls
-        elif function is fxquant_backend:
-            backend = backend_for(options)
+        elif isinstance(function, ByName):
+            backend = function.backend(**keywords)
             vars(holder)["fxquant"] = backend  # keeps it alive until the first graph does
             yield backend.controls

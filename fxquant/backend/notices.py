@@ -175,7 +175,8 @@ class Calls:
 
 _WHY = (
     "TORCH_LOGS=graph_breaks,recompiles says why. torch gives up after torch._dynamo.config.recompile_limit "
-    "compilations of one function"
+    "compilations of one function, and captures no module of its own classes, such as nn.Sequential, if compiled in "
+    "place: use fxquant.compile(model, recipe)"
 )
 _uncalled: list[Calls] = []
 _IN_PLACE = (

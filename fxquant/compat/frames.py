@@ -60,7 +60,7 @@ def call_by(module: nn.Module, call: Callable[..., Any]) -> None:
 def backends_behind(compiled: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
     """The backends that torch.compile was given for a callable, or for a module and what it consists of.
 
-    Each is what holds it, the function, and the options that the function is called with.
+    Each is what holds it, the function, and the keywords that it is called with.
     """
     yield from _of_function(compiled)
     for module in compiled.modules() if isinstance(compiled, nn.Module) else ():
@@ -79,4 +79,4 @@ def _of_function(function: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
 def _unwrapped(callback: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
     if callable(callback):
         holder = innermost_backend(callback)
-        yield holder, getattr(holder, "compiler_fn", holder), getattr(holder, "kwargs", {}).get("options", {})
+        yield holder, getattr(holder, "compiler_fn", holder), getattr(holder, "kwargs", {})
