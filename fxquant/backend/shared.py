@@ -7,10 +7,13 @@ that has run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +30,11 @@ from fxquant.state import Slots, State
 Names = Callable[[], Mapping[str, str]]
 """Gives the paths of modules in the user's model, by ``str(id(module))``."""
 
-Variable = tuple[str, int]
-"""The name of a variable, and a place in it if it is a tuple or a list."""
+Step = tuple[str, Any]
+"""A way from a value to what it holds: ``self`` of a method, ``cell``, ``item`` or ``attribute``, and its key."""
+
+Variable = tuple[Any, ...]
+"""The name of a variable, and the steps from there to a module."""
 
 Key = tuple["weakref.ref[nn.Module]", ...]
 
@@ -42,9 +48,13 @@ class Shared:
         self._answers = [value_text(recipe.quantizer(role)) for role in self._roles]
         _, frame = frame_being_compiled()
         full = names()
-        modules = {v: m for v, m in _modules_of(frame).items() if str(id(m)) in full}
-        self._variables = [*modules]
-        self._places = {layer: _place(layer, modules, full) for layer in dict.fromkeys(r.name for r in self._roles)}
+        places: dict[str, tuple[Variable, str]] = {}
+        for variable, module in _modules_of(frame).items():
+            for path, part in _parts(module).items():
+                if (name := full.get(str(id(part)))) is not None:
+                    places.setdefault(name, (variable, path))
+        self._places = {layer: _place(layer, places) for layer in dict.fromkeys(r.name for r in self._roles)}
+        self._variables = [*dict.fromkeys(place[0] for place in self._places.values() if place is not None)]
         self._now = threading.local()
         self._first = self._key(frame)
         self._ran = {self._first}
@@ -65,13 +75,13 @@ class Shared:
         return self._renamed[key] or {}, new
 
     def _key(self, frame: Mapping[str, Any]) -> Key:
-        return tuple(weakref.ref(m) for v in self._variables if (m := _module(frame, *v)) is not None)
+        return tuple(weakref.ref(m) for v in self._variables if (m := _module(frame, v)) is not None)
 
     def _holds(self, frame: Mapping[str, Any]) -> bool:
         """Returns True if the graph is right for the modules of a call."""
         self._now.key = key = self._key(frame)
         if key not in self._renamed:
-            self._renamed[key] = self._rename({v: m for v in self._variables if (m := _module(frame, *v)) is not None})
+            self._renamed[key] = self._rename({v: m for v in self._variables if (m := _module(frame, v)) is not None})
         return self._renamed[key] is not None
 
     def _rename(self, modules: Mapping[Variable, nn.Module]) -> Mapping[str, str] | None:
@@ -121,21 +131,74 @@ class StatesByModule:
 def named_here(names: Mapping[str, str]) -> dict[str, str]:
     """The names and, as the empty string's, that of the module whose method is captured, which torch does not say."""
     _, frame = frame_being_compiled()
-    owner = next((m for v in ("self", "fn") if (m := _module(frame, v, 0)) is not None), None)
+    owners = (("self",), ("fn",), ("fn", ("self", None)))
+    owner = next((m for variable in owners if (m := _module(frame, variable)) is not None), None)
     return {**names, "": names.get(str(id(owner)), "")}
 
 
 def _modules_of(frame: Mapping[str, Any]) -> dict[Variable, nn.Module]:
-    """The modules among the variables of a frame, and those in its tuples and lists."""
-    places = ((n, i) for n, v in frame.items() for i in (range(len(v)) if isinstance(v, (tuple, list)) else (0,)))
-    return {variable: module for variable in places if (module := _module(frame, *variable)) is not None}
+    """The modules that a frame reaches from its variables, also through containers, functions and plain objects."""
+    modules: dict[Variable, nn.Module] = {}
+    visited: set[int] = set()
+    reached: deque[tuple[Variable, Any]] = deque(((name,), frame[name]) for name in frame)
+    while reached and len(visited) < _MOST_OBJECTS:
+        variable, value = reached.popleft()
+        if id(value) in visited or isinstance(value, _LEAVES):
+            continue
+        visited.add(id(value))
+        if isinstance(value, nn.Module):
+            modules[variable] = value
+        elif len(variable) <= _MOST_STEPS:
+            reached += (((*variable, step), inner) for step, inner in _inside(value))
+    return modules
 
 
-def _module(frame: Mapping[str, Any], name: str, place: int) -> nn.Module | None:
-    value = frame[name] if name in frame else None
-    if isinstance(value, (tuple, list)):
-        value = value[place] if place < len(value) else None
-    value = value.__self__ if isinstance(value, MethodType) else value
+_MOST_OBJECTS, _MOST_STEPS = 1000, 4
+"""The search for modules ends there."""
+
+_LEAVES = (Tensor, str, bytes, int, float, complex, type, ModuleType, NoneType)
+
+
+def _inside(value: Any) -> Iterator[tuple[Step, Any]]:
+    """The values that a value holds, with the steps that lead there."""
+    if isinstance(value, MethodType):
+        yield ("self", None), value.__self__
+    elif isinstance(value, FunctionType):
+        yield from ((("cell", i), cell.cell_contents) for i, cell in enumerate(value.__closure__ or ()) if _full(cell))
+    elif isinstance(value, (tuple, list)):
+        yield from ((("item", i), inner) for i, inner in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((("item", key), inner) for key, inner in value.items())
+    elif isinstance(value, functools.partial):
+        yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
+    else:
+        with contextlib.suppress(AttributeError):  # without asking what an object makes up
+            held = object.__getattribute__(value, "__dict__")
+            yield from ((("attribute", name), inner) for name, inner in [*held.items()])
+
+
+def _full(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # the variable has no value yet
+        return False
+    return True
+
+
+def _module(frame: Mapping[str, Any], variable: Variable) -> nn.Module | None:
+    """The module that the variable of a frame leads to, if there is one."""
+    name, *steps = variable
+    try:
+        value = frame[name]
+        for kind, key in steps:
+            if kind == "self":
+                value = value.__self__
+            elif kind == "cell":
+                value = value.__closure__[key].cell_contents
+            else:
+                value = value[key] if kind == "item" else getattr(value, key)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
     return value if isinstance(value, nn.Module) else None
 
 
@@ -144,14 +207,10 @@ def _parts(module: nn.Module) -> dict[str, nn.Module]:
     return {clean_path(path): part for path, part in module.named_modules(remove_duplicate=False)}
 
 
-def _place(
-    layer: str, modules: Mapping[Variable, nn.Module], full: Mapping[str, str]
-) -> tuple[Variable, str, str] | None:
+def _place(layer: str, places: Mapping[str, tuple[Variable, str]]) -> tuple[Variable, str, str] | None:
     """The variable, the path from there, and the rest of the name that is no module's; None for a layer elsewhere."""
-    places = [
-        (len(name), variable, path, layer[len(name) :].lstrip("."))
-        for variable, module in modules.items()
-        for path, part in _parts(module).items()
-        if (name := full.get(str(id(part)))) is not None and f"{layer}.".startswith(f"{name}.")
-    ]
-    return max(places, key=lambda place: place[0])[1:] if places else None
+    words = layer.split(".")
+    for count in range(len(words), 0, -1):
+        if (place := places.get(".".join(words[:count]))) is not None:
+            return (*place, ".".join(words[count:]))
+    return None
