@@ -28,7 +28,6 @@ from fxquant.compat.patches import QuantizedGraphPass, recomputable
 from fxquant.compat.private import (
     CustomGraphPass,
     CustomPartitionerFn,
-    compiles_backwards,
     get_hash_for_files,
     lazy_format_graph_code,
     min_cut_rematerialization_partition,
@@ -63,7 +62,7 @@ from fxquant.passes.exported import (
 )
 from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.joint.compute_once import compute_once
-from fxquant.passes.joint.repeat import allow_later_writes, mark_recompute
+from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import save_column_amaxes, save_scales
 from fxquant.passes.lower.amax_before_views import amax_before_views
@@ -127,7 +126,7 @@ JOINT = (
     Pass(save_scales, "forward and backward quantize one tensor by one scale, whatever is computed again"),
     Pass(save_column_amaxes, "the forward has the amaxes of the backward's columns for nothing"),
     Pass(mark_recompute, "reads what will be saved: all scales are in the graph", training_only=True),
-    Pass(allow_later_writes, "marks inputs alone, whose writes no pass before changes", training_only=True),
+    Pass(save_state_itself, "marks inputs alone, whose writes no pass before changes", training_only=True),
     Pass(compute_once, "the partitioner, which comes next, does the same in older versions of torch"),
 )
 MEANING = (
@@ -231,7 +230,7 @@ class Partition(CustomPartitionerFn):
         inner = None if self.inner is None else self.inner.uuid()
         if self.inner is not None and inner is None:
             return None
-        return _key(self.settings, inner, compiles_backwards())
+        return _key(self.settings, inner)
 
 
 class Lowering(QuantizedGraphPass):

@@ -21,7 +21,7 @@ from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.shared import Shared, StatesByModule, named_here
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
-from fxquant.compat.private import aot_autograd, make_boxed_func
+from fxquant.compat.private import aot_autograd, make_boxed_func, recomputes_activations, with_hooks
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
@@ -114,7 +114,7 @@ class Backend:
         """Compiles one captured graph under this backend's recipe."""
         record = GraphRecord(first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason())
         self._record = record
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # a checkpoint around counts saved tensors
+        with with_hooks(_same, _same):  # a checkpoint around counts saved tensors
             slots = self.rewrite(gm, example_inputs)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
@@ -229,7 +229,7 @@ class Backend:
             return compile_eager(gm, example_inputs, lambda module, _inputs: record.see(module), partition)
         settings = self.inductor
         if quantizes(gm):  # else the compilation is Inductor's own, to the bit
-            recomputed = self.settings.save == "least" or quantizes(gm, recomputed=True)
+            recomputed = self.settings.save == "least" or recomputes_activations(gm) or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
             settings = inductor_settings(
                 self.settings, settings, recomputed=recomputed, reasons=self._record.not_fused, seen=self._record.see

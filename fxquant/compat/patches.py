@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverloadPacket
 
 from fxquant.compat import torch_version
-from fxquant.compat.private import inductor_config
+from fxquant.compat.private import CheckpointPolicy, inductor_config
 
 STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
 """Inductor's setting by which a Triton kernel that it was given is launched and cached as one that it wrote."""
@@ -367,11 +369,87 @@ def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
         _recomputable.reset(token)
 
 
+_BESIDE = "_tensors_no_vc_check"
+"""The attribute of a call of a compiled forward with the tensors that it keeps beside those that autograd saves."""
+
+
+def _with_tensors_beside(
+    call: Callable[..., Any], compiler: Any, inputs: Any, saved: Any, tensors: Any, context: Any, node: Any, *more: Any
+) -> Any:
+    def get(function: Callable[..., Any], *args: Any) -> Any:
+        return compiler.fx_tracer.create_proxy("call_function", function, args, {})
+
+    beside = get(getattr, context, _BESIDE)
+    all_saved = [*saved, *(get(operator.getitem, beside, i) for i in range(len(getattr(node, _BESIDE))))]
+    return call(compiler, inputs, all_saved, tensors, context, node, *more)
+
+
+def _loses_tensors_beside() -> bool:
+    return _BESIDE not in inspect.getsource(importlib.import_module("torch._dynamo.compiled_autograd"))
+
+
+TENSORS_BESIDE = Patch(
+    "torch._dynamo.compiled_autograd",
+    "AutogradCompilerInstance.proxy_call_aot_backward",
+    defect="Compiled autograd calls a compiled backward with the tensors that autograd has saved, and without those "
+    "that its forward keeps beside them, so that the inputs of the backward run out.",
+    upstream="https://github.com/pytorch/pytorch/pull/171353 (torch 2.11), which keeps them",
+    fixed_in=None,
+    still_needed=_loses_tensors_beside,
+    change=_with_tensors_beside,
+    acts=lambda *args: bool(getattr(args[5], _BESIDE, ())),
+)
+
+
+def save_beside_autograd(node: fx.Node) -> None:
+    """Lets a forward keep a tensor for its backward as an attribute of the call.
+
+    Autograd then neither shows it to hooks on saved tensors nor refuses a second backward because the first has
+    written into it.
+    """
+    _apply(TENSORS_BESIDE)
+    node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+_SAVED = "fxquant_saved"
+"""The key under which a node's meta says that it must be saved, by whatever budget."""
+
+
+def _choose_also_marked(choose: Callable[..., Any], graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+    chosen = choose(graph, *args, **kwargs)
+    return [*chosen, *(node for node in graph.nodes if node.meta.get(_SAVED) and node not in chosen)]
+
+
+def _saves_inputs_alone() -> bool:
+    choose: Any = inspect.unwrap(importlib.import_module("torch._functorch.partitioners").choose_saved_values_set)
+    inputs: list[fx.Node] = []
+    return choose(fx.Graph(), SimpleNamespace(inputs=inputs), 0) is inputs
+
+
+MEMORY_BUDGET = Patch(
+    "torch._functorch.partitioners",
+    "choose_saved_values_set",
+    defect="Under an activation memory budget of 0 the partitioner saves inputs alone, and between 0 and 1 not what an "
+    "operator with several results gives, also where they are marked as `MUST_SAVE`.",
+    upstream="none found",
+    fixed_in=None,
+    still_needed=_saves_inputs_alone,
+    change=_choose_also_marked,
+    acts=lambda graph, nodes, memory_budget=1: memory_budget != 1,
+)
+
+
+def must_save(node: fx.Node) -> None:
+    """Forbids the partitioner to compute a node of a joint graph again, checkpointed or not."""
+    _apply(MEMORY_BUDGET)
+    node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _SAVED: True})
+
+
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """Calls `compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
-    for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, *NAN_ASSERTIONS):
+    for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE):
         _apply(patch)
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
@@ -386,5 +464,6 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
 
 
 PATCHES = (
-    LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS, RECOMPUTABLE
+    LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS, RECOMPUTABLE,
+    TENSORS_BESIDE, MEMORY_BUDGET,
 )  # fmt: skip

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo.compiled_autograd as compiled_autograd
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
@@ -123,6 +122,14 @@ def compiling_again(fakes: Sequence[Any]) -> AbstractContextManager[Any]:
     return tracing(TracingContext(detect_fake_mode(list(fakes))))
 
 
+def with_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> AbstractContextManager[Any]:
+    """Returns a scope with hooks on saved tensors in the place of others; an empty one where hooks are disabled."""
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined, unused-ignore]
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if enabled else nullcontext()
+
+
 def in_backward() -> bool:
     """Returns True if the autograd engine is running a backward on this thread."""
     return bool(torch._C._current_autograd_node())
@@ -191,24 +198,34 @@ def mark_static(node: fx.Node) -> None:
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
-def must_save(node: fx.Node) -> None:
-    """Forbids the partitioner to compute a node of a joint graph again, checkpointed or not."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-
 def prefer_recompute(node: fx.Node) -> None:
     """Lets the partitioner compute a node of a joint graph in the backward, from values that are saved anyway."""
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compiles_backwards() -> bool:
-    """Returns True if compiled autograd captures backwards; it ignores `save_without_version`."""
-    return bool(dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+_BUDGET = "_region_activation_memory_budget"
 
 
-def save_without_version(node: fx.Node) -> None:
-    """Lets a forward save a tensor that its backward changes; autograd would refuse a second backward."""
-    node.meta["saved_tensor_with_no_vc_check"] = True
+def recomputes_activations(gm: fx.GraphModule) -> bool:
+    """Returns True if the partitioner is told to compute more in the backward again than is cheap."""
+    return (
+        functorch_config.activation_memory_budget < 1
+        or functorch_config.aggressive_recomputation
+        or any(budget < 1 for budget in _memory_budgets(gm))
+    )
+
+
+def share_memory_budget(gm: fx.GraphModule, added: Iterable[fx.Node]) -> None:
+    """Gives nodes the budget of memory that the model has set for the region of a graph: torch wants it at all."""
+    for budget in _memory_budgets(gm):
+        for node in added:
+            node.meta["custom"] = {_BUDGET: budget}
+
+
+def _memory_budgets(gm: fx.GraphModule) -> set[float]:
+    nodes = [node for module in gm.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+    annotations = [node.meta.get("custom") or {} for node in nodes]
+    return {annotation[_BUDGET] for annotation in annotations if _BUDGET in annotation}
 
 
 def copy_sources(gm: fx.GraphModule, copy: fx.GraphModule, copies: Mapping[fx.Node, fx.Node]) -> None:

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import copy_sources, mark_static, name_source, tag_activation_checkpoint
+from fxquant.compat.private import (
+    copy_sources,
+    mark_static,
+    name_source,
+    share_memory_budget,
+    tag_activation_checkpoint,
+)
 from fxquant.compat.values import fake_mode_of
 from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.kernels.operator import traits_of
@@ -111,6 +117,7 @@ def _add_values(added: Sequence[fx.Node], tensors: Mapping[fx.Node, Tensor], gm:
                 call: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
                 value = call(*args, **kwargs)
             node.meta[EXAMPLE_VALUE] = value
+    share_memory_budget(gm, added)
 
 
 def _input(graph: fx.Graph, name: str) -> fx.Node:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import compiles_backwards, prefer_recompute, save_without_version
+from fxquant.compat.patches import save_beside_autograd
+from fxquant.compat.private import prefer_recompute
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.passes.graph.match import behind_views, readers
@@ -36,22 +37,24 @@ def mark_recompute(graph: fx.Graph, settings: Settings) -> int:
     return len(marked)
 
 
-def allow_later_writes(graph: fx.Graph, settings: Settings) -> int:
-    """Marks the inputs that the backward changes to be saved without their version; returns how many.
+def save_state_itself(graph: fx.Graph, settings: Settings) -> int:
+    """Marks the state that the backward records into, to be handed to it as it is; returns how many inputs are marked.
 
-    With it a graph that is retained could not go backward again.
+    A tensor that autograd saves may come back as a copy, which hooks have made, and must not be written in between.
     """
-    written = [] if compiles_backwards() else written_by_backward(graph)
-    for node in written:
-        save_without_version(node)
-    return len(written)
+    saved = recorded_into(graph)
+    for node in saved:
+        save_beside_autograd(node)
+    return len(saved)
 
 
-def written_by_backward(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the inputs of a joint graph that its backward changes: delayed scaling's records of gradients."""
+def recorded_into(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the inputs of a joint graph that its backward changes, and the step of delayed scaling's records."""
     of_backward = nodes_of_backward(graph)
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    return [node.args[0] for node in writes if node in of_backward and node.args[0].op == "placeholder"]
+    inputs = [node.args[0] for node in writes if node in of_backward]
+    inputs += [node.args[1] for node in graph.nodes if is_fxquant(node, "record_since")]
+    return [node for node in dict.fromkeys(inputs) if node.op == "placeholder"]
 
 
 def products_to_repeat(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -13,26 +13,32 @@ and of experts' weights that are scaled by row and, in the backward, by column:
     column = fxquant.split_quantize(w, None, "per_row_e4m3", "columnwise", amax)
 
 Whatever a quantization takes besides its tensor, a scale or random numbers' seed and step, is saved and never computed
-again, so that a tensor which the backward quantizes again gets the bits that the forward gave it.
+again, so that a tensor which the backward quantizes again gets the bits that the forward gave it. So is what comes from
+state that the forward changes.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxquant.compat.private import must_save
+from fxquant.compat.patches import must_save
 from fxquant.formats import QuantSpec
 from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.builder import Builder
+from fxquant.passes.graph.match import readers
 from fxquant.passes.graph.meta import VAL, inherited
-from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.names import VIEWS, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import in_memory
 from fxquant.passes.settings import Settings
+
+_WRITES = (torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
+"""The second where torch writes an input behind the graph, which returns its new value."""
 
 
 def save_scales(graph: fx.Graph, settings: Settings) -> int:
@@ -56,8 +62,23 @@ def save_scales(graph: fx.Graph, settings: Settings) -> int:
             source = _unviewed(value)
             if source.op == "call_function" and node not in of_backward:
                 must_save(source)
+    for node in _of_overwritten_inputs(graph, of_backward):
+        must_save(node)
     graph.lint()
     return count
+
+
+def _of_overwritten_inputs(graph: fx.Graph, of_backward: set[fx.Node]) -> Iterator[fx.Node]:
+    """Yields what the forward computes of inputs, such as a step, that it changes before the backward runs."""
+    writes = [node for node in graph.nodes if node.target in _WRITES and node not in of_backward]
+    written = dict.fromkeys(write.args[0] for write in writes)
+    for reader in (user for node in written if node.op == "placeholder" for user in readers(node, VIEWS)):
+        if reader.op != "call_function" or reader in of_backward or reader in writes:
+            continue
+        if isinstance(val(reader), Tensor):
+            yield reader
+        else:
+            yield from (user for user in reader.users if user.target is operator.getitem)
 
 
 def save_column_amaxes(graph: fx.Graph, settings: Settings) -> int:

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxquant.compat.private import prefer_recompute
 from fxquant.passes.graph.names import op_name
-from fxquant.passes.joint.repeat import allow_later_writes, mark_recompute
+from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.settings import Settings
 
 _ops = torch.ops.fxquant
@@ -46,23 +46,29 @@ def test_marks(save: str) -> None:
     )
 
 
-def test_inputs_that_the_backward_changes_are_saved_without_a_version() -> None:
-    def run(x: Tensor, amaxes: Tensor, other: Tensor, tangents: Tensor) -> Tensor:
+def test_the_backward_reaches_the_state_that_it_records_into() -> None:
+    """What it changes, and the step of its records, are not saved by autograd."""
+
+    def run(x: Tensor, amaxes: Tensor, step: Tensor, other: Tensor, tangents: Tensor) -> Tensor:
         torch.ops.aten.copy_.default(other, x)
-        torch.ops.aten.copy_.default(amaxes, tangents.amax(0))
+        record = torch.ops.fxquant.record_since.default(amaxes, step, [tangents.amax(0)], [0])
+        torch.ops.aten.copy_.default(amaxes, record)
         return tangents * x
 
-    gm = make_fx(run, tracing_mode="fake")(torch.ones(4), torch.ones(4), torch.ones(4), torch.ones(4, 4))
+    counts = torch.zeros(4, dtype=torch.int64)
+    gm = make_fx(run, tracing_mode="fake")(torch.ones(4), counts, counts.clone(), torch.ones(4), torch.ones(4, 4))
     assert_expected_inline(listing(gm.graph), """\
 %0 = input [4]
 %1 = input [4]
 %2 = input [4]
-%3 = input [4, 4]
-%4 = copy_(%2, %0)
-%5 = amax(%3, [0])
-%6 = copy_(%1, %5)
-%7 = mul(%3, %0)
-return %7""")  # fmt: skip
+%3 = input [4]
+%4 = input [4, 4]
+%5 = copy_(%3, %0)
+%6 = amax(%4, [0])
+%7 = record_since(%1, %2, [%6], [0])
+%8 = copy_(%1, %7)
+%9 = mul(%4, %0)
+return %9""")  # fmt: skip
     metas = {node: dict(node.meta) for node in gm.graph.nodes}
-    assert allow_later_writes(gm.graph, Settings()) == 1
-    assert [node.target for node in gm.graph.nodes if node.meta != metas[node]] == ["amaxes_1"]
+    assert save_state_itself(gm.graph, Settings()) == 2
+    assert [node.target for node in gm.graph.nodes if node.meta != metas[node]] == ["amaxes_1", "step_1"]

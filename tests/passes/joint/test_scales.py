@@ -11,7 +11,7 @@ from helpers import listing
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.compat.private import must_save
+from fxquant.compat.patches import must_save
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.joint.scales import nodes_of_backward, save_column_amaxes, save_scales
 from fxquant.passes.settings import Settings

@@ -1,0 +1,130 @@
+"""What a forward saves for its backward, moved by hooks, computed again for a budget or captured: the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from helpers import assert_same_bits, eager_backend
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+
+import fxquant
+
+Scope = Callable[[], AbstractContextManager[Any]]
+
+RECIPES = ("current_scaling", "delayed_scaling", "mxfp8", "nvfp4", "float8_blockwise")
+
+
+def as_they_are() -> AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def copied() -> AbstractContextManager[Any]:
+    """As tensors that come from another device lie: each in memory of its own, one row behind another."""
+    return saved_tensors_hooks(lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t), lambda t: t.clone())
+
+
+def captured() -> AbstractContextManager[Any]:
+    return torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def trained(
+    recipe: Any,
+    *,
+    forward: Scope = as_they_are,
+    backward: Scope = as_they_are,
+    inner: str = "aot_eager",
+    steps: int = 3,
+) -> dict[str, Tensor]:
+    """Outputs, gradients and state of steps of two forwards each, whose backwards come behind both."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Residual(), Residual())
+    backend = fxquant.Backend(recipe, inner=inner)
+    run = torch.compile(model, backend=backend)
+    generator, result = torch.Generator().manual_seed(1), {}
+    for step in range(steps):
+        inputs = [(torch.randn(32, 64, generator=generator) * 4**step).requires_grad_() for _ in range(2)]
+        with forward():
+            outputs = [run(x) for x in inputs]
+        for i, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
+            with backward():
+                y.square().mean().backward()
+            result |= {f"output {step}.{i}": y.detach(), f"input {step}.{i}": x.grad}
+    return result | {name: p.grad for name, p in model.named_parameters()} | backend.state_dict()
+
+
+@pytest.mark.parametrize("hooks", [copied, save_on_cpu])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hooks_may_move_what_is_saved(recipe: str, hooks: Scope) -> None:
+    assert_same_bits(trained(recipe, forward=hooks), trained(recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
+def test_inductor_takes_what_hooks_have_moved(recipe: str) -> None:
+    assert_same_bits(
+        *(trained(recipe, forward=hooks, inner="inductor", steps=2) for hooks in (save_on_cpu, as_they_are))
+    )
+
+
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
+def test_a_backward_alone_may_be_captured(recipe: str) -> None:
+    assert_same_bits(trained(recipe, backward=captured), trained(recipe))
+    assert_same_bits(trained(recipe, forward=copied, backward=captured), trained(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hooks_on_saved_tensors_may_be_disabled(recipe: str) -> None:
+    def disabled() -> AbstractContextManager[Any]:
+        return disable_saved_tensors_hooks("there are none here")
+
+    assert_same_bits(trained(recipe, forward=disabled), trained(recipe))
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_memory_budget_leaves_the_bits(recipe: str, budget: float) -> None:
+    """What is computed again begins with the state of its forward, which that has changed since."""
+    with functorch_config.patch(activation_memory_budget=budget):
+        got = trained(recipe)
+    assert_same_bits(got, trained(recipe))
+
+
+@pytest.mark.slow
+def test_inductor_draws_the_same_numbers_under_a_memory_budget() -> None:
+    with functorch_config.patch(activation_memory_budget=0.3):
+        got = trained("nvfp4", inner="inductor", steps=1)
+    assert_same_bits(got, trained("nvfp4", inner="inductor", steps=1))
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="torch 2.13")
+def test_a_region_may_have_a_memory_budget() -> None:
+    def gradients(budget: float) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Residual()
+
+        def run(x: Tensor) -> Tensor:
+            with torch.autograd.graph.region_activation_memory_budget(budget):
+                return model(x)
+
+        torch.compile(run, backend=eager_backend("delayed_scaling"))(torch.randn(32, 64)).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    assert_same_bits(gradients(0.0), gradients(1.0))
