@@ -18,6 +18,7 @@ from fxquant.backend.notices import tell_alone, watch
 from fxquant.backend.options import Options
 from fxquant.backend.record import GraphRecord, Records, graph_text
 from fxquant.backend.repeats import states_of_first_run, without_gradients
+from fxquant.backend.selective import ask_around, ask_inside
 from fxquant.backend.shared import Shared, StatesByModule, named_here
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.patches import compile_with_inductor
@@ -196,6 +197,7 @@ class Backend:
             self._sites = record.add_layers(names, self._sites)
         states, tensors = by_module.of(names)
         parts = self.weights.parts(by_module.bound.taken, inputs) if self.weights is not None else []
+        ask_around()
         with states_of_first_run(states):
             # tensors with a version of their own, so that other calls may come between this one and its backward
             return run(*inputs, *(tensor.data for tensor in tensors), *parts)
@@ -215,6 +217,7 @@ class Backend:
             first_site=record.first_site,
         )
         captured = run(CAPTURED, captured, self.settings)
+        ask_inside(gm)
         self._sites = 1 + max((d.site for d in captured.decisions), default=self._sites - 1)
         record.decisions, record.roles = captured.decisions, captured.roles
         record.shared = Shared(self.recipe, self._names, captured.roles)

@@ -17,6 +17,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._C import _autograd as hooks
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _ALL_MODES = True
 """Hooks count also while something is traced."""
@@ -61,6 +62,18 @@ def checkpoints_around() -> Around:
 def in_reentrant_checkpoint() -> bool:
     """Returns True if a call without gradients is part of the first run of a reentrant checkpoint."""
     return not torch.is_grad_enabled() and any(isinstance(c, BackwardCFunction) for c in checkpoints_around().first)
+
+
+CONTEXTS = "_checkpoint_context_fn"
+"""The key in the meta of a checkpoint's captured body under which the function lies that gives its modes."""
+
+
+def selective_modes() -> list[Any]:
+    """Returns the modes of selective checkpoints around a call."""
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    kinds = (torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._CachedTorchDispatchMode)
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kinds)]
 
 
 def _top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

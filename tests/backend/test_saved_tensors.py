@@ -72,6 +72,7 @@ def trained(
 @pytest.mark.parametrize("hooks", [copied, save_on_cpu])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_hooks_may_move_what_is_saved(recipe: str, hooks: Scope) -> None:
+    """Invariant 46."""
     assert_same_bits(trained(recipe, forward=hooks), trained(recipe))
 
 
@@ -100,7 +101,7 @@ def test_hooks_on_saved_tensors_may_be_disabled(recipe: str) -> None:
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_memory_budget_leaves_the_bits(recipe: str, budget: float) -> None:
-    """What is computed again begins with the state of its forward, which that has changed since."""
+    """Invariant 45: what is computed again begins with the state of its forward, which that has changed since."""
     with functorch_config.patch(activation_memory_budget=budget):
         got = trained(recipe)
     assert_same_bits(got, trained(recipe))
