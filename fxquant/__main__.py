@@ -22,6 +22,7 @@ import torch
 import fxquant
 from fxquant import factories, recipes
 from fxquant.checks import article, did_you_mean
+from fxquant.compat.private import failures_unlogged, in_short
 from fxquant.cost.rates import find_card
 from fxquant.errors import FxQuantError
 from fxquant.files import check_outputs
@@ -124,22 +125,23 @@ def _sources(*targets: str) -> list[str]:
 
 
 def _sentence(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    lines = (line.strip() for line in str(error).splitlines())
-    first = next(filter(None, lines), "")
-    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
+    """The kind of an error and what it says, in short."""
+    text = in_short(error)[:500] if str(error).strip() else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager
 def _one_sentence(what: str) -> Iterator[None]:
     """A scope of the user's code, whose errors become one sentence; FXQUANT_TRACEBACK=1 shows the whole."""
-    try:
+    if os.environ.get("FXQUANT_TRACEBACK") == "1":
         yield
+        return
+    try:
+        with failures_unlogged():
+            yield
     except FxQuantError:
         raise
     except Exception as error:
-        if os.environ.get("FXQUANT_TRACEBACK") == "1":
-            raise
         raise FxQuantError(f"{what} failed: {_sentence(error)} (FXQUANT_TRACEBACK=1 shows where)") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -142,6 +143,24 @@ def changed_inputs() -> list[int]:
     return list(context.fw_metadata.mutated_inp_runtime_indices)
 
 
+def in_short(text: object) -> str:
+    """Returns in one line what a message of torch says first, and its explanation if it has one."""
+    title, *lines = map(str.strip, str(text).strip().splitlines())
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    return ": ".join([title, *explained[:1]])
+
+
+@contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Keeps torch from logging, with their tracebacks, errors of this scope that it raises too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
 @contextmanager
 def graph_breaks() -> Iterator[list[str]]:
     """Gives a list; at the end of the scope it holds the reasons why Dynamo broke graphs in it or captured none."""
@@ -151,10 +170,8 @@ def graph_breaks() -> Iterator[list[str]]:
     yield reasons
     for kind in kinds:
         for text, count in counters[kind].items():
-            title, *lines = map(str.strip, str(text).strip().splitlines())
-            explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
             if count > before[kind][text]:
-                reasons.append(": ".join([title, *explained[:1]]))
+                reasons.append(in_short(text))
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_metrics_context, graph_break_reasons
 
+from fxquant.compat.private import in_short
+
 _LIMIT = "torch._dynamo hit config."
 """The beginning of the warning that torch logs when it will not compile a function once more."""
 
@@ -58,10 +60,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _break_text(reason: Any) -> str:
     """A graph break in one line, with the file and line where it happens."""
-    title, *lines = map(str.strip, reason.reason.strip().splitlines())
-    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     place = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
-    return ": ".join([title, *explained[:1]]) + place
+    return in_short(reason.reason) + place
 
 
 def breaks_around(gm: fx.GraphModule) -> list[str]:
