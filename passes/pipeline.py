@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 from torch import fx
 
 import fxquant
-from fxquant.compat.patches import QuantizedGraphPass, recomputable
+from fxquant.compat.patch import QuantizedGraphPass
+from fxquant.compat.patches import recomputable
 from fxquant.compat.private import (
     CustomGraphPass,
     CustomPartitionerFn,

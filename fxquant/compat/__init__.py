@@ -1,10 +1,15 @@
 """The one door to torch's private modules, and the one place that asks for its version.
 
 - `private`: private names of torch, and functions that stand for private ones.
-- `patches`: changes to torch, and the compilations that need them.
+- `patches`: changes to torch, and the compilations that need them; `patch` has what one is.
 - `device`: capability and name of devices, launches.
-- `memory`: what can be seen of writes into a tensor's memory.
 - `values`: fake tensors and symbolic sizes.
+
+Three questions that torch does not answer have a file each:
+
+- `memory`: what can be seen of writes into a tensor's memory.
+- `checkpoints`: the activation checkpoints around a call.
+- `recompiles`: why a function is compiled again, and where its graphs break.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 A tensor counts the writes through itself and its views (`_version`). Three more kinds are seen here: other memory in
 the tensor's place, tensors and arrays in the same memory with a count of their own or none, and those that come and go
-through `.data`, for which the property of `torch.Tensor` is replaced by one that takes note.
+through `.data`, whose property takes note of them (`DATA`) while a memory is watched.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxquant.compat.patch import Patch, apply
 from fxquant.compat.values import storage_key, version
 
 _asked: dict[int, int] = {}
@@ -29,7 +29,7 @@ class Memory:
     """The memory of a tensor at one moment, kept alive by the tensor alone; `gone` is called when it is freed."""
 
     def __init__(self, tensor: Tensor, gone: Callable[[], object]) -> None:
-        _watch_data()
+        apply(DATA)
         key = storage_key(tensor)
 
         def freed(_: object) -> None:
@@ -87,26 +87,16 @@ def stream_of(tensor: Tensor) -> int | None:
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
 
 
-@functools.cache
-def _watch_data() -> None:
-    data = inspect.getattr_static(torch.Tensor, "data")
-
-    def get(tensor: Tensor) -> Any:
-        # AOTAutograd only looks at its type
-        if _asked and not str(sys._getframe(1).f_globals.get("__name__")).startswith("torch._functorch."):
-            _note(tensor)
-        return data.__get__(tensor)
-
-    def assign(tensor: Tensor, value: Any) -> None:
-        _note(tensor)
-        _note(value)
-        data.__set__(tensor, value)
-
-    torch.Tensor.data = property(get, assign, doc=data.__doc__)  # type: ignore[assignment]
+def _note_and_do(do: Callable[..., Any], tensor: Tensor, *value: Any) -> Any:
+    # AOTAutograd only looks at its type
+    if value or not str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._functorch."):
+        for noted in (tensor, *value):
+            _note(noted)
+    return do(tensor, *value)
 
 
 def _note(tensor: Any) -> None:
-    if not _asked or not isinstance(tensor, Tensor):
+    if not isinstance(tensor, Tensor):
         return
     try:
         with torch._C.DisableTorchFunctionSubclass():
@@ -115,3 +105,21 @@ def _note(tensor: Any) -> None:
         return
     if (count := _asked.get(key)) is not None:
         _asked[key] = count + 1
+
+
+def _is_written_unseen() -> bool:
+    tensor = torch.zeros(1)
+    tensor.data.add_(1)
+    return version(tensor) == 0
+
+
+DATA = Patch(
+    "torch",
+    "Tensor.data",
+    defect="What is written through `.data` is counted nowhere.",
+    upstream="https://github.com/pytorch/pytorch/issues/5396, left so; #30987 would remove `.data`",
+    fixed_in=None,
+    still_needed=_is_written_unseen,
+    change=_note_and_do,
+    acts=lambda *_: bool(_asked),
+)

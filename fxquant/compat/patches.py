@@ -1,19 +1,19 @@
 """Changes to torch, each for a defect of some of its versions, and compilations under them.
 
-A change stays for the life of the process, but acts only where a quantized graph is compiled; everywhere else the
-function does what it did. Those that mend what Inductor makes of a graph ask for `QuantizedGraphPass`.
+A change stays for the life of the process, but acts only where a quantized graph is compiled, or a quantized weight is
+kept; everywhere else the function does what it did. Those that mend what Inductor makes of a graph ask for
+`QuantizedGraphPass`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -22,62 +22,14 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverloadPacket
 
-from fxquant.compat import torch_version
+from fxquant.compat import memory, torch_version
+from fxquant.compat.patch import Patch, apply
 from fxquant.compat.private import CheckpointPolicy, inductor_config
 
 STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
 """Inductor's setting by which a Triton kernel that it was given is launched and cached as one that it wrote."""
-
-
-class QuantizedGraphPass(CustomGraphPass):
-    """The pass that Inductor runs over a quantized graph, forward or backward, behind its own."""
-
-
-def compiles_quantized_graph(*_: Any, **__: Any) -> bool:
-    """Returns True if Inductor compiles a quantized graph: its settings also hold for a backward compiled later."""
-    return isinstance(inductor_config.post_grad_custom_post_pass, QuantizedGraphPass)
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A change to one function of torch.
-
-    `change` is called with the function and its arguments where `acts`, which gets the arguments, returns True.
-    `fixed_in` is the first version of torch without the defect, None if the newest has it; all since `OLDEST_TORCH`
-    before it have it. `still_needed` looks for the defect in the torch that is installed, and needs no GPU.
-    """
-
-    module: str
-    function: str
-    defect: str
-    upstream: str
-    fixed_in: tuple[int, int] | None
-    still_needed: Callable[[], bool]
-    change: Callable[..., Any]
-    acts: Callable[..., bool] = compiles_quantized_graph
-
-    def changed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function with the change."""
-
-        @functools.wraps(function)
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            if self.acts(*args, **kwargs):
-                return self.change(function, *args, **kwargs)
-            return function(*args, **kwargs)
-
-        return changed
-
-
-@functools.cache
-def _apply(patch: Patch) -> None:
-    """Makes the change, once, if this version of torch has the defect."""
-    if patch.fixed_in is None or torch_version() < patch.fixed_in:
-        *path, name = patch.function.split(".")
-        owner = functools.reduce(getattr, path, importlib.import_module(patch.module))
-        setattr(owner, name, patch.changed(getattr(owner, name)))
 
 
 def _split_or_leave(split: Callable[..., Any], scheduling: Any, nodes: Any) -> Any:
@@ -316,7 +268,7 @@ def writes(*names: str, **flags: str) -> Callable[[_Kernel], _Kernel]:
         return [*names, *(name for name, value in values.items() if value is not None and value is not False)]
 
     def declare(kernel: _Kernel) -> _Kernel:
-        _apply(WRITTEN_ARGUMENTS)
+        apply(WRITTEN_ARGUMENTS)
         _written[kernel] = written
         return kernel
 
@@ -361,7 +313,7 @@ RECOMPUTABLE = Patch(
 @contextmanager
 def recomputable(operators: Iterable[OpOverloadPacket]) -> Iterator[None]:
     """Lets the partitioner compute these operators again in this scope, as it does elementwise ones."""
-    _apply(RECOMPUTABLE)
+    apply(RECOMPUTABLE)
     token = _recomputable.set((*operators,))
     try:
         yield
@@ -407,7 +359,7 @@ def save_beside_autograd(node: fx.Node) -> None:
     Autograd then neither shows it to hooks on saved tensors nor refuses a second backward because the first has
     written into it.
     """
-    _apply(TENSORS_BESIDE)
+    apply(TENSORS_BESIDE)
     node.meta["saved_tensor_with_no_vc_check"] = True
 
 
@@ -441,7 +393,7 @@ MEMORY_BUDGET = Patch(
 
 def must_save(node: fx.Node) -> None:
     """Forbids the partitioner to compute a node of a joint graph again, checkpointed or not."""
-    _apply(MEMORY_BUDGET)
+    apply(MEMORY_BUDGET)
     node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _SAVED: True})
 
 
@@ -450,7 +402,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Ma
     from torch._inductor.compile_fx import compile_fx
 
     for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE):
-        _apply(patch)
+        apply(patch)
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
 
@@ -459,11 +411,11 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
     from torch._inductor import aoti_compile_and_package
 
     for patch in (LOOP_SPLIT, FLOAT8_HEADERS, *NAN_ASSERTIONS):
-        _apply(patch)
+        apply(patch)
     return aoti_compile_and_package(program, package_path=path, inductor_configs=dict(settings))
 
 
 PATCHES = (
     LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS, RECOMPUTABLE,
-    TENSORS_BESIDE, MEMORY_BUDGET,
+    TENSORS_BESIDE, MEMORY_BUDGET, memory.DATA,
 )  # fmt: skip

@@ -39,7 +39,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.nn.functional import ScalingType
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxquant.errors import FxQuantError, OptionError

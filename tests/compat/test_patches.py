@@ -15,7 +15,9 @@ from torch._inductor.exc import InductorError
 from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
 from fxquant import Backend, aoti_compile_and_package, quantize_program
-from fxquant.compat import OLDEST_TORCH, patches, torch_version
+from fxquant.compat import OLDEST_TORCH, memory, patches, torch_version
+from fxquant.compat.memory import DATA, Memory
+from fxquant.compat.patch import Patch, apply, compiles_quantized_graph
 from fxquant.compat.private import inductor_config
 from fxquant.passes.pipeline import Lowering
 from fxquant.passes.settings import Settings
@@ -28,14 +30,14 @@ def no_caches() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.function)
-def test_every_change_names_its_defect_and_the_versions_with_it(patch: patches.Patch) -> None:
+def test_every_change_names_its_defect_and_the_versions_with_it(patch: Patch) -> None:
     assert patch.defect.endswith(".")
     assert re.match(r"https://github.com/pytorch/pytorch/(issues|pull)/\d+\b|none found", patch.upstream)
     assert patch.fixed_in is None or patch.fixed_in > OLDEST_TORCH, "no torch that is supported has the defect"
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.function)
-def test_torch_has_the_defects_that_are_mended_and_no_others(patch: patches.Patch) -> None:
+def test_torch_has_the_defects_that_are_mended_and_no_others(patch: Patch) -> None:
     assert patch.still_needed() is (patch.fixed_in is None or torch_version() < patch.fixed_in)
 
 
@@ -66,7 +68,7 @@ def test_changes_act_in_the_forward_and_the_backward_of_quantized_graphs(
     split: Any = CppScheduling.try_loop_split
 
     def note(self: Any, nodes: Any) -> Any:
-        acts.append(patches.compiles_quantized_graph())
+        acts.append(compiles_quantized_graph())
         return split(self, nodes)
 
     monkeypatch.setattr(CppScheduling, "try_loop_split", note)
@@ -84,12 +86,26 @@ def test_changes_act_in_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         pass
 
     def stop(self: Any, nodes: Any) -> Any:
-        raise Reached(patches.compiles_quantized_graph())
+        raise Reached(compiles_quantized_graph())
 
     monkeypatch.setattr(CppScheduling, "try_loop_split", stop)
     program = torch.export.export(nn.Linear(32, 32), (torch.randn(32, 32),))
     with pytest.raises(InductorError, match="Reached: True"):
         aoti_compile_and_package(quantize_program(program, "mxfp8"), package_path=tmp_path / "model.pt2")
+
+
+def test_data_is_what_it_was_and_noted_where_a_memory_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+    monkeypatch.setattr(memory, "_note", lambda tensor: noted.append(id(tensor)))
+    monkeypatch.setattr(memory, "_asked", {})
+    weight, other = nn.Parameter(torch.zeros(2)), torch.ones(2)
+    apply(DATA)
+    weight.data = other
+    assert weight.data.data_ptr() == other.data_ptr() and not weight.data.requires_grad and not noted
+    watched = Memory(other, list)
+    assert weight.data is not weight and noted == [id(weight)]
+    weight.data = other
+    assert noted == [id(weight), id(weight), id(other)] and watched.unchanged(other)
 
 
 def test_processes_that_compile_kernels_know_how_they_will_be_launched() -> None:

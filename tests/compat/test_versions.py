@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxquant.compat import device, patches, torch_version
+from fxquant.compat import device, patch, patches, torch_version
 from fxquant.compat.private import isolated
 
 
@@ -25,13 +25,13 @@ def test_a_defect_is_mended_until_torch_has_mended_it(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], changed: bool
 ) -> None:
     owner: Any = types.SimpleNamespace(function=lambda: "torch")
-    monkeypatch.setattr(patches, "torch_version", lambda: version)
-    monkeypatch.setattr(patches.importlib, "import_module", {"owner": owner}.__getitem__)
-    patch = patches.Patch(
+    monkeypatch.setattr(patch, "torch_version", lambda: version)
+    monkeypatch.setattr(patch.importlib, "import_module", {"owner": owner}.__getitem__)
+    change = patch.Patch(
         "owner", "function", defect="", upstream="", fixed_in=(2, 13), still_needed=lambda: True,
         change=lambda function: f"{function()}, changed", acts=lambda: True,
     )  # fmt: skip
-    patches._apply(patch)
+    patch.apply(change)
     assert owner.function() == ("torch, changed" if changed else "torch")
 
 
