@@ -14,9 +14,6 @@ import fxquant
 from fxquant import (
     CustomRecipe,
     DelayedScaling,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8RowwiseQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -32,9 +29,9 @@ from fxquant.kernels.linear.ops import scaled_mm
 
 ID = IdentityQuantizer()
 QUANTIZERS: dict[str, Quantizer] = {
-    "per_tensor": Float8CurrentScalingQuantizer(),
-    "per_row": Float8RowwiseQuantizer(),
-    "block": Float8BlockQuantizer(block_scaling_dim=1),
+    "per_tensor": fxquant.Float8CurrentScalingQuantizer(),
+    "per_row": fxquant.Float8RowwiseQuantizer(),
+    "block": fxquant.Float8BlockQuantizer(block_scaling_dim=1),
     "mxfp8": MXFP8Quantizer(),
     "nvfp4": NVFP4Quantizer(),
     "nvfp4_rht": NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),

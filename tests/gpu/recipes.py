@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from fxquant import (
-    CustomRecipe,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-    QuantizerRole,
-    Recipe,
-    recipes,
-)
+import fxquant
+from fxquant import IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer, QuantizerRole, recipes
 
 RECIPES = ("current_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4", "hybrid")
 
 
-def mxfp8_forward_nvfp4_backward(role: QuantizerRole) -> Quantizer:
+def mxfp8_forward_nvfp4_backward(role: QuantizerRole) -> fxquant.Quantizer:
     """MXFP8 for fprop and NVFP4 for dgrad and wgrad."""
     if role.module_type != "linear":
         return IdentityQuantizer()
     if role.tensor_type == "grad_output":
         return NVFP4Quantizer()
     source = "rowwise_dequantized" if role.tensor_type == "weight" else "original"
-    return HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source=source)  # type: ignore[arg-type]
+    return fxquant.HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source=source)  # type: ignore[arg-type]
 
 
-def resolved(name: str) -> Recipe:
+def resolved(name: str) -> fxquant.Recipe:
     """One of RECIPES."""
-    return CustomRecipe(qfactory=mxfp8_forward_nvfp4_backward) if name == "hybrid" else recipes.get(name)
+    return fxquant.CustomRecipe(qfactory=mxfp8_forward_nvfp4_backward) if name == "hybrid" else recipes.get(name)

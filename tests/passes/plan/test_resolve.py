@@ -7,12 +7,10 @@ import torch
 from helpers import captured, hybrid, per_role
 from torch import nn
 
+import fxquant
 from fxquant import (
     CustomRecipe,
     Decision,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8RowwiseQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -29,7 +27,7 @@ from fxquant.passes.plan.resolve import gemms, resolve
 from fxquant.roles import GEMM_OPERANDS, Gemm
 
 MX, NV, ID = MXFP8Quantizer(), NVFP4Quantizer(), IdentityQuantizer()
-ROWS, E5M2 = Float8RowwiseQuantizer(), torch.float8_e5m2
+ROWS, E5M2 = fxquant.Float8RowwiseQuantizer(), torch.float8_e5m2
 
 
 def resolved(recipe: Recipe | str, run: Callable, *args, **options) -> list[Decision]:
@@ -81,7 +79,7 @@ def test_sites_are_numbered_on_from_the_last_graph() -> None:
     assert {d.site for d in resolved("mxfp8", Model(), x(), first_site=7)} == {7}
 
 
-TILES, LINES = Float8BlockQuantizer(), Float8BlockQuantizer(block_scaling_dim=1)
+TILES, LINES = fxquant.Float8BlockQuantizer(), fxquant.Float8BlockQuantizer(block_scaling_dim=1)
 MISMATCHES = {
     "fprop": (
         per_role(input=TILES, weight=hybrid(TILES, LINES), grad_output=LINES),
@@ -121,8 +119,11 @@ def test_a_pair_of_a_gemm_that_never_runs_is_not_checked(gemm: str) -> None:
 @pytest.mark.parametrize(
     ("quantizers", "problem"),
     [
-        (dict.fromkeys(("input", "weight", "grad_output"), Float8CurrentScalingQuantizer(E5M2)), "e5m2 by e5m2"),
-        (dict.fromkeys(("input", "weight", "grad_output"), Float8BlockQuantizer()), "128x128"),
+        (
+            dict.fromkeys(("input", "weight", "grad_output"), fxquant.Float8CurrentScalingQuantizer(E5M2)),
+            "e5m2 by e5m2",
+        ),
+        (dict.fromkeys(("input", "weight", "grad_output"), fxquant.Float8BlockQuantizer()), "128x128"),
         (
             {"input": NVFP4Quantizer(with_rht=True, with_post_rht_amax=True), "weight": NV, "grad_output": NV},
             "Hadamard",
@@ -141,7 +142,7 @@ def test_other_pairs_that_cannot_multiply(quantizers: dict[str, Quantizer], prob
         {"input": hybrid(MX, ID), "weight": hybrid(MX, ID), "grad_output": ID},
         {"input": hybrid(ID, MX), "weight": hybrid(ID, MX), "grad_output": MX},
         {"input": hybrid(MX, ID), "weight": MX, "grad_output": hybrid(MX, ID)},
-        {"input": ROWS, "weight": Float8CurrentScalingQuantizer(), "grad_output": ROWS},
+        {"input": ROWS, "weight": fxquant.Float8CurrentScalingQuantizer(), "grad_output": ROWS},
         {"input": MX, "weight": MXFP8Quantizer(with_2d_quantization=True), "grad_output": MXFP8Quantizer(E5M2)},
     ],
     ids=str,
