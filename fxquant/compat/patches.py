@@ -98,6 +98,33 @@ EARLY_LAUNCH = Patch(
 )
 
 
+def _define_with_fusion(
+    define: Callable[..., Any], wrapper: Any, kernel_name: str, kernel_body: str, *args: Any, **kwargs: Any
+) -> Any:
+    names = {getattr(kernel, "__name__", "") for kernel in _written}
+    if "custom_kernel=True" in kernel_body and kernel_name.rpartition("_")[0] in names:
+        kernel_body = kernel_body.replace("triton_meta={", "triton_meta={'enable_fp_fusion': True, ", 1)
+    return define(wrapper, kernel_name, kernel_body, *args, **kwargs)
+
+
+def _leaves_fusion_open() -> bool:
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    return "enable_fp_fusion" not in inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
+
+
+FUSED_ARITHMETIC = Patch(
+    "torch._inductor.codegen.wrapper",
+    "PythonWrapperCodegen.define_kernel",
+    defect="Inductor tells Triton of its own kernels alone whether a product and a sum may become one instruction. For "
+    "others Triton 3.9 warns that 3.10 will have another default, with which the last bits of results change.",
+    upstream="none found; the other default is that of triton-lang/triton#11270",
+    fixed_in=None,
+    still_needed=_leaves_fusion_open,
+    change=_define_with_fusion,
+)
+
+
 def _submit_with_setting(submit: Callable[..., Any], pool: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
@@ -401,7 +428,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Ma
     """Calls `compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx
 
-    for patch in (LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE):
+    for patch in (LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE):
         apply(patch)
     return compile_fx(gm, list(inputs), config_patches=dict(patches))
 
@@ -410,12 +437,12 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
     """Calls `torch._inductor.aoti_compile_and_package`, with changes to its C++ backend for quantized graphs."""
     from torch._inductor import aoti_compile_and_package
 
-    for patch in (LOOP_SPLIT, FLOAT8_HEADERS, *NAN_ASSERTIONS):
+    for patch in (LOOP_SPLIT, FUSED_ARITHMETIC, FLOAT8_HEADERS, *NAN_ASSERTIONS):
         apply(patch)
     return aoti_compile_and_package(program, package_path=path, inductor_configs=dict(settings))
 
 
 PATCHES = (
-    LOOP_SPLIT, EARLY_LAUNCH, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS, RECOMPUTABLE,
-    TENSORS_BESIDE, MEMORY_BUDGET, memory.DATA,
+    LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS,
+    RECOMPUTABLE, TENSORS_BESIDE, MEMORY_BUDGET, memory.DATA,
 )  # fmt: skip

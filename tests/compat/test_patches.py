@@ -136,6 +136,24 @@ def test_kernels_that_wait_may_be_launched_early() -> None:
     assert lines[1].startswith("triton_meta={'launch_pdl': True, 'constants'")
 
 
+def test_products_and_sums_of_our_kernels_are_joined_whatever_tritons_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of Inductor, and of users, keep what they say."""
+
+    def cast_kernel() -> None: ...
+
+    lines: list[str] = []
+    monkeypatch.setitem(patches._written, cast_kernel, lambda arguments: [])
+    define = patches.FUSED_ARITHMETIC.changed(lambda self, name, body: lines.append(body))
+    body = "triton_meta={'constants': {}}, custom_kernel=True"
+    define(object(), "cast_kernel_0", body)
+    with inductor_config.patch(post_grad_custom_post_pass=Lowering(Settings())):
+        define(object(), "cast_kernel_0", body)
+        define(object(), "users_kernel_0", body)
+        define(object(), "cast_kernel_0", "triton_meta={}")
+    assert lines[1] == "triton_meta={'enable_fp_fusion': True, 'constants': {}}, custom_kernel=True"
+    assert lines == [body, lines[1], body, "triton_meta={}"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_nan_assertions_look_at_what_they_can_ask(cpp_wrapper: bool) -> None:
