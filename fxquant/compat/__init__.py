@@ -5,10 +5,12 @@
 - `device`: capability and name of devices, launches.
 - `values`: fake tensors and symbolic sizes.
 
-Three questions that torch does not answer have a file each:
+What torch does not say has a file each:
 
 - `memory`: what can be seen of writes into a tensor's memory.
 - `checkpoints`: the activation checkpoints around a call.
+- `frames`: the frame that Dynamo compiles, and guards of our own on its graphs.
+- `ranks`: the ranks of a process group.
 - `recompiles`: why a function is compiled again, and where its graphs break.
 """
 
