@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,19 +37,23 @@ def concatenate_gemms(state: ProgramState) -> int:
     count = 0
     graph = state.bodies.top.graph
     for node in list(graph.nodes):
-        if is_fxquant(node, "quantize"):
-            for group in _groups(node, state):
-                if _in_order(group, graph):
-                    _join(group, state)
-                    count += len(group) - 1
+        for group in _groups(node, state):
+            if _in_order(group, graph):
+                _join(group, state)
+                count += len(group) - 1
     return count
 
 
-def _groups(quantize: fx.Node, state: ProgramState) -> Iterator[list[fx.Node]]:
-    """The GEMMs of a quantized tensor that differ in their weights alone, in the order of the graph."""
-    readers = {user for item in quantize.users for user in item.users if item.target is operator.getitem}
+def _groups(source: fx.Node, state: ProgramState) -> Iterator[list[fx.Node]]:
+    """The GEMMs of a tensor, quantized or as it is, that differ in their weights alone, in the order of the graph."""
+    if is_fxquant(source, "quantize"):
+        readers = {user for item in source.users for user in item.users if item.target is operator.getitem}
+    else:
+        readers = {user for user in source.users if is_fxquant(user, "scaled_mm") and user.args[0] == [source]}
+    if len(readers) < 2:
+        return
     alike: dict[Any, list[fx.Node]] = {}
-    for node in quantize.graph.nodes:
+    for node in source.graph.nodes:
         if node in readers and is_fxquant(node, "scaled_mm") and _is_joinable(node, state):
             a, _, a_spec, b_spec, bias, *rest = node.args
             alike.setdefault((tuple(a), a_spec, b_spec, bias is None, *rest), []).append(node)
@@ -60,12 +66,14 @@ def _is_joinable(node: fx.Node, state: ProgramState) -> bool:
     constants = [*parts, *([bias] if bias is not None else [])]  # type: ignore[misc]
     if not all(isinstance(c, fx.Node) and [*c.users] == [node] and state.value(c) is not None for c in constants):
         return False
-    row = QuantSpec.parse(str(b_spec)).row
+    of_input, row = (QuantSpec.parse(str(spec)).row for spec in (a_spec, b_spec))
     weight = val(parts[0])  # type: ignore[index]
-    if weight.ndim != 2 or val(node).ndim != 2 or len(parts) != 2:  # type: ignore[arg-type]
+    if weight.ndim != 2 or val(node).ndim != 2:
         return False
+    if row.family == "nvfp4":  # an amax for each row is part of the format; it is emulated beside a quantized input
+        return of_input.family == "identity"
     if row.family == "per_tensor":  # the same scale for each row; then those of the input may be anything cuBLAS takes
-        return row.element is not None and QuantSpec.parse(str(a_spec)).row.family in ("per_tensor", "per_row")
+        return of_input.family in ("identity", "per_tensor", "per_row")
     return row.family == "per_row" or (row.family == "block" and weight.shape[0] % _TILE == 0)
 
 
@@ -79,16 +87,17 @@ def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
     first = group[0]
     graph = first.graph
     args: list[tuple[Any, ...]] = [node.args for node in group]
-    data, scales, biases = [arg[1][0] for arg in args], [arg[1][1] for arg in args], [arg[4] for arg in args]
+    parts, biases = [*zip(*(arg[1] for arg in args), strict=True)], [arg[4] for arg in args]
     a, _, a_spec, b_spec, _, *rest = args[0]
-    sizes = [int(val(node).shape[0]) for node in data]
-    row = QuantSpec.parse(str(b_spec)).row
-    values = [_constant(state, node)[0] for node in scales]
-    if row.family == "per_tensor":
-        assert row.element is not None
-        values = [s.reshape(1, 1).expand(size, 1) for s, size in zip(values, sizes, strict=True)]
-        b_spec = f"per_row_{row.element.name}"
-    weight = [_added(state, data, [_constant(state, node)[0] for node in data]), _added(state, scales, values)]
+    sizes = [int(val(node).shape[0]) for node in parts[0]]
+    spec = QuantSpec.parse(str(b_spec))
+    values = [[_constant(state, node)[0] for node in nodes] for nodes in parts]
+    if spec.row.family in ("per_tensor", "nvfp4"):  # what a tensor has one of, each of its rows gets
+        values[-1] = [part.reshape(-1, 1).expand(size, 1) for part, size in zip(values[-1], sizes, strict=True)]
+        assert spec.row.element is not None
+        by_row = replace(spec, row_scaled=True) if spec.row.family == "nvfp4" else None
+        b_spec = str(by_row or f"per_row_{spec.row.element.name}")
+    weight = [_added(state, nodes, of_part) for nodes, of_part in zip(parts, values, strict=True)]
     bias = None if biases[0] is None else _added(state, biases, [_constant(state, node)[0] for node in biases])
     mode = detect_fake_mode([val(first)])
     assert mode is not None
@@ -107,7 +116,7 @@ def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
                 _reshape_views(node)
             node.replace_all_uses_with(columns)
             start += size
-    replaced = {root for node in (*data, *scales, *biases) if node is not None for root in _roots(state, node)}
+    replaced = {root for node in (*chain(*parts), *biases) if node is not None for root in _roots(state, node)}
     for node in group:
         graph.erase_node(node)
     erase_unused_users(replaced)
