@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 import warnings
@@ -23,7 +24,11 @@ from fxquant.compat.recompiles import is_compiled, watch_limits
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
 from fxquant.recipes import HighPrecision
 
-_NOT_THE_USERS = (str(Path(fxquant.__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+_NOT_THE_USERS = (
+    *(str(Path(inspect.getfile(module)).parent) for module in (fxquant, torch, logging)),
+    contextlib.__file__,
+)
+"""The folders and files of frames that warnings pass by: a limit of torch's is told from within its logging."""
 _untold: list[Records] = []
 """The graphs of every backend, as long as nothing was said about what they quantize."""
 

@@ -56,11 +56,13 @@ def test_a_graph_that_has_not_run_does_not_count() -> None:
 
 
 def told(call: Callable[[], Any], category: type[Warning] = FxQuantWarning) -> list[str]:
-    """The warnings of a category in a call, with those that are the same."""
+    """The warnings of a category in a call, all of them at a line of its own, with those that are the same."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(warning.message) for warning in caught if issubclass(warning.category, category)]
+    ours = [warning for warning in caught if issubclass(warning.category, category)]
+    assert {warning.filename for warning in ours} <= {__file__}
+    return [str(warning.message) for warning in ours]
 
 
 class Decoder(nn.Module):
