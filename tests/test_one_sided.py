@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from helpers import compiled, hybrid, linear_step, per_role
+from helpers import compiled, eager_backend, hybrid, linear_step, per_role
 from torch import Tensor, nn
 
 import fxquant
@@ -219,6 +219,30 @@ def test_weight_only_trains_what_is_not_quantized_by_the_weight_of_the_forward(n
     seen = recipes.get(name).quantizer(QuantizerRole("linear", "weight")).rowwise_quantizer.quantize(w).dequantize()
     for key, wanted in {"y": x @ seen.mT + bias, "dx": dy @ seen, "dw": dy.mT @ x}.items():
         torch.testing.assert_close(got[key], wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["weight_only_fp8", "weight_only_nvfp4"])
+def test_weights_alone_are_cached_until_they_change(name: str) -> None:
+    """In inference and in training, whose backward dequantizes what its forward has read."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, K)), torch.randn(5, K)
+    backend = eager_backend(name, cache_weights=True)
+    run, plain = torch.compile(model, backend=backend), compiled(model, name)
+    for change in (1.0, 1.5):
+        with torch.no_grad():
+            model[0].weight.mul_(change)
+            assert torch.equal(run(x), plain(x))
+            assert torch.equal(run(x), plain(x))
+    results = []
+    for call in (run, plain):
+        model.zero_grad()
+        call(x).sum().backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+    assert backend.weights is not None and len(backend.weights._entries) == 2
+    assert all(set(entry.parts) == {"rowwise"} for entry in backend.weights._entries.values())
+    backward = backend.report().graphs["backward"]
+    assert "dequantize" in backward and "fxquant.quantize" not in backward
 
 
 class Experts(nn.Module):

@@ -253,16 +253,17 @@ def dequantize_operand(parts: Parts, spec: str, direction: str, size: Sequence[i
 
 
 def quantize_operand(
-    x: Tensor, spec: OperandSpec, direction: str, state: StepState = STATELESS
+    x: Tensor, spec: OperandSpec, direction: str, state: StepState = STATELESS, stored: list[Tensor] | None = None
 ) -> tuple[list[Tensor], QuantSpec]:
     """One direction of an operand [*, M, K] with the spec of its parts: an identity gives the oriented tensor itself.
 
-    `state` is that of the graph, for specs that name a slot or round stochastically.
+    `state` is that of the graph, for specs that name a slot or round stochastically. A columnwise half that is made
+    from the rowwise one takes that as it was `stored`, if it was.
     """
     if direction == "rowwise":
         return _one_side(x, spec.rowwise, direction, state), parts_spec(spec.rowwise)
     if spec.from_rowwise:
-        row = _one_side(x, spec.rowwise, "rowwise", state)
+        row = _one_side(x, spec.rowwise, "rowwise", state) if stored is None else stored
         x = dequantize_operand(row, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
     return _one_side(x, spec.columnwise, direction, state), parts_spec(spec.columnwise)
 

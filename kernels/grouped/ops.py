@@ -171,16 +171,18 @@ grouped_scaled_mm.facts(GroupedGemmFacts.of)
 
 
 def quantize_groups(
-    x: Tensor, offs: Tensor | None, spec: OperandSpec, direction: str, state: StepState = STATELESS
-) -> tuple[list[Tensor], QuantSpec]:
+    x: Tensor, offs: Tensor | None, spec: OperandSpec, direction: str, state: StepState = STATELESS,
+    stored: list[Tensor] | None = None,
+) -> tuple[list[Tensor], QuantSpec]:  # fmt: skip
     """One direction of a grouped operand with the spec of its parts: an identity gives the oriented tensor itself.
 
-    `state` is that of the graph; a spec that names a slot has one for each group from there on.
+    `state` is that of the graph; a spec that names a slot has one for each group from there on. `stored` is as for
+    `fxquant.kernels.cast.ops.quantize_operand`.
     """
     if direction == "rowwise":
         return _one_side(x, offs, spec.rowwise, direction, state), parts_spec(spec.rowwise)
     if spec.from_rowwise and not spec.rowwise.is_identity:
-        row = _one_side(x, offs, spec.rowwise, "rowwise", state)
+        row = _one_side(x, offs, spec.rowwise, "rowwise", state) if stored is None else stored
         x = split_dequantize(row, offs, str(parts_spec(spec.rowwise)), x.shape[-1], x.dtype)
     elif spec.from_rowwise:
         x = _one_side(x, offs, spec.rowwise, "rowwise", state)[0].to(x.dtype)

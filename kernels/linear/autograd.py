@@ -31,9 +31,9 @@ Quantized = tuple[list[Tensor], QuantSpec]
 class Gemms:
     """The functions that a linear's GEMMs consist of, for matrices or for groups of rows whose ends are `offs`.
 
-    `quantize(x, offs, spec, direction, state)` gives the parts and their spec, `amax(x, offs)` largest magnitudes, and
-    `multiply(left, right, offs, bias, out_dtype, fast_accum)` left x right^T, the contracted axis of each last.
-    `one_batch` says that batches have one axis.
+    `quantize(x, offs, spec, direction, state, stored)` gives the parts and their spec, `amax(x, offs)` largest
+    magnitudes, and `multiply(left, right, offs, bias, out_dtype, fast_accum)` left x right^T, the contracted axis of
+    each last. `one_batch` says that batches have one axis.
     """
 
     quantize: Callable[..., Quantized]
@@ -43,17 +43,18 @@ class Gemms:
 
 
 class _Operand(NamedTuple):
-    """An operand of a GEMM, with its parts if it was quantized before."""
+    """An operand of a GEMM, with its parts, or those of its rowwise half, if it was quantized before."""
 
     x: Tensor
     offs: Tensor | None
     spec: OperandSpec
     direction: str
     parts: list[Tensor] | None = None
+    rowwise: list[Tensor] | None = None
 
     def quantized(self, gemms: Gemms, state: StepState) -> Quantized:
         if self.parts is None:
-            return gemms.quantize(*self[:4], state)
+            return gemms.quantize(*self[:4], state, self.rowwise)
         return self.parts, parts_spec(self.spec.columnwise if self.direction == "columnwise" else self.spec.rowwise)
 
 
@@ -109,7 +110,8 @@ class _Linear(torch.autograd.Function):
             context.state.record_backward(spec.grad_output.rowwise, context.gemms.amax, grad_output, offs)
         if ctx.needs_input_grad[0]:
             left = _Operand(grad_output, offs, of_grad, "rowwise")
-            right = _Operand(weight, None, spec.weight, "columnwise", context.weight_columnwise)
+            stored = context.weight_columnwise, context.weight_rowwise
+            right = _Operand(weight, None, spec.weight, "columnwise", *stored)
             grad_input = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
             grad_input = _shown(grad_input, grad_output, of_grad)
         if ctx.needs_input_grad[1]:
