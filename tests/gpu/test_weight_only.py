@@ -136,7 +136,7 @@ def test_cached_weights_are_read_as_they_are_stored(recipe: str) -> None:
     eager = fxquant.compile(model, recipe, options={"inner": "aot_eager"})
     for mode in (None, "reduce-overhead"):
         torch.compiler.reset()
-        run = fxquant.compile(model, recipe, options={"cache_weights": True, "mode": mode})
+        run = fxquant.compile(model, recipe, mode=mode, options={"cache_weights": True})
         with torch.no_grad():
             for scale in (1.0, 1.5):
                 model.up.weight.mul_(scale)
