@@ -120,7 +120,7 @@ class WeightCache:
         tell(
             f"cache_weights quantizes the weight {[*parameter.shape]} of layer {taken.layer or MODEL} in every call, "
             f"and perhaps others: it {reason}, so that a change could pass unseen. Let go of tensors and arrays made "
-            "of it, or give it memory of its own: p.data = p.data.clone()",
+            "of it, or give it memory of its own: p.data = p.data.clone(). What FSDP gathers is always shared",
             FxQuantWarning,
         )
 
