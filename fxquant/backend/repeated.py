@@ -60,36 +60,76 @@ def compile_blocks(
     calls = Calls(f"the blocks of {type(inner).__name__}", backend.controls.compiled_any, _UNCALLED)
     records = backend.records
     records.what, records.whole, records.outside = calls.name, True, _outside(inner, chosen)
-    functions: dict[Any, Callable[..., Any]] = {}
+    codes: dict[Any, _Code] = {}
     for name, block in chosen.items():
         key = type(block), _answers(backend.recipe, name, block)
-        if key not in functions:
-            functions[key] = torch.compile(call_of_its_own(), backend=backend, **isolated(), **kwargs)
+        code = codes.setdefault(key, _Code({"backend": backend, **isolated(), **kwargs}))
         backend.controls.add_root(block)
-        call_by(block, _Compiled(functions[key], block, backend, calls))
+        before = call_by(block, _Compiled(code, block, backend, calls))
+        if isinstance(before, _Compiled):
+            before.leave(block, inner)
     return model
 
 
 _UNCALLED = "Blocks are compiled where they stand: copies of them, and blocks that took their place, are not"
 
 
+_MOST_COMPILED = 3
+"""The blocks that are compiled before those of one kind are taken to share nothing: two also where inputs differ."""
+
+
+class _Code:
+    """The compiled code that blocks share, as long as torch finds that they can.
+
+    It cannot if the code reads a number of the block, such as its place in a cache. Since torch compiles one function
+    only a few times, every block but the first then gets one of its own. `compiled` counts the blocks whose first call
+    compiled something.
+    """
+
+    def __init__(self, keywords: Mapping[str, Any]) -> None:
+        self._keywords = dict(keywords)
+        self._shared = self._new()
+        self._first: nn.Module | None = None
+        self.compiled = 0
+
+    def _new(self) -> Callable[..., Any]:
+        return torch.compile(call_of_its_own(), **self._keywords)
+
+    def function(self, block: nn.Module, before: Callable[..., Any] | None) -> Callable[..., Any]:
+        """The function that calls a block, which was the one `before` in the last call."""
+        self._first = block if self._first is None else self._first
+        if block is self._first or self.compiled < _MOST_COMPILED:
+            return self._shared
+        return self._new() if before is None or before is self._shared else before
+
+
 class _Compiled:
     """The compiled call of one block."""
 
-    def __init__(self, run: Callable[..., Any], block: nn.Module, backend: Backend, calls: Calls) -> None:
-        self._run, self._block, self._backend, self._calls = run, block, backend, calls
-        self._called = False
+    def __init__(self, code: _Code, block: nn.Module, backend: Backend, calls: Calls) -> None:
+        self._code, self._block, self._backend, self._calls = code, block, backend, calls
+        self._run: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # as a part of what is compiled around
             return call_module(self._block, args, kwargs)
-        before = self._runs()
+        before, graphs, again = self._runs(), self._graphs(), self._run is not None
+        run = self._code.function(self._block, self._run)
         with own_errors():
-            result = self._run(self._block, args, kwargs)
+            result = run(self._block, args, kwargs)
+        self._run = run
+        self._code.compiled += not again and self._graphs() > graphs
         records = self._backend.controls.latest().records
-        self._calls.over(records, ran=self._runs() > before, whole=self._called)  # all blocks have run by the second
-        self._called = True
+        self._calls.over(records, ran=self._runs() > before, whole=again)  # all blocks have run by the second call
         return result
+
+    def _graphs(self) -> int:
+        return sum(backend.captured for backend in self._backend.controls.backends.values())
+
+    def leave(self, *modules: nn.Module) -> None:
+        """Takes modules from the backend, which another has compiled again."""
+        for module in modules:
+            self._backend.controls.roots.pop(module, None)
 
     def _runs(self) -> int:
         return sum(backend.records.runs for backend in self._backend.controls.backends.values())

@@ -52,9 +52,13 @@ def call_of_its_own() -> Callable[..., Any]:
     return FunctionType(call_module.__code__.replace(), call_module.__globals__, call_module.__name__)
 
 
-def call_by(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Lets a function run in the place of a module's calls, as `nn.Module.compile` does; copies are without it."""
-    module._compiled_call_impl = call
+def call_by(module: nn.Module, call: Callable[..., Any]) -> Any:
+    """Lets a function run in the place of a module's calls, as `nn.Module.compile` does; copies are without it.
+
+    Returns the function before it, or None.
+    """
+    before, module._compiled_call_impl = module._compiled_call_impl, call
+    return before
 
 
 def backends_behind(compiled: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:

@@ -131,6 +131,51 @@ def test_evaluation_and_other_recipes_run_in_blocks() -> None:
     assert fxquant.report(model).recipe == "nvfp4" and fxquant.report(model).coverage == 1
 
 
+def test_blocks_that_are_compiled_again_have_the_new_recipe_alone() -> None:
+    model, x = Model(3), torch.randn(32, 64)
+    for recipe in ("delayed_scaling", "mxfp8"):
+        fxquant.compile_blocks(model, recipe, options=EAGER)
+        model(x)
+    report = fxquant.report(model)
+    assert report.recipe == "mxfp8" and len({decision.site for decision in report.decisions}) == 6
+    assert not fxquant.quantization_state_dict(model)
+
+
+def test_copies_exports_and_models_around_take_the_blocks_as_they_are() -> None:
+    model, x = Model(3), torch.randn(32, 64)
+    plain = model(x)
+    fxquant.compile_blocks(model, "mxfp8", options=EAGER)
+    assert not torch.equal(model(x), plain)
+    assert torch.equal(copy.deepcopy(model)(x), plain)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), plain)
+    report = fxquant.explain(model, "nvfp4", x)
+    assert report.coverage == 1 and not report.breaks and len({d.layer for d in report.decisions}) == 7
+
+
+class Counting(Block):
+    """A block that reads its own number, as those do that have a place in a cache."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.number / 100)
+
+
+def test_blocks_that_cannot_share_code_are_compiled_each() -> None:
+    model = Model(1)
+    model.layers = nn.ModuleList(Counting(number) for number in range(12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxquant.FxQuantWarning)
+        fxquant.compile_blocks(model, "mxfp8", options=EAGER)
+        for _ in range(2):
+            model(torch.randn(32, 64)).sum().backward()
+    report = fxquant.report(model)
+    assert report.coverage == 1 and len({decision.layer for decision in report.decisions}) == 24
+    assert len(report.uncompiled) == 1, "the head alone"
+
+
 class Numbered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
