@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from fxquant.backend.backend import Backend
     from fxquant.backend.controls import autocast
     from fxquant.backend.model import (
+        QuantizationState,
         clear_cache,
         load_quantization_state_dict,
         load_state_dict,
@@ -86,6 +87,7 @@ _LAZY = {
     "clear_cache": "fxquant.backend.model",
     "load_quantization_state_dict": "fxquant.backend.model",
     "quantization_state_dict": "fxquant.backend.model",
+    "QuantizationState": "fxquant.backend.model",
     "load_state_dict": "fxquant.backend.model",
     "set_recipe": "fxquant.backend.model",
     "state_dict": "fxquant.backend.model",
@@ -171,6 +173,7 @@ __all__ = [
     "OptionError",
     "ProgramError",
     "QParams",
+    "QuantizationState",
     "QuantizedTensor",
     "Quantizer",
     "QuantizerRequest",

@@ -11,23 +11,22 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fxquant.compat.private import largest_over_ranks
-from fxquant.compat.ranks import rank
+from fxquant.compat.ranks import largest_now, rank
 from fxquant.errors import RecipeError
 from fxquant.kernels.state import reference as delayed
 from fxquant.quantizers import DelayedScalingRequest
 
 SlotKey = tuple[str, str, int]
 """(layer, operand, which of the layer's products)."""
-
-_Place = tuple[str, tuple[SlotKey, ...], int]
-"""The owner of a state: its kind, the slots, and the number of the module if several have such slots."""
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: its multiples spread evenly."""
@@ -90,7 +89,7 @@ def _append(keys: list[SlotKey], key: SlotKey) -> int:
 
 
 class DelayedState:
-    """Scales [n], amax history [N, n] and the amaxes of the running step, for n slots.
+    """Scales [n], amax history [N, n] and the amaxes of the running step, for the n slots at `addresses`.
 
     `forward_amax` [n] is float32; `step` [n] counts forwards, the same number for each slot; `backward_amax` [n] has
     the step that wrote an amax in its upper half and the bits of the amax, float32, in its lower one, both int64. A
@@ -100,7 +99,13 @@ class DelayedState:
     Kernels write slots that lie 16 bytes apart: all are aligned, and a kernel is the same for all of them.
     """
 
-    def __init__(self, n: int, length: int, device: torch.device) -> None:
+    names: ClassVar[tuple[str, ...]] = ("scale", "amax_history")
+    """The values of a slot, as they are saved."""
+
+    def __init__(self, addresses: Sequence[str], length: int, device: torch.device) -> None:
+        n = len(addresses)
+        self.addresses, self.current = tuple(addresses), False
+        self.group: str | None = None  # the process group over which amaxes are taken
         self.scale = torch.ones(n, device=device)
         self.history = torch.zeros(length, n, device=device)
         self.forward_amax = torch.zeros(n, 4, device=device)[:, 0]
@@ -112,36 +117,39 @@ class DelayedState:
         names = ("scale", "history", "forward_amax", "backward_amax", "step")
         return {name: getattr(self, name) for name in names} | {"latest_step": self.step}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors: `scale` [n] and `amax_history` [N, n], whose row 0 is not part of `scale` yet."""
+    @torch.no_grad()
+    def read(self, *, over_ranks: bool = False) -> dict[str, Tensor]:
+        """Copies of `scale` [n] and `amax_history` [N, n], whose row 0 is not part of `scale` yet.
+
+        Row 0 is of this rank, or the largest `over_ranks`, as the next step will take it: then all ranks have to call.
+        """
         history = self.history.clone()
-        history[0] = delayed.counted(delayed.recorded(self.forward_amax, self.backward_amax, self.step))
+        last = delayed.recorded(self.forward_amax, self.backward_amax, self.step)
+        if over_ranks and self.group is not None:
+            last = largest_now(last, self.group)
+        history[0] = delayed.counted(last)
         return {"scale": self.scale.clone(), "amax_history": history}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies a saved state into this one. A history of another length is cut, or filled with zeros at its old end.
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor], columns: Sequence[int]) -> None:
+        """Copies values, as `read` gives them, into the slots `columns`.
 
-        Amaxes in it that are not finite, which TransformerEngine keeps, do not count. Raises RecipeError when the
-        number of slots differs.
+        A history of another length is cut, or filled with zeros at its old end. Amaxes in it that are not finite, which
+        TransformerEngine keeps, do not count.
         """
-        _check_names(state, ("scale", "amax_history"), "delayed scaling")
-        scale, history = state["scale"], delayed.counted(state["amax_history"])
-        if scale.shape != self.scale.shape or history.shape[1:] != self.scale.shape:
-            raise RecipeError(
-                f"the saved delayed-scaling state has {tuple(scale.shape)} scales and this model "
-                f"{tuple(self.scale.shape)}: it was saved from another model or recipe"
-            )
-        self.scale.copy_(scale)
-        self.history.zero_()
+        at = torch.tensor(columns, device=self.scale.device)
+        history = delayed.counted(values["amax_history"].to(self.history))
         kept = min(len(history), len(self.history)) - 1
+        rows = self.history.new_zeros(len(self.history), len(columns))
         if kept:
-            self.history[-kept:] = history[-kept:]
-        self.forward_amax.copy_(history[0])
-        self.backward_amax.fill_(_NEVER)
-        self.step.zero_()
+            rows[-kept:] = history[-kept:]
+        self.scale[at] = values["scale"].to(self.scale)
+        self.history[:, at] = rows
+        self.forward_amax[at] = history[0]
+        self.backward_amax[at] = _NEVER
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """The number modulo 2^64 as an int64 holds it."""
     return (number + 2**63) % 2**64 - 2**63
 
@@ -149,40 +157,47 @@ def _signed(number: int) -> int:
 class RandomState:
     """Seed and step of stochastic rounding: `random`, int64 [2]. A forward of training advances the step.
 
-    Each rank adds a number of its own to the seed, so that their errors average out. The saved seed is without it: the
-    state of one rank is that of all, also in a restart with another number of ranks.
+    A graph numbers its operands; the seed that it takes is the saved one and a number that its operands' addresses
+    give, so that graphs differ, and none depends on which was compiled first. Each rank adds a number of its own too,
+    so that their errors average out: the saved state of one rank is that of all, also of another number of ranks.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._of_rank = _signed(rank() * _OF_RANKS)
-        self.random = torch.tensor([_signed(seed + self._of_rank), 0], dtype=torch.int64, device=device)
+    names: ClassVar[tuple[str, ...]] = ("random",)
+    """The values of an operand, as they are saved."""
+
+    def __init__(self, addresses: Sequence[str], seed: int, device: torch.device) -> None:
+        self.addresses, self.current = tuple(addresses), False
+        self.group: str | None = None
+        of_graph = zlib.crc32("\n".join(addresses).encode()) * _GOLDEN_RATIO
+        self._added = signed(of_graph + rank() * _OF_RANKS)
+        self.random = torch.tensor([signed(seed + self._added), 0], dtype=torch.int64, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a compiled graph takes besides its own inputs, by name."""
         return {"random": self.random}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """A plain tensor: `random`, int64 [2], seed and number of steps so far."""
+    @torch.no_grad()
+    def read(self, *, over_ranks: bool = False) -> dict[str, Tensor]:
+        """Copies of `random`, int64 [2, n]: seed and number of steps so far, the same for all operands and ranks."""
         random = self.random.clone()
-        random[0] -= self._of_rank
-        return {"random": random}
+        random[0] -= self._added
+        return {"random": random.unsqueeze(-1).expand(2, len(self.addresses))}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies a saved state into this one."""
-        _check_names(state, ("random",), "stochastic rounding")
-        self.random.copy_(state["random"])
-        self.random[0] += self._of_rank
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor], columns: Sequence[int]) -> None:
+        """Goes on with seed and steps of the first of the operands `columns`."""
+        if columns:
+            self.random.copy_(values["random"][:, 0])
+            self.random[0] += self._added
 
 
 State = DelayedState | RandomState
 
 
-def _check_names(state: Mapping[str, Tensor], names: tuple[str, ...], what: str) -> None:
-    if set(state) != set(names):
-        raise RecipeError(
-            f"the saved state holds {', '.join(sorted(state))} where {what} has {', '.join(names)}: it was saved from "
-            "another model or recipe"
-        )
+def address(key: SlotKey) -> str:
+    """The name of a slot: ``layers.0.up.input``, and ``layers.0.experts.weight.2`` where a layer has several."""
+    layer, operand, number = key
+    return ".".join(filter(None, (layer, operand, str(number) if number else "")))
 
 
 def update(tensors: Mapping[str, Tensor], request: DelayedScalingRequest, group: str | None) -> tuple[Tensor, Tensor]:
@@ -209,93 +224,3 @@ def update(tensors: Mapping[str, Tensor], request: DelayedScalingRequest, group:
             scale_algorithm=request.scaling_factor_compute_algo, recipe=request,
         )  # fmt: skip
     return delayed.update(scale, history, last, fp8_max, margin=margin, algorithm=str(algorithm))
-
-
-class StateStore:
-    """The states of one compiled model, one of each kind for each set of slots that its graphs ask for.
-
-    Delayed scaling has one for each history length too. The active state of a set of slots is the valid one; another
-    takes it over when it becomes active.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[tuple[_Place, int, torch.device], State] = {}
-        self._active: dict[_Place, State] = {}
-        self._pending: dict[int, dict[str, Tensor]] = {}
-
-    def get(self, slots: Slots, device: torch.device, owner: int = 0) -> list[State]:
-        """The states that these slots need, made active; delayed scales are those of `owner`, a module's number."""
-        states: list[State] = []
-        if slots.request is not None:
-            n, length = len(slots.keys), slots.request.amax_history_len
-            place = ("delayed", tuple(slots.keys), owner)
-            states.append(self._get(place, length, device, lambda: DelayedState(n, length, device)))
-        if slots.rounded:
-            place = ("random", tuple(slots.rounded), 0)
-            states.append(self._get(place, 0, device, lambda: RandomState(self._next_seed(), device)))
-        return states
-
-    def _get(self, place: _Place, length: int, device: torch.device, make: Callable[[], State]) -> State:
-        state = self._states.get((place, length, device))
-        if state is None:
-            state = self._states[place, length, device] = make()
-        if place not in self._active:
-            # the first of its kind: a run may go on under another recipe than it began with
-            kind = set(state.state_dict())
-            waiting = next((i for i in sorted(self._pending) if set(self._pending[i]) == kind), len(self._active))
-            if waiting in self._pending:
-                state.load_state_dict(self._pending.pop(waiting))
-        self.activate(state)
-        return state
-
-    def _next_seed(self) -> int:
-        """torch's seed for the first graph, and another one for each graph that follows."""
-        others = sum(isinstance(state, RandomState) for state in self._states.values())
-        return torch.initial_seed() + others * _GOLDEN_RATIO
-
-    def activate(self, state: State) -> None:
-        """Makes a state the valid one of its slots; it takes over what the active one has recorded."""
-        place = next(key[0] for key, value in self._states.items() if value is state)
-        before = self._active.get(place)
-        if before is not None and before is not state:
-            state.load_state_dict(before.state_dict())
-        self._active[place] = state
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The active states as plain tensors, in the order in which their graphs were compiled."""
-        return {
-            f"{i}.{name}": tensor
-            for i, state in enumerate(self._active.values())
-            for name, tensor in state.state_dict().items()
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restores the tensors of `state_dict`; states of graphs that are not compiled yet wait for them.
-
-        Raises RecipeError for other tensors, or those of another model.
-        """
-        if not isinstance(saved, Mapping):
-            raise RecipeError(f"a quantization state is a dict of tensors, not a {type(saved).__name__}")
-        by_index: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in saved.items():
-            index, _, key = name.partition(".")
-            if not index.isdecimal():
-                raise RecipeError(
-                    f"{name!r} is no key of a quantization state, such as '0.scale': "
-                    "load what quantization_state_dict() gave, not the model's state_dict"
-                )
-            by_index.setdefault(int(index), {})[key] = tensor
-        states = list(self._active.values())
-        if absent := [
-            f"{i}.{name}" for i in range(len(states)) if i not in by_index for name in states[i].state_dict()
-        ]:
-            raise RecipeError(
-                f"the saved quantization state has no {', '.join(absent)}, which this model has: it was saved before "
-                "the model had run, from another model or recipe, or was lost on the way; saved are "
-                f"{', '.join(saved) or 'no tensors at all'}"
-            )
-        for place, state in by_index.items():
-            if place < len(states):
-                states[place].load_state_dict(state)
-            else:
-                self._pending[place] = state

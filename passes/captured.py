@@ -148,6 +148,11 @@ class Bound:
     taken: Sequence[weights.Taken] = ()
     parts: Sequence[Tensor] = ()
 
+    def tensors_of(self, states: Sequence[State]) -> list[Tensor]:
+        """The tensors of other states in the places of those that the graph was bound with."""
+        others = [tensor for state in states for tensor in state.tensors().values()]
+        return [*others, *self.tensors[len(others) :]]
+
 
 def bind_state(bound: Bound, settings: Settings) -> Bound:
     """Gives a graph the tensors of its states, if it has any."""

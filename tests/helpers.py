@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,17 @@ def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     different = {key: (a[key] != b[key]).sum().item() for key in a if not torch.equal(a[key], b[key])}
     assert not different, f"elements that differ: {different}"
+
+
+def stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of a quantization state by name, those of all slots in order along the last axis."""
+    names = dict.fromkeys(key.rpartition(".")[2] for key in state)
+    return {name: torch.stack([state[key] for key in state if key.endswith(f".{name}")], -1) for name in names}
+
+
+def unstacked(addresses: Iterable[str], **values: Tensor) -> dict[str, Tensor]:
+    """The quantization state of slots, of values along the last axis."""
+    return {f"{slot}.{name}": value[..., i] for i, slot in enumerate(addresses) for name, value in values.items()}
 
 
 def problem(

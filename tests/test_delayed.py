@@ -8,12 +8,12 @@ from typing import Any
 import golden
 import pytest
 import torch
-from helpers import LayerInABranch, assert_same_bits, eager_backend, recomputable_mlp
+from helpers import LayerInABranch, assert_same_bits, eager_backend, recomputable_mlp, stacked, unstacked
 from torch import Tensor, fx, nn
 
 import fxquant
 from fxquant import CustomRecipe, DelayedScaling, DelayedScalingRequest, IdentityQuantizer, MXFP8Quantizer, RecipeError
-from fxquant.formats import QuantSpec
+from fxquant.formats import LINEAR_OPERANDS, QuantSpec
 from fxquant.kernels.cast.reference import quantize
 from fxquant.kernels.state import reference as delayed
 
@@ -69,13 +69,13 @@ def test_history_and_scales_follow_the_steps() -> None:
     steps = batches(5)
     for t, x in enumerate(steps):
         run(x.requires_grad_()).sum().backward()
-        history = backend.state_dict()["0.amax_history"]
+        history = stacked(backend.state_dict())["amax_history"]
         seen = [s.detach().abs().amax() for s in steps[: t + 1]]
         assert history[0, 0] == seen[-1]
         assert history[-1, 0] == (seen[-2] if t else 0)
         assert history[0, 2] == 1  # the gradient of a sum
     # at the last forward the window held the amaxes of the three steps before it
-    assert backend.state_dict()["0.scale"][0] == 448 / torch.stack(seen[1:4]).amax()
+    assert stacked(backend.state_dict())["scale"][0] == 448 / torch.stack(seen[1:4]).amax()
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent", lambda history: history.amax(0)])
@@ -88,20 +88,20 @@ def test_a_step_with_an_infinite_gradient_leaves_the_scale_alone(algorithm: obje
     for factor in (1.0, torch.inf, 128.0, 1.0):
         (factor * run(x)).sum().backward()
         state = backend.state_dict()
-        assert state["0.amax_history"].isfinite().all()
-        scales.append(state["0.scale"][2].item())
+        assert all(value.isfinite().all() for value in state.values())
+        scales.append(state["grad_output.scale"].item())
     assert scales == [1.0, 57344.0, 57344.0, 57344.0 / 128]
 
 
 def test_infinities_of_a_saved_history_do_not_count() -> None:
     backend, (x, *_) = eager_backend(DelayedScaling(amax_history_len=4)), batches(1)
-    saved = {"0.scale": torch.full((3,), 2.0), "0.amax_history": torch.full((4, 3), torch.inf)}
-    saved["0.amax_history"][3] = 7.0
-    backend.load_state_dict(saved)
+    history = torch.full((4, 3), torch.inf)
+    history[3] = 7.0
+    backend.load_state_dict(unstacked(LINEAR_OPERANDS, scale=torch.full((3,), 2.0), amax_history=history))
     run = torch.compile(nn.Linear(64, 32), backend=backend)
     run(x)
     run(x)
-    assert backend.state_dict()["0.scale"][0] == 448 / 7.0
+    assert stacked(backend.state_dict())["scale"][0] == 448 / 7.0
 
 
 def test_recomputation_uses_the_scales_of_the_forward() -> None:
@@ -155,8 +155,9 @@ def test_state_is_sized_to_the_requests() -> None:
     backend = eager_backend(CustomRecipe(qfactory=factory))
     train(torch.compile(recomputable_mlp(), backend=backend), batches(1))
     assert {key: tuple(t.shape) for key, t in backend.state_dict().items()} == {
-        "0.scale": (3,),
-        "0.amax_history": (2, 3),
+        f"up.{operand}.{name}": shape
+        for operand in LINEAR_OPERANDS
+        for name, shape in (("scale", ()), ("amax_history", (2,)))
     }
 
 
@@ -179,7 +180,7 @@ def test_callable_algorithms_are_traced() -> None:
     backend = eager_backend(recipe)
     run, steps = torch.compile(nn.Linear(64, 32), backend=backend), batches(2)
     train(run, steps)
-    assert backend.state_dict()["0.scale"][0] == 448 / (2 * steps[0].abs().amax())
+    assert stacked(backend.state_dict())["scale"][0] == 448 / (2 * steps[0].abs().amax())
 
 
 def test_regions_without_state_are_skipped_with_a_reason() -> None:
@@ -205,13 +206,13 @@ def test_forwards_before_their_backwards(order: str, recompute: bool) -> None:
         losses = [run(x).sum(), 8 * run(y).sum()]
         for loss in {"sum": [losses[0] + losses[1]], "first": losses, "last": losses[::-1]}[order]:
             loss.backward()
-        assert backend.state_dict()["0.amax_history"][0, 5] == 8  # of the gradient of `down`
+        assert stacked(backend.state_dict())["amax_history"][0, 5] == 8  # of the gradient of `down`
     losses = [run(x).sum(), run(y).sum(), run(x).sum()]
-    assert backend.state_dict()["0.scale"][5] == 57344 / 8
+    assert stacked(backend.state_dict())["scale"][5] == 57344 / 8
     losses[0].backward()
-    assert backend.state_dict()["0.amax_history"][0, 5] == 1, "a late gradient counts for the next step"
+    assert stacked(backend.state_dict())["amax_history"][0, 5] == 1, "a late gradient counts for the next step"
     run(x)
-    assert backend.state_dict()["0.amax_history"][-1, 5] == 1
+    assert stacked(backend.state_dict())["amax_history"][-1, 5] == 1
 
 
 def test_a_retained_graph_goes_backward_again() -> None:
@@ -222,7 +223,7 @@ def test_a_retained_graph_goes_backward_again() -> None:
     y.sum().backward(retain_graph=True)
     first = [p.grad.clone() for p in net.parameters()]
     (8 * y).sum().backward(retain_graph=True)
-    assert backend.state_dict()["0.amax_history"][0, 5] == 8
+    assert stacked(backend.state_dict())["amax_history"][0, 5] == 8
     net.zero_grad()
     (again,) = torch.autograd.grad(y.sum(), [net.up.weight])
     assert torch.equal(again, first[0])

@@ -25,6 +25,7 @@ from helpers import (
     hybrid,
     per_role,
     recorded_story,
+    stacked,
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -619,10 +620,10 @@ def test_delayed_scaling_has_a_scale_and_an_amax_for_each_group() -> None:
             assert torch.equal(parts[group].weight.grad, model.weight.grad[group].mT)
             parts[group].weight.grad = None
         model.zero_grad()
-    state = backend.state_dict()
-    assert state["0.scale"].shape == (9,), "input, weight and grad_output for each of three groups"
-    alone = torch.stack([b.state_dict()["0.scale"] for b in singles])  # [group, operand]
-    assert torch.equal(state["0.scale"], alone.mT.flatten())
+    scales = stacked(backend.state_dict())["scale"]
+    assert scales.shape == (9,), "input, weight and grad_output for each of three groups"
+    alone = torch.stack([stacked(b.state_dict())["scale"] for b in singles])  # [group, operand]
+    assert torch.equal(scales, alone.mT.flatten())
 
 
 class Loop(nn.Module):

@@ -23,7 +23,9 @@ from helpers import (
     linear_step,
     per_role,
     problem,
+    stacked,
     train_step,
+    unstacked,
 )
 from torch import Tensor, nn
 
@@ -399,7 +401,7 @@ def test_each_operand_has_a_slot_of_its_own() -> None:
     slots = {key: q.slot for key, q in quantizers.items()}
     assert sorted(slots.values()) == list(range(6)), "no two share one"
     assert all(isinstance(q, Float8Quantizer) for q in quantizers.values())
-    amaxes = backend.state_dict()["0.amax_history"][0]
+    amaxes = stacked(backend.state_dict())["amax_history"][0]
     assert amaxes[slots["0", "input"]] == x.abs().max()
     assert amaxes[slots["1", "grad_output"]] == 0.5
     for name in ("0", "1"):
@@ -414,7 +416,7 @@ def test_a_slot_is_quantized_by_its_scale() -> None:
     with torch.no_grad():
         layer.weight.copy_(w)
     backend = eager_backend(delayed())
-    backend.load_state_dict({"0.scale": torch.tensor(list(scales.values())), "0.amax_history": torch.zeros(4, 3)})
+    backend.load_state_dict(unstacked(scales, scale=torch.tensor([*scales.values()]), amax_history=torch.zeros(4, 3)))
     x = x.requires_grad_()
     y = torch.compile(layer, backend=backend)(x)
     y.backward(dy)
@@ -441,18 +443,21 @@ def test_the_tensors_of_the_state_outlive_a_recompilation_and_a_change_of_recipe
     """Invariant 10: equal roles keep scales and histories, as the same tensors."""
     run = fxquant.compile(nn.Linear(32, 32), delayed(), options={"inner": "aot_eager"}, dynamic=False)
 
-    def states(recipe: Recipe) -> list[dict[str, Tensor]]:
-        return [state.tensors() for state in run.set_recipe.__self__.get(recipe)[0]._states]
+    def tensors() -> dict[str, Tensor]:
+        (states,) = run.set_recipe.__self__.states.by_module.values()
+        (state,) = states._states.values()
+        return state.tensors()
 
     run(torch.randn(8, 32)).sum().backward()
-    scale = run.quantization_state_dict()["0.scale"]
+    scale = stacked(run.quantization_state_dict())["scale"]
+    first = tensors()
     run(torch.randn(24, 32)).sum().backward()
-    first, second = states(delayed())
+    second = tensors()
     assert all(second[name] is tensor for name, tensor in first.items())
-    assert not torch.equal(run.quantization_state_dict()["0.scale"], scale)
+    assert not torch.equal(stacked(run.quantization_state_dict())["scale"], scale)
     run.set_recipe(other)
     run(torch.randn(8, 32)).sum().backward()
-    (third,) = states(other)
+    third = tensors()
     assert all(third[name] is tensor for name, tensor in first.items())
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from helpers import assert_same_bits, eager_backend
 from ranks import Ranks
 from torch import Tensor, nn
@@ -82,6 +84,31 @@ def test_random_bits_differ_between_ranks_and_repeat_in_a_restart(ranks: Ranks) 
         tensor[1] -= 1
     resumed = [gradient for gradient, _ in ranks.run(random_state, state)]
     assert torch.equal(first, resumed[0]) and torch.equal(second, resumed[1])
+
+
+def checkpointed(recipe: Any, folder: str, phase: str) -> list[Tensor]:
+    """The gradient of a step behind a distributed checkpoint, saved, or loaded before or after a first step."""
+    torch.compiler.reset()
+    layer, x = layer_and_input()
+    run = fxquant.compile(nn.Sequential(layer), recipe, options={"inner": "aot_eager"})
+    state = {"quantization": fxquant.QuantizationState(run)}
+    for step in range({"saved": 3, "cold": 0, "warm": 1}[phase]):
+        ((step + 1) * run(x * (step + 1))).sum().backward()
+    if phase == "saved":
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+    layer.weight.grad = None
+    run(x).square().sum().backward()
+    return [layer.weight.grad, *fxquant.state_dict(run).values()]
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, "nvfp4"], ids=str)
+def test_a_distributed_checkpoint_restores_every_rank(recipe: Any, ranks: Ranks, tmp_path: Any) -> None:
+    expected = ranks.run(checkpointed, recipe, str(tmp_path), "saved")
+    for phase in ("cold", "warm"):
+        for rank, restored in enumerate(ranks.run(checkpointed, recipe, str(tmp_path), phase)):
+            assert all(map(torch.equal, restored, expected[rank])), (phase, rank)
 
 
 def measured_alone() -> int:

@@ -13,6 +13,8 @@ from helpers import (
     per_role,
     recomputable_mlp,
     recorded_story,
+    stacked,
+    unstacked,
 )
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ import fxquant
 from fxquant import HybridQuantizer, NVFP4Quantizer, RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import ops, reference
+from fxquant.state import RandomState
 
 SR, RN = NVFP4Quantizer(stochastic_rounding=True), NVFP4Quantizer()
 RECIPE = per_role(input=RN, weight=RN, grad_output=SR)
@@ -112,7 +115,7 @@ def test_steps_differ_and_a_restored_state_replays_them() -> None:
     first, second = gradients(net, run, 2)
     assert not torch.equal(first["up.weight"], second["up.weight"])
     saved = backend.state_dict()
-    assert saved["0.random"].tolist() == [0, 2]  # torch's seed, steps so far
+    assert saved["up.grad_output.random"].tolist() == [0, 2]  # torch's seed, steps so far
     third = gradients(net, run)[0]
     backend.load_state_dict(saved)
     assert_same_bits(gradients(net, run)[0], third)
@@ -141,8 +144,9 @@ def test_the_backward_rounds_by_the_step_of_its_forward() -> None:
     for step in (1, 2, 3):
         x.grad = layer.weight.grad = None
         run(x).backward(dy)
-        state = torch.tensor([9, step, 0])
-        assert torch.equal(backend.state_dict()["0.random"], state[:2])
+        assert backend.state_dict()["grad_output.random"].tolist() == [9, step]
+        seed = RandomState(["grad_output"], 9, torch.device("cpu")).random[0].item()
+        state = torch.tensor([seed, step, 0])
         rn, spec = QuantSpec(format="nvfp4"), OperandSpec(SPEC, SPEC).numbered(0)
         row = reference.quantize(dy, spec.rowwise, state)
         column = reference.quantize(dy.mT, spec.columnwise, state)
@@ -156,7 +160,7 @@ def test_an_earlier_graph_keeps_its_step() -> None:
     net, backend = recomputable_mlp(), eager_backend(RECIPE)
     run = torch.compile(net, backend=backend)
     expected = gradients(net, run, 2)
-    backend.load_state_dict({"0.random": torch.tensor([0, 0])})
+    backend.load_state_dict({key: torch.tensor([0, 0]) for key in backend.state_dict()})
     x = torch.randn(16, 64, generator=seeded(1))
     outputs = [run(x) for _ in range(2)]
     for i in (1, 0):
@@ -184,7 +188,7 @@ def test_without_gradients_the_step_stays() -> None:
     before = backend.state_dict()
     with torch.no_grad():
         assert torch.equal(run(x), run(x))
-    assert torch.equal(before["0.random"], backend.state_dict()["0.random"])
+    assert_same_bits(before, backend.state_dict())
 
 
 def test_graphs_of_one_model_have_different_seeds() -> None:
@@ -196,9 +200,13 @@ def test_graphs_of_one_model_have_different_seeds() -> None:
 
     backend = eager_backend(RECIPE)
     torch.compile(Broken(), backend=backend)(torch.randn(16, 32)).sum().backward()
+    names = ["a.grad_output", "b.grad_output"]
     state = backend.state_dict()
-    assert list(state) == ["0.random", "1.random"]
-    assert state["0.random"][0] == torch.initial_seed() != state["1.random"][0]
+    assert {name: value.tolist() for name, value in state.items()} == {
+        f"{name}.random": [torch.initial_seed(), 1] for name in names
+    }
+    first, second = (RandomState([name], 0, torch.device("cpu")).random[0] for name in names)
+    assert first != second
 
 
 def test_shapes_of_one_model_share_its_state() -> None:
@@ -206,7 +214,7 @@ def test_shapes_of_one_model_share_its_state() -> None:
     run = torch.compile(net, backend=backend, dynamic=False)
     for rows in (16, 32, 16):
         run(torch.randn(rows, 64)).sum().backward()
-    assert backend.state_dict()["0.random"][1] == 3
+    assert (stacked(backend.state_dict())["random"][1] == 3).all()
 
 
 def test_delayed_scaling_beside_it() -> None:
@@ -219,19 +227,20 @@ def test_delayed_scaling_beside_it() -> None:
         net, backend = recomputable_mlp(recompute), eager_backend(recipe)
         results += gradients(net, torch.compile(net, backend=backend, fullgraph=True), 2)[1:]
         state = backend.state_dict()
-        assert list(state) == ["0.scale", "0.amax_history", "1.random"]
+        assert {key.rpartition(".")[2] for key in state if key.startswith("up.")} == {"scale", "amax_history"}
+        assert [key for key in state if not key.startswith("up.")] == ["down.grad_output.random"]
         again = eager_backend(recipe)
         again.load_state_dict(state)
         gradients(net, torch.compile(net, backend=again))
-        assert again.state_dict()["1.random"][1] == 3
+        assert again.state_dict()["down.grad_output.random"][1] == 3
     assert_same_bits(*results)
 
 
 def test_a_state_of_another_kind_is_refused() -> None:
     backend = eager_backend(RECIPE)
     torch.compile(nn.Linear(32, 32), backend=backend)(torch.randn(16, 32)).sum().backward()
-    with pytest.raises(RecipeError, match="holds scale where stochastic rounding has random"):
-        backend.load_state_dict({"0.scale": torch.ones(3)})
+    with pytest.raises(RecipeError, match=r"lacks 1 of the 1 states of .*: grad_output. It holds input: scale"):
+        backend.load_state_dict(unstacked(["input"], scale=torch.ones(1), amax_history=torch.ones(4, 1)))
     with pytest.raises(RecipeError, match=r"'weight' is no key of a quantization state.*not the model's state_dict"):
         backend.load_state_dict(nn.Linear(32, 32).state_dict())
 
@@ -248,7 +257,7 @@ def test_a_run_goes_on_under_the_recipe_it_changed_to() -> None:
     second.load_quantization_state_dict(saved)
     with torch.no_grad():
         second(x)
-    assert torch.equal(second.quantization_state_dict()["0.amax_history"], saved["1.amax_history"])
+    assert_same_bits(second.quantization_state_dict(), saved)
 
 
 def test_regions_without_state_are_skipped_with_a_reason() -> None:
@@ -272,7 +281,8 @@ def test_both_directions_of_a_gradient_are_one_node_that_all_layers_share() -> N
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     story = recorded_story(model, "nvfp4", torch.randn(32, 64, requires_grad=True))
     for columns in (64, 96):
-        node = f"hybrid_quantize([32, {columns}], nvfp4(stochastic), nvfp4(rht,stochastic,stream=1), [3], [3])"
+        specs = "nvfp4(stochastic,nonfinite), nvfp4(rht,stochastic,stream=1,nonfinite)"
+        node = f"hybrid_quantize([32, {columns}], {specs}, [3], [3])"
         assert story.count(node) == 1
 
 

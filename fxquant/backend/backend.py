@@ -12,21 +12,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.backend.blocks import Blocks, Place
+from fxquant.backend.checkpoint import gathered, restore
 from fxquant.backend.controls import Controls
 from fxquant.backend.inductor import inductor_settings, memory_settings
-from fxquant.backend.notices import tell_alone, watch
+from fxquant.backend.notices import tell, tell_alone, watch
 from fxquant.backend.options import Options
 from fxquant.backend.record import GraphRecord, Records, graph_text
 from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.selective import ask_around, ask_inside
-from fxquant.backend.shared import Shared, StatesByModule, named_here
+from fxquant.backend.shared import Shared, named_here
+from fxquant.backend.states import StateStore
 from fxquant.backend.weight_cache import WeightCache
+from fxquant.compat.frames import unwrapped
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func, recomputes_activations, with_hooks
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
-from fxquant.errors import OptionError
+from fxquant.errors import FxQuantWarning, OptionError
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
@@ -35,7 +39,7 @@ from fxquant.passes.settings import Settings
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import RECIPES, Recipe, resolve
 from fxquant.report.report import Report
-from fxquant.state import Slots, State, StateStore
+from fxquant.state import Slots
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +89,8 @@ class Backend:
         self.controls = Controls(self)
         if model is not None:
             self.controls.add_root(model)
+            self.controls.model = weakref.ref(model)
+            self.states.of(unwrapped(model))
         if self.tells:
             watch(self.records)
 
@@ -94,7 +100,6 @@ class Backend:
         self.inductor = options.for_inductor(self.mode)
         self.settings = options.for_passes()
         self.weights = self._weight_cache()
-        self._states: list[State] = []
         self.records = self._no_records()
         self._record = GraphRecord()  # of the graph that is compiled now
         self._sites = 0
@@ -115,34 +120,26 @@ class Backend:
         """Compiles one captured graph under this backend's recipe."""
         record = GraphRecord(first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason())
         self._record = record
+        place = self.controls.place() if self.switches else None
         with with_hooks(_same, _same):  # a checkpoint around counts saved tensors
-            slots = self.rewrite(gm, example_inputs)
+            slots = self.rewrite(gm, example_inputs, place)
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-        assert record.shared is not None
-        unnamed = slots.request is not None and not record.shared.named
-        owner = self.controls.owner_of_state() if unnamed and self.switches else 0
-        states_of = partial(self._states_of, device, owner)
-        states = states_of(slots)
-        bound = Bound(gm=gm, slots=slots, states=states, group=self.group_of(slots.request))
-        compile = partial(self._bound, record, states_of)
+        group = self.group_of(slots.request)
+        blocks = Blocks(slots, device, group, self.states, place)
+        if place is not None:
+            blocks.look_at(place.root, example_inputs, self.controls.place_with)
+        states = blocks.first[1]
+        bound = Bound(gm=gm, slots=slots, states=states, group=group)
+        compile = partial(self._bound, record, blocks)
         if bound.training or not states:
             return compile(run(BOUND, bound, self.settings), example_inputs)
         uses = (bound, replace(bound, training=True))
         by_use = {bound.training: run(BOUND, bound, self.settings) for bound in uses}
         return without_gradients(by_use, example_inputs, compile)
 
-    def _states_of(self, device: torch.device, owner: int, slots: Slots) -> list[State]:
-        states = self.states.get(slots, device, owner)
-        self._states += states
-        return states
-
     def _bound(
-        self,
-        record: GraphRecord,
-        states_of: Callable[[Slots], Sequence[State]],
-        bound: Bound,
-        example_inputs: Sequence[Any],
+        self, record: GraphRecord, blocks: Blocks, bound: Bound, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Compiles a graph for the inputs that it was captured with, and calls it with what it takes besides."""
         self._record = record
@@ -154,8 +151,7 @@ class Backend:
         compiled = self.compile(bound.gm, inputs)
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
-        states = StatesByModule(bound, states_of)
-        return lambda *inputs: self._call(compiled, inputs, record, states)
+        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound))
 
     def group_of(self, request: DelayedScalingRequest | None) -> str | None:
         """The name of the process group over which a graph takes its largest amaxes; None for this process alone."""
@@ -172,7 +168,13 @@ class Backend:
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""
         empty = {"records": self._no_records(), "_record": GraphRecord(), "_sites": 0}
-        return {**vars(self), **empty, "_names": dict, "weights": None, "controls": self.controls.recipe}
+        try:
+            states = self.state_dict()
+        except OptionError as error:
+            tell(f"a copy of {self.records.what} begins with a new quantization state: {error}", FxQuantWarning)
+            states = {}
+        copied = {"_names": dict, "weights": None, "controls": self.controls.recipe, "states": states}
+        return {**vars(self), **empty, **copied}
 
     def _no_records(self) -> Records:
         return Records(recipe=self.recipe, what=f"fxquant.Backend({self.recipe})")
@@ -180,14 +182,16 @@ class Backend:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self.weights = self._weight_cache()
-        self.controls = Controls(self)
+        self.controls, self.states = Controls(self), StateStore()
         self.controls.recipe = state["controls"]
+        if state["states"]:
+            self.load_state_dict(state["states"])
 
     def _weight_cache(self) -> WeightCache | None:
         return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
 
     def _call(
-        self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, by_module: StatesByModule
+        self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, read: tuple[Blocks, Bound]
     ) -> Any:
         self.records.run(record)
         self.controls.run()
@@ -195,34 +199,44 @@ class Backend:
         names, new = record.shared.begin()
         if new:
             self._sites = record.add_layers(names, self._sites)
-        states, tensors = by_module.of(names)
-        parts = self.weights.parts(by_module.bound.taken, inputs) if self.weights is not None else []
+        blocks, bound = read
+        states = blocks.of_call(inputs, names)
+        parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
         ask_around()
         with states_of_first_run(states):
             # tensors with a version of their own, so that other calls may come between this one and its backward
-            return run(*inputs, *(tensor.data for tensor in tensors), *parts)
+            return run(*inputs, *(tensor.data for tensor in bound.tensors_of(states)), *parts)
 
     @property
     def captured(self) -> int:
         return len(self.records.graphs)
 
-    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Slots:
-        """Writes quantized matmuls into `gm`, and keeps what was decided. Returns the slots of operands with state."""
+    def rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any], place: Place | None = None) -> Slots:
+        """Writes quantized matmuls into `gm`, and keeps what was decided. Returns the slots of operands with state.
+
+        The graph is of the module at `place`.
+        """
         record = self._record
         captured = Captured(
             gm=gm,
             recipe=self.recipe,
             autocast=_ambient_autocast(example_inputs),
-            names=named_here(self._names()),
+            names=named_here({**(place.names() if place is not None else {}), **self._names()}),
             first_site=record.first_site,
         )
         captured = run(CAPTURED, captured, self.settings)
         ask_inside(gm)
         self._sites = 1 + max((d.site for d in captured.decisions), default=self._sites - 1)
         record.decisions, record.roles = captured.decisions, captured.roles
-        record.shared = Shared(self.recipe, self._names, captured.roles)
+        record.shared = Shared(
+            self.recipe, self._all_names if place is not None and place.path else self._names, captured.roles
+        )
         log.info("%s", Report(recipe=str(self.recipe), decisions=[*captured.decisions]).totals())
         return captured.slots
+
+    def _all_names(self) -> dict[str, str]:
+        """The names of all modules in those that this backend compiles, by their ids."""
+        return {**(self.controls.names() if self.switches else {}), **self._names()}
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
@@ -260,18 +274,19 @@ class Backend:
             if backend.weights is not None:
                 backend.weights.clear()
 
-    def activate(self) -> None:
-        """Makes the states of this backend's graphs the valid ones among those that backends share."""
-        for state in self._states:
-            self.states.activate(state)
-
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of delayed scaling and stochastic rounding as plain tensors; empty for recipes without state."""
-        return self.states.state_dict()
+        """The state of delayed scaling and stochastic rounding as plain tensors; empty for recipes without state.
+
+        A key is ``<layer>.<operand>.<value>``, such as ``layers.0.up.input.scale``, in the module that was compiled.
+        """
+        return gathered(self.controls.parts())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the tensors of `state_dict`, for graphs compiled already and those to come."""
-        self.states.load_state_dict(state)
+        """Restores the tensors of `state_dict`, for graphs compiled already and those to come.
+
+        Raises RecipeError for what is not the state of this model under this recipe, and changes nothing then.
+        """
+        restore(state, self.controls.parts())
 
     def report(self) -> Report:
         """The decisions in all graphs that have run so far, under the recipe that ran last."""

@@ -12,30 +12,27 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fxquant.backend.blocks import Place, expected, holds, path_in, place_of
+from fxquant.backend.checkpoint import Part
 from fxquant.backend.notices import tell, watch
 from fxquant.checks import checked
-from fxquant.compat.frames import add_guard, frame_being_compiled
+from fxquant.compat.frames import add_guard, frame_being_compiled, is_method_of
 from fxquant.errors import ArgumentError, FxQuantWarning
+from fxquant.passes.plan.layers import clean_path
 from fxquant.recipes import HighPrecision, Recipe, resolve
 
 if TYPE_CHECKING:
     from fxquant.backend.backend import Backend
 
 log = logging.getLogger(__name__)
-
-_OWN_STATES = 3
-"""The modules of one backend and class with scales of their own: each has two graphs, of eight that Dynamo keeps."""
-
-_SHARED = -1
-"""The owner of the scales that further modules share."""
 
 
 @dataclass
@@ -92,6 +89,9 @@ class Controls:
 
     def __init__(self, first: Backend) -> None:
         self.number = next(_numbers)
+        self.model: Callable[[], nn.Module | None] = lambda: None
+        self.within: Sequence[str] = ()
+        """The parts of the model that are compiled; the whole of it if there are none."""
         self.recipe = first.recipe
         self.backends: dict[Recipe, Backend] = {first.recipe: first}
         self.running: Recipe | None = None
@@ -100,8 +100,6 @@ class Controls:
         self.roots: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.by_name = False
         self._recipes: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
-        self._owners: dict[CodeType, weakref.WeakSet[nn.Module]] = {}
-        self._told_sharing = False
         self._guarded = threading.local()
         _all.add(self)
 
@@ -185,12 +183,11 @@ class Controls:
         return scoped(self.recipe if root is None or not recipes else recipes.get(root, self.recipe))
 
     def enter(self, recipe: Recipe) -> None:
-        """Makes the states of a recipe's graphs the valid ones, since one of them is about to run."""
+        """Notes the recipe under which a graph is about to run."""
         if recipe is self.running or recipe == self.running:
             return
         if self.running is not None:
             self._note_change(self.running, recipe)
-        self.under(recipe).activate()
         self.running = recipe
 
     def _note_change(self, before: Recipe, after: Recipe) -> None:
@@ -202,33 +199,47 @@ class Controls:
         else:
             log.info("recipe changed from %s to %s", before, after)
 
-    def owner_of_state(self) -> int:
-        """The number of the module whose delayed scales the graph takes that is being compiled, which gets a guard.
-
-        Dynamo gives all modules of a class one graph. Here the first `_OWN_STATES` of them have graphs and scales of
-        their own; further ones, such as the blocks of a model, share one graph and its scales, which is told once.
-        """
+    def place(self) -> Place | None:
+        """The place of the module whose frame Dynamo is compiling; that of the backend's model for a function."""
         code, frame = frame_being_compiled()
-        root = root_of(frame)
-        if root is None or code is None:
-            return 0
-        owners = self._owners.setdefault(code, weakref.WeakSet())
-        if root in owners or len(owners) < _OWN_STATES:
-            owners.add(root)
-            owner = weakref.ref(root)
-            add_guard(lambda frame: root_of(frame) is owner(), "fxquant: the delayed scales are those of this module")
-            return self.roots[root]
-        add_guard(
-            lambda frame: root_of(frame) not in owners, "fxquant: the delayed scales are those of several modules"
-        )
-        if not self._told_sharing:
-            self._told_sharing = True
-            tell(
-                f"one fxquant backend has compiled more than {_OWN_STATES} modules {type(root).__name__}: further ones "
-                "share delayed scales. Compile each by fxquant.compile(module, recipe), or what calls them as a whole",
-                FxQuantWarning,
-            )
-        return _SHARED
+        root = root_of({name: value for name, value in frame.items() if name in ("self", "fn")})
+        if root is None:
+            modules = (value for value in frame.values() if isinstance(value, nn.Module))
+            root = next((module for module in modules if is_method_of(module, code)), self.model())
+        return None if root is None else self.place_of(root)
+
+    def names(self) -> dict[str, str]:
+        """The names of the parts of the modules that this backend compiles, by the ids of these parts."""
+        homes = [*next(iter(self.backends.values())).states.by_module]
+        return {
+            str(id(part)): clean_path(name) for home in reversed(homes) for name, part in home.named_modules() if name
+        }
+
+    def place_of(self, root: nn.Module) -> Place:
+        """The place of a module in the first that this backend compiles and that holds it."""
+        return place_of(root, [*self.roots])
+
+    def place_with(self, tensors: Mapping[str, Any]) -> Place | None:
+        """The place of the module that holds these tensors by name."""
+        root = next((root for root in [*self.roots] if holds(root, tensors)), None)
+        return None if root is None else self.place_of(root)
+
+    def parts(self, model: nn.Module | None = None) -> list[Part]:
+        """The states of the modules that this backend compiles, by their own names or those in a model."""
+        store = next(iter(self.backends.values())).states
+        parts = [Part(store.nowhere)]
+        orphan = store.latest() if model is None and not store.by_module else None
+        if orphan is not None:
+            parts.append(Part(orphan))
+        for home in [*store.by_module]:
+            slots = expected(home, self._recipes.get(home, self.recipe), self.within)
+            if model is None or home is model:
+                parts.append(Part(store.of(home), home, slots))
+            elif (path := path_in(model, home)) is not None:
+                parts.append(Part(store.of(home), home, slots, prefix=path))
+            elif (path := path_in(home, model)) is not None:
+                parts.append(Part(store.of(home), home, slots, inner=path))
+        return parts
 
 
 def root_of(frame: Mapping[str, Any]) -> nn.Module | None:

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend, ByName
+from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.controls import Controls, controls_that_compiled
-from fxquant.compat.frames import backends_behind
+from fxquant.compat.frames import backends_behind, unwrapped
 from fxquant.errors import OptionError
 from fxquant.recipes import Recipe
 from fxquant.report.report import Report
@@ -60,29 +61,48 @@ def clear_cache(model: Any) -> None:
 def state_dict(model: Any) -> dict[str, Tensor]:
     """The state of delayed scaling and stochastic rounding of a compiled model, as plain tensors.
 
-    Raises OptionError for a model that several backends have compiled, each of which has a `state_dict` of its own.
+    A key is ``<layer>.<operand>.<value>``, such as ``layers.0.up.input.scale``, with the names that layers have in the
+    given model, whichever of its parts were compiled. Raises OptionError for a model that fxquant has not compiled.
     """
-    return _only_backend(model).state_dict()
+    return gathered(_parts(model))
 
 
 def load_state_dict(model: Any, state: Mapping[str, Tensor]) -> None:
-    """Restores what `state_dict` gave, also before the model has run."""
-    _only_backend(model).load_state_dict(state)
+    """Restores what `state_dict` gave, also before the model has run.
+
+    Raises RecipeError for what is not the state of this model under its recipe, and changes nothing then.
+    """
+    restore(state, _parts(model))
+
+
+class QuantizationState:
+    """The quantization state of a compiled model for tools that save and load objects.
+
+        dcp.save({"model": model.state_dict(), "quantization": fxquant.QuantizationState(model)}, checkpoint_id=path)
+
+    It is `torch.distributed.checkpoint`'s `Stateful`, and fits `accelerator.register_for_checkpointing`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state by layer, operand and value, as `fxquant.state_dict` gives it."""
+        return state_dict(self._model)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores a state, as `fxquant.load_state_dict` does."""
+        load_state_dict(self._model, state)
 
 
 quantization_state_dict, load_quantization_state_dict = state_dict, load_state_dict
 """The same, under the names that the methods of a compiled model have."""
 
 
-def _only_backend(model: Any) -> Backend:
-    controls = _controls(model)
-    first, *others = [one for one in controls if one.compiled_any()] or controls
-    if others:
-        raise OptionError(
-            f"{len(others) + 1} backends have compiled this {type(model).__name__}, each with a state of its own: ask "
-            "the compiled blocks, or their backends, by state_dict() and load_state_dict(state)"
-        )
-    return first.latest()
+def _parts(model: Any) -> list[Part]:
+    module = unwrapped(model) if isinstance(model, nn.Module) else None
+    parts = [part for controls in _controls(model) for part in controls.parts(module)]
+    return [*{id(part.states): part for part in parts}.values()]
 
 
 def _controls(model: Any) -> list[Controls]:
@@ -103,10 +123,15 @@ def _controls(model: Any) -> list[Controls]:
 def _behind(model: Any) -> Iterator[Controls]:
     if isinstance(model, Backend):
         yield model.controls
-    for holder, function, keywords in backends_behind(model):
+    for module, holder, function, keywords in backends_behind(model):
         if isinstance(function, Backend):
-            yield function.controls
+            backend = function
         elif isinstance(function, ByName):
             backend = function.backend(**keywords)
             vars(holder)["fxquant"] = backend  # keeps it alive until the first graph does
-            yield backend.controls
+        else:
+            continue
+        if module is not None:
+            backend.controls.add_root(module)
+            backend.states.of(backend.controls.place_of(module).home)
+        yield backend.controls

@@ -57,6 +57,7 @@ def compile_blocks(
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     chosen = _blocks_of(inner, blocks)
     backend = Backend(recipe, **(options or {}), mode=kwargs.pop("mode", None), model=inner)
+    backend.controls.within = [*chosen]
     calls = Calls(f"the blocks of {type(inner).__name__}", backend.controls.compiled_any, _UNCALLED)
     records = backend.records
     records.what, records.whole, records.outside = calls.name, True, _outside(inner, chosen)

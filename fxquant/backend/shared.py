@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from fxquant.compat.frames import add_guard, frame_being_compiled
 from fxquant.errors import FxQuantError
-from fxquant.passes.captured import Bound
 from fxquant.passes.plan.layers import clean_path
 from fxquant.quantizers import value_text
 from fxquant.recipes import Recipe
 from fxquant.roles import QuantizerRole
-from fxquant.state import Slots, State
 
 Names = Callable[[], Mapping[str, str]]
 """Gives the paths of modules in the user's model, by ``str(id(module))``."""
@@ -45,7 +43,6 @@ class Shared:
     def __init__(self, recipe: Recipe, names: Names, roles: Sequence[QuantizerRole]) -> None:
         self._recipe, self._names = recipe, names
         self._roles = [*dict.fromkeys(roles)]
-        self._answers = [value_text(recipe.quantizer(role)) for role in self._roles]
         _, frame = frame_being_compiled()
         full = names()
         places: dict[str, tuple[Variable, str]] = {}
@@ -61,6 +58,10 @@ class Shared:
         self._renamed: dict[Key, Mapping[str, str] | None] = {self._first: {layer: layer for layer in self._places}}
         if self.named:
             add_guard(self._holds, "fxquant: the recipe gives the layers of this module what it gave those captured")
+
+    @functools.cached_property
+    def _answers(self) -> list[str]:
+        return [value_text(self._recipe.quantizer(role)) for role in self._roles]
 
     @property
     def named(self) -> bool:
@@ -109,31 +110,12 @@ class Shared:
         return renamed
 
 
-class StatesByModule:
-    """The states of a bound graph for each module that runs it; `get` gives those of slots."""
-
-    def __init__(self, bound: Bound, get: Callable[[Slots], Sequence[State]]) -> None:
-        self.bound, self._get = bound, get
-        self._others: dict[int, tuple[Sequence[State], Sequence[Tensor]]] = {}
-
-    def of(self, names: Mapping[str, str]) -> tuple[Sequence[State], Sequence[Tensor]]:
-        """The states, and all tensors that the graph takes, where its layers have other names."""
-        bound = self.bound
-        if not bound.states or all(layer == name for layer, name in names.items()):
-            return bound.states, bound.tensors
-        if id(names) not in self._others:
-            states = self._get(bound.slots.renamed(names))
-            tensors = [tensor for state in states for tensor in state.tensors().values()]
-            self._others[id(names)] = states, [*tensors, *bound.tensors[len(tensors) :]]
-        return self._others[id(names)]
-
-
 def named_here(names: Mapping[str, str]) -> dict[str, str]:
     """The names and, as the empty string's, that of the module whose method is captured, which torch does not say."""
     _, frame = frame_being_compiled()
     owners = (("self",), ("fn",), ("fn", ("self", None)))
     owner = next((m for variable in owners if (m := _module(frame, variable)) is not None), None)
-    return {**names, "": names.get(str(id(owner)), "")}
+    return {"": names.get(str(id(owner)), ""), **names}
 
 
 def _modules_of(frame: Mapping[str, Any]) -> dict[Variable, nn.Module]:

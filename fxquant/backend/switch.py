@@ -27,7 +27,7 @@ class _Switch:
         self.model, self.options, self.kwargs = model, dict(options), dict(kwargs)
         module = model if isinstance(model, nn.Module) else None
         self.backend = Backend(recipe, **self.options, mode=kwargs.get("mode"), model=module)
-        self.controls, self.states = self.backend.controls, self.backend.states
+        self.controls = self.backend.controls
         self.compiled: dict[Recipe, Callable[..., Any]] = {}
         self.calls = Calls(model, self.controls.compiled_any)
 
@@ -107,8 +107,8 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         "set_recipe": switch.backend.set_recipe,
         "report": switch.backend.report,
         "clear_cache": switch.backend.clear_cache,
-        "quantization_state_dict": switch.states.state_dict,
-        "load_quantization_state_dict": switch.states.load_state_dict,
+        "quantization_state_dict": switch.backend.state_dict,
+        "load_quantization_state_dict": switch.backend.load_state_dict,
     }
     for name, method in methods.items():
         object.__setattr__(compiled, name, method)
@@ -116,7 +116,7 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         watch_methods(compiled, model, switch.calls, switch.runs)
 
         def settings() -> tuple[Any, ...]:
-            return switch.controls.recipe, switch.options, switch.kwargs, switch.states.state_dict()
+            return switch.controls.recipe, switch.options, switch.kwargs, switch.backend.state_dict()
 
         # torch's own copies would not have the methods, nor the recipe set by one
         object.__setattr__(

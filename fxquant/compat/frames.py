@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
-from torch._dynamo.eval_frame import innermost_backend
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Guard, TracingContext
+from torch.nn.parallel import DistributedDataParallel
 
 Holds = Callable[[Mapping[str, Any]], bool]
 """A condition on a call: a function of the frame's variables."""
@@ -25,6 +27,17 @@ def frame_being_compiled() -> tuple[CodeType | None, Mapping[str, Any]]:
     if translator is None:
         return None, {}
     return translator.f_code, translator.output.local_scope
+
+
+def is_method_of(value: object, code: CodeType | None) -> bool:
+    """Returns True if code is that of a method of a value, or of what is left of one behind a graph break."""
+    if code is None:
+        return False
+    name = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", code.co_name)
+    method = getattr(getattr(type(value), name, None), "__code__", None)
+    if method is None or method.co_filename != code.co_filename:
+        return False
+    return code.co_firstlineno in range(method.co_firstlineno, 1 + max(line or 0 for *_, line in method.co_lines()))
 
 
 def add_guard(holds: Holds, meaning: str) -> None:
@@ -61,15 +74,23 @@ def call_by(module: nn.Module, call: Callable[..., Any]) -> Any:
     return before
 
 
-def backends_behind(compiled: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the module that wrappers of torch hold: torch.compile's, and those for several devices."""
+    while isinstance(module, OptimizedModule | DistributedDataParallel | nn.DataParallel):
+        module = module._orig_mod if isinstance(module, OptimizedModule) else module.module
+    return module
+
+
+def backends_behind(compiled: Any) -> Iterator[tuple[nn.Module | None, Any, Any, Mapping[str, Any]]]:
     """The backends that torch.compile was given for a callable, or for a module and what it consists of.
 
-    Each is what holds it, the function, and the keywords that it is called with.
+    Each is the module, what holds the backend, the function, and the keywords that it is called with.
     """
-    yield from _of_function(compiled)
+    yield from ((None, *backend) for backend in _of_function(compiled))
     for module in compiled.modules() if isinstance(compiled, nn.Module) else ():
-        yield from _unwrapped(getattr(vars(module).get("dynamo_ctx"), "callback", None))
-        yield from _of_function(vars(module).get("_compiled_call_impl"))
+        callback = getattr(vars(module).get("dynamo_ctx"), "callback", None)
+        for backend in (*_unwrapped(callback), *_of_function(vars(module).get("_compiled_call_impl"))):
+            yield (unwrapped(module), *backend)
 
 
 def _of_function(function: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
+import warnings
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+
+from fxquant.errors import FxQuantWarning
+
+_LATE = 10
+"""Seconds after which the others are late."""
 
 
 def rank() -> int:
@@ -34,3 +42,29 @@ def in_pipeline_stage() -> bool:
 
 def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def largest_now(x: Tensor, group: str) -> Tensor:
+    """Returns the elementwise maximum of `x` over the ranks of a process group, all of which have to call this.
+
+    Says once that it waits, if others are late.
+    """
+    from torch.distributed import distributed_c10d
+
+    largest, groups = x.clone(), vars(distributed_c10d)
+    work: Any = dist.all_reduce(
+        largest, dist.ReduceOp.MAX, group=groups["_resolve_process_group"](group), async_op=True
+    )
+    told = time.monotonic() + _LATE
+    while not work.is_completed():
+        time.sleep(0.001)
+        if time.monotonic() > told:
+            told = float("inf")
+            warnings.warn(
+                "the quantization state waits for other ranks: state_dict() takes the largest amaxes of all, so every "
+                "rank has to call it, also where one writes the file",
+                FxQuantWarning,
+                stacklevel=2,
+            )
+    work.wait()
+    return largest

@@ -10,10 +10,10 @@ from helpers import captured
 from torch import fx
 
 from fxquant import Recipe, recipes
+from fxquant.backend.states import ModuleStates
 from fxquant.passes.captured import Bound, Captured
 from fxquant.passes.pipeline import BOUND, CAPTURED, run
 from fxquant.passes.settings import Settings
-from fxquant.state import StateStore
 
 
 def rewrite(
@@ -33,7 +33,7 @@ def rewritten(recipe: Recipe | str, function: Callable[..., Any], *args: Any, **
 
 def bind(facts: Captured, settings: Settings) -> Bound:
     """A copy of a changed graph with its state and, by the settings, its quantized weights."""
-    bound = Bound(gm=facts.gm, slots=facts.slots, states=StateStore().get(facts.slots, torch.device("cpu")))
+    bound = Bound(gm=facts.gm, slots=facts.slots, states=ModuleStates().get(facts.slots, torch.device("cpu")))
     bound = run(BOUND, bound, settings)
     bound.gm.graph.lint()
     return bound

@@ -221,8 +221,9 @@ def test_linears_that_read_one_tensor_share_its_slot() -> None:
     """gate and up quantize their input once, in the backward too."""
     recorder = Recorder(DelayedScaling())
     torch.compile(GatedMlp(), backend=recorder)(torch.randn(32, 64, requires_grad=True)).sum().backward()
-    sizes = {tuple(t.shape) for t in recorder.state_dict().values()}
-    assert sizes == {(8,), (1024, 8)}  # inputs of gate and up, and of down; three weights, three gradients
+    histories = {name: value for name, value in recorder.state_dict().items() if name.endswith("amax_history")}
+    recorded = [name.rpartition(".")[0] for name, value in histories.items() if value[0] > 0]
+    assert len(recorded) == 8, "one input of gate and up, and that of down; three weights, three gradients"
     forward = [n for n in recorder.graphs[0].graph.nodes if "quantize" in str(n.target)]
     assert len(forward) == 5
 

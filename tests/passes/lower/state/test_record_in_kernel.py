@@ -26,7 +26,7 @@ fxquant_ops = torch.ops.fxquant
 
 
 def state_of(device: str = "cpu") -> list[Tensor]:
-    state = DelayedState(N, 4, torch.device(device))
+    state = DelayedState([*map(str, range(N))], 4, torch.device(device))
     for entry, values in (
         (state.scale, torch.rand(N)),
         (state.history, torch.rand(4, N)),
