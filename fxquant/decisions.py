@@ -125,9 +125,10 @@ class Attended:
 class Decision:
     """One operand of one GEMM: either a quantizer or a skip reason, never both, never neither.
 
-    `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product); `flops` count the whole
-    GEMM with dynamic sizes at their example values. `matmul`, or `attention` for both products of one, has the facts
-    that decide the time, None if they are unknown. A `shared` operand comes from an attention that has quantized it.
+    `shape` is the operand's own [rows, columns] ([batch, rows, columns] for a batched product), or the tensor's where
+    an operator does not show its products; `flops` count the whole GEMM with dynamic sizes at their example values.
+    `matmul`, or `attention` for both products of one, has the facts that decide the time, None if they are unknown. A
+    `shared` operand comes from an attention that has quantized it.
     `part` tells the products of one layer apart: ``QK^T`` and ``PV``, or the weight's name; empty if it has none.
     `bits` are those that a quantizer of the user's own takes for an element, with scales and padding; 0 for others.
     """

@@ -23,6 +23,7 @@ from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.selective import ask_around, ask_inside
 from fxquant.backend.shared import Shared, named_here
 from fxquant.backend.states import StateStore
+from fxquant.backend.uncaptured import graph_runs
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.frames import unwrapped
 from fxquant.compat.patches import compile_with_inductor
@@ -203,9 +204,13 @@ class Backend:
         states = blocks.of_call(inputs, names)
         parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
         ask_around()
-        with states_of_first_run(states):
+        with states_of_first_run(states), graph_runs():
             # tensors with a version of their own, so that other calls may come between this one and its backward
             return run(*inputs, *(tensor.data for tensor in bound.tensors_of(states)), *parts)
+
+    def names(self) -> Mapping[str, str]:
+        """The full names of the model's modules, by their ids."""
+        return self._names()
 
     @property
     def captured(self) -> int:

@@ -13,8 +13,14 @@ from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.controls import Controls, controls_that_compiled
 from fxquant.compat.frames import backends_behind, unwrapped
 from fxquant.errors import OptionError
+from fxquant.passes.plan.layers import clean_path
 from fxquant.recipes import Recipe
 from fxquant.report.report import Report
+
+_LAYERS = (
+    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+"""The modules of torch that hold one matmul."""
 
 
 def report(model: Any) -> Report:
@@ -32,7 +38,25 @@ def report(model: Any) -> Report:
         first.unused = [part for part in first.unused if part in other.unused]
         first.uncompiled = [why for why in first.uncompiled if why in other.uncompiled]
         first.not_fused = [*dict.fromkeys([*first.not_fused, *other.not_fused])]
+    blocks = any(one.latest().records.outside for one in used)  # what stands outside of compiled blocks
+    missing = [] if blocks else _in_no_graph(model, first)
+    if missing:
+        first.uncompiled.append(f"{', '.join(missing)}, which no captured graph has")
     return first
+
+
+def _in_no_graph(model: Any, report: Report) -> list[str]:
+    """The layers that multiply and stand in no graph, such as one that the code around a break calls by itself."""
+    reported = {decision.layer for decision in report.decisions}
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    modules = {clean_path(name): module for name, module in named}
+    if not reported or not reported <= modules.keys():  # a backend that does not know the model has other names
+        return []
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, _LAYERS) and not any(f"{name}.".startswith(f"{layer}.") for layer in reported)
+    ]
 
 
 def set_recipe(model: Any, recipe: Recipe | str) -> None:

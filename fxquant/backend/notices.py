@@ -112,6 +112,18 @@ def tell_result(records: Records) -> None:
         )
 
 
+def tell_uncaptured(records: Records) -> None:
+    """Warns of layers that ran outside of the captured graphs in the first call, where the recipe quantizes them."""
+    layers = [] if records.uncaptured is None else records.uncaptured.layers(records.recipe)
+    if layers:
+        some = ", ".join(layer or "the model itself" for layer in layers[:5]) + (", .." if len(layers) > 5 else "")
+        tell(
+            f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} of {records.what} ran outside of its graphs, "
+            f"unquantized: {some}. Its report has them as NOT_CAPTURED, and the breaks",
+            UnquantizedWarning,
+        )
+
+
 def _tell_limit(backend: Any, text: str) -> None:
     records = getattr(backend, "records", None)
     if isinstance(records, Records):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from fxquant.backend.shared import Shared
+from fxquant.backend.uncaptured import Uncaptured
 from fxquant.decisions import Decision, NotFused
 from fxquant.recipes import Recipe
 from fxquant.report.report import Report
@@ -86,7 +87,8 @@ class Records:
     """The captured graphs of one backend that have run, for a recipe.
 
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
-    that ran no graph; `outside` names the layers that no call reaches. `limits` has the functions that torch does not
+    that ran no graph, and the first call had matmuls outside of graphs, which are `uncaptured`; `outside` names the
+    layers that no call reaches. `limits` has the functions that torch does not
     compile any more. `what` names the model.
     """
 
@@ -99,6 +101,7 @@ class Records:
     plain: int = 0
     limits: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
+    uncaptured: Uncaptured | None = None
     told: bool = False
     told_plain: bool = False
     told_alone: bool = False
@@ -126,6 +129,8 @@ class Records:
     def report(self) -> Report:
         """The decisions for these graphs, and what ran in none."""
         report = Report(recipe=str(self.recipe), decisions=self.decisions, unused=self.unused())
+        if self.uncaptured is not None:
+            report.decisions += self.uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
         report.not_fused = [*dict.fromkeys(fusion for graph in self.graphs for fusion in graph.not_fused)]
         for graph in self.graphs:
             for name, texts in graph.texts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
 from fxquant.backend.controls import scoped
-from fxquant.backend.notices import Calls, watch_methods
+from fxquant.backend.notices import Calls, tell_uncaptured, watch_methods
 from fxquant.backend.options import check_arguments
+from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import checked
 from fxquant.compat.private import isolated, own_errors
 from fxquant.errors import ArgumentError
@@ -52,10 +54,23 @@ class _Switch:
             return 0
         return sum(backend.records.runs for backend in self.controls.backends.values())
 
-    def check(self, before: int) -> None:
-        """Warns once of what a call ran unquantized; `before` counts the runs of graphs before it."""
-        if not self.kwargs.get("disable") and not torch.compiler.is_compiling():
-            self.calls.over(self.controls.latest().records, ran=self.runs() > before)
+    def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a compiled model, and warns once of what runs unquantized."""
+        if self.kwargs.get("disable") or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        records, before = self.controls.latest().records, self.runs()
+        first = records.uncaptured is None
+        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if records.uncaptured is None:
+            records.uncaptured = Uncaptured(self.backend.names())
+            watching = records.uncaptured.watching()
+        with watching:
+            result = run(*args, **kwargs)
+        ran = self.runs() > before
+        self.calls.over(records, ran=ran)
+        if first and ran:
+            tell_uncaptured(records)
+        return result
 
 
 @checked(
@@ -86,22 +101,16 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             current: Any = switch.current()
-            before = switch.runs()
             with own_errors():
-                result = (own_forward if current is run else current.forward)(*args, **kwargs)
-            switch.check(before)
-            return result
+                return switch.call(own_forward if current is run else current.forward, *args, **kwargs)
 
         object.__setattr__(compiled, "forward", forward)
     else:
 
         @functools.wraps(model)
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            before = switch.runs()
             with own_errors():
-                result = switch.current()(*args, **kwargs)
-            switch.check(before)
-            return result
+                return switch.call(switch.current(), *args, **kwargs)
 
     methods = {
         "set_recipe": switch.backend.set_recipe,

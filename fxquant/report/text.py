@@ -85,8 +85,10 @@ def overview(report: ReportData) -> str:
 
 
 def _size_text(operands: Sequence[Decision]) -> str:
-    """The sizes of a product, ``32 of M x K x N`` for one in a batch."""
+    """The sizes of a product, ``32 of M x K x N`` for one in a batch; the operands' where it is not known."""
     left, right = (d.shape for d in operands[:2])
+    if min(len(left), len(right)) < 2 or left[-1] != right[-1]:
+        return " and ".join(shape_text(d) for d in operands[:2])
     batch = " x ".join(map(str, left[:-2]))
     return (f"{batch} of " if batch else "") + f"{left[-2]} x {left[-1]} x {right[-2]}"
 

@@ -1,1 +1,1 @@
-"""Questions about a model: `explain` before it runs, `measure` for errors, `uncaptured` for matmuls outside graphs."""
+"""Questions about a model: `explain` before it runs, `measure` for errors."""

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from fxquant.backend.backend import Backend, compile_eager
 from fxquant.backend.options import check_model
 from fxquant.backend.record import graph_text, phase
+from fxquant.backend.uncaptured import Uncaptured
 from fxquant.compat.device import card_name, kept_random_state
 from fxquant.compat.private import (
     changed_inputs,
@@ -31,7 +32,6 @@ from fxquant.recipes import Recipe
 from fxquant.report.data import EpilogueGemm
 from fxquant.report.report import Report
 from fxquant.tools.progress import progress
-from fxquant.tools.uncaptured import Uncaptured
 
 
 class _Explainer(Backend):

@@ -29,6 +29,7 @@ class Product:
 
     `lhs` and `rhs` are the graph nodes the operands come from (before any view), for dtypes, layouts and gradients.
     `rhs_is_weight` says that `rhs` is a parameter, seen through views and casts, or stands where only a weight can.
+    `counted` has the FLOPs of an operator whose products are not known; m, k and n are 0 then.
     """
 
     m: Dim
@@ -39,6 +40,12 @@ class Product:
     lhs: fx.Node
     rhs: fx.Node
     rhs_is_weight: bool = True
+    counted: int | None = None
+
+    @classmethod
+    def unknown(cls, flops: int, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool) -> Product:
+        """Returns the product that stands for all of an operator, of which only the FLOPs are known."""
+        return cls(m=0, k=0, n=0, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight, counted=flops)
 
     @property
     def weights(self) -> Dim | None:

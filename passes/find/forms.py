@@ -30,7 +30,9 @@ Form = Callable[..., Match | Arguments | None]
 FORMS: dict[str, Form] = {
     "linear": products.linear,
     **dict.fromkeys("matmul imatmul __matmul__ linalg_matmul mm bmm mv dot vdot".split(), products.matmul),
+    "__rmatmul__": products.rmatmul,
     "inner": products.inner,
+    "linalg_vecdot": products.vecdot,
     "addmm": products.addmm,
     "addbmm": products.addmm,
     "baddbmm": products.baddbmm,
@@ -55,9 +57,9 @@ FORMS: dict[str, Form] = {
 
 FUNCTIONS: frozenset[Any] = frozenset((
     F.linear, operator.matmul, operator.imatmul, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv,
-    torch.dot, torch.vdot, torch.inner, torch.addmm, torch.addbmm, torch.baddbmm, torch.addmv, torch.addmv_,
-    torch.einsum, torch.tensordot, torch.chain_matmul, torch.linalg.multi_dot, torch.bilinear, torch.conv1d,
-    torch.conv2d, torch.conv3d, torch.convolution, torch.conv_transpose1d, torch.conv_transpose2d,
+    torch.dot, torch.vdot, torch.linalg.vecdot, torch.inner, torch.addmm, torch.addbmm, torch.baddbmm, torch.addmv,
+    torch.addmv_, torch.einsum, torch.tensordot, torch.chain_matmul, torch.linalg.multi_dot, torch.bilinear,
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.convolution, torch.conv_transpose1d, torch.conv_transpose2d,
     torch.conv_transpose3d, torch_grouped_mm, F.scaled_dot_product_attention, flex_attention_op,
     F.multi_head_attention_forward,
 ))  # fmt: skip

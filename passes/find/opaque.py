@@ -16,12 +16,14 @@ from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Match, Product, Skip
 from fxquant.passes.find.site import Site
 from fxquant.passes.graph.names import SAME_VALUES, op_name
-from fxquant.passes.graph.values import value_of
+from fxquant.passes.graph.values import maybe_value, value_of
 
 RECURRENT = frozenset("rnn lstm gru".split())
 """Parts of the names of recurrent layers, whose fused kernels torch's counter does not know."""
 
-_TELLING = RECURRENT | frozenset("mm addmm bmm matmul gemm linear attention attn conv convolution encoder".split())
+_TELLING = RECURRENT | frozenset(
+    "mm addmm bmm matmul gemm gemv linear attention attn mha sdpa conv convolution encoder cdist".split()
+)
 
 _REMEDIES = {
     name: "; torch.backends.mha.set_fastpath_enabled(False) has torch write it out"
@@ -43,14 +45,12 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
     if not flops and not telling:
         free.add(node.target)
         return None
-    tensors = [source for source in node.all_input_nodes if isinstance(value_of(source), Tensor)]
+    tensors = [source for source in node.all_input_nodes if isinstance(maybe_value(source), Tensor)]
     operands = [tensor for tensor in tensors if value_of(tensor).is_floating_point()] or tensors
     if not operands:
         return None
     weights = [operand for operand in operands if site.is_weight(operand)]
-    product = Product(
-        m=(flops or 0) // 2, k=1, n=1, lhs=operands[0], rhs=(weights or operands)[-1], rhs_is_weight=bool(weights)
-    )
+    product = Product.unknown(flops or 0, operands[0], (weights or operands)[-1], bool(weights))
     cost = f"{flops} FLOPs" if flops else "its FLOPs are unknown"
     detail = f"{op_name(node)} is not a form that can be rewritten ({cost})" + _REMEDIES.get(op_name(node), "")
     return site.match("linear" if weights else "matmul", product, skip=(SkipReason.OPAQUE, detail))
@@ -59,7 +59,8 @@ def opaque(site: Site, free: set[Any]) -> Match | None:
 def _worth_running(node: fx.Node) -> bool:
     """Returns False for a node that is surely no matmul, has no floating result, or would write into its operands."""
     name = op_name(node)
-    if name in SAME_VALUES or name.endswith("_") or getattr(node.target, "__module__", "") == "_operator":
+    in_place = name.endswith("_") and not name.endswith("__")
+    if name in SAME_VALUES or in_place or getattr(node.target, "__module__", "") == "_operator":
         return False
     results = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
     return any(leaf.is_floating_point() or leaf.is_complex() for leaf in results)
@@ -72,10 +73,8 @@ def tells(operator: str) -> bool:
 
 
 def refused(site: Site, kind: str, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool, skip: Skip) -> Match:
-    """Returns the match of a node whose products have no sizes: one [flops / 2, 1] x [1, 1] stands for them."""
-    flops = node_flops(site.node) or 0
-    product = Product(m=flops // 2, k=1, n=1, lhs=lhs, rhs=rhs, rhs_is_weight=rhs_is_weight)
-    return site.match(kind, product, skip=skip)
+    """Returns the match of a node whose products have no sizes."""
+    return site.match(kind, Product.unknown(node_flops(site.node) or 0, lhs, rhs, rhs_is_weight), skip=skip)
 
 
 def recurrent_flops(tensors: Sequence[Tensor]) -> int:
@@ -84,10 +83,21 @@ def recurrent_flops(tensors: Sequence[Tensor]) -> int:
     return 2 * size_hint(tensors[0].shape[:-1].numel()) * weights
 
 
+def _argument(node: fx.Node) -> Any:
+    """Returns the value of a node; one without is a constant that the graph makes, such as a user's configuration."""
+    try:
+        return value_of(node)
+    except KeyError:
+        if node.op != "call_function":
+            raise
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _argument)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def node_flops(node: fx.Node) -> int | None:
     """Measures the matmul FLOPs of a node on its example values, by torch's counter; None if it cannot run."""
     try:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _argument)
         mode = fake_mode_of(args, kwargs)
         if mode is None:
             return None

@@ -38,12 +38,26 @@ def matmul(site: Site, input: fx.Node, other: fx.Node) -> Match:
     return contract(site, Operand.of(input, left), Operand.of(other, right), (*axes("b", batch)[::-1], *ends))
 
 
+def rmatmul(site: Site, other: fx.Node, input: fx.Node) -> Match:
+    """Reads `input @ other` as a method of the second operand."""
+    return matmul(site, input, other)
+
+
 def inner(site: Site, input: fx.Node, other: fx.Node) -> Match | None:
     """Contracts the last axes; a product with a number is no matmul."""
     if value_of(input).ndim == 0 or value_of(other).ndim == 0:
         return None
     rows, columns = axes("m", value_of(input).ndim - 1), axes("n", value_of(other).ndim - 1)
     return contract(site, Operand.of(input, (*rows, "k")), Operand.of(other, (*columns, "k")), (*rows, *columns))
+
+
+def vecdot(site: Site, x: fx.Node, y: fx.Node, dim: int = -1) -> Match:
+    """Contracts one axis of two tensors that broadcast."""
+    ranks = value_of(x).ndim, value_of(y).ndim
+    labels: list[Label] = list(axes("b", max(ranks)))
+    labels[dim] = "k"
+    left, right = (Operand.of(node, labels[max(ranks) - rank :]) for node, rank in zip((x, y), ranks, strict=True))
+    return contract(site, left, right, [label for label in labels if label != "k"])
 
 
 def addmm(site: Site, input: fx.Node, mat1: fx.Node, mat2: fx.Node, **factors: Any) -> Match:

@@ -27,8 +27,9 @@ from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import FORMS, arguments_of, form_name
 from fxquant.passes.find.opaque import opaque, refused
 from fxquant.passes.find.site import Arguments, Site, requires_grad
+from fxquant.passes.find.uses import Uses
 from fxquant.passes.graph.names import higher_order_op
-from fxquant.passes.graph.values import value_of
+from fxquant.passes.graph.values import maybe_value, value_of
 
 Regions = Mapping[str, torch.dtype | None]
 """The autocast dtype in force, by device type; None where autocast is off."""
@@ -50,8 +51,10 @@ class _Walk:
             return
         self.seen.add(id(gm))
         before: dict[Any, Regions] = {}
+        uses = Uses.of(gm.graph)
         transforms = 0
         for node in gm.graph.nodes:
+            matches: Iterator[Match]
             name = getattr(node.target, "__name__", "")
             if node.target is enter_autocast:
                 before[node] = regions
@@ -62,8 +65,10 @@ class _Walk:
                 transforms += 1
             elif name.endswith("_decrement_nesting"):
                 transforms -= 1
-            elif node.op in ("call_function", "call_method"):
+            elif node.op in ("call_function", "call_method") and node in uses.used:
                 matches = self.node(node, regions)
+                if node not in uses.trained:
+                    matches = map(_untrained, matches)
                 yield from _closed(matches, "inside a torch.func transform") if transforms else matches
 
     def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
@@ -72,7 +77,7 @@ class _Walk:
             yield from self.bodies(node, higher_order_op(node), regions)
             return
         match = None
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(_maybe_value(node))):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(maybe_value(node))):
             site = Site(node=node, outer=self.outer)
             match = _described(site, form) if form in FORMS else opaque(site, self.free)
         if match is not None:
@@ -83,7 +88,7 @@ class _Walk:
         if op == "wrap_with_autocast":
             regions = {**regions, **_region(*node.args[:3])}
         trained_loop = op in _LOOPS and requires_grad(node)
-        graphs = [source for source in node.all_input_nodes if isinstance(_maybe_value(source), fx.GraphModule)]
+        graphs = [source for source in node.all_input_nodes if isinstance(maybe_value(source), fx.GraphModule)]
         operands = [leaf for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node) and leaf not in graphs]
         for index, graph in enumerate(graphs):
             body: fx.GraphModule = value_of(graph)
@@ -104,7 +109,7 @@ def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list
 
 def _described(site: Site, form: str) -> Match | None:
     """Describes a node by its form, or says that its operands are no plain tensors."""
-    tensors = [source for source in site.node.all_input_nodes if isinstance(_maybe_value(source), Tensor)]
+    tensors = [source for source in site.node.all_input_nodes if isinstance(maybe_value(source), Tensor)]
     wrapped = ""
     for tensor in tensors:
         value = value_of(tensor)
@@ -138,6 +143,10 @@ def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:
         yield replace(match, emit=None, attention=None, skip=match.skip or (SkipReason.UNSUPPORTED_FORM, why))
 
 
+def _untrained(match: Match) -> Match:
+    return replace(match, needs_grad=((False, False),) * len(match.products))
+
+
 def _region(device: Any, dtype: Any = None, enabled: Any = True, *_: Any) -> Regions:
     return {device: (dtype or torch.get_autocast_dtype(device)) if enabled else None}
 
@@ -145,10 +154,3 @@ def _region(device: Any, dtype: Any = None, enabled: Any = True, *_: Any) -> Reg
 def _device(node: fx.Node) -> str:
     tensors = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
     return tensors[0].device.type if tensors else ""
-
-
-def _maybe_value(node: fx.Node) -> Any:
-    try:
-        return value_of(node)
-    except KeyError:
-        return None

@@ -31,3 +31,11 @@ def value_of(node: Any) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
+
+
+def maybe_value(node: fx.Node) -> Any:
+    """Returns the value of a node, None if it has none."""
+    try:
+        return value_of(node)
+    except KeyError:
+        return None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.device import capability, card_name
+from fxquant.compat.private import tree_leaves
 from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
@@ -51,16 +52,26 @@ def _rows(operand: str, product: Product) -> tuple[Any, Any]:
     return {"input": (m, k), "weight": (n, k), "grad_output": (m, n)}[operand]
 
 
-def _shape(operand: str, product: Product) -> tuple[Size, ...]:
-    rows = _rows(operand, product)
-    groups = () if product.groups is None or operand != "weight" else (product.groups,)
-    return tuple(dim if isinstance(dim, int) else str(dim) for dim in (*product.batch, *groups, *rows))
+def _shape(operand: str, match: Match, product: Product) -> tuple[Size, ...]:
+    sizes: Sequence[Any]
+    if product.counted is None:
+        groups = () if product.groups is None or operand != "weight" else (product.groups,)
+        sizes = (*product.batch, *groups, *_rows(operand, product))
+    else:
+        node = {"input": product.lhs, "weight": product.rhs, "grad_output": match.node}[operand]
+        sizes = next(leaf.shape for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor))
+    return tuple(dim if isinstance(dim, int) else str(dim) for dim in sizes)
 
 
 def _matmul(match: Match, product: Product, sources: Mapping[fx.Node, str], stored: bool) -> Matmul | None:
-    """Returns all that a product's time depends on; None for attention, whose products are one kernel."""
+    """Returns all that a product's time depends on; None if it is unknown, as of attention, which is one kernel."""
     lhs, rhs = value_of(product.lhs), value_of(product.rhs)
-    if match.module_type == "dpa" or not isinstance(lhs, Tensor) or not isinstance(rhs, Tensor):
+    if (
+        match.module_type == "dpa"
+        or product.counted is not None
+        or not isinstance(lhs, Tensor)
+        or not isinstance(rhs, Tensor)
+    ):
         return None
     dims = {"m": product.m, "k": product.k, "n": product.n}
     return Matmul(
@@ -247,13 +258,15 @@ class _Resolver:
         outcome: Callable[[str, Gemm, Direction], Outcome], **about: Any,
     ) -> tuple[Decision, ...]:  # fmt: skip
         """Decides on every operand of the GEMMs of a product; `about` has all that its time depends on."""
-        flops = 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
+        flops = product.counted
+        if flops is None:
+            flops = 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
         decisions = []
         for gemm in gemms(needs_grad):
             for operand, direction in GEMM_OPERANDS[gemm]:
                 quantizer, reason, detail = outcome(operand, gemm, direction)
                 decisions.append(Decision(
-                    role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, product),
+                    role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, match, product),
                     quantizer=quantizer, skip_reason=reason, detail=detail, form=match.form, site=self.site,
                     flops=flops, **about,
                 ))  # fmt: skip

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from helpers import eager_backend
 from torch import Tensor, fx, nn
+from truth import Counted, Counts, Layered, differences, reported
 
 import fxquant
-from fxquant import Backend, CustomRecipe, FxQuantWarning, Rule, Rules, UnquantizedWarning, factories
+from fxquant import (
+    Backend,
+    CustomRecipe,
+    FxQuantWarning,
+    QuantizedTensor,
+    Quantizer,
+    Rule,
+    Rules,
+    UnquantizedWarning,
+    factories,
+)
+from fxquant.quantizers import QuantizedOperand
+from fxquant.roles import Gemm
 
 
 def test_a_graph_counts_once_where_torch_starts_again() -> None:
@@ -236,3 +251,115 @@ def test_a_break_before_the_first_operator_is_reported() -> None:
     compiled(torch.randn(32, 32))
     (broken,) = compiled.report().breaks
     assert broken.endswith(f"{__file__}:{run.__code__.co_firstlineno + 1})")
+
+
+class Looping(nn.Module):
+    """A graph break in a loop, so that torch runs the loop as it is, and compiles what it calls: blocks, not layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2))
+        self.head = nn.Linear(64, 32)
+
+    def block(self, index: int, x: Tensor) -> Tensor:
+        return self.blocks[index](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(2):
+            x = self.block(index, x)
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_layers_outside_of_graphs_are_reported_and_told() -> None:
+    model, x = Looping(), torch.randn(32, 64)
+    compiled = quantized(model)
+    texts = told(lambda: compiled(x).sum().backward(), UnquantizedWarning)
+    assert len(texts) == 1 and "1 layer of Looping ran outside of its graphs, unquantized: head." in texts[0]
+    assert not told(lambda: compiled(x))
+    report = compiled.report()
+    outside = {d.gemm: d.shape for d in report.decisions if d.skip_reason == "NOT_CAPTURED"}
+    assert set(outside) == {"fprop", "dgrad", "wgrad"} and report.coverage < 1
+    assert {d.layer for d in report.decisions} == {"blocks.0.0", "blocks.1.0", "head"}
+    quiet = quantized(Looping(), rules(name=r"blocks\..*"))
+    assert not told(lambda: quiet(x), UnquantizedWarning), "the recipe keeps the head as it is"
+
+
+def test_layers_that_no_graph_has_are_named() -> None:
+    model = Looping()
+    run = torch.compile(model, backend=eager_backend("mxfp8", model=model))
+    run(torch.randn(32, 64))
+    assert fxquant.report(run).uncompiled == ["head, which no captured graph has"]
+
+
+@torch.library.custom_op("fxquant_tests::own_gemm", mutates_args=())
+def own_gemm(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.mT
+
+
+@own_gemm.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+@dataclass(frozen=True)
+class Own(Quantizer):
+    """Rounds to a quarter, and multiplies by an operator that can be counted."""
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        halves = [QuantizedOperand((t * 4).round(), t.new_full((1,), 0.25)) for t in (x, x.mT)]
+        return QuantizedTensor(halves[0] if rowwise else None, halves[1] if columnwise else None)
+
+    def dequantize(self, operand: QuantizedOperand) -> Tensor:
+        return operand.data * operand.scale
+
+    def qgemm(self, a: QuantizedOperand, b: QuantizedOperand, *, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        y = own_gemm(a.data, b.data) * (a.scale * b.scale)
+        return (y if bias is None else y + bias).to(out_dtype)
+
+
+def test_gemms_of_an_own_quantizer_are_those_that_run() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(32, 64)
+    recipe = CustomRecipe(qfactory=Rules([Rule(Own(), name="0"), Rule("mxfp8", name="2")]))
+    backend = Layered(recipe, model=model)
+    with Counted({torch.ops.fxquant_tests.own_gemm: lambda *_, **__: 1}) as counted:
+        torch.compile(model, backend=backend)(x).sum().backward()
+    gemms = backend.report().gemms().values()
+    runs = Counter("forward" if d.gemm is Gemm.FPROP else "backward" for d, _ in gemms if d.layer == "0")
+    assert (
+        {phase: sum(names.values()) for phase, names in counted.plain.items()} == runs == {"forward": 1, "backward": 1}
+    )
+    assert sum(gemms.total() for gemms in counted.quantized.values()) == 3, "the other layer's"
+
+
+def test_operands_without_a_quantizer_run_as_they_are() -> None:
+    def weights_alone(role: str) -> Any:
+        return None if role.endswith(("input", "output", "grad_input")) else fxquant.MXFP8Quantizer()
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    backend = Layered(CustomRecipe(qfactory=factories.from_string_roles(weights_alone)), model=model)
+    with Counted() as counted:
+        torch.compile(model, backend=backend)(torch.randn(32, 64)).sum().backward()
+    assert not differences(counted.quantized, reported(backend.report()))
+    pairs = {(gemm.left, gemm.right) for gemms in counted.quantized.values() for gemm in gemms}
+    assert ("identity", "mxfp8_e4m3") in pairs and ("mxfp8_e4m3", "mxfp8_e4m3") not in pairs
+
+
+def test_calls_breaks_and_recompilations_run_what_is_reported() -> None:
+    model, x = Broken(), torch.randn(64, 64)
+    backend = Layered("mxfp8", model=model)
+    run = torch.compile(model, backend=backend, dynamic=False)
+
+    def step(rows: int) -> Counts:
+        with Counted() as counted:
+            run(x, rows).sum().backward()
+        return counted.quantized
+
+    first = step(32)
+    assert not differences(first, reported(backend.report())) and first["forward"].total() == 2
+    assert step(32) == first and not differences(first, reported(backend.report())), "a call more is no graph more"
+    second = step(48)
+    said = reported(backend.report())
+    for phase, gemms in said.items():
+        new = Counter({gemm: n for gemm, n in second[phase].items() if gemm.layer == "second"})
+        assert gemms == first[phase] + new, "the first graph takes all rows, and the second is compiled again"

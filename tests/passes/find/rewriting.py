@@ -164,6 +164,8 @@ def sizes(product: Product) -> tuple[Any, ...]:
 
 
 def flops(product: Product) -> int:
+    if product.counted is not None:
+        return product.counted
     return 2 * math.prod(size_hint(size) for size in (*product.batch, product.m, product.k, product.n))
 
 

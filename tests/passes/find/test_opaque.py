@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from helpers import eager_backend
 from rewriting import Calls, Rewrite, flops
@@ -30,6 +33,37 @@ def test_unknown_matmuls_are_opaque() -> None:
     assert [product.rhs_is_weight for product in backend.products] == [True, False]
 
 
+@dataclass(frozen=True)
+class Settings:
+    scale: float
+
+
+torch.utils._pytree.register_constant(Settings)
+HALVED = Settings(0.5)
+
+
+@torch._dynamo.allow_in_graph
+class Scaled(torch.autograd.Function):
+    """A product with a configuration, as torchao's linears in FP8 are one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, settings: Settings) -> Tensor:
+        return x @ w * settings.scale
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None
+
+
+def test_a_function_that_dynamo_does_not_open_is_opaque() -> None:
+    model = Calls(lambda x, w: Scaled.apply(x, w, HALVED), (24, 40))
+    backend = Rewrite()
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(torch.randn(5, 24))
+    assert backend.reasons() == [SkipReason.OPAQUE]
+    assert flops(backend.products[0]) == 2 * 5 * 24 * 40 and backend.products[0].rhs_is_weight
+
+
 def test_fused_kernels_of_torch_are_opaque_whatever_their_results() -> None:
     """An encoder layer and an LSTM of inference, which no counter knows, and products of whole numbers and of FP8."""
     layer, lstm = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), nn.LSTM(32, 16)
@@ -53,3 +87,16 @@ def test_fused_kernels_of_torch_are_opaque_whatever_their_results() -> None:
     assert known == {encoder: 0, "lstm": 2 * 64 * 64 * 48, "_int_mm": known["_int_mm"], "_scaled_mm": 2 * 32 * 32 * 64}
     assert "set_fastpath_enabled(False)" in found[encoder].detail
     assert backend.report().coverage == 0
+
+
+def test_opaque_operators_have_the_shapes_of_their_tensors() -> None:
+    model = Calls(lambda x, w: my_matmul(x.detach(), w.detach()) + torch.cdist(x, w.mT), (24, 40))
+    backend = eager_backend("mxfp8")
+    torch.compile(model, backend=backend, fullgraph=True)(torch.randn(5, 24))
+    shapes = {(d.form, d.role.tensor_type): d.shape for d in backend.report().decisions}
+    product = "fxquant_tests::my_matmul"
+    assert shapes == {
+        (product, "input"): (5, 24), (product, "weight"): (24, 40), ("cdist", "input"): (5, 24),
+        ("cdist", "weight"): (40, 24), ("cdist", "grad_output"): (5, 40),
+    }  # fmt: skip
+    assert f"{product}" in str(backend.report()) and "[5, 24] and [24, 40]" in backend.report().overview()

@@ -38,6 +38,9 @@ FORMS = {
     "matmul mT": Form(lambda x, w: x.matmul(w.mT), [(3, 5, 24)], [(40, 24)], "linear", [(15, 24, 40)]),
     "at": Form(lambda x, w: x @ w.T, [(2, 3, 5, 24)], [(40, 24)], "linear", [(30, 24, 40)]),
     "at transposed input": Form(lambda x, w: x.mT @ w, [(3, 24, 5)], [(24, 40)], "linear", [(15, 24, 40)]),
+    "at, of the second operand": Form(
+        lambda x, w: w.__rmatmul__(x), [(5, 24)], [(24, 40)], "linear", [(5, 24, 40)]
+    ),
     "at vector": Form(lambda x, w: x @ w, [(24,)], [(24, 40)], "linear", [(1, 24, 40)]),
     "linalg": Form(torch.linalg.matmul, [(3, 5, 24)], [(24, 40)], "linear", [(15, 24, 40)]),
     "weight left": Form(lambda x, w: w @ x, [(24, 5)], [(40, 24)], "linear", [(5, 24, 40)]),
@@ -168,6 +171,10 @@ FORMS = {
     "at weight vector": Form(lambda x, w: x @ w, [(3, 5, 24)], [(24,)], "linear", [(15, 24, 1)], SMALL),
     "addmv": Form(torch.addmv, [(5,), (5, 24), (24,)], [], "matmul", [(5, 24, 1)], SMALL),
     "dot": Form(torch.dot, [(24,), (24,)], [], "matmul", [(1, 24, 1)], SMALL),
+    "vecdot": Form(torch.linalg.vecdot, [(3, 24), (5, 3, 24)], [], "matmul", [((3,), 1, 24, 5)], SMALL),
+    "vecdot of another axis": Form(
+        lambda x, y: torch.linalg.vecdot(x, y, dim=0), [(24, 5), (24, 1)], [], "matmul", [(5, 24, 1)], SMALL
+    ),
     "row dots": Form(lambda x, y: torch.einsum("bd,bd->b", x, y), [(5, 24), (5, 24)], [], "matmul",
                      [((5,), 1, 24, 1)], SMALL),
     "summed axis": Form(

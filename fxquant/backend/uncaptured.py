@@ -1,6 +1,7 @@
 """Matmuls that run outside of every captured graph: behind a graph break, a disabled function, or an unsupported layer.
 
-No pass sees them. A dispatch mode sees them while `fxquant.explain` runs the model, so that the report has all of it.
+No pass sees them. A dispatch mode sees them while `fxquant.explain` runs a model, and in the first call of what
+`fxquant.compile` gave, so that the report has all of it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -20,12 +22,18 @@ from torch.utils.flop_counter import flop_registry
 from fxquant.compat.private import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
 from fxquant.compat.values import viewed
 from fxquant.decisions import Decision, SkipReason
+from fxquant.formats import LINEAR_OPERANDS
 from fxquant.passes.find.opaque import RECURRENT, recurrent_flops, tells
-from fxquant.passes.plan.resolve import gemms
+from fxquant.passes.plan.resolve import SMALLEST, gemms
+from fxquant.quantizers import IdentityQuantizer
+from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, QuantizerRole
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 """The operators [*, M, K] x [*, K, N]; a summand stands first in their arguments."""
+
+_KINDS = LINEAR_OPERANDS[:2]
+"""The operands that a linear of inference has too."""
 
 _COUNTED_AS = dict.fromkeys(
     (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, flex_attention_op),
@@ -38,21 +46,17 @@ _IN_PLACE = {getattr(torch.ops.aten, f"{name}_"): getattr(torch.ops.aten, name) 
 
 @dataclass(frozen=True)
 class _Product:
-    """One matmul [*batch, M, K] x [*batch, N, K], transposed, as it ran."""
+    """One matmul [*batch, M, K] x [*batch, N, K], transposed, as it ran, or an operator that holds some.
+
+    `shapes` are those of its operands and of its result.
+    """
 
     layer: str
     op: str
-    batch: tuple[int, ...]
-    m: int
-    k: int
-    n: int
+    shapes: tuple[tuple[int, ...], ...]
     has_weight: bool
     needs_grad: tuple[bool, bool]
     flops: int
-
-    def shape(self, operand: str) -> tuple[int, ...]:
-        rows = {"input": (self.m, self.k), "weight": (self.n, self.k), "grad_output": (self.m, self.n)}
-        return (*self.batch, *rows[operand])
 
     def decisions(self, site: int, times: int) -> Iterator[Decision]:
         detail = f"{self.op} ran outside of the captured graphs" + (f", {times} times" if times > 1 else "")
@@ -60,11 +64,15 @@ class _Product:
         for gemm in gemms(self.needs_grad):
             for operand, direction in GEMM_OPERANDS[gemm]:
                 kind = "input" if operand == "weight" and not self.has_weight else operand
+                shape = self.shapes[LINEAR_OPERANDS.index(operand)]
                 yield Decision(
                     role=QuantizerRole("linear" if self.has_weight else "matmul", kind, self.layer), gemm=gemm,
-                    direction=direction, shape=self.shape(operand), skip_reason=SkipReason.NOT_CAPTURED,
-                    detail=detail, form=self.op, site=site, flops=times * self.flops,
+                    direction=direction, shape=shape, skip_reason=SkipReason.NOT_CAPTURED, detail=detail,
+                    form=self.op, site=site, flops=times * self.flops,
                 )  # fmt: skip
+
+
+_watching: ContextVar[Uncaptured | None] = ContextVar("watching", default=None)
 
 
 class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
@@ -78,6 +86,16 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         self.names = names
         self.products: Counter[_Product] = Counter()
         self._paused = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Records what runs in this scope, but for captured graphs, which say so by `graph_runs`."""
+        token = _watching.set(self)
+        try:
+            with self:
+                yield
+        finally:
+            _watching.reset(token)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,25 +128,40 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
             if counts:
                 flops = counts(*args, **(kwargs or {}), out_val=result)
             if len(tensors) > 1:
-                self.products[self._product(op, tensors, flops)] += 1
+                self.products[self._product(op, tensors, result, flops)] += 1
         return result
 
-    def _product(self, op: str, tensors: Sequence[Tensor], flops: int) -> _Product:
+    def _product(self, op: str, tensors: Sequence[Tensor], result: Any, flops: int) -> _Product:
         left, right = tensors[-2:] if op in _PRODUCTS else tensors[:2]
-        matmul = op in _PRODUCTS
-        *batch, m, k = left.shape if matmul else (flops // 2, 1)
+        out = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        shapes = left.shape, right.mT.shape if op in _PRODUCTS else right.shape, out.shape
         weight = viewed(right)
         needs_grad = (left.requires_grad, right.requires_grad) if torch.is_grad_enabled() else (False, False)
         return _Product(
-            layer=_layer(inspect.currentframe(), self.names), op=op, batch=tuple(batch), m=m, k=k,
-            n=right.shape[-1] if matmul else 1, has_weight=isinstance(weight, nn.Parameter), needs_grad=needs_grad,
-            flops=flops,
+            layer=_layer(inspect.currentframe(), self.names), op=op, shapes=tuple(map(tuple, shapes)),
+            has_weight=isinstance(weight, nn.Parameter), needs_grad=needs_grad, flops=flops,
         )  # fmt: skip
+
+    def layers(self, recipe: Recipe) -> list[str]:
+        """The layers whose products the recipe would have quantized in a graph."""
+        linears = [p for p in self.products if p.op in _PRODUCTS and p.has_weight]
+        large = [p.layer for p in linears if min(p.shapes[1][-2:]) >= SMALLEST]
+        return [
+            layer
+            for layer in dict.fromkeys(large)
+            if any(recipe.quantizer(QuantizerRole("linear", kind, layer)) != IdentityQuantizer() for kind in _KINDS)
+        ]
 
     def decisions(self, first_site: int) -> list[Decision]:
         """The decisions for the matmuls; equal ones, as in the steps of a recurrent layer, are one site."""
         sites = enumerate(self.products.items(), first_site)
         return [decision for site, (product, times) in sites for decision in product.decisions(site, times)]
+
+
+def graph_runs() -> AbstractContextManager[None]:
+    """A scope in which a captured graph runs."""
+    watching = _watching.get()
+    return nullcontext() if watching is None else watching.paused()
 
 
 def _layer(frame: FrameType | None, names: Mapping[str, str]) -> str:
