@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx.experimental._config as symbolic_config
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -21,9 +22,23 @@ def fake_mode_of(*trees: Any) -> FakeTensorMode | None:
     return next((fake.fake_mode for fake in fakes), None)
 
 
-def faking(*values: Any) -> AbstractContextManager[Any]:
-    """Returns the fake mode in force, or that of the values of nodes; an empty scope if these are real tensors."""
-    return detect_fake_mode(list(values)) or nullcontext()
+@contextmanager
+def on_fakes(*trees: Any, guarded: bool = False) -> Iterator[None]:
+    """Lets operators run in this scope on the values of nodes, in the mode of the first fake tensor among them.
+
+    It is the one door for that: nothing that runs behind it is left in the shape environment, which is that of a
+    compilation or of the program that a graph came from. Sizes stay symbols; how a tensor lies in memory is asked
+    without holding the graph to the sizes of its example; and what an operator takes for granted, such as that two
+    sizes are equal, the graph has asserted before. `guarded` keeps that last kind of guards, where the code that runs
+    chooses by sizes what to do. Real values are computed with as they are.
+    """
+    # not the mode in force, which may be of another graph; and without the dispatcher, composite operators turn
+    # symbolic sizes into numbers
+    mode = fake_mode_of(trees)
+    shapes = None if guarded or mode is None else mode.shape_env
+    quiet = nullcontext() if shapes is None else shapes.suppress_guards()
+    with mode or nullcontext(), enable_python_dispatcher(), unguarded_sizes(), quiet:
+        yield
 
 
 def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:

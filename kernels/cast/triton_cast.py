@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.patches import writes
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_producers
 from fxquant.kernels.cast.producers import PRODUCERS
@@ -255,7 +256,8 @@ class _Side:
         if self.results > 1:
             rows, scale_rows = data.shape[0] // self.results, scale.shape[0] // self.results
             data, scale = data.narrow(0, result * rows, rows), scale.narrow(0, result * scale_rows, scale_rows)
-            if scale_rows == 1:  # Inductor's GEMMs take no part of a tensor for a scale, cuBLAS none that is unaligned
+            # Inductor's GEMMs take no part of a tensor for a scale, cuBLAS none that is unaligned
+            if statically_known_true(scale_rows == 1):
                 scale = scale.clone()
         return [data, scale.t() if self.transposed else scale]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.private import OpOverload, tree_map_only
-from fxquant.compat.values import fake_mode_of
+from fxquant.compat.values import fake_mode_of, on_fakes
 from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.bodies import Bodies
 from fxquant.passes.graph.meta import EXAMPLE_VALUE, HELD, LAYER, MODULE_STACK, PROJECTION, VAL
@@ -94,10 +94,9 @@ def _stops_grad(node: fx.Node) -> bool:
 
 
 def _annotated(value: Tensor, is_parameter: bool, grad: bool) -> Tensor:
-    mode = fake_mode_of(value)
-    if mode is None:
+    if fake_mode_of(value) is None:
         return value
-    with mode:
+    with on_fakes(value):
         copy = value.detach()
         wants = grad and (copy.is_floating_point() or copy.is_complex())
         return torch.nn.Parameter(copy, requires_grad=wants) if is_parameter else copy.requires_grad_(wants)
@@ -114,4 +113,5 @@ def strip(bodies: Bodies) -> None:
                 continue
             value = node.meta.pop(EXAMPLE_VALUE)
             if VAL not in node.meta:
-                node.meta[VAL] = tree_map_only(Tensor, Tensor.detach, value)
+                with on_fakes(value):
+                    node.meta[VAL] = tree_map_only(Tensor, Tensor.detach, value)

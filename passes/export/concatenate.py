@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.values import detect_fake_mode
+from fxquant.compat.values import on_fakes
 from fxquant.formats import QuantSpec
 from fxquant.passes.export.program_state import ProgramState, Value
 from fxquant.passes.export.store_weights import erase_unused_users
@@ -99,9 +99,7 @@ def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
         b_spec = str(by_row or f"per_row_{spec.row.element.name}")
     weight = [_added(state, nodes, of_part) for nodes, of_part in zip(parts, values, strict=True)]
     bias = None if biases[0] is None else _added(state, biases, [_constant(state, node)[0] for node in biases])
-    mode = detect_fake_mode([val(first)])
-    assert mode is not None
-    with graph.inserting_before(first), mode:
+    with graph.inserting_before(first), on_fakes(val(first)):
         whole = graph.call_function(first.target, (a, weight, a_spec, b_spec, bias, *rest))  # type: ignore[arg-type]
         whole.meta = {**first.meta, "val": val(first).new_empty((val(first).shape[0], sum(sizes)))}
         start = 0

@@ -77,7 +77,7 @@ def _open(node: fx.Node, calls: dict[Any, fx.Node]) -> None:
             return target(*args, **kwargs), operands
 
     with torch.no_grad():
-        traced = trace(run, *fx.node.map_arg((node.args, node.kwargs), value_of))
+        traced = trace(run, *fx.node.map_arg((node.args, node.kwargs), value_of), guarded=False)
         parts = _take_parts(traced.graph)
         traced.graph.eliminate_dead_code()
         result, copies = inline(Builder(node, calls), traced)

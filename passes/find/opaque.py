@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxquant.compat.private import enable_python_dispatcher, tree_leaves, tree_map_only
-from fxquant.compat.values import fake_mode_of, size_hint
+from fxquant.compat.private import tree_leaves, tree_map_only
+from fxquant.compat.values import fake_mode_of, on_fakes, size_hint
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.facts import Match, Product, Skip
 from fxquant.passes.find.site import Site
@@ -108,7 +108,7 @@ def node_flops(node: fx.Node) -> int | None:
             args, kwargs = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
         call = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
         fresh = nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
-        with fresh, torch.no_grad(), mode, enable_python_dispatcher(), FlopCounterMode(display=False) as counter:
+        with fresh, torch.no_grad(), on_fakes(args, kwargs), FlopCounterMode(display=False) as counter:
             call(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
         recurrent = RECURRENT & set(op_name(node).split("_"))
         return size_hint(counter.get_total_flops()) or (recurrent_flops(tensors) if recurrent else 0)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import enable_python_dispatcher
-from fxquant.compat.values import fake_mode_of
+from fxquant.compat.values import fake_mode_of, on_fakes
 from fxquant.passes.graph.meta import EXAMPLE_VALUE, VAL, inherited
 from fxquant.passes.graph.values import value_of
 
@@ -38,10 +36,7 @@ class Builder:
             node = self.graph.call_function(target, args, kwargs)
         node.meta = inherited(self.anchor)
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
-        # without the dispatcher, composite operators turn symbolic sizes into numbers
-        # not the mode in force, which may be of another graph
-        mode = fake_mode_of(self.anchor.meta.get(self.key), fake_args, fake_kwargs)
-        with mode or nullcontext(), enable_python_dispatcher():
+        with on_fakes(self.anchor.meta.get(self.key), fake_args, fake_kwargs):
             node.meta[self.key] = target(*fake_args, **fake_kwargs)
         if self.calls is not None:
             self.calls[key] = node

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxquant.compat.private import inductor_decompositions, make_fx
-from fxquant.compat.values import faking, statically_known_true
+from fxquant.compat.values import on_fakes, statically_known_true
 from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import RESHAPES, VIEWS, calls
 from fxquant.passes.graph.values import val
@@ -42,7 +42,7 @@ def shaped(node: fx.Node, shape: list[Any]) -> fx.Node:
     if len(value.shape) == len(shape) and all(map(statically_known_true, map(operator.eq, value.shape, shape))):
         return node
     reshaped = node.graph.call_function(_aten.reshape.default, (node, shape))
-    with faking(value):
+    with on_fakes(value):
         reshaped.meta = {**node.meta, VAL: value.reshape(shape)}
     return reshaped
 

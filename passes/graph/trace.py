@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import enable_python_dispatcher, make_fx, tree_flatten, tree_leaves
-from fxquant.compat.values import fake_mode_of
+from fxquant.compat.private import make_fx, tree_flatten, tree_leaves
+from fxquant.compat.values import on_fakes
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.meta import OF_A_TRACE
 from fxquant.passes.graph.values import value_of
@@ -19,11 +18,13 @@ _INPUTS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def trace(
-    run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any
-) -> fx.GraphModule:
+    run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, guarded: bool = True,
+    **options: Any,
+) -> fx.GraphModule:  # fmt: skip
     """`run` as an ATen graph, whose inputs are the tensors and the symbolic numbers among the arguments, in order.
 
-    `options` are those of `make_fx`.
+    A graph that is compiled for these sizes is `guarded`: it holds for what `run` has asked them. A program has no
+    guards to hold it. `options` are those of `make_fx`.
     """
     flat, tree = tree_flatten((tuple(args), dict(kwargs or {})))
     places = [i for i, value in enumerate(flat) if isinstance(value, _INPUTS)]
@@ -35,8 +36,7 @@ def trace(
         args, kwargs = tree.unflatten(filled)
         return run(*args, **kwargs)
 
-    # without the dispatcher, composite operators turn symbolic sizes into numbers
-    with fake_mode_of(flat) or nullcontext(), enable_python_dispatcher():
+    with on_fakes(flat, guarded=guarded):
         return make_fx(call, **options)(*(flat[i] for i in places))
 
 

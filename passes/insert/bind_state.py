@@ -12,7 +12,6 @@ reads scales and random numbers, and writes nothing.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from fxquant.compat.private import (
     share_memory_budget,
     tag_activation_checkpoint,
 )
-from fxquant.compat.values import fake_mode_of
+from fxquant.compat.values import on_fakes
 from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.meta import EXAMPLE_VALUE
@@ -106,8 +105,7 @@ def bind_state(
 
 def _add_values(added: Sequence[fx.Node], tensors: Mapping[fx.Node, Tensor], gm: fx.GraphModule) -> None:
     """Gives the added nodes example values: torch caches no graph in which a method has none."""
-    mode = fake_mode_of([node.meta.get(EXAMPLE_VALUE) for node in gm.graph.nodes])
-    with mode or contextlib.nullcontext():
+    with on_fakes([node.meta.get(EXAMPLE_VALUE) for node in gm.graph.nodes]):
         for node in added:
             if node.op == "placeholder":
                 like = tensors[node]

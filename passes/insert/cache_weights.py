@@ -26,7 +26,7 @@ from fxquant.compat.private import (
     name_source,
     tag_activation_checkpoint,
 )
-from fxquant.compat.values import version
+from fxquant.compat.values import on_fakes, version
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.grouped.ops import quantize_groups
@@ -173,8 +173,9 @@ class _Inputs:
     def _take(self, taken: Taken) -> list[fx.Node]:
         key = (taken.place, taken.weight, taken.direction)
         if key not in self.nodes:
-            with torch.no_grad():
-                (fakes,) = taken.weight.quantize(value_of(self.before[taken.place]), (taken.direction,))
+            value = value_of(self.before[taken.place])
+            with torch.no_grad(), on_fakes(value):
+                (fakes,) = taken.weight.quantize(value, (taken.direction,))
             nodes = []
             for i, fake in enumerate(fakes):
                 with self.graph.inserting_after(self.last):

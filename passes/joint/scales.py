@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.patches import must_save
+from fxquant.compat.values import on_fakes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.builder import Builder
@@ -110,7 +111,8 @@ def _column_amax(node: fx.Node) -> fx.Node:
         x, _, spec, _ = node.args
         node.target = torch.ops.fxquant.split_quantize_and_amax.default
         node.args = (x, spec)
-        value = val(x).new_empty([val(x).shape[0], val(x).shape[-1]], dtype=torch.float32)
+        with on_fakes(val(x)):
+            value = val(x).new_empty([val(x).shape[0], val(x).shape[-1]], dtype=torch.float32)
         node.meta = {**node.meta, VAL: [*val(node), value]}
     for item in node.users:
         if item.target is operator.getitem and item.args[1] == last:

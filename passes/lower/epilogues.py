@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.device import card_name, is_hopper
-from fxquant.compat.values import faking, size_hint, statically_known_true
+from fxquant.compat.values import on_fakes, size_hint, statically_known_true
 from fxquant.cost.gemms import choose_gemm
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear import timing as gemm_timing
@@ -283,7 +283,7 @@ def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int]
     key = (scale, val(node).shape[0])
     if key not in scales:
         shape = [key[1], 1]
-        with graph.inserting_before(node), faking(val(scale)):
+        with graph.inserting_before(node), on_fakes(val(scale)):
             wide = graph.call_function(_aten.expand.default, (scale, shape))
             rows = graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
             wide.meta = {**scale.meta, "val": val(scale).expand(shape)}
@@ -293,5 +293,5 @@ def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int]
 
 
 def _amax_value(y: Tensor) -> Tensor:
-    with faking(y):
+    with on_fakes(y):
         return y.new_empty(1, dtype=torch.float32)

@@ -53,7 +53,7 @@ def _trace(
 ) -> fx.GraphModule:
     """Returns `run` as an ATen graph whose inputs are the tensors among the arguments; it writes to them `in_place`."""
     table = {**inductor_decompositions(), **(_PORTABLE if portable else {})}
-    body = trace(run, args, kwargs, decomposition_table=table)
+    body = trace(run, args, kwargs, guarded=not portable, decomposition_table=table)
     _make_functional(body.graph, in_place)
     body.graph.eliminate_dead_code()
     return body

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from fxquant.compat.private import OpOverload, force_stride_order, triton_kernel_wrapper_functional
-from fxquant.compat.values import detect_fake_mode
+from fxquant.compat.values import on_fakes
 from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, readers
 from fxquant.passes.graph.names import VIEWS
@@ -41,9 +41,7 @@ def materialize_shared_inputs(graph: fx.Graph, settings: Settings) -> int:
         users = list(base.users)
         with graph.inserting_after(base):
             written = graph.call_function(force_stride_order, (base, [int(step) for step in val(base).stride()]))
-        mode = detect_fake_mode([val(base)])
-        assert mode is not None
-        with mode:
+        with on_fakes(val(base)):
             written.meta = {**base.meta, "val": val(base).clone()}
         for user in users:
             user.replace_input_with(base, written)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat.values import faking
+from fxquant.compat.values import on_fakes
 from fxquant.passes.graph.builder import erase_unused
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
@@ -69,7 +69,7 @@ def _advance(update: fx.Node, copies: dict[Any, fx.Node]) -> bool:
 def _replace(update: fx.Node, scales: fx.Node, copy: fx.Node) -> None:
     """Puts the operator that advances in front of an update, and its scales in the place of the update's."""
     graph, like = update.graph, val(scales)
-    with graph.inserting_before(update), faking(like):
+    with graph.inserting_before(update), on_fakes(like):
         advance = graph.call_function(torch.ops.fxquant.delayed_advance.default, update.args)
         values = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in range(like.shape[0])]
         advance.meta = {**update.meta, "val": values}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.compat.values import faking
+from fxquant.compat.values import on_fakes
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.considered import allowed
@@ -106,7 +106,7 @@ def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], pa
 def _entries(state: fx.Node, first: int, last: int) -> fx.Node:
     """The first and the last of some slots of a state."""
     view = state.graph.call_function(_aten.slice.Tensor, (state, 0, first, last + 1, max(last - first, 1)))
-    with faking(val(state)):
+    with on_fakes(val(state)):
         view.meta["val"] = _aten.slice.Tensor(*map(val, view.args))
     return view
 

@@ -17,7 +17,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.values import faking
+from fxquant.compat.values import on_fakes
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -52,7 +52,7 @@ def _is_scale(node: fx.Node) -> bool:
 def _split(vector: fx.Node, by_index: dict[int, list[fx.Node]]) -> None:
     graph = vector.graph
     originals = [nodes[0] for nodes in by_index.values()]
-    with graph.inserting_before(_behind(vector)), faking(val(vector)):
+    with graph.inserting_before(_behind(vector)), on_fakes(val(vector)):
         slices = [graph.node_copy(node) for node in originals]
         products = graph.call_function(_aten._foreach_mul.Scalar, (slices, 1))
         like = val(vector)
