@@ -157,18 +157,20 @@ def signed(number: int) -> int:
 class RandomState:
     """Seed and step of stochastic rounding: `random`, int64 [2]. A forward of training advances the step.
 
-    A graph numbers its operands; the seed that it takes is the saved one and a number that its operands' addresses
-    give, so that graphs differ, and none depends on which was compiled first. Each rank adds a number of its own too,
-    so that their errors average out: the saved state of one rank is that of all, also of another number of ranks.
+    A graph numbers its operands; the seed that it takes is the saved one and a number that its operands' addresses, or
+    other `marks` of them, give, so that graphs differ, and none depends on which was compiled first. Each rank adds a
+    number of its own too, so that their errors average out: the saved state of one rank is that of all.
     """
 
     names: ClassVar[tuple[str, ...]] = ("random",)
     """The values of an operand, as they are saved."""
 
-    def __init__(self, addresses: Sequence[str], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, addresses: Sequence[str], seed: int, device: torch.device, marks: Sequence[str] | None = None
+    ) -> None:
         self.addresses, self.current = tuple(addresses), False
         self.group: str | None = None
-        of_graph = zlib.crc32("\n".join(addresses).encode()) * _GOLDEN_RATIO
+        of_graph = zlib.crc32("\n".join(marks or addresses).encode()) * _GOLDEN_RATIO
         self._added = signed(of_graph + rank() * _OF_RANKS)
         self.random = torch.tensor([signed(seed + self._added), 0], dtype=torch.int64, device=device)
 

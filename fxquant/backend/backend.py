@@ -85,7 +85,7 @@ class Backend:
         self.mode = mode
         self.called_with: tuple[Any, ...] = ()
         self.states = states or StateStore()
-        self._names: Callable[[], Mapping[str, str]] = _names_of(model)
+        self._names: Callable[[], Mapping[str, str]] = _names_of(None if model is None else unwrapped(model))
         self._begin(Options(recipe=recipe, **options))
         self.controls = Controls(self)
         if model is not None:

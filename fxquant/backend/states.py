@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxquant.backend.notices import tell
 from fxquant.errors import FxQuantWarning
+from fxquant.passes.plan.layers import clean_path
 from fxquant.state import DelayedState, RandomState, Slots, State, address, signed
 
 Saved = dict[str, dict[str, Tensor]]
@@ -49,6 +50,7 @@ class ModuleStates:
 
     def __init__(self, others: ModuleStates | None = None) -> None:
         self._others = others
+        self.module: Callable[[], nn.Module | None] | None = None
         self._states: dict[tuple[type[State], tuple[str, ...], int, torch.device], State] = {}
         self._holders: dict[tuple[str, type[State]], State] = {}
         self._waiting: Saved = {}
@@ -73,9 +75,20 @@ class ModuleStates:
     def _get(self, kind: type[State], addresses: tuple[str, ...], length: int, device: torch.device) -> State:
         key = (kind, addresses, length, device)
         if key not in self._states:
-            second = length if kind is DelayedState else torch.initial_seed()
-            self._states[key] = kind(addresses, second, device)
+            if kind is DelayedState:
+                self._states[key] = DelayedState(addresses, length, device)
+            else:
+                self._states[key] = RandomState(addresses, torch.initial_seed(), device, self._marks(addresses))
         return self._states[key]
+
+    def _marks(self, addresses: tuple[str, ...]) -> list[str]:
+        """The addresses with the places of layers in their module for their names, which wrappers inside it change."""
+        module = self.module() if self.module is not None else None
+        leaves = [name for name, part in module.named_modules() if not [*part.children()]] if module is not None else []
+        places = {clean_path(name): str(i) for i, name in enumerate(leaves) if name}
+        layers = {layer: place for layer, place in places.items() if any(a.startswith(f"{layer}.") for a in addresses)}
+        split = ((next((x for x in layers if a.startswith(f"{x}.")), ""), a) for a in addresses)
+        return [a.replace(layer, layers[layer], 1) if layer else a for layer, a in split]
 
     def _take(self, name: str, kind: type[State]) -> dict[str, Tensor]:
         """Removes the values of a slot from those that wait for a graph; empty if there are none."""
@@ -171,6 +184,7 @@ class StateStore:
             return self.nowhere
         if module not in self.by_module:
             self.by_module[module] = ModuleStates(self.nowhere)
+            self.by_module[module].module = weakref.ref(module)
             self._all.append(weakref.ref(self.by_module[module]))
         return self.by_module[module]
 
