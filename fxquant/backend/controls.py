@@ -23,8 +23,9 @@ from torch import nn
 from fxquant.backend.blocks import Place, expected, holds, path_in, place_of
 from fxquant.backend.checkpoint import Part
 from fxquant.backend.notices import tell, watch
+from fxquant.backend.outer import outermost
 from fxquant.checks import checked
-from fxquant.compat.frames import add_guard, frame_being_compiled, is_method_of
+from fxquant.compat.frames import add_guard, frame_being_compiled, is_method_of, unwrapped
 from fxquant.errors import ArgumentError, FxQuantWarning
 from fxquant.passes.plan.layers import clean_path
 from fxquant.recipes import HighPrecision, Recipe, resolve
@@ -104,9 +105,14 @@ class Controls:
         _all.add(self)
 
     def add_root(self, module: nn.Module) -> None:
-        """Notes that this backend compiles a module."""
-        if module not in self.roots:
-            self.roots[module] = next(self._numbers)
+        """Notes that this backend compiles a module, with the model around it where trainers gave it no model."""
+        if module in self.roots:
+            return
+        if self.by_name:
+            model = unwrapped(outermost(module))
+            self.roots.setdefault(model, next(self._numbers))
+            next(iter(self.backends.values())).states.of(model)  # whose parts have names before one is captured
+        self.roots[module] = next(self._numbers)
 
     def compiles_nothing_but(self, model: nn.Module) -> bool:
         """Returns True if all modules that this backend has compiled are parts of a model."""
