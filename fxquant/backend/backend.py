@@ -27,7 +27,7 @@ from fxquant.backend.uncaptured import graph_runs
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.compat.frames import unwrapped
 from fxquant.compat.patches import compile_with_inductor
-from fxquant.compat.private import aot_autograd, make_boxed_func, recomputes_activations, with_hooks
+from fxquant.compat.private import aot_autograd, make_boxed_func, own_errors, recomputes_activations, with_hooks
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
@@ -112,6 +112,7 @@ class Backend:
         other._begin(replace(self.options, recipe=recipe))
         return other
 
+    @own_errors()
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph under the recipe of this call; torch.compile calls this."""
         backend = self.controls.begin() if self.switches else self
@@ -307,6 +308,7 @@ def compile_eager(
     """Differentiates by AOTAutograd with Inductor's partitioner, and compiles the stage `MEANING` by `inner`."""
     partition = partition or Partition(Settings())
 
+    @own_errors()
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         run(MEANING, graph_module.graph, partition.settings)
         partition.reasons += not_fused(graph_module.graph)
@@ -354,6 +356,7 @@ class ByName:
         self._none: Mapping[str, Any] = {}
         self._backends: weakref.WeakValueDictionary[tuple[int, str | None], Backend] = weakref.WeakValueDictionary()
 
+    @own_errors()
     def __call__(
         self,
         gm: fx.GraphModule,

@@ -15,7 +15,7 @@ from fxquant.backend.notices import Calls
 from fxquant.backend.options import check_arguments
 from fxquant.checks import checked
 from fxquant.compat.frames import call_by, call_module, call_of_its_own
-from fxquant.compat.private import isolated, own_errors
+from fxquant.compat.private import isolated
 from fxquant.errors import ArgumentError, FxQuantError
 from fxquant.passes.plan.layers import clean_path
 from fxquant.quantizers import value_text
@@ -116,8 +116,7 @@ class _Compiled:
             return call_module(self._block, args, kwargs)
         before, graphs, again = self._runs(), self._graphs(), self._run is not None
         run = self._code.function(self._block, self._run)
-        with own_errors():
-            result = run(self._block, args, kwargs)
+        result = run(self._block, args, kwargs)
         self._run = run
         self._code.compiled += not again and self._graphs() > graphs
         records = self._backend.controls.latest().records

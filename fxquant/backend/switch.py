@@ -17,7 +17,7 @@ from fxquant.backend.notices import Calls, tell_uncaptured, watch_methods
 from fxquant.backend.options import check_arguments
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import checked
-from fxquant.compat.private import isolated, own_errors
+from fxquant.compat.private import isolated
 from fxquant.errors import ArgumentError
 from fxquant.recipes import Recipe
 
@@ -101,16 +101,14 @@ def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | No
         @functools.wraps(model.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             current: Any = switch.current()
-            with own_errors():
-                return switch.call(own_forward if current is run else current.forward, *args, **kwargs)
+            return switch.call(own_forward if current is run else current.forward, *args, **kwargs)
 
         object.__setattr__(compiled, "forward", forward)
     else:
 
         @functools.wraps(model)
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            with own_errors():
-                return switch.call(switch.current(), *args, **kwargs)
+            return switch.call(switch.current(), *args, **kwargs)
 
     methods = {
         "set_recipe": switch.backend.set_recipe,

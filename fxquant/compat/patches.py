@@ -26,7 +26,7 @@ from torch._ops import OpOverloadPacket
 
 from fxquant.compat import memory, torch_version
 from fxquant.compat.patch import Patch, apply
-from fxquant.compat.private import CheckpointPolicy, inductor_config
+from fxquant.compat.private import CheckpointPolicy, inductor_config, own_errors
 
 STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
 """Inductor's setting by which a Triton kernel that it was given is launched and cached as one that it wrote."""
@@ -426,11 +426,13 @@ def must_save(node: fx.Node) -> None:
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """Calls `compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     for patch in (LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE):
         apply(patch)
-    return compile_fx(gm, list(inputs), config_patches=dict(patches))
+    # around each half, since a backward may be compiled when it runs first
+    compile_half = own_errors()(compile_fx_inner)
+    return compile_fx(gm, list(inputs), compile_half, config_patches=dict(patches))
 
 
 def compile_package(program: torch.export.ExportedProgram, path: str, settings: Mapping[str, Any]) -> str:

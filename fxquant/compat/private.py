@@ -16,7 +16,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters, lazy_format_graph_code  # type: ignore[attr-defined]
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def isolated() -> dict[str, Any]:
 
 def is_inductor_option(name: str) -> bool:
     """Returns True if Inductor has a setting of this dotted name."""
-    return name in inductor_config.get_config_copy()
+    return name in vars(inductor_config)["_config"]  # its copy lacks the names of settings that moved
 
 
 @contextmanager
@@ -176,13 +176,38 @@ def graph_breaks() -> Iterator[list[str]]:
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """Unwraps the errors of fxquant that Dynamo raises in this scope as its own."""
+    """Makes errors of fxquant in this scope reach the caller of a compiled model as they are.
+
+    Dynamo and Inductor wrap every other error of a backend, and add advice to report a bug to PyTorch.
+    """
     try:
         yield
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, FxQuantError):
-            raise error.inner_exception from None
-        raise
+    except Exception as error:
+        inner = error
+        while isinstance(inner, BackendCompilerFailed):
+            inner = inner.inner_exception
+        if not isinstance(inner, FxQuantError):
+            raise
+        passed_on = inner if isinstance(inner, ShortenTraceback) else _passed_on(type(inner))(inner)
+        raise passed_on from inner.__cause__
+
+
+def _passed_on(kind: type[FxQuantError]) -> Any:
+    """Returns a class that stands for an error of `kind` while Dynamo and Inductor pass it on, who change nothing."""
+
+    def init(self: ShortenTraceback, error: FxQuantError) -> None:
+        ShortenTraceback.__init__(self, str(error), first_useful_frame=None)
+        self.error = error  # type: ignore[attr-defined]
+
+    members = {
+        "__init__": init,
+        "__str__": lambda self: str(self.error),
+        "__reduce__": lambda self: (kind, self.error.args),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "remove_dynamo_frames": lambda self: self.error,  # what Dynamo raises in the end
+    }
+    return type(kind.__name__, (kind, ShortenTraceback), members)
 
 
 def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:

@@ -20,7 +20,6 @@ from fxquant.compat.private import (
     compile_to_look,
     graph_breaks,
     min_cut_rematerialization_partition,
-    own_errors,
     tree_map_only,
 )
 from fxquant.compat.values import fake_mode_of
@@ -161,7 +160,7 @@ def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
     uncaptured = backend.uncaptured
     try:
-        with progress("explain", backend.state), own_errors(), compile_to_look(), kept_random_state():
+        with progress("explain", backend.state), compile_to_look(), kept_random_state():
             with graph_breaks() as breaks, uncaptured:
                 torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     finally:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
 from fxquant.backend.options import check_model
-from fxquant.compat.private import own_errors, tree_leaves
+from fxquant.compat.private import tree_leaves
 from fxquant.errors import OptionError
 from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
 from fxquant.kernels.attention import reference as attention_reference
@@ -156,7 +156,7 @@ def measure(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwarg
             "a measurement needs values, which tensors on the meta device do not have; explain needs none"
         )
     backend = _Measurer(recipe, model if isinstance(model, nn.Module) else None)
-    with own_errors(), torch.no_grad():
+    with torch.no_grad():
         torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
     report = backend.report()
     report.losses = backend.losses

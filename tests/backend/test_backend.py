@@ -28,7 +28,6 @@ from helpers import (
     train_step,
 )
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxquant
@@ -113,7 +112,7 @@ def test_unknown_recipes_and_options_are_refused_at_once_with_the_known_ones() -
     ],
 )
 def test_the_named_backend_refuses_them_too(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((BackendCompilerFailed, OptionError, RecipeError), match=message):
+    with pytest.raises((OptionError, RecipeError), match=message):
         torch.compile(Mlp(), backend="fxquant", options=options)(torch.randn(8, 32))
 
 
@@ -141,9 +140,8 @@ def test_a_pair_that_cannot_multiply_is_an_error_before_anything_runs(gemm: str)
         "wgrad": {"input": hybrid(MX, e5m2), "grad_output": hybrid(MX, e5m2)},
     }[gemm]
     model, x = Counting(), torch.randn(8, 32, requires_grad=True)
-    with pytest.raises(BackendCompilerFailed) as error:
+    with pytest.raises(RecipeError) as error:
         compiled(model, per_role(**operands))(x)
-    assert isinstance(error.value.inner_exception, RecipeError)
     for part in ("layer 'fc'", gemm, "MXFP8Quantizer(fp8_dtype=torch.float8_e5m2)", "e5m2 by e5m2"):
         assert part in str(error.value)
     assert model.runs == 0
@@ -151,7 +149,7 @@ def test_a_pair_that_cannot_multiply_is_an_error_before_anything_runs(gemm: str)
 
 def test_none_from_a_factory_is_an_error_that_names_the_role() -> None:
     """Invariant 11."""
-    with pytest.raises(BackendCompilerFailed, match=r"None for role fc \(linear, input\): return an IdentityQ"):
+    with pytest.raises(RecipeError, match=r"None for role fc \(linear, input\): return an IdentityQ"):
         compiled(Counting(), CustomRecipe(qfactory=lambda role: None))(torch.randn(8, 32))
 
 
