@@ -28,6 +28,7 @@ from fxquant.errors import FxQuantError
 from fxquant.files import check_outputs
 from fxquant.formats import FORMATS
 from fxquant.report.data import plain_spec
+from fxquant.report.json import SCHEMA
 from fxquant.report.text import aligned
 
 PLACES = ("Hopper", "the CPU")
@@ -300,6 +301,8 @@ def _explain(options: argparse.Namespace) -> str:
     if options.card:
         find_card(options.card)
     report = _reported(options, run)
+    if options.full and (options.json or options.layer or options.collapse):
+        _note("--full has no effect: with --json, --layer or --collapse every operand is there")
     if options.json:
         return str(report.to_json(options.layer, collapse=options.collapse, graphs=options.graphs))
     text: str = report.text(options.layer, collapse=options.collapse, full=options.full)
@@ -323,10 +326,13 @@ def _measure(options: argparse.Namespace) -> str:
 
 def _reported(options: argparse.Namespace, run: Callable[..., Any]) -> Any:
     """The report that a tool makes of the user's model, written as a page too where one is asked for."""
+    from fxquant.tools.progress import progress
+
     recipe, outputs = _recipe(options.recipe), [options.html] if options.html else []
     _attribute(options.target)
     check_outputs(outputs, _sources(options.target, options.recipe))
-    model, args, kwargs = load(options.target)
+    with progress(options.target, lambda: "making the model"):
+        model, args, kwargs = load(options.target)
     with _one_sentence(options.target):
         report = run(model, recipe, *args, **kwargs)
     if options.html:
@@ -365,24 +371,29 @@ def _quantize(options: argparse.Namespace) -> str:
 
 
 def _formats(options: argparse.Namespace) -> str:
-    return _rows(format_rows(), options.json)
+    return _rows("formats", format_rows(), options.json)
 
 
 def _recipes(options: argparse.Namespace) -> str:
-    return _rows(recipe_rows() + factory_rows(), options.json)
+    return _rows("recipes", recipe_rows() + factory_rows(), options.json)
 
 
 def _env(options: argparse.Namespace) -> str:
     content = environment()
     if options.json:
-        return json.dumps(content, indent=1)
+        return _json(content)
     ways = content.pop("recipes")
     return aligned([*content.items(), ("recipes", ""), *((f"  {name}", way) for name, way in ways.items())])
 
 
-def _rows(rows: list[dict[str, str]], as_json: bool) -> str:
+def _json(content: dict[str, Any]) -> str:
+    """An object with the version of its form, as reports have it."""
+    return json.dumps({"schema": SCHEMA, **content}, indent=1)
+
+
+def _rows(name: str, rows: list[dict[str, str]], as_json: bool) -> str:
     if as_json:
-        return json.dumps(rows, indent=1)
+        return _json({name: rows})
     return aligned([list(rows[0]), *(list(row.values()) for row in rows)])
 
 

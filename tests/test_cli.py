@@ -261,14 +261,18 @@ def test_formats_lists_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formats"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(FORMATS)
     assert main(["formats", "--json"]) == 0
-    rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)}
+    content = json.loads(capsys.readouterr().out)
+    rows = {row["format"]: row for row in content["formats"]}
+    assert content["schema"] == 1
     assert rows["mxfp8_e4m3"]["one scale for"] == "1x32"
     assert rows["nvfp4"]["bits/element"] == "4.5"
 
 
 def test_recipes_and_env_say_how_each_recipe_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--json"]) == 0
-    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
+    content = json.loads(capsys.readouterr().out)
+    rows = {row["recipe"]: row for row in content["recipes"]}
+    assert content["schema"] == 1
     assert list(rows) == [*RECIPES, *(f"factories.{name}" for name in FACTORIES)]
     assert rows["factories.high_precision_fwd_mxfp8_bwd"]["input"] == "identity|mxfp8_e4m3"
     assert rows["factories.mxfp8_fwd_high_precision_bwd"]["weight"] == "mxfp8_e4m3>identity"
@@ -276,7 +280,8 @@ def test_recipes_and_env_say_how_each_recipe_runs(capsys: pytest.CaptureFixture[
     assert rows["rowwise"]["on Hopper"] == "native"
     assert rows["nvfp4"]["on Hopper"] == "emulated"
     assert main(["env", "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)["recipes"]) == list(RECIPES)
+    content = json.loads(capsys.readouterr().out)
+    assert list(content["recipes"]) == list(RECIPES) and content["schema"] == 1
     assert main(["env"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("fxquant ")
 

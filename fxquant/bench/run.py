@@ -99,6 +99,12 @@ BENCHMARKS = {
 }
 
 
+_ON_CUDA = {
+    "length": training.LLAMA3_8B.length, "blocks": training.LLAMA3_8B.blocks, "repeats": 30, "seconds": 1.0
+}  # fmt: skip
+"""The defaults of options that have an effect on CUDA alone."""
+
+
 def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     """Measures every size and provider; the row of a provider that fails has the reason in its last shown column."""
     benchmark, cuda = BENCHMARKS[options.benchmark], options.device == "cuda"
@@ -106,6 +112,8 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     sizes = benchmark.sizes if cuda else benchmark.tiny
     if cuda and options.benchmark == "block":
         sizes = [replace(size, length=options.length, blocks=options.blocks) for size in sizes]
+    if not cuda and (ignored := _only_on_cuda(options)):
+        print(f"fxquant: note: {ignored} without effect: on the CPU sizes are tiny and fixed", file=sys.stderr)
     where = setting(options.device, command)
     rows = []
     for size in sizes:
@@ -118,6 +126,12 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
             if options.csv:
                 append(options.csv, row)
     return rows
+
+
+def _only_on_cuda(options: argparse.Namespace) -> str:
+    """The options that were given and have an effect on CUDA alone."""
+    changed = (name for name, default in _ON_CUDA.items() if getattr(options, name, default) != default)
+    return ", ".join(f"--{name}" for name in changed)
 
 
 def setting(device: str, command: str) -> Row:
@@ -183,17 +197,17 @@ def _parser() -> argparse.ArgumentParser:
     for name, benchmark in BENCHMARKS.items():
         kind = kinds.add_parser(name, help=benchmark.help)
         if name == "block":
-            llama = training.LLAMA3_8B
-            tokens = "tokens in a sequence (default: %(default)s)"
-            kind.add_argument("--length", type=int, default=llama.length, help=tokens)
-            kind.add_argument("--blocks", type=int, default=llama.blocks, help="decoder blocks (default: %(default)s)")
+            tokens, blocks = "tokens in a sequence (default: %(default)s)", "decoder blocks (default: %(default)s)"
+            kind.add_argument("--length", type=int, default=_ON_CUDA["length"], help=tokens)
+            kind.add_argument("--blocks", type=int, default=_ON_CUDA["blocks"], help=blocks)
         kind.set_defaults(providers=installed(benchmark.default))
         names = ", ".join(benchmark.providers)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {names}")
         kind.add_argument("--csv", type=Path, help="append the rows to this file")
         kind.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-        kind.add_argument("--repeats", type=int, default=30, help="timed steps on CUDA (default: %(default)s)")
-        kind.add_argument("--seconds", type=float, default=1.0, help="warm-up on CUDA (default: %(default)s)")
+        timed, warm_up = "timed steps on CUDA (default: %(default)s)", "warm-up on CUDA (default: %(default)s)"
+        kind.add_argument("--repeats", type=int, default=_ON_CUDA["repeats"], help=timed)
+        kind.add_argument("--seconds", type=float, default=_ON_CUDA["seconds"], help=warm_up)
     return parser
 
 
