@@ -17,7 +17,7 @@ import torch
 
 from fxquant.__main__ import factory_rows, format_rows, recipe_rows
 from fxquant.decisions import SkipReason
-from fxquant.formats import QuantSpec
+from fxquant.formats import ELEMENTS, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.passes import pipeline
 from fxquant.passes.pipeline import Pass
@@ -71,6 +71,21 @@ def invariant_rows() -> list[dict[str, str]]:
     """The invariants of TransformerEngine and the tests that hold them."""
     rows: list[dict[str, str]] = load(ROOT / "tests" / "invariants.py").rows()
     return rows
+
+
+def element_rows() -> list[dict[str, str]]:
+    """One row for each element, as text."""
+    return [
+        {
+            "element": e.name,
+            "bits": str(e.bits),
+            "smallest": f"{e.smallest_normal * 2**-e.mantissa_bits:.3g}",
+            "smallest normal": "-" if e.exponent_bits == 0 else f"{e.smallest_normal:.3g}",
+            "largest": f"{e.max:g}",
+            "infinity, NaN": " and ".join([*["infinity"] * e.has_inf, *["NaN"] * e.has_nan]) or "neither",
+        }
+        for e in ELEMENTS.values()
+    ]
 
 
 def pass_rows() -> list[dict[str, str]]:
@@ -137,6 +152,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "te-invariants": lambda: markdown(invariant_rows()),
     "recipe-settings": recipe_settings,
     "formats": lambda: markdown(format_rows()),
+    "elements": lambda: markdown(element_rows()),
     "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),
     "ranges": lambda: markdown(range_rows()),
     "passes": lambda: markdown(pass_rows()),

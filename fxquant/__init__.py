@@ -23,6 +23,7 @@ from fxquant.errors import (
     UnusedRuleWarning,
 )
 from fxquant.quantizers import (
+    BlockQuantizer,
     DelayedScalingRequest,
     DType,
     Float8BlockQuantizer,
@@ -143,6 +144,7 @@ class _Name(str):
 __all__ = [
     "Amax",
     "Backend",
+    "BlockQuantizer",
     "Calibration",
     "CustomRecipe",
     "DType",

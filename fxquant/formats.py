@@ -7,6 +7,7 @@ Nothing else in the project derives these facts from a dtype. Operators take the
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,8 @@ Family = Literal["identity", "custom", "per_tensor", "per_row", "per_head", "blo
 class Element:
     """One element format.
 
-    Sources: e4m3 and e5m2 from OCP OFP8 v1.0 section 5; e2m1 and e8m0 from OCP MX v1.0 sections 5.3.3 and 5.4.1.
+    Sources: e4m3 and e5m2 from OCP OFP8 v1.0 section 5; e2m3 and e3m2, e2m1 and int8 from OCP MX v1.0 sections 5.3.2,
+    5.3.3 and 5.3.4; e8m0 from its section 5.4.1. An int8 counts 1/64: its values are those of one exponent, without -2.
     """
 
     name: str
@@ -42,6 +44,11 @@ class Element:
         """Elements in one byte of storage."""
         return 8 // self.bits
 
+    @property
+    def group(self) -> int:
+        """The least number of elements that fill whole bytes."""
+        return 8 // math.gcd(8, self.bits)
+
 
 ELEMENTS: dict[str, Element] = {
     e.name: e
@@ -58,8 +65,28 @@ ELEMENTS: dict[str, Element] = {
             name="e2m1", dtype=torch.float4_e2m1fn_x2, bits=4, exponent_bits=2, mantissa_bits=1,
             max=6.0, smallest_normal=1.0, has_inf=False, has_nan=False,
         ),
+        Element(
+            name="e2m3", dtype=torch.uint8, bits=6, exponent_bits=2, mantissa_bits=3,
+            max=7.5, smallest_normal=1.0, has_inf=False, has_nan=False,
+        ),
+        Element(
+            name="e3m2", dtype=torch.uint8, bits=6, exponent_bits=3, mantissa_bits=2,
+            max=28.0, smallest_normal=0.25, has_inf=False, has_nan=False,
+        ),
+        Element(
+            name="int8", dtype=torch.int8, bits=8, exponent_bits=0, mantissa_bits=6,
+            max=127 / 64, smallest_normal=1.0, has_inf=False, has_nan=False,
+        ),
     )
 }  # fmt: skip
+
+SCALES: dict[str, torch.dtype] = {
+    "e8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+"""The scales of blocks by name; those in e4m3 stand under one float32 amax of the tensor."""
 
 
 _BF16, _FLOAT32 = "emulated: dequantized, then bf16 matmul", "emulated: dequantized, then float32 matmul"
@@ -151,6 +178,7 @@ CUSTOM = Format(
 )  # fmt: skip
 """The format of a user's own quantizer."""
 
+
 ERROR_MODES = ("mae", "mse")
 
 MX_MODES = ("rceil", "floor", "ceil", "even")
@@ -168,9 +196,9 @@ class QuantSpec:
     its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own quantizer (format ``custom``)
     in `fxquant.kernels.custom`.
 
-    NVFP4 alone: `stochastic` rounds elements up or down at random, by the numbers of its random `stream`. `row_scaled`
-    takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``) the better of two scales for each block
-    by that error; `e4m3_max` is the largest block scale.
+    `stochastic` rounds elements up or down at random, by the numbers of its random `stream`; NVFP4 can, and quantizers
+    with a `key`. NVFP4 alone: `row_scaled` takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``)
+    the better of two scales for each block by that error; `e4m3_max` is the largest block scale.
     """
 
     format: str

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fxquant.errors import RecipeError
-from fxquant.formats import QuantSpec
-from fxquant.kernels.cast import reference
+from fxquant.formats import QuantSpec, check_state
+from fxquant.kernels.cast import philox, reference
 from fxquant.kernels.operator import Parts, operator
 
 
 class CustomQuantizer(Protocol):
     """A user's quantizer, with all that a graph needs of it."""
 
-    def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
-        """One direction of x [*, M, K], with the contracted axis last."""
+    def quantize_side(
+        self, x: Tensor, direction: str, draw: Callable[[torch.Size], Tensor] | None = None
+    ) -> list[Tensor]:
+        """One direction of x [*, M, K], with the contracted axis last; `draw` gives random bytes of a size."""
 
     def dequantize_side(self, parts: Sequence[Tensor], length: int | None = None) -> Tensor:
         """The values of what `quantize_side` gave, in the same orientation; without padding of a known length."""
@@ -87,9 +90,14 @@ def watched() -> Iterator[None]:
         _watched.reset(token)
 
 
-def quantize(x: Tensor, spec: QuantSpec, direction: str) -> list[Tensor]:
-    """One direction of x [*, M, K] by the quantizer of a spec."""
-    parts = get(spec).quantize_side(x, direction)
+def quantize(x: Tensor, spec: QuantSpec, direction: str, state: Tensor | None = None) -> list[Tensor]:
+    """One direction of x [*, M, K] by the quantizer of a spec; `state` is that of `fxquant::quantize`."""
+    check_state(state, spec)
+    if spec.stochastic and state is not None:
+        draw = partial(philox.random_bytes, state=state.to(x.device), stream=spec.stream % 2)
+        parts = get(spec).quantize_side(x, direction, draw)
+    else:
+        parts = get(spec).quantize_side(x, direction)
     all_parts = _recorded.get()
     if all_parts is not None:
         all_parts.append(parts)

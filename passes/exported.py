@@ -91,8 +91,8 @@ def refuse_untouched(exported: Exported, settings: Settings) -> Exported:
         layer, operand, _ = exported.slots.rounded[0]
         raise RecipeError(
             f"layer {layer or '<model>'!r}, {operand}: stochastic rounding draws from a seed and step that "
-            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, or "
-            "disable_stochastic_rounding=True"
+            "torch.compile keeps and an exported program does not: set stochastic_rounding=False, rounding='nearest', "
+            "or disable_stochastic_rounding=True"
         )
     return exported
 

@@ -57,6 +57,7 @@ LATE = {
     "fxquant.kernels": "code for devices needs Triton or a compiler, which those who only choose do without",
     "fxquant.report": "the package is the function `fxquant.report(model)` too, which asks backends",
     "fxquant.quantizers.base": "a description of a format must not load torch's compiler",
+    "fxquant.quantizers.blocks": "a description of a format must not load torch's compiler",
 }
 """The files and folders that import fxquant inside functions, and the reasons."""
 

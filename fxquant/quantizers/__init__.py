@@ -6,7 +6,7 @@ compare equal. Names and keyword arguments follow TransformerEngine. Used eagerl
     q = MXFP8Quantizer(fp8_dtype=torch.float8_e4m3fn).quantize(x)
     q.rowwise.data, q.rowwise.scale, q.dequantize("rowwise")
 
-`base` has the contract of a quantizer, `library` the quantizers of this package.
+`base` has the contract of a quantizer, `library` the quantizers of this package, `blocks` one for blocks of any size.
 """
 
 from fxquant.quantizers.base import (
@@ -19,6 +19,7 @@ from fxquant.quantizers.base import (
     quantizer_text,
     value_text,
 )
+from fxquant.quantizers.blocks import BlockQuantizer
 from fxquant.quantizers.library import (
     DType,
     Float8BlockQuantizer,
@@ -33,6 +34,7 @@ from fxquant.quantizers.library import (
 )
 
 __all__ = [
+    "BlockQuantizer",
     "DType",
     "DelayedScalingRequest",
     "Float8BlockQuantizer",

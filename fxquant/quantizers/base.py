@@ -178,9 +178,14 @@ class Quantizer:
         """The values of one half of a quantized tensor, in its own orientation; quantizers of your own define it."""
         raise RecipeError(f"{type(self).__name__} does not define dequantize")
 
-    def quantize_side(self, x: Tensor, direction: str) -> list[Tensor]:
-        """One direction of x as the graph holds it, padded to the alignment; see `fxquant.kernels.custom`."""
-        x = _padded(x, self.alignment, direction)
+    def quantize_side(
+        self, x: Tensor, direction: str, draw: Callable[[torch.Size], Tensor] | None = None
+    ) -> list[Tensor]:
+        """One direction of x as the graph holds it, padded to the alignment; see `fxquant.kernels.custom`.
+
+        `draw` is given where the spec is stochastic: random bytes for a size whose last axis 16 divides, as int64.
+        """
+        x = padded(x, self.alignment, direction)
         quantized = self.quantize(x, rowwise=direction == "rowwise", columnwise=direction == "columnwise")
         operand = quantized.rowwise if direction == "rowwise" else quantized.columnwise
         if operand is None:
@@ -205,7 +210,7 @@ class Quantizer:
         return str(self.operand_spec())
 
 
-def _padded(x: Tensor, multiple: int, direction: str) -> Tensor:
+def padded(x: Tensor, multiple: int, direction: str) -> Tensor:
     """x [*, M, K] with zeros behind the axis that is contracted."""
     size = x.shape[-2 if direction == "columnwise" else -1]
     if statically_known_true(size % multiple == 0):

@@ -290,9 +290,10 @@ def result(decision: Decision) -> str:
 def plain_spec(text: str) -> str:
     """The text of a spec without the parts that only tell one layer or process from another.
 
-    A slot number becomes ``delayed``, and a custom quantizer's key the name of its class.
+    A slot number becomes ``delayed``, and a custom quantizer's key the name of its class, or of its format.
     """
-    return re.sub(r"custom\(key=(.*)-\w+\)", r"\1", re.sub(r"slot=\d+", "delayed", text))
+    named = re.sub(r"custom\(key=([^()]*)-\w+\)", r"\1", re.sub(r"slot=\d+", "delayed", text))
+    return re.sub(r"custom\(([^()]*),key=([^()]*)-\w+\)", r"\2(\1)", named)
 
 
 def _weight_bytes(decision: Decision, matmul: Matmul) -> tuple[int, int]:

@@ -284,5 +284,5 @@ def _one_side(x: Tensor, spec: QuantSpec, direction: str, state: StepState) -> l
     if spec.is_identity:
         return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]
     if spec.key:
-        return custom.quantize(x, spec, direction)
+        return custom.quantize(x, spec, direction, state.of(spec))
     return quantize(x, str(shared_spec(spec)), direction, state.of(spec))

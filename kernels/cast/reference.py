@@ -98,8 +98,8 @@ def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
     elif row.family == "mxfp8":
         values, factor = data.float(), decode_e8m0(scale)
     else:
-        values, factor = data.float(), _repeat_rows(scale, row.block[0], data.shape[-2])
-    return (_in_blocks(values, row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+        values, factor = data.float(), repeat_rows(scale, row.block[0], data.shape[-2])
+    return (in_blocks(values, row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
 
 
 def scaled_mm(
@@ -135,7 +135,7 @@ def plain_basis(values: Tensor, spec: QuantSpec) -> Tensor:
     """Values [*, C] of an operand without the Hadamard transform of its spec, which is orthogonal."""
     if not spec.rht:
         return values
-    blocks = _in_blocks(values, 16)
+    blocks = in_blocks(values, 16)
     eye = torch.eye(16, dtype=torch.float32, device=values.device)
     return (blocks @ hadamard(eye, random_signs=spec.random_signs).mT).flatten(-2)
 
@@ -154,29 +154,38 @@ def multiplier_from_amax(amax: Tensor, spec: QuantSpec, largest: float = _FLT_MA
     else:
         if spec.eps:
             amax = torch.where(amax < spec.eps, spec.eps, amax)
-        # a tensor divided by a tensor: eager torch computes `scalar / tensor` as scalar * reciprocal(tensor)
-        scale = torch.full_like(amax, spec.row.element.max) / amax
-        scale = torch.where(scale == math.inf, largest, scale)
-        scale = torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
+        scale = multiplier_to(spec.row.element.max, amax, largest)
     if spec.pow2:
         scale = (scale.view(torch.int32) & _NOT_MANTISSA).view(torch.float32)
     return torch.where(amax == math.inf, math.nan, scale) if spec.nonfinite else scale
 
 
+def multiplier_to(maximum: float, amax: Tensor, largest: float = _FLT_MAX) -> Tensor:
+    """maximum / amax in float32; `largest` where that is infinite, 1 for an amax that is zero, infinite or NaN."""
+    # a tensor divided by a tensor: eager torch computes `scalar / tensor` as scalar * reciprocal(tensor)
+    scale = torch.full_like(amax, maximum) / amax
+    scale = torch.where(scale == math.inf, largest, scale)
+    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
+
+
 def e8m0_from_amax(amax: Tensor, spec: QuantSpec) -> Tensor:
-    """The E8M0 code, as int32, of the scale of blocks with these float32 amaxes.
+    """The E8M0 code, as int32, of the scale of blocks with these float32 amaxes."""
+    assert spec.row.element is not None
+    return e8m0_code(amax, spec.row.element, spec.mode)
+
+
+def e8m0_code(amax: Tensor, element: Element, mode: str) -> Tensor:
+    """The E8M0 code, as int32, of the scale that maps float32 amaxes into an element's range.
 
     ``rceil`` rounds the exponent of amax / maximum up (TransformerEngine, cuBLAS); ``floor`` is the OCP MX v1.0
     section 6.3 conversion; ``ceil`` and ``even`` are torchao's variants of it.
     """
-    element = spec.row.element
-    assert element is not None
-    if spec.mode == "rceil":
+    if mode == "rceil":
         return e8m0_round_up(amax * (1 / element.max))
     bits = amax.view(torch.int32)
-    if spec.mode == "ceil":
+    if mode == "ceil":
         bits = bits + 0x7FFFFF
-    elif spec.mode == "even":
+    elif mode == "even":
         bits = bits + (1 << (22 - element.mantissa_bits))
     return ((bits >> 23) - int(math.log2(element.max))).clamp(min=0)
 
@@ -231,8 +240,12 @@ def encode_e2m1_stochastic(y: Tensor, byte: Tensor) -> Tensor:
 
 
 def _sign_bit(y: Tensor) -> Tensor:
-    negative = y.view(torch.int32) <= _NOT_MANTISSA  # as integers: -0.0 and below, without NaN
-    return negative.to(torch.uint8) << 3
+    return is_negative(y).to(torch.uint8) << 3
+
+
+def is_negative(y: Tensor) -> Tensor:
+    """True for float32 values from -0.0 down, without NaN."""
+    return y.view(torch.int32) <= _NOT_MANTISSA  # as integers
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
@@ -250,7 +263,7 @@ def hadamard(x: Tensor, *, random_signs: bool = True) -> Tensor:
     """
     lane = torch.arange(16, dtype=torch.int32, device=x.device)
     negative = (_RHT_NEGATIVE if random_signs else 0) >> lane & 1
-    y = _in_blocks(x.float(), 16) * (0.25 - 0.5 * negative)
+    y = in_blocks(x.float(), 16) * (0.25 - 0.5 * negative)
     y = torch.unflatten(y, -1, (4, 4))
     for axis in (-2, -1):
         a, b, c, d = y.unbind(axis)
@@ -275,10 +288,10 @@ def _quantize_float32_scale(x: Tensor, spec: QuantSpec, multiplier: Tensor | Non
     row = spec.row
     assert row.element is not None
     if row.family == "block":
-        amax = _block_amax(x, row.block)
+        amax = block_amax(x, row.block)
         multiplier = multiplier_from_amax(amax, spec, torch.finfo(x.dtype).max)
-        factor = _repeat_rows(multiplier, row.block[0], x.shape[-2])
-        y = (_in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
+        factor = repeat_rows(multiplier, row.block[0], x.shape[-2])
+        y = (in_blocks(x.float(), row.block[1]) * factor.unsqueeze(-1)).flatten(-2)
     else:
         if multiplier is None:
             amax = _amax(x) if row.family == "per_tensor" else _amax(x, -1).unsqueeze(-1)
@@ -298,9 +311,9 @@ def times_given(x: Tensor, multiplier: Tensor, spec: QuantSpec) -> Tensor:
 def _quantize_mxfp8(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     row = spec.row
     assert row.element is not None
-    code = e8m0_from_amax(_block_amax(x, row.block), spec)
-    code = _repeat_rows(code, row.block[0], x.shape[-2])
-    y = _in_blocks(x.float(), row.block[1]) * e8m0_reciprocal(code).unsqueeze(-1)
+    code = e8m0_from_amax(block_amax(x, row.block), spec)
+    code = repeat_rows(code, row.block[0], x.shape[-2])
+    y = in_blocks(x.float(), row.block[1]) * e8m0_reciprocal(code).unsqueeze(-1)
     return [cast_fp8(y, row.element).flatten(-2), code.to(torch.uint8)]
 
 
@@ -312,8 +325,8 @@ def quantize_nvfp4(
     x [*batch, R, Cp] is padded, and transformed if it is to be. With a byte for each element, rounds stochastically.
     """
     row = spec.row
-    blocks = _in_blocks(x.float(), row.block[1])
-    amax = _block_amax(x, row.block)
+    blocks = in_blocks(x.float(), row.block[1])
+    amax = block_amax(x, row.block)
     if global_amax is None:
         global_amax = _amax(amax, -1).unsqueeze(-1) if spec.row_scaled else _amax(amax)
     encode, decode = nvfp4_global_scale(global_amax, spec.e4m3_max)
@@ -321,7 +334,7 @@ def quantize_nvfp4(
         scale = four_over_six(blocks, amax, global_amax, spec)[0]
     else:
         scale = (amax * (encode * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
-    scale = _repeat_rows(scale, row.block[0], x.shape[-2])
+    scale = repeat_rows(scale, row.block[0], x.shape[-2])
     if spec.nonfinite:
         scale = torch.where((blocks != blocks).any(-1), math.nan, scale.float()).to(scale.dtype)
     decode = _repeat_tiles(decode, row.block[0], x.shape[-2])
@@ -345,7 +358,7 @@ def four_over_six(blocks: Tensor, amax: Tensor, global_amax: Tensor, spec: Quant
     for factor in (1.0, 1.5):
         scale = (base * factor).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
         scales.append(scale)
-        scale = _repeat_rows(scale, rows, blocks.shape[-3])
+        scale = repeat_rows(scale, rows, blocks.shape[-3])
         values = decode_e2m1(encode_e2m1(blocks * _nvfp4_factor(scale, decode))) * scale.float().unsqueeze(-1)
         size = _divisor(spec.e4m3_max * _E2M1_MAX, global_amax)
         difference = values * global_amax.unsqueeze(-1) / size.unsqueeze(-1) - blocks
@@ -381,8 +394,8 @@ def _divisor(value: float, like: Tensor) -> Tensor:
 
 
 def _repeat_tiles(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:
-    """`_repeat_rows` of what tiles of rows have one of; what the whole tensor has one of stays."""
-    return x if x.ndim < 2 or statically_known_true(x.shape[-2] == 1) else _repeat_rows(x, times, rows)
+    """`repeat_rows` of what tiles of rows have one of; what the whole tensor has one of stays."""
+    return x if x.ndim < 2 or statically_known_true(x.shape[-2] == 1) else repeat_rows(x, times, rows)
 
 
 def _nvfp4_factor(scale: Tensor, decode: Tensor) -> Tensor:
@@ -416,21 +429,21 @@ def _amax(x: Tensor, axis: int | None = None) -> Tensor:
     return (magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)).float()
 
 
-def _block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
+def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
     """The amaxes of x [*batch, R, Cp] in blocks: float32 [*batch, ceil(R / rows), Cp / columns]."""
-    amax = _amax(_in_blocks(x, block[1]), -1)
+    amax = _amax(in_blocks(x, block[1]), -1)
     if block[0] == 1:
         return amax
     amax = _pad(amax, -2, block[0])
     return torch.unflatten(amax, -2, (amax.shape[-2] // block[0], block[0])).amax(-2)
 
 
-def _in_blocks(x: Tensor, columns: int) -> Tensor:
+def in_blocks(x: Tensor, columns: int) -> Tensor:
     """x [..., C] as [..., C / columns, columns]."""
     return torch.unflatten(x, -1, (x.shape[-1] // columns, columns))
 
 
-def _repeat_rows(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:
+def repeat_rows(x: Tensor, times: int, rows: int | torch.SymInt) -> Tensor:
     """Repeats every row of x [*batch, R, C] and keeps the first `rows` of them."""
     if times == 1:
         return x

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fxquant.compat.values import FakeTensorMode
 from fxquant.errors import RecipeError
@@ -48,7 +49,8 @@ def bits_an_element(quantizer: Quantizer, direction: Direction, operand: Tried) 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         x = torch.empty([*batch, rows, columns], dtype=operand.dtype, device=operand.device)
         try:
-            parts = quantizer.quantize_side(x, str(direction))
+            draws = (_no_bytes,) if quantizer.spec(direction).stochastic else ()
+            parts = quantizer.quantize_side(x, str(direction), *draws)
             values = quantizer.dequantize_side(parts, wanted[-1])
         except Exception as error:
             raise RecipeError(f"{where}: {_told(error)}. {_REMEDY}") from error
@@ -57,6 +59,11 @@ def bits_an_element(quantizer: Quantizer, direction: Direction, operand: Tried) 
         hint = ": quantize x.mT for the columnwise half" if shape == [*batch, rows, columns] else ""
         raise RecipeError(f"{where}: its values are {shape} for {list(x.shape)}, and have to be {wanted}{hint}")
     return 8 * sum(part.numel() * part.itemsize for part in parts) / max(x.numel(), 1)
+
+
+def _no_bytes(size: torch.Size) -> Tensor:
+    """Stands for the random bytes of a quantizer that is tried."""
+    return torch.zeros(size, dtype=torch.int64)
 
 
 _REMEDY = "A format in blocks declares them as `alignment`, to which graphs pad"

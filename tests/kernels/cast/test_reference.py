@@ -170,7 +170,7 @@ def test_nvfp4(file: str, key: str) -> None:
     assert_bits(amax.flatten(), vectors[f"{key}/amax"])
     if four_over_six:
         rows = spec.row.block[0]
-        block_amax = reference._block_amax(x, spec.row.block)
+        block_amax = reference.block_amax(x, spec.row.block)
         _, to_four = reference.four_over_six(x.float().unflatten(-1, (-1, 16)), block_amax, amax, spec)
         assert_bits(to_four.repeat_interleave(rows, 0)[: len(x)].to(torch.uint8), vectors[f"{key}/pick4"])
 
