@@ -1,7 +1,8 @@
 """The command line: ``fxquant``, or ``python -m fxquant``, ``explain | measure | quantize | formats | recipes | ...``.
 
-Tables go to stdout; errors, notes and progress as lines to stderr. The exit code is 0 for success, 1 for a failure or
-where nothing is quantized, 2 for wrong usage. No input is ever overwritten.
+Tables go to stdout; errors, notes and progress as lines to stderr, and what the user's own code prints. The exit code
+is 0 for success, 1 for a failure or where nothing is quantized, 2 for wrong usage, 130 where it was interrupted. No
+input is ever overwritten.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -161,7 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bench.main(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
-        print(options.run(options))
+        with redirect_stdout(sys.stderr):  # what the user's own code prints is no part of a table, or of JSON
+            text = options.run(options)
+        print(text)
+    except KeyboardInterrupt:
+        print("fxquant: interrupted", file=sys.stderr)
+        return 130
     except FxQuantError as error:
         print(f"fxquant: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -249,8 +255,13 @@ def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any]) -> Non
 
 
 def _target(text: str) -> str:
+    if path := re.fullmatch(r"(?:\./)?([\w/]+)\.py:(\w+)", text):
+        module = path[1].strip("/").replace("/", ".")
+        raise argparse.ArgumentTypeError(f"{text!r} names a file: write the module, {module}:{path[2]}")
     if not re.fullmatch(r"[\w.]+:\w+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form package.module:function")
+        dotted = re.fullmatch(r"([\w.]+)\.(\w+)", text)
+        hint = f": write {dotted[1]}:{dotted[2]}" if dotted and dotted[2] != "py" else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form package.module:function{hint}")
     return text
 
 

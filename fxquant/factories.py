@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
+from fxquant.checks import article, checked, did_you_mean
 from fxquant.errors import RecipeError
 from fxquant.quantizers import (
     DelayedScalingRequest,
@@ -187,31 +188,48 @@ def nvfp4_linear_fp8_dpa(role: QuantizerRole) -> Quantizer | DelayedScalingReque
     return nvfp4(role)
 
 
+_ANSWERS = {"answers": 'a dict, such as {"lm_head": "high_precision"}'}
+
+
+@checked(called="fxquant.factories.by_module_type", takes=_ANSWERS)
 def by_module_type(answers: Mapping[str, Answer], default: Answer = "high_precision") -> Rules:
     """An answer for each module type, such as ``{"linear": nvfp4, "grouped_linear": "mxfp8"}``; `default` for others.
 
     An answer is a quantizer, or a recipe (or its name) or factory that gives one.
     """
-    return Rules([Rule(answer, module_type=re.escape(kind)) for kind, answer in answers.items()], default)
+    return Rules([Rule(answer, module_type=re.escape(kind)) for kind, answer in _items(answers)], default)
 
 
+@checked(called="fxquant.factories.by_tensor_type", takes=_ANSWERS)
 def by_tensor_type(answers: Mapping[str, Answer], default: Answer = "high_precision") -> Rules:
     """An answer for each tensor type, such as ``{"weight": "nvfp4", "grad_output": MXFP8Quantizer()}``."""
-    return Rules([Rule(answer, tensor_type=re.escape(kind)) for kind, answer in answers.items()], default)
+    return Rules([Rule(answer, tensor_type=re.escape(kind)) for kind, answer in _items(answers)], default)
 
 
+@checked(called="fxquant.factories.by_name", takes=_ANSWERS)
 def by_name(answers: Mapping[str, Answer], default: Answer = "high_precision") -> Rules:
     r"""An answer for each pattern of layer names, such as ``{r"lm_head|.*\.router": "high_precision"}``.
 
     Patterns are regular expressions for the whole name; the first that matches answers.
     """
-    return Rules([Rule(answer, name=pattern) for pattern, answer in answers.items()], default)
+    return Rules([Rule(answer, name=pattern) for pattern, answer in _items(answers)], default)
+
+
+def _items(answers: Mapping[str, Answer]) -> Iterable[tuple[str, Answer]]:
+    """The answers with their keys. Raises RecipeError for anything but a dict with texts as keys."""
+    if not isinstance(answers, Mapping):
+        raise RecipeError(f"answers are {_ANSWERS['answers']}, not {article(type(answers).__name__)}")
+    for key in answers:
+        if not isinstance(key, str):
+            raise RecipeError(f"the keys of answers are texts, not {key!r}")
+    return answers.items()
 
 
 _LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<layer>\d+)(?:\..*)?")
 _ANY_STACK = r"((?!\d+\.)[^.]+\.)*"
 
 
+@checked(called="fxquant.factories.first_and_last", takes={"factory": "the answer for the layers between"})
 def first_and_last(
     factory: Answer,
     *,
@@ -235,6 +253,8 @@ def first_and_last(
         raise RecipeError(f"first and last count layers, so they cannot be negative: first={first}, last={last}")
     if last and layers is None:
         raise RecipeError(f"last={last} needs the number of layers: layers=32, or layers=model to have them counted")
+    if isinstance(layers, bool) or not isinstance(layers, int | nn.Module | None):
+        raise RecipeError(f"layers is a number of layers or a model, not {article(type(layers).__name__)}")
     if isinstance(layers, int) and layers < 1:
         raise RecipeError(f"layers is the number of layers of a stack, not {layers}")
     if isinstance(layers, nn.Module):
@@ -258,6 +278,7 @@ def _stacks(model: nn.Module) -> dict[str, int]:
     return counts
 
 
+@checked(called="fxquant.factories.from_string_roles", takes={"factory": "a function of a str such as 'linear_input'"})
 @dataclass(frozen=True, repr=False)
 class StringRoles:
     """A factory that asks one written for TransformerEngine's older roles.
@@ -292,7 +313,7 @@ def __getattr__(name: str) -> QuantizerFactory:
     base = name.removesuffix("_factory").removesuffix("_quantizer")
     if base != name and base in FACTORIES:
         return FACTORIES[base]
-    raise AttributeError(f"module 'fxquant.factories' has no attribute {name!r}")
+    raise AttributeError(f"module 'fxquant.factories' has no attribute {name!r}{did_you_mean(name, FACTORIES)}")
 
 
 __all__ = [

@@ -39,11 +39,24 @@ def check_outputs(outputs: Sequence[str | Path], inputs: Sequence[str | Path]) -
     Files are compared as the file system does, so that links and other spellings of a path are seen.
     """
     for i, path in enumerate(outputs):
+        if str(path) == "-":
+            raise ProgramError("- stands for no output: a file is written, whose path is expected")
         check_place(path)
+        with _telling(path), tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
+            pass
         if any(_same(path, other) for other in inputs):
             raise ProgramError(f"{path} is an input, which would be overwritten: choose another path for the output")
         if any(_same(path, other) for other in outputs[:i]):
             raise ProgramError(f"{path}: the outputs need a file each")
+
+
+@contextmanager
+def _telling(path: str | Path) -> Iterator[None]:
+    """A scope whose errors of the system become one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _same(path: str | Path, other: str | Path) -> bool:
@@ -61,10 +74,8 @@ def in_its_place(path: str | Path) -> Iterator[Path]:
     check_place(path)
     place = Path(os.path.realpath(path))
     check_place(place)
-    try:
+    with _telling(path):
         folder = tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent)
-    except OSError as error:
-        raise ProgramError(f"{path} cannot be written: {error.strerror}") from error
     try:
         yield Path(folder) / place.name
         os.replace(Path(folder) / place.name, place)
@@ -79,14 +90,11 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """
     check_place(path)
     target = os.path.realpath(path)
-    try:
-        with in_its_place(target) as place:
-            with _File(io.FileIO(place, "wb")) as file:
-                write(file)
-            if file.failed is not None:
-                raise file.failed
-    except OSError as error:
-        raise ProgramError(f"{target} cannot be written: {error.strerror}") from error
+    with _telling(target), in_its_place(target) as place:
+        with _File(io.FileIO(place, "wb")) as file:
+            write(file)
+        if file.failed is not None:
+            raise file.failed
 
 
 class _File(io.BufferedWriter):

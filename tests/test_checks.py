@@ -155,7 +155,7 @@ def test_hints_look_past_case_and_know_other_names() -> None:
         (lambda: Rule(MXFP8Quantizer(), layer="head"), "'layer': write name=, a regular expression"),
         (lambda: Rule(), "Rule needs quantizer: a quantizer, a recipe or a factory"),
         (lambda: Rule("mxfp8", name=3), "name must be None or a str, not 3"),
-        (lambda: recipes.get(3), "the name of a recipe is a str, not an int"),
+        (lambda: recipes.get(3), "name must be the name of a recipe, such as 'mxfp8', not 3"),
         (lambda: recipes.get("MXFP8"), "did you mean 'mxfp8'? Known recipes: "),
         (lambda: recipes.get("Float8CurrentScaling"), "did you mean 'current_scaling'?"),
         (lambda: recipes.get("tensorwise"), "did you mean 'current_scaling'?"),

@@ -257,6 +257,47 @@ def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture
     assert "usage: python -m fxquant" in capsys.readouterr().err
 
 
+def test_what_the_users_code_prints_is_no_part_of_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talks.py").write_text(
+        MODELS + "\nprint('imported')\ndef make():\n    print('made')\n    return with_args()"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["explain", "talks:make", "--json", "--full"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["summary"]["matmuls"] == 2
+    assert captured.err.startswith("imported\nmade\n") and "note: --full has no effect" in captured.err
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxquant.__main__.environment", interrupt)
+    assert main(["env"]) == 130 and capsys.readouterr().err == "fxquant: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [("my_models.py:make", "my_models:make"), ("./tools/m.py:make", "tools.m:make"), ("m.make", "m:make")],
+)
+def test_a_file_or_a_dotted_name_is_told_what_to_write(
+    target: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", target])
+    assert f"write {hint}" in " ".join(capsys.readouterr().err.replace("the module, ", "").split())
+
+
+def test_outputs_are_checked_before_anything_runs(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, said in (("-", "stands for no output"), ("/proc/page.html", "/proc/page.html cannot be written: ")):
+        assert main(["explain", f"{models}:fails", "--html", place]) == 1
+        assert said in capsys.readouterr().err
+    assert main(["quantize", "/dev/stdin", "-o", "out.pt2"]) == 1
+    assert "from which it has to be read" in capsys.readouterr().err
+
+
 def test_formats_lists_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formats"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(FORMATS)

@@ -25,13 +25,14 @@ from fxquant.backend.shared import Shared, named_here
 from fxquant.backend.states import StateStore
 from fxquant.backend.uncaptured import graph_runs
 from fxquant.backend.weight_cache import WeightCache
+from fxquant.checks import article, checked
 from fxquant.compat.frames import unwrapped
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func, own_errors, recomputes_activations, with_hooks
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
-from fxquant.errors import FxQuantWarning, OptionError
+from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
@@ -45,6 +46,9 @@ from fxquant.state import Slots
 log = logging.getLogger(__name__)
 
 
+@checked(
+    ArgumentError, called="fxquant.Backend", takes={"recipe": 'a name, such as fxquant.Backend("mxfp8"), or a Recipe'}
+)
 class Backend:
     """A torch.compile backend for one recipe.
 
@@ -82,6 +86,8 @@ class Backend:
         states: StateStore | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(model, nn.Module | None):
+            raise OptionError(f"model is the nn.Module that is compiled, not {article(type(model).__name__)}")
         self.mode = mode
         self.called_with: tuple[Any, ...] = ()
         self.states = states or StateStore()
@@ -267,6 +273,7 @@ class Backend:
         settings = inductor_settings(self.settings, settings, recomputed=False)
         return compile_with_inductor(gm, inputs, settings)  # type: ignore[no-any-return]
 
+    @checked(ArgumentError, called="set_recipe", takes={"recipe": "a name or a Recipe"})
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Runs all that this backend compiles under another recipe from the next call on.
 

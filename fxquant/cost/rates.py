@@ -144,7 +144,8 @@ RATES: dict[str, CardRates] = {
 
 def find_card(text: str) -> str:
     """The one card with rates whose name contains `text`, such as ``H100``. Raises OptionError if there is none."""
-    cards = [name for name in RATES if text and text in name]
+    asked = text.lower() if isinstance(text, str) else ""
+    cards = [name for name in RATES if asked and asked in name.lower()]
     if text not in RATES and len(cards) != 1:
         raise OptionError(f"no measured rates for {text!r}; known cards: {', '.join(RATES)}")
     return text if text in RATES else cards[0]

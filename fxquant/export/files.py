@@ -47,7 +47,8 @@ def load_inputs(path: str | Path) -> list[Any]:
 
 def _check_file(path: str | Path) -> None:
     if not os.path.isfile(path):
-        raise ProgramError(f"{path} is a folder" if os.path.isdir(path) else f"{path}: no such file")
+        what = "a folder" if os.path.isdir(path) else "no file on a disk, from which it has to be read"
+        raise ProgramError(f"{path} is {what}" if os.path.exists(path) else f"{path}: no such file")
     try:
         with open(path, "rb"):
             pass

@@ -27,10 +27,11 @@ from torch.export.graph_signature import ExportGraphSignature, OutputKind, Outpu
 
 from fxquant.backend.inductor import inductor_settings
 from fxquant.calibration import Calibration, arguments
+from fxquant.checks import checked
 from fxquant.compat.patches import compile_package
 from fxquant.compat.private import is_inductor_option, replacements, tree_map_only
 from fxquant.compat.values import unguarded_sizes
-from fxquant.errors import OptionError, ProgramError, RecipeError
+from fxquant.errors import ArgumentError, OptionError, ProgramError, RecipeError
 from fxquant.files import check_place, in_its_place
 from fxquant.kernels.onnx import MEANINGS, OPSET
 from fxquant.passes.export.program_state import ProgramState
@@ -50,6 +51,10 @@ REPORT = "fxquant_report"
 _OF_A_BACKWARD = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 
 
+_PROGRAM = "what torch.export.export(model, args) gives"
+
+
+@checked(ArgumentError, called="fxquant.quantize_program", takes={"ep": _PROGRAM, "recipe": "a recipe or its name"})
 def quantize_program(
     ep: ExportedProgram,
     recipe: Recipe | str,
@@ -92,6 +97,7 @@ def quantize_program(
     return _program(exported)
 
 
+@checked(ArgumentError, called="fxquant.lower_program", takes={"program": "a quantized program"})
 def lower_program(program: ExportedProgram) -> ExportedProgram:
     """The same program in ATen operators, for the device that its tensors are on; it loads where fxquant is not.
 
@@ -103,6 +109,11 @@ def lower_program(program: ExportedProgram) -> ExportedProgram:
     return _program(opened)
 
 
+@checked(
+    ArgumentError,
+    called="fxquant.aoti_compile_and_package",
+    takes={"program": "a quantized program", "package_path": "where the package goes, such as 'model.pt2'"},
+)
 def aoti_compile_and_package(
     program: ExportedProgram, *, package_path: str | Path, inductor_configs: Mapping[str, Any] | None = None
 ) -> str:
@@ -166,6 +177,7 @@ def onnx_export(
     return exported
 
 
+@checked(ArgumentError, called="fxquant.report_of", takes={"program": "a quantized program"})
 def report_of(program: ExportedProgram) -> Report:
     """The report of a program from `quantize_program`. Raises ProgramError for another, or one that was loaded."""
     _check_program(program)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from fxquant.checks import article, did_you_mean
+from fxquant.checks import article, checked, did_you_mean
 from fxquant.errors import RecipeError
 from fxquant.formats import LINEAR_OPERANDS, is_mixed
 from fxquant.quantizers import (
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 QuantizerFactory = Callable[[QuantizerRole], Quantizer | DelayedScalingRequest]
-Answer: TypeAlias = "Quantizer | DelayedScalingRequest | Recipe | str | QuantizerFactory"
-"""An answer of a rule, or the recipe or factory that gives it."""
 
 
 def _scales_by(*scalings: str) -> classmethod[Recipe, [], bool]:
@@ -83,6 +81,10 @@ class Recipe:
     custom = _scales_by("custom")
     fp8 = _scales_by("delayed", "current", "row", "block", "mxfp8")
     block_scaling = _scales_by("block", "mxfp8", "nvfp4")
+
+
+Answer: TypeAlias = Quantizer | DelayedScalingRequest | Recipe | str | QuantizerFactory
+"""An answer of a rule, or the recipe or factory that gives it."""
 
 
 def _check_importable(what: str, value: object) -> None:
@@ -149,10 +151,9 @@ FOREIGN = {
 """Names that other libraries, and classes of recipes, have for the named recipes."""
 
 
+@checked(called="fxquant.recipes.get", takes={"name": "the name of a recipe, such as 'mxfp8'"})
 def get(name: str) -> Recipe:
     """A named recipe, ``mxfp8`` or ``auto(mxfp8)``. Raises RecipeError, with the known names, for another one."""
-    if not isinstance(name, str):
-        raise RecipeError(f"the name of a recipe is a str, not {article(type(name).__name__)}")
     if wrapped := re.fullmatch(r"auto\((.*)\)", name):
         return auto(wrapped[1])
     if name not in RECIPES:

@@ -14,6 +14,7 @@ from fxquant.backend.backend import Backend, compile_eager
 from fxquant.backend.options import check_model
 from fxquant.backend.record import graph_text, phase
 from fxquant.backend.uncaptured import Uncaptured
+from fxquant.checks import checked
 from fxquant.compat.device import card_name, kept_random_state
 from fxquant.compat.private import (
     changed_inputs,
@@ -23,6 +24,7 @@ from fxquant.compat.private import (
     tree_map_only,
 )
 from fxquant.compat.values import fake_mode_of
+from fxquant.errors import ArgumentError
 from fxquant.passes.joint.repeat import products_to_repeat
 from fxquant.passes.lower.epilogues import problems
 from fxquant.passes.pipeline import Partition
@@ -143,7 +145,15 @@ def _zeros(fake: Tensor) -> Tensor:
     return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device).zero_()
 
 
-def explain(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
+@checked(
+    ArgumentError,
+    called="fxquant.explain",
+    takes={
+        "model": "a module or a function",
+        "recipe": 'a name, such as fxquant.explain(model, "mxfp8", x), or a Recipe',
+    },
+)
+def explain(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
     """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
 
     The model's graphs are captured, rewritten and differentiated. Nothing quantized runs: a captured graph runs once as

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
 from fxquant.backend.options import check_model
+from fxquant.checks import checked
 from fxquant.compat.private import tree_leaves
-from fxquant.errors import OptionError
+from fxquant.errors import ArgumentError, OptionError
 from fxquant.formats import IDENTITY, AttentionSpec, QuantSpec
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.cast import reference
@@ -141,7 +142,15 @@ def _lost(source: Tensor, seen: Tensor) -> float:
     return ((source != 0) & (seen == 0)).float().mean().item()
 
 
-def measure(model: Callable[..., Any], recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
+@checked(
+    ArgumentError,
+    called="fxquant.measure",
+    takes={
+        "model": "a module or a function",
+        "recipe": 'a name, such as fxquant.measure(model, "mxfp8", x), or a Recipe',
+    },
+)
+def measure(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
     """Runs `model(*args, **kwargs)` under `recipe` without gradients, and reports the losses of each product.
 
     For every quantized linear, experts and attention `Report.losses` has the error of its result against the float32

@@ -62,6 +62,7 @@ def test_an_error_reaches_the_user_as_it_is(door: str) -> None:
         DOORS[door](Mlp(), "aot_eager")(torch.randn(8, 32))
     text = str(caught.value)
     assert text.startswith("qfactory failed for role up (linear, input): KeyError 'wrong'") and "\n" not in text
+    assert "test_errors.py:" in text and text.endswith('raise KeyError("wrong"))')
     assert type(caught.value) is RecipeError and caught.value.args == (text,)
 
 
