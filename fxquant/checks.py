@@ -18,10 +18,12 @@ import functools
 import inspect
 import math
 import re
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -55,6 +57,26 @@ def did_you_mean(spelling: object, choices: Iterable[Any], foreign: Mapping[str,
     inside = [key for key in shown if len(asked) > 2 and asked in key]
     close = [asked] if asked in shown else inside or difflib.get_close_matches(asked, shown, 1)
     return f"; did you mean {_shown(shown[close[0]])}?" if close else ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return str(error).strip().partition("\n")[0]
+
+
+def place_of(error: Exception) -> str:
+    """The last line of the user's own code that an error went through, in parentheses; empty without one."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_USERS)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line})" if frames else ""
+
+
+_HERE = Path(__file__).parent
+_NOT_USERS = (
+    "<",
+    *torch.__path__,
+    *(f"{folder}/" for folder in (_HERE, _HERE.with_name("passes"), _HERE.with_name("kernels"))),
+)
+"""The beginnings of names of files that are torch's or of this package."""
 
 
 def article(name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from fxquant.checks import AtLeast, article, checked, did_you_mean
+from fxquant.checks import AtLeast, article, checked, did_you_mean, place_of
 from fxquant.errors import RecipeError
 from fxquant.quantizers import DelayedScalingRequest, Format, IdentityQuantizer, Quantizer, value_text
 from fxquant.recipes.base import (
@@ -53,7 +53,7 @@ def ask(answer: Answer, role: QuantizerRole, asked: str = "qfactory") -> Quantiz
             raise
         what = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__} {error}"
         what += f"; {_FOR_STRINGS}" if _takes_strings(error) else ""
-        raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}") from error
+        raise RecipeError(f"{asked} failed for role {role}: {what}{_hint(role)}{place_of(error)}") from error
     if answered is None:
         raise RecipeError(
             f"{asked} returned None for role {role}: return an IdentityQuantizer() to keep it in high precision; "

@@ -8,15 +8,13 @@ What would fail while autograd traces the graph, or give a gradient of the wrong
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from fxquant.checks import first_line, place_of
 from fxquant.compat.values import FakeTensorMode
 from fxquant.errors import RecipeError
 from fxquant.quantizers import Quantizer
@@ -53,7 +51,9 @@ def bits_an_element(quantizer: Quantizer, direction: Direction, operand: Tried) 
             parts = quantizer.quantize_side(x, str(direction), *draws)
             values = quantizer.dequantize_side(parts, wanted[-1])
         except Exception as error:
-            raise RecipeError(f"{where}: {_told(error)}. {_REMEDY}") from error
+            raise RecipeError(
+                f"{where}: {type(error).__name__} {first_line(error)}{place_of(error)}. {_REMEDY}"
+            ) from error
     shape = list(values.shape)
     if shape[:-1] != wanted[:-1] or shape[-1] < wanted[-1]:
         hint = ": quantize x.mT for the columnwise half" if shape == [*batch, rows, columns] else ""
@@ -67,14 +67,3 @@ def _no_bytes(size: torch.Size) -> Tensor:
 
 
 _REMEDY = "A format in blocks declares them as `alignment`, to which graphs pad"
-
-
-def _told(error: Exception) -> str:
-    """Returns the error of a user's code in one line, with the line of the code."""
-    what = f"{type(error).__name__} {str(error).strip().partition(chr(10))[0]}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_USERS)]
-    return f"{what} ({frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line})" if frames else what
-
-
-_NOT_USERS = ("<", *torch.__path__, *(str(Path(name).parents[1]) for name in (__file__, inspect.getfile(Quantizer))))
-"""The beginnings of names of files that are torch's or of this package."""
