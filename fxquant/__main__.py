@@ -164,15 +164,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with redirect_stdout(sys.stderr):  # what the user's own code prints is no part of a table, or of JSON
             text = options.run(options)
-        print(text)
     except KeyboardInterrupt:
         print("fxquant: interrupted", file=sys.stderr)
         return 130
     except FxQuantError as error:
         print(f"fxquant: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        sys.stderr.close()
+    return _printed(text)
+
+
+def _printed(text: str) -> int:
+    """Prints a result; returns 1 where stdout takes none. A reader that has seen enough (``head``) is no failure."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer at exit
+        if not isinstance(error, BrokenPipeError):
+            print(f"fxquant: error: stdout cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
     return 0
 
 
@@ -221,11 +230,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     quantize.add_argument("program", metavar="PROGRAM.pt2", help="the file of torch.export.save")
     quantize.add_argument("--recipe", **recipe)
-    quantize.add_argument("-o", "--output", metavar="PATH", required=True, help="where the result goes")
+    quantize.add_argument("-o", "--output", metavar="PATH", type=_path, required=True, help="where the result goes")
     quantize.add_argument(
-        "--calibrate", metavar="DATA.pt", help="a list of inputs, saved by torch.save, for static activation scales"
+        "--calibrate",
+        metavar="DATA.pt",
+        type=_path,
+        help="a list of inputs, saved by torch.save, for static activation scales",
     )
-    quantize.add_argument("--report", metavar="PATH", help="also write an HTML report")
+    quantize.add_argument("--report", metavar="PATH", type=_path, help="also write an HTML report")
     quantize.set_defaults(run=_quantize)
 
     tables = {
@@ -251,7 +263,7 @@ def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any]) -> Non
     )
     command.add_argument("--recipe", **recipe)
     command.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
-    command.add_argument("--html", metavar="PATH", help="also write an HTML report, of all layers")
+    command.add_argument("--html", metavar="PATH", type=_path, help="also write an HTML report, of all layers")
 
 
 def _target(text: str) -> str:
@@ -262,6 +274,12 @@ def _target(text: str) -> str:
         dotted = re.fullmatch(r"([\w.]+)\.(\w+)", text)
         hint = f": write {dotted[1]}:{dotted[2]}" if dotted and dotted[2] != "py" else ""
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form package.module:function{hint}")
+    return text
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("a path is expected, and this one is empty")
     return text
 
 

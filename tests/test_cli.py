@@ -248,7 +248,15 @@ def test_failures_are_one_line_and_exit_1(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nothing"], ["explain"], ["explain", "module"], ["explain", "m:f", "--layer", "("]]
+    "arguments",
+    [
+        [],
+        ["nothing"],
+        ["explain"],
+        ["explain", "module"],
+        ["explain", "m:f", "--layer", "("],
+        ["explain", "m:f", "--html", ""],
+    ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -268,6 +276,17 @@ def test_what_the_users_code_prints_is_no_part_of_the_json(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["summary"]["matmuls"] == 2
     assert captured.err.startswith("imported\nmade\n") and "note: --full has no effect" in captured.err
+
+
+def test_an_output_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m fxquant formats"
+    full = subprocess.run(
+        f"{command} > /dev/full", shell=True, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert full.returncode == 1 and full.stderr == "fxquant: error: stdout cannot be written: No space left on device\n"
+    pipe = f"({command} --json; echo $? > code) | head -c 1"
+    done = subprocess.run(pipe, shell=True, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (tmp_path / "code").read_text() == "0\n" and done.stderr == ""
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
