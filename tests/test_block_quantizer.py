@@ -140,6 +140,22 @@ def test_inductor_gives_the_bits_of_operators_run_one_by_one() -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("block", [(1, 32), (4, 8), (1, 0), (0, 0)])
+def test_sizes_stay_dynamic(block: tuple[int, int]) -> None:
+    backend = fxquant.Backend(recipe_of(BlockQuantizer("e2m3", block)), inner="aot_eager")
+    model = Model()
+    compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    for rows in (40, 33, 64):
+        x = torch.randn(rows, 96)
+        compiled(x).sum().backward()
+    assert backend.captured == 1
+    quantizer = BlockQuantizer("e2m3", block)
+    with torch.no_grad():
+        weight = quantizer.quantize(model.fc.weight).dequantize()
+        wanted = nn.functional.linear(quantizer.quantize(x).dequantize(), weight, model.fc.bias)
+    torch.testing.assert_close(compiled(x), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_program_stores_packed_weights() -> None:
     model, x = Model().eval(), torch.randn(32, 96)
     program = fxquant.quantize_program(torch.export.export(model, (x,)), recipe_of(BlockQuantizer("e2m3")))

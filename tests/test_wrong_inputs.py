@@ -302,7 +302,7 @@ def test_a_wrong_input_gets_one_sentence(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_there_is_not_is_told_what_to_write(name: str) -> None:
-    with pytest.raises(AttributeError, match=r"has no attribute .*(write|did you mean) .*fxquant|nn"):
+    with pytest.raises(AttributeError, match=r"has no attribute .*(write|did you mean) .*fxquant"):
         NAMES[name]()
 
 
