@@ -24,19 +24,6 @@ class Net(nn.Module):
         return self.down(nn.functional.gelu(self.up(hidden)))
 
 
-class State:
-    """What `Accelerator.register_for_checkpointing` asks of an object."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return fxquant.state_dict(self.model)
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        fxquant.load_state_dict(self.model, state)
-
-
 def trained(args: argparse.Namespace, steps: range) -> nn.Module:
     """Returns the model after `steps`, which begin at the checkpoint if not at 0."""
     torch.manual_seed(0)
@@ -44,7 +31,7 @@ def trained(args: argparse.Namespace, steps: range) -> nn.Module:
     model.compile(backend=fxquant.Backend(args.recipe, model=model, inner=args.inner))
     accelerator = Accelerator(cpu=args.cpu)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    accelerator.register_for_checkpointing(State(model))
+    accelerator.register_for_checkpointing(fxquant.QuantizationState(model))
     if steps.start:
         accelerator.load_state(args.output)
     for step in steps:

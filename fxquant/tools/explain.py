@@ -172,7 +172,8 @@ def explain(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Repo
     try:
         with progress("explain", backend.state), compile_to_look(), kept_random_state():
             with graph_breaks() as breaks, uncaptured:
-                torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+                compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False)
+                compiled(*args, **kwargs)
     finally:
         backend.restore()
     report = backend.report()

@@ -166,7 +166,8 @@ def measure(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Repo
         )
     backend = _Measurer(recipe, model if isinstance(model, nn.Module) else None)
     with torch.no_grad():
-        torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+        compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False)
+        compiled(*args, **kwargs)
     report = backend.report()
     report.losses = backend.losses
     return report
