@@ -2,11 +2,13 @@
 
 python docs/examples/hugging_face.py --output out --steps 4
 python docs/examples/hugging_face.py --output out --steps 8 --resume
+python docs/examples/hugging_face.py --output tuned --lora
 """
 
 import argparse
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -41,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--recipe", default="delayed_scaling")
     parser.add_argument("--steps", type=int, default=8, help="steps until the run stops")
     parser.add_argument("--total", type=int, default=8, help="steps that the learning rate is planned for")
+    parser.add_argument("--lora", action="store_true", help="train PEFT's LoRA adapters alone")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--inner", default="inductor", help="aot_eager begins sooner on a CPU")
     args = parser.parse_args(argv)
@@ -51,6 +54,8 @@ def main(argv: list[str] | None = None) -> None:
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
+    if args.lora:
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj", "down_proj"]))
     training = TrainingArguments(
         output_dir=args.output, max_steps=args.total, per_device_train_batch_size=8, save_steps=2, logging_steps=1,
         learning_rate=1e-3, lr_scheduler_type="constant", report_to=[], disable_tqdm=True,

@@ -204,9 +204,11 @@ class Backend:
         self.records.run(record)
         self.controls.run()
         assert record.shared is not None
-        names, new = record.shared.begin()
+        names, modules, new = record.shared.begin()
         if new:
-            self._sites = record.add_layers(names, self._sites)
+            if record.runners:
+                self._sites = record.add_layers(names, self._sites)
+            record.runners.append(modules)
         blocks, bound = read
         states = blocks.of_call(inputs, names)
         parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []

@@ -109,10 +109,14 @@ class Controls:
         if module in self.roots:
             return
         if self.by_name:
-            model = unwrapped(outermost(module))
-            self.roots.setdefault(model, next(self._numbers))
-            next(iter(self.backends.values())).states.of(model)  # whose parts have names before one is captured
+            self.roots.setdefault(self._model_around(module), next(self._numbers))
         self.roots[module] = next(self._numbers)
+
+    def _model_around(self, module: nn.Module) -> nn.Module:
+        """The model that holds a module, all of whose parts have names from then on."""
+        model = unwrapped(outermost(module))
+        next(iter(self.backends.values())).states.of(model)
+        return model
 
     def compiles_nothing_but(self, model: nn.Module) -> bool:
         """Returns True if all modules that this backend has compiled are parts of a model."""
@@ -174,6 +178,8 @@ class Controls:
             current = self._of_call(root)
             if current is not recipe and current != recipe:
                 return False
+            if self.by_name and root is not None and root not in self.roots:
+                self._model_around(root)
             self._guarded.root = root
             self.enter(recipe)
             return True

@@ -93,7 +93,7 @@ def tell_result(records: Records) -> None:
         _untold.remove(records)
     if isinstance(records.recipe, HighPrecision):
         return
-    decisions, unused = records.decisions, records.unused(trained=True)
+    decisions, unused = records.decisions(), records.unused(trained=True)
     if all(decision.quantizer is None for decision in decisions):
         skipped = Counter(str(decision.skip_reason) for decision in decisions)
         why = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx
+from torch import fx, nn
 
-from fxquant.backend.shared import Shared
+from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.decisions import Decision, NotFused
 from fxquant.recipes import Recipe
@@ -39,7 +39,8 @@ class GraphRecord:
 
     Its sites are counted from `first_site`. It is part of the report once it is `in_use`. `breaks` are the graph breaks
     before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `others`
-    are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles.
+    are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles;
+    `runners` are the modules, those it was captured for first.
     `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``.
     """
 
@@ -49,6 +50,7 @@ class GraphRecord:
     shared: Shared | None = None
     others: list[Decision] = field(default_factory=list)
     other_roles: list[QuantizerRole] = field(default_factory=list)
+    runners: list[Key] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
     in_use: bool = False
     texts: dict[str, list[str]] = field(default_factory=dict)
@@ -76,10 +78,23 @@ class GraphRecord:
             self.others.append(replace(decision, role=role, site=site, matmul=matmul, attention=attention))
         return max((decision.site + 1 for decision in self.others), default=first_site)
 
+    def decisions_in(self, model: nn.Module | None) -> list[Decision]:
+        """The decisions for the layers of a model, or for all; those of a function count as any model's."""
+        count, parts = len(self.decisions), None if model is None else set(map(id, model.modules()))
+        decisions = [*self.decisions, *self.others]
+        chosen = [i for i, key in enumerate(self.runners) if parts is None or _is_of(key, model, parts)]
+        return [decision for i in chosen for decision in decisions[i * count : (i + 1) * count]]
+
     def see(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Keeps the text of the forward or the backward, in which the operators of fxquant stand."""
         self.texts.setdefault(phase(gm), []).append(graph_text(gm))
         return gm
+
+
+def _is_of(modules: Key, model: nn.Module | None, parts: set[int]) -> bool:
+    """Returns True if modules are parts of a model, or one of them holds it."""
+    alive = [module for reference in modules if (module := reference()) is not None]
+    return not modules or any(id(m) in parts or any(part is model for part in m.modules()) for m in alive)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -114,9 +129,9 @@ class Records:
             self.graphs.append(graph)
             self.graphs.sort(key=lambda graph: graph.first_site)
 
-    @property
-    def decisions(self) -> list[Decision]:
-        decisions = [decision for graph in self.graphs for decision in (*graph.decisions, *graph.others)]
+    def decisions(self, model: nn.Module | None = None) -> list[Decision]:
+        """The decisions in these graphs, for the layers of a model if one is given."""
+        decisions = [decision for graph in self.graphs for decision in graph.decisions_in(model)]
         return sorted(decisions, key=lambda decision: decision.site)
 
     def unused(self, *, trained: bool = False) -> list[str]:
@@ -126,9 +141,9 @@ class Records:
             roles += [replace(role, tensor_type=kind) for role in roles for kind in ("grad_output", "do", "dp")]
         return self.recipe.unused(roles)
 
-    def report(self) -> Report:
-        """The decisions for these graphs, and what ran in none."""
-        report = Report(recipe=str(self.recipe), decisions=self.decisions, unused=self.unused())
+    def report(self, model: nn.Module | None = None) -> Report:
+        """The decisions for these graphs, and what ran in none; of a `model` alone if other ones ran them too."""
+        report = Report(recipe=str(self.recipe), decisions=self.decisions(model), unused=self.unused())
         if self.uncaptured is not None:
             report.decisions += self.uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
         report.not_fused = [*dict.fromkeys(fusion for graph in self.graphs for fusion in graph.not_fused)]

@@ -54,7 +54,7 @@ class Shared:
         self._variables = [*dict.fromkeys(place[0] for place in self._places.values() if place is not None)]
         self._now = threading.local()
         self._first = self._key(frame)
-        self._ran = {self._first}
+        self._ran: set[Key] = set()
         self._renamed: dict[Key, Mapping[str, str] | None] = {self._first: {layer: layer for layer in self._places}}
         if self.named:
             add_guard(self._holds, "fxquant: the recipe gives the layers of this module what it gave those captured")
@@ -68,12 +68,12 @@ class Shared:
         """Tells the modules apart, as parts of a model that is known."""
         return bool(self._variables and self._places)
 
-    def begin(self) -> tuple[Mapping[str, str], bool]:
-        """The names of the layers in this call by those captured, and True if its modules have not run the graph."""
+    def begin(self) -> tuple[Mapping[str, str], Key, bool]:
+        """The names of the layers in this call by those captured, its modules, and True if these run it first."""
         key = getattr(self._now, "key", self._first)
         new = key not in self._ran
         self._ran.add(key)
-        return self._renamed[key] or {}, new
+        return self._renamed[key] or {}, key, new
 
     def _key(self, frame: Mapping[str, Any]) -> Key:
         return tuple(weakref.ref(m) for v in self._variables if (m := _module(frame, v)) is not None)

@@ -35,6 +35,37 @@ def equal(folders: list[Path]) -> bool:
 
 
 @pytest.mark.slow
+def test_torchtitan_blocks_resume_to_the_bit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    example("torchtitan_blocks", "torchtitan").main(["--output", str(tmp_path), "--layers", "2"])
+    printed = capfd.readouterr().out
+    assert "layers.{0..1}.feed_forward.w2 " in printed and "bits of the whole one: True" in printed
+
+
+@pytest.mark.slow
+def test_lora_adapters_are_trained_beside_quantized_weights(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    run = example("hugging_face", "transformers").main
+    run(
+        [
+            "--inner",
+            "aot_eager",
+            "--recipe",
+            "mxfp8",
+            "--steps",
+            "2",
+            "--total",
+            "2",
+            "--lora",
+            "--output",
+            str(tmp_path),
+        ]
+    )
+    result = torch.load(tmp_path / "result.pt")
+    adapters = [value for name, value in result["model"].items() if "lora_B" in name]
+    assert len(result["losses"]) == 2 and adapters and all(value.any() for value in adapters)  # which begin at zero
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
 def test_hugging_face_trainer_resumes_to_the_bit_in_another_process(recipe: str, tmp_path: Path) -> None:
     run = example("hugging_face", "transformers").main
