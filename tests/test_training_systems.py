@@ -151,8 +151,10 @@ def compare(way: str, recipe: str) -> int:
     model = demo()
     run = wrap(model, recipe)
     assert_same_bits(train(model, run, way, parts), expected)
-    state = fxquant.quantization_state_dict(run)
-    assert_same_bits(dict(enumerate(state.values())), dict(enumerate(expected_state.values())))
+    state = {name.replace(".block.", "."): value for name, value in fxquant.quantization_state_dict(run).items()}
+    unused = state.keys() - expected_state.keys()  # of what FSDP2's root calls, which no graph has
+    assert all(name.startswith("head.") for name in unused) and (not unused or way == "fsdp2 whole")
+    assert_same_bits({name: value for name, value in state.items() if name not in unused}, expected_state)
     return sum(decision.quantizer is not None for decision in fxquant.report(run).decisions)
 
 
