@@ -100,6 +100,7 @@ class Controls:
         self._numbers = itertools.count()
         self.roots: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.by_name = False
+        self._located: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # looked for once: a guard asks in every call
         self._recipes: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
         self._guarded = threading.local()
         _all.add(self)
@@ -115,6 +116,7 @@ class Controls:
     def _model_around(self, module: nn.Module) -> nn.Module:
         """The model that holds a module, all of whose parts have names from then on."""
         model = unwrapped(outermost(module))
+        self._located.add(module)
         next(iter(self.backends.values())).states.of(model)
         return model
 
@@ -178,7 +180,7 @@ class Controls:
             current = self._of_call(root)
             if current is not recipe and current != recipe:
                 return False
-            if self.by_name and root is not None and root not in self.roots:
+            if self.by_name and root is not None and root not in self._located:
                 self._model_around(root)
             self._guarded.root = root
             self.enter(recipe)
