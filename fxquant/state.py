@@ -106,6 +106,7 @@ class DelayedState:
         n = len(addresses)
         self.addresses, self.current = tuple(addresses), False
         self.group: str | None = None  # the process group over which amaxes are taken
+        self.reduced = True  # unless the recipe wants those of each rank
         self.scale = torch.ones(n, device=device)
         self.history = torch.zeros(length, n, device=device)
         self.forward_amax = torch.zeros(n, 4, device=device)[:, 0]

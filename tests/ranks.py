@@ -1,4 +1,4 @@
-"""Two processes over gloo, which stay for the tests of a session and run functions of test files."""
+"""Processes over gloo, two unless said, which stay for the tests of a session and run functions of test files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import importlib.util
 import inspect
 import queue
+import signal
 import sys
 import tempfile
 import time
@@ -20,22 +21,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-WORLD = 2
-
 
 class Ranks:
-    """Two processes; they end with the session, and when a function fails in one, for which the other may wait."""
+    """The processes; they end with the session, and when a function fails in one, for which the others may wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = 2) -> None:
+        self.world = world
         self.processes: list[Any] = []
 
     def start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # which imports torch once
+        context.set_forkserver_preload(["torch.distributed.checkpoint", "fxquant.backend.backend"])
         self.results = context.Queue()
-        self.orders = [context.Queue() for _ in range(WORLD)]
+        self.orders = [context.Queue() for _ in range(self.world)]
         store = tempfile.mktemp(prefix="fxquant-ranks-")
         for rank, orders in enumerate(self.orders):
-            args = (rank, store, orders, self.results)
+            args = (rank, self.world, store, orders, self.results)
             self.processes.append(context.Process(target=_serve, args=args, daemon=True))
             self.processes[-1].start()
 
@@ -46,32 +47,45 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: int = 90) -> list[Any]:
         """What `function(*args)` returns on each rank; it stands in a test file, and all of it can be pickled."""
-        if not self.processes:
-            self.start()
-        for orders in self.orders:
-            orders.put((inspect.getfile(function), function.__name__, args))
+        self.order(function, args)
         results: dict[int, Any] = {}
         end = time.monotonic() + seconds
-        while len(results) < WORLD:
+        while len(results) < self.world:
             try:
                 rank, result, error = self.results.get(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
                 self.end()
                 pytest.fail(
-                    f"{function.__name__}{args} did not return within {seconds} s on {WORLD - len(results)} ranks"
+                    f"{function.__name__}{args} did not return within {seconds} s on {self.world - len(results)} ranks"
                 )
             if error:
                 self.end()
                 pytest.fail(f"{function.__name__}{args} on rank {rank}:\n{error}")
             results[rank] = result
-        return [results[rank] for rank in range(WORLD)]
+        return [results[rank] for rank in range(self.world)]
+
+    def order(self, function: Callable[..., Any], args: Any) -> None:
+        """Has each rank call a function, starting them if there are none."""
+        if not self.processes:
+            self.start()
+        for orders in self.orders:
+            orders.put((inspect.getfile(function), function.__name__, args))
+
+    def run_until_killed(self, function: Callable[..., Any], *args: Any, seconds: int = 60) -> None:
+        """Runs a function that kills the last rank, and ends the others, as a launcher does."""
+        self.order(function, args)
+        last = self.processes[-1]
+        last.join(seconds)
+        ended = last.exitcode
+        self.end()
+        assert ended == -signal.SIGKILL, f"{function.__name__}{args} was to kill the last rank: it ended with {ended}"
 
 
-def _serve(rank: int, store: str, orders: Any, results: Any) -> None:
+def _serve(rank: int, world: int, store: str, orders: Any, results: Any) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
     wait = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=wait)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait)
     files: dict[str, Any] = {}
     while True:
         path, name, args = orders.get()

@@ -163,12 +163,11 @@ class Backend:
 
     def group_of(self, request: DelayedScalingRequest | None) -> str | None:
         """The name of the process group over which a graph takes its largest amaxes; None for this process alone."""
-        group = self.options.amax_group
         if request is None or not request.reduce_amax:
             return None
-        if hasattr(group, "group_name"):
-            return str(group.group_name)
-        if group is None and in_pipeline_stage() and name_of_all() is not None:
+        if self.options.group is not None:
+            return self.options.group
+        if self.options.amax_group is None and in_pipeline_stage() and name_of_all() is not None:
             tell_alone(self.records)
             return None
         return name_of_all()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxquant.backend.states import Expected, ModuleStates, StateStore
 from fxquant.compat.frames import unwrapped
+from fxquant.compat.ranks import differs_by_rank
 from fxquant.formats import LINEAR_OPERANDS
 from fxquant.passes.plan.layers import clean_path
 from fxquant.quantizers import DelayedScalingRequest, Quantizer
@@ -163,8 +164,11 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from root.named_buffers(remove_duplicate=False)
 
 
-def expected(module: nn.Module, recipe: Recipe, within: Sequence[str] = ()) -> list[Expected]:
-    """The states that the linear layers of a module, or of parts of it, will have under a recipe before any has run."""
+def expected(module: nn.Module, recipe: Recipe, within: Sequence[str] = (), group: str | None = None) -> list[Expected]:
+    """The states that the linear layers of a module, or of parts of it, will have under a recipe before any has run.
+
+    `group` is the process group that amaxes are taken over, if one was named.
+    """
     slots: list[Expected] = []
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
@@ -179,7 +183,9 @@ def expected(module: nn.Module, recipe: Recipe, within: Sequence[str] = ()) -> l
             answer = recipe.quantizer(QuantizerRole("linear", operand, path))
             address = _joined(path, operand)
             if isinstance(answer, DelayedScalingRequest):
-                slots.append(Expected(address, DelayedState, answer.amax_history_len))
+                slots.append(
+                    Expected(address, DelayedState, answer.amax_history_len, differs_by_rank(answer.reduce_amax, group))
+                )
             elif isinstance(answer, Quantizer) and answer.operand_spec().is_stochastic:
                 slots.append(Expected(address, RandomState))
     return slots

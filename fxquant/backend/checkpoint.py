@@ -9,10 +9,11 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from fxquant.backend.by_rank import of_this_rank
 from fxquant.backend.states import KINDS, Expected, ModuleStates, Saved
 from fxquant.errors import OptionError, RecipeError
 from fxquant.passes.plan.layers import clean_path
-from fxquant.state import State
+from fxquant.state import DelayedState, State
 
 T = TypeVar("T")
 
@@ -48,6 +49,11 @@ class Part:
         """The values of this part, under its own names."""
         return _renamed(values, self.prefix, self.inner)
 
+    def of_rank(self) -> set[str]:
+        """The values, by name in the model that is asked, of which other ranks have their own."""
+        slots = [*(slot.address for slot in self.expected if slot.of_rank), *self.states.of_rank()]
+        return {f"{name}.{key}" for name in self.named(dict.fromkeys(slots)) for key in DelayedState.names}
+
     def needed(self) -> dict[tuple[str, type[State]], None]:
         """The slots that a saved state must have: the expected ones, and those that graphs have read."""
         slots = dict.fromkeys([*((slot.address, slot.kind) for slot in self.expected), *self.states.slots()])
@@ -78,7 +84,7 @@ def gathered(parts: Sequence[Part]) -> dict[str, Tensor]:
 
 def restore(saved: object, parts: Sequence[Part]) -> None:
     """Gives every part its states. Raises RecipeError, before anything is changed, for what is not theirs."""
-    rest = _parsed(saved)
+    rest = _parsed(of_this_rank(saved))
     shares: list[tuple[Part, Saved]] = []
     for part in sorted(parts, key=lambda part: -len(part.prefix)):
         mine = part.own(rest)

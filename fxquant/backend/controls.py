@@ -240,13 +240,14 @@ class Controls:
 
     def parts(self, model: nn.Module | None = None) -> list[Part]:
         """The states of the modules that this backend compiles, by their own names or those in a model."""
-        store = next(iter(self.backends.values())).states
+        first = next(iter(self.backends.values()))
+        store, group = first.states, first.options.group
         parts = [Part(store.nowhere)]
         orphan = store.latest() if model is None and not store.by_module else None
         if orphan is not None:
             parts.append(Part(orphan))
         for home in [*store.by_module]:
-            slots = expected(home, self._recipes.get(home, self.recipe), self.within)
+            slots = expected(home, self._recipes.get(home, self.recipe), self.within, group)
             if model is None or home is model:
                 parts.append(Part(store.of(home), home, slots))
             elif (path := path_in(model, home)) is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend, ByName
+from fxquant.backend.by_rank import marked
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.controls import Controls, controls_that_compiled
 from fxquant.compat.frames import backends_behind, unwrapped
@@ -112,8 +113,12 @@ class QuantizationState:
         self._model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state by layer, operand and value, as `fxquant.state_dict` gives it."""
-        return state_dict(self._model)
+        """The state by layer, operand and value, as `fxquant.state_dict` gives it.
+
+        Delayed scaling with ``reduce_amax=False``, or over some of the ranks, has the rank in its keys besides.
+        """
+        parts = _parts(self._model)
+        return marked(gathered(parts), {key for part in parts for key in part.of_rank()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores a state, as `fxquant.load_state_dict` does."""

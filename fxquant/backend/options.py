@@ -61,6 +61,11 @@ class Options:
             )
         return cls(**options)
 
+    @property
+    def group(self) -> str | None:
+        """The name of the process group that `amax_group` gives; None for all ranks."""
+        return str(self.amax_group.group_name) if hasattr(self.amax_group, "group_name") else None
+
     def for_inductor(self, mode: str | None) -> dict[str, Any]:
         """The settings of Inductor, with those of a mode of torch.compile."""
         settings = {**inductor_mode_options(mode), **(self.inductor or {})}

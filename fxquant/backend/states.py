@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.notices import tell
+from fxquant.compat.ranks import differs_by_rank
 from fxquant.errors import FxQuantWarning
 from fxquant.passes.plan.layers import clean_path
 from fxquant.state import DelayedState, RandomState, Slots, State, address, signed
@@ -33,6 +34,8 @@ class Expected:
     address: str
     kind: type[State]
     length: int = 0
+    of_rank: bool = False
+    """True where other ranks have values of their own."""
 
     def initial(self) -> dict[str, Tensor]:
         """The values that it begins with."""
@@ -66,7 +69,8 @@ class ModuleStates:
             addresses = tuple(rename(address(key)) for key in slots.keys)
             length = slots.request.amax_history_len
             state = self._get(DelayedState, addresses, length, device)
-            state.group = group
+            assert isinstance(state, DelayedState)
+            state.group, state.reduced = group, slots.request.reduce_amax
             states.append(state)
         if slots.rounded:
             states.append(self._get(RandomState, tuple(rename(address(key)) for key in slots.rounded), 0, device))
@@ -136,6 +140,12 @@ class ModuleStates:
     def slots(self) -> Iterator[tuple[str, type[State]]]:
         """The slots that graphs have read."""
         yield from self._holders
+
+    def of_rank(self) -> Iterator[str]:
+        """The slots that graphs have read of which other ranks have values of their own."""
+        for (name, _), state in self._holders.items():
+            if isinstance(state, DelayedState) and differs_by_rank(state.reduced, state.group):
+                yield name
 
     def held(self) -> dict[str, Tensor]:
         """Copies of the values of the slots that graphs have read, by name."""

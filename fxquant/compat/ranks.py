@@ -21,9 +21,25 @@ def rank() -> int:
     return dist.get_rank() if _initialized() else 0
 
 
+def world() -> int:
+    """Returns the number of processes of torch.distributed; 1 where this is the only one."""
+    return dist.get_world_size() if _initialized() else 1
+
+
+def differs_by_rank(reduced: bool, group: str | None) -> bool:
+    """Returns True for what is `reduced` over a process group without some of the ranks, or over none."""
+    return world() > 1 and (not reduced or (group is not None and _group(group).size() < world()))
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    from torch.distributed import distributed_c10d
+
+    return vars(distributed_c10d)["_resolve_process_group"](name)  # type: ignore[no-any-return]
+
+
 def name_of_all() -> str | None:
     """Returns the name of the group of all ranks; None where this process is the only one."""
-    if not _initialized() or dist.get_world_size() == 1:
+    if world() == 1:
         return None
     group: Any = dist.group.WORLD
     return str(group.group_name)
@@ -49,12 +65,8 @@ def largest_now(x: Tensor, group: str) -> Tensor:
 
     Says once that it waits, if others are late.
     """
-    from torch.distributed import distributed_c10d
-
-    largest, groups = x.clone(), vars(distributed_c10d)
-    work: Any = dist.all_reduce(
-        largest, dist.ReduceOp.MAX, group=groups["_resolve_process_group"](group), async_op=True
-    )
+    largest = x.clone()
+    work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=_group(group), async_op=True)
     told = time.monotonic() + _LATE
     while not work.is_completed():
         time.sleep(0.001)
