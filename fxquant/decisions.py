@@ -23,6 +23,7 @@ class SkipReason(str, Enum):
     TOO_SMALL = "TOO_SMALL"
     DTYPE = "DTYPE"
     LAYOUT = "LAYOUT"
+    PLACEMENT = "PLACEMENT"
     GROUPED = "GROUPED"
     GATHERED_WEIGHT = "GATHERED_WEIGHT"
     ATTENTION = "ATTENTION"
@@ -48,6 +49,7 @@ _MEANINGS = {
     "TOO_SMALL": "fewer than 16 input or output features: padding would cost more than it saves",
     "DTYPE": "integer, boolean, complex, or float64 (which stays exact unless allow_float64 is set)",
     "LAYOUT": "a sparse, quantized or otherwise not strided tensor",
+    "PLACEMENT": "DTensors placed so that no product of the parts that a rank holds gives its part of the result",
     "GROUPED": "a grouped product (experts) that is no linear layer, or a quantizer that cannot take groups",
     "GATHERED_WEIGHT": "the weight is gathered by an index for each row: a batch of matrix-vector products",
     "ATTENTION": "attention that cannot be quantized as one; by hand, its products are then `matmul` roles",

@@ -22,6 +22,7 @@ from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.insert import bind_state as states
 from fxquant.passes.insert import cache_weights as weights
 from fxquant.passes.insert import linear
+from fxquant.passes.insert import localize as placed
 from fxquant.passes.plan import layers, reuse, weigh
 from fxquant.passes.plan import resolve as products
 from fxquant.passes.plan.attention import SLOTS
@@ -64,6 +65,14 @@ class Captured:
 
 
 C = TypeVar("C", bound=Captured)
+
+
+def localize(captured: C, settings: Settings) -> C:
+    """Writes products of tensors that are spread over a mesh as products of this rank's parts."""
+    if placed.localize(captured.graphs):
+        for module in captured.graphs:
+            module.recompile()
+    return captured
 
 
 def find(captured: C, settings: Settings) -> C:

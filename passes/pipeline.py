@@ -44,6 +44,7 @@ from fxquant.passes.captured import (
     drop_unprofitable,
     find,
     insert,
+    localize,
     name_layers,
     open_modules,
     predict_reuse,
@@ -108,6 +109,7 @@ class Pass:
 
 
 CAPTURED = (
+    Pass(localize, "finds the products of tensors that are spread over a mesh; behind it they are like all others"),
     Pass(find, "everything else reads matmuls as facts"),
     Pass(name_layers, "a recipe answers by the names of layers"),
     Pass(open_modules, "the recipe is asked, by name, whether something inside would be quantized"),

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxquant
-from fxquant import CustomRecipe, SkipReason, factories
+from fxquant import CustomRecipe, factories
 
 
 class Stack(nn.Module):
@@ -163,14 +163,12 @@ def test_amax_reduction_over_one_rank_changes_nothing(group: dist.ProcessGroup) 
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_products_of_distributed_tensors_are_reported_with_their_sizes(group: dist.ProcessGroup) -> None:
+def test_products_of_distributed_tensors_are_quantized(group: dist.ProcessGroup) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     report = fxquant.explain(model, "current_scaling", torch.randn(32, 64))
-    assert {d.skip_reason for d in report.decisions} == {SkipReason.LAYOUT}
-    assert {d.detail.split()[-1] for d in report.decisions} == {"DTensor"}
     assert {(d.layer, d.shape) for d in report.decisions if d.role.tensor_type == "weight"} == {
         ("0", (128, 64)), ("2", (64, 128)),
     }  # fmt: skip
     assert report.flops["total"] == 5 * 2 * 32 * 64 * 128
-    assert report.coverage == 0
+    assert report.coverage == 1

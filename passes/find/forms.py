@@ -6,8 +6,9 @@ a row in `FORMS`; functions that Dynamo captures stand in `FUNCTIONS` too.
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxquant.compat.private import OpOverload, OpOverloadPacket, flex_attention_op, torch_grouped_mm
+from fxquant.decisions import SkipReason
 from fxquant.passes.find import convolutions, grouped, products
 from fxquant.passes.find.attention.flex import Flex
 from fxquant.passes.find.attention.fused import ScaledDotProduct
 from fxquant.passes.find.facts import Match
 from fxquant.passes.find.mha import multi_head
-from fxquant.passes.find.site import Arguments
+from fxquant.passes.find.opaque import refused
+from fxquant.passes.find.site import Arguments, Site
 from fxquant.passes.graph.builder import Builder, erase_unused, put_in_place
 from fxquant.passes.graph.names import op_name
 
@@ -86,6 +89,18 @@ def arguments_of(node: fx.Node, form: str) -> tuple[tuple[Any, ...], dict[str, A
     """Returns a node's arguments, with the keywords of its form."""
     names = _KEYWORDS.get(form, {})
     return node.args, {names.get(key, key): value for key, value in node.kwargs.items()}
+
+
+def read_form(site: Site, form: str, tensors: Sequence[fx.Node]) -> Match | None:
+    """Describes a node, which reads these tensors, by its form, or says that its arguments are not ones of the form."""
+    args, kwargs = arguments_of(site.node, form)
+    try:
+        bound = inspect.signature(FORMS[form]).bind(site, *args, **kwargs)
+    except TypeError as error:
+        lhs, rhs, skip = tensors[0], tensors[-1], (SkipReason.UNSUPPORTED_FORM, str(error))
+        return refused(site, "matmul", lhs, rhs, site.is_weight(rhs), skip)
+    match = FORMS[form](*bound.args, **bound.kwargs)
+    return match.match() if isinstance(match, Arguments) else match
 
 
 def apply_match(match: Match, gemm: Callable[..., fx.Node]) -> fx.Node:

@@ -48,7 +48,7 @@ def _has_effects(node: fx.Node) -> bool:
     name, home = op_name(node), getattr(node.target, "__module__", None) or "torch"
     if isinstance(node.target, HigherOrderOperator) or writes(node) or "out" in node.kwargs or "::" in name:
         return True
-    if node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator", "builtins"):
+    if node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator", "builtins", "fxquant"):
         return True  # a function of the user's own
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _OTHER_EFFECTS
 

@@ -6,8 +6,7 @@ rewritten; one that costs matmul FLOPs without a form gets a reason.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +23,11 @@ from fxquant.compat.private import (
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.attention.pairs import join_attentions
 from fxquant.passes.find.facts import Match
-from fxquant.passes.find.forms import FORMS, arguments_of, form_name
+from fxquant.passes.find.forms import FORMS, form_name, read_form
 from fxquant.passes.find.opaque import opaque, refused
-from fxquant.passes.find.site import Arguments, Site, requires_grad
+from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.find.uses import Uses
+from fxquant.passes.graph.meta import UNPLACED
 from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import maybe_value, value_of
 
@@ -119,22 +119,12 @@ def _described(site: Site, form: str) -> Match | None:
             linear = any(map(site.is_weight, tensors))
             skip = SkipReason.LAYOUT, wrapped or f"{tensor.name} is a {value.layout}"
             return refused(site, "linear" if linear else "matmul", tensors[0], tensors[-1], linear, skip)
-    match = _bound(site, form, tensors)
+    match = read_form(site, form, tensors)
     if match is not None and wrapped:
-        return replace(match, emit=None, contraction=None, skip=(SkipReason.LAYOUT, wrapped))
+        unplaced = site.node.meta.get(UNPLACED)
+        skip = (SkipReason.LAYOUT, wrapped) if unplaced is None else (SkipReason.PLACEMENT, unplaced)
+        return replace(match, emit=None, contraction=None, skip=skip)
     return match
-
-
-def _bound(site: Site, form: str, tensors: Sequence[fx.Node]) -> Match | None:
-    """Describes a node by its form, or says that its arguments are not ones of the form."""
-    args, kwargs = arguments_of(site.node, form)
-    try:
-        bound = inspect.signature(FORMS[form]).bind(site, *args, **kwargs)
-    except TypeError as error:
-        lhs, rhs, skip = tensors[0], tensors[-1], (SkipReason.UNSUPPORTED_FORM, str(error))
-        return refused(site, "matmul", lhs, rhs, site.is_weight(rhs), skip)
-    match = FORMS[form](*bound.args, **bound.kwargs)
-    return match.match() if isinstance(match, Arguments) else match
 
 
 def _closed(matches: Iterator[Match], why: str) -> Iterator[Match]:

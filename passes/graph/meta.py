@@ -33,6 +33,9 @@ LAYER = "fxquant_layer"
 HELD = "fxquant_held"
 """True for an input of a program that its modules hold without being a parameter."""
 
+UNPLACED = "fxquant_unplaced"
+"""The reason why a product of tensors that are spread over a mesh is not written as one of their local parts."""
+
 PROJECTION = "fxquant_projection"
 """The part of its module that a linear belongs to, such as ``in_proj``."""
 

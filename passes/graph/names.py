@@ -77,7 +77,10 @@ SAME_ELEMENTS = RESHAPES | UNIT_AXES | ORDERS | ALIASES | DETACHES | COPIES
 SAME_PLACES = CASTS | COPIES | ALIASES
 """Operators that keep every element at its place, perhaps in another dtype."""
 
-SAME_VALUES = VIEWS | COPIES | CASTS | REINTERPRETS | EXPANDS | SPLITS | PICKS
+PARTS = frozenset(("local_part", "to_local"))
+"""Functions that give what one rank holds of a tensor that is spread over a mesh."""
+
+SAME_VALUES = VIEWS | COPIES | CASTS | REINTERPRETS | EXPANDS | SPLITS | PICKS | PARTS
 """Operators whose result holds values of their first argument, in another shape, order or dtype."""
 
 
