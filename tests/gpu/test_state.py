@@ -39,6 +39,7 @@ def test_values_and_state_are_those_of_the_operators() -> None:
         values, states = trained()
         with config.patch(disabled_passes="advance_state, record_in_kernel"):
             expected_values, expected_states = trained()
-    assert len(states) == len(expected_states) == 8
+    layers, operands, groups = 3, 3, 4
+    assert len(states) == len(expected_states) == 2 * layers * operands * groups
     for got, expected in zip([*values, *states], [*expected_values, *expected_states], strict=True):
         assert torch.equal(got, expected)
