@@ -124,6 +124,7 @@ def after(run: Run) -> dict[str, Tensor]:
 def test_a_checkpoint_of_two_ranks_restores_on_one_two_and_four(
     recipe: Any, ranks: Ranks, four: Ranks, tmp_path: Path
 ) -> None:
+    """Invariant 44."""
     expected, other = ranks.run(saved, recipe, tmp_path)
     assert_same_bits(expected, other)
     for tensors in (
@@ -244,6 +245,7 @@ def uninterrupted(recipe: Any, ranks: Ranks, folder: Path) -> list[dict[str, Ten
 @pytest.mark.parametrize("killed", ["step", "save"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_rank_that_dies_resumes_to_the_bit(recipe: Any, killed: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Invariant 44."""
     expected = uninterrupted(recipe, ranks, tmp_path / "whole")
     Ranks().run_until_killed(trained, recipe, tmp_path / "killed", killed)
     for tensors, of_rank in zip(ranks.run(trained, recipe, tmp_path / "killed"), expected, strict=True):

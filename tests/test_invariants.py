@@ -319,7 +319,8 @@ def test_recomputed_activations_have_the_bits_of_the_forward(name: str) -> None:
     assert_same_bits(*steps)
 
 
-def test_reentrant_checkpoints_have_the_bits_of_the_forward() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_reentrant_checkpoints_have_the_bits_of_the_forward(name: str) -> None:
     """Invariant 45: they break the graph, and their body is compiled by itself."""
     from torch.utils.checkpoint import checkpoint
 
@@ -327,7 +328,7 @@ def test_reentrant_checkpoints_have_the_bits_of_the_forward() -> None:
     for use in (True, False):
         torch.manual_seed(0)
         torch.compiler.reset()
-        model, backend = Mlp().bfloat16(), eager_backend("mxfp8")
+        model, backend = Mlp().bfloat16(), eager_backend(name)
         body = torch.compile(model, backend=backend)
         x = torch.randn(32, 48).bfloat16().requires_grad_()
         run = (lambda x, body=body: checkpoint(body, x, use_reentrant=True)) if use else body

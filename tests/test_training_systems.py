@@ -167,6 +167,41 @@ def test_twenty_steps_have_the_bits_of_the_plain_loop(ranks: Ranks, way: str, re
     assert min(counts) >= 2 * 7 * 6
 
 
+def by_inductor(recipe: str) -> int:
+    """Two steps in blocks under FSDP2 beside those of the plain loop; returns how many graphs were compiled."""
+    tensors: list[dict[str, Tensor]] = []
+    for shards in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Chain(Block(), Block())
+        for module in (*model, model) if shards else ():
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        fxquant.compile_blocks(model, recipe)
+        optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), {}
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank()))
+            loss = model(x).square().mean()
+            loss.backward()
+            for parameter in () if shards else model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2
+            optimizer.step()
+            results[f"loss {step}"] = loss.detach()
+        for name, parameter in model.named_parameters():
+            results[name] = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        tensors.append(results)
+        report = fxquant.report(model)
+        assert report.coverage == 1 and len({decision.layer for decision in report.decisions}) == 2
+    assert_same_bits(*tensors)
+    return len(report.graphs)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_blocks_on_two_ranks(ranks: Ranks) -> None:
+    assert min(ranks.run(by_inductor, "current_scaling", seconds=180)) >= 1
+
+
 class Chain(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         for block in self:

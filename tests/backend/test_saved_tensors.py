@@ -107,6 +107,30 @@ def test_a_memory_budget_leaves_the_bits(recipe: str, budget: float) -> None:
     assert_same_bits(got, trained(recipe))
 
 
+def repeated(recipe: str, donated: bool, inner: str) -> dict[str, Tensor]:
+    """Gradients and state of steps whose graphs are kept for a second backward, one of them not."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, backend = Residual(), fxquant.Backend(recipe, inner=inner)
+    run, result = torch.compile(model, backend=backend), {}
+    with functorch_config.patch(donated_buffer=donated):
+        for step, count in enumerate((2, 1, 2)):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            y = run(x).square().mean()
+            for i in range(count):
+                y.backward(retain_graph=i < count - 1)
+            result[f"input {step}"] = x.grad
+    return result | {name: p.grad for name, p in model.named_parameters()} | backend.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
+def test_a_kept_graph_goes_backward_again_with_donated_buffers(recipe: str, inner: str) -> None:
+    """torch gives the memory of what is saved to the backward, unless the first one keeps its graph."""
+    assert_same_bits(repeated(recipe, True, inner), repeated(recipe, False, inner))
+
+
 @pytest.mark.slow
 def test_inductor_draws_the_same_numbers_under_a_memory_budget() -> None:
     with functorch_config.patch(activation_memory_budget=0.3):
