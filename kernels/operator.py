@@ -50,7 +50,12 @@ TRACED = "CompositeImplicitAutograd"
 
 
 class Kernel(str, Enum):
-    """The kernels that an operator can be, by names for people."""
+    """The kernels that an operator can be, by names for people, in the order in which they are tried."""
+
+    @property
+    def place(self) -> int:
+        """The place of a kernel among its kind."""
+        return [*type(self)].index(self)
 
     def __str__(self) -> str:
         return str(self.value)
@@ -110,7 +115,7 @@ class Chosen(Generic[K]):
 class Implementation:
     """A function with the meaning of an operator, for the facts to which the condition `when` answers "".
 
-    A `fallback` is chosen for a reason: that for which the implementation before the fallbacks was not.
+    A `fallback` is chosen for a reason: that for which the last implementation before it which is none was not.
     """
 
     kernel: Kernel
@@ -220,16 +225,18 @@ class Operator(Generic[P, R]):
     def implementation(
         self, kernel: Kernel, *, when: Callable[[Any], str], fallback: bool = False
     ) -> Callable[[Run], Run]:
-        """Registers an implementation, which comes after those that were registered before."""
+        """Registers an implementation, one for each kernel; whichever comes first, the order is that of the kernels."""
+        assert all(type(one.kernel) is type(kernel) and one.kernel is not kernel for one in self.implementations)
 
         def register(run: Run) -> Run:
             self.implementations.append(Implementation(kernel, run, when, fallback))
+            self.implementations.sort(key=lambda one: one.kernel.place)
             return run
 
         return register
 
     def choose(self, facts: Facts) -> Chosen[Any]:
-        """The first kernel that takes what the facts say."""
+        """The first kernel, in the order of its kind, that takes what the facts say."""
         reason = ""
         for implementation in self.implementations:
             refusal = implementation.when(facts)

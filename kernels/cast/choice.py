@@ -21,8 +21,8 @@ from fxquant.kernels.operator import Dim, Facts, Kernel, Operator, Side
 class CastKernel(Kernel):
     """The kernels that a quantization, or the amax for one, can be."""
 
-    FEW_ROWS = "Triton cast of few rows"
     ROWS = "Triton cast of rows"
+    FEW_ROWS = "Triton cast of few rows"
     STORED = "Triton cast and amax"
     TRITON = "Triton cast"
     FUSED = "fused by Inductor"

@@ -272,11 +272,12 @@ def test_a_fallback_says_why_nothing_better_was_chosen() -> None:
     def chosen_in_tests(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
-    @chosen_in_tests.implementation(Names.BEST, when=lambda facts: "" if facts.on_hopper else "not on Hopper")
     def best(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
-    chosen_in_tests.implementation(Names.OTHER, when=lambda facts: "no CUDA" * (not facts.on_cuda), fallback=True)(best)
+    registered = chosen_in_tests.implementation
+    registered(Names.OTHER, when=lambda facts: "no CUDA" * (not facts.on_cuda), fallback=True)(torch.neg)
+    registered(Names.BEST, when=lambda facts: "" if facts.on_hopper else "not on Hopper")(best)
     chosen = [str(chosen_in_tests.choose(Facts(capability=(major, 0)))) for major in (9, 8, 0)]
     assert chosen == ["the best", "another (not on Hopper)", "the reference (not on Hopper)"]
     assert chosen_in_tests.best(torch.zeros(1)).item() == 0 and chosen_in_tests.run(Names.BEST) is best
