@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from fxquant.report.report import Report
     from fxquant.tools.explain import explain
     from fxquant.tools.measure import measure
+    from fxquant.weights.prepare import prepare_fsdp
 
 __version__ = "0.1.0"
 
@@ -97,6 +98,7 @@ _LAZY = {
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
     "Report": "fxquant.report.report",
+    "prepare_fsdp": "fxquant.weights.prepare",
     "aoti_compile_and_package": "fxquant.export.program",
     "lower_program": "fxquant.export.program",
     "onnx_export": "fxquant.export.program",
@@ -201,6 +203,7 @@ __all__ = [
     "lower_program",
     "measure",
     "onnx_export",
+    "prepare_fsdp",
     "quantization_state_dict",
     "quantize_program",
     "recipes",

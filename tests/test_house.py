@@ -56,6 +56,7 @@ LATE = {
     "fxquant.__main__": "a command loads what it needs",
     "fxquant.kernels": "code for devices needs Triton or a compiler, which those who only choose do without",
     "fxquant.report": "the package is the function `fxquant.report(model)` too, which asks backends",
+    "fxquant.weights": "a build of torch may have no FSDP",
     "fxquant.quantizers.base": "a description of a format must not load torch's compiler",
     "fxquant.quantizers.blocks": "a description of a format must not load torch's compiler",
 }

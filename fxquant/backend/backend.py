@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxquant.backend.blocks import Blocks, Place
 from fxquant.backend.checkpoint import gathered, restore
 from fxquant.backend.controls import Controls
+from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import tell, tell_alone, watch
 from fxquant.backend.options import Options
@@ -159,7 +160,8 @@ class Backend:
         compiled = self.compile(bound.gm, inputs)
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
-        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound))
+        held = GatheredWeights(bound.gm, example_inputs, self.settings)
+        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held))
 
     def group_of(self, request: DelayedScalingRequest | None) -> str | None:
         """The name of the process group over which a graph takes its largest amaxes; None for this process alone."""
@@ -198,7 +200,11 @@ class Backend:
         return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
 
     def _call(
-        self, run: Callable[..., Any], inputs: Sequence[Any], record: GraphRecord, read: tuple[Blocks, Bound]
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[Any],
+        record: GraphRecord,
+        read: tuple[Blocks, Bound, GatheredWeights],
     ) -> Any:
         self.records.run(record)
         self.controls.run()
@@ -208,7 +214,8 @@ class Backend:
             if record.runners:
                 self._sites = record.add_layers(names, self._sites)
             record.runners.append(modules)
-        blocks, bound = read
+        blocks, bound, held = read
+        held.use(inputs)
         states = blocks.of_call(inputs, names)
         parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
         ask_around()

@@ -11,6 +11,8 @@ What torch does not say has a file each:
 - `checkpoints`: the activation checkpoints around a call.
 - `frames`: the frame that Dynamo compiles, and guards of our own on its graphs.
 - `ranks`: the ranks of a process group.
+- `fsdp`: the gather that FSDP2 makes of a parameter.
+- `subclass`: what a subclass of Tensor needs.
 - `recompiles`: why a function is compiled again, and where its graphs break.
 """
 

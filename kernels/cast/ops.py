@@ -252,6 +252,17 @@ def dequantize_operand(parts: Parts, spec: str, direction: str, size: Sequence[i
     return dequantize(parts, spec, direction, size, dtype)
 
 
+class HoldsQuantized(Tensor):
+    """A tensor with quantized forms of itself, which products take in the place of a new quantization."""
+
+    def held(self, spec: OperandSpec, direction: str) -> list[Tensor] | None:
+        """The parts of one direction; None where they are not there, and its values are quantized.
+
+        Raises RecipeError where they are of another format.
+        """
+        raise NotImplementedError
+
+
 def quantize_operand(
     x: Tensor, spec: OperandSpec, direction: str, state: StepState = STATELESS, stored: list[Tensor] | None = None
 ) -> tuple[list[Tensor], QuantSpec]:
@@ -260,6 +271,9 @@ def quantize_operand(
     `state` is that of the graph, for specs that name a slot or round stochastically. A columnwise half that is made
     from the rowwise one takes that as it was `stored`, if it was.
     """
+    held = x.held(spec, direction) if isinstance(x, HoldsQuantized) else None
+    if held is not None:
+        return held, parts_spec(spec.columnwise if direction == "columnwise" else spec.rowwise)
     if direction == "rowwise":
         return _one_side(x, spec.rowwise, direction, state), parts_spec(spec.rowwise)
     if spec.from_rowwise:

@@ -27,12 +27,17 @@ def by_cublas(
     return scaled_mm.run(scaled_mm.choose(facts).kernel)(*arguments)
 
 
+def _dense(parts: Parts) -> list[Tensor]:
+    """The parts of an operand by rows: those of a weight that FSDP2 gathered for the backward lie transposed."""
+    return [part.contiguous() for part in parts]
+
+
 @scaled_mm.implementation(GemmKernel.PER_TENSOR, when=choice.per_tensor)
 @scaled_mm.implementation(GemmKernel.PER_ROW, when=choice.per_row)
 def _fp8_mm(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    (a_data, a_scale), (b_data, b_scale) = a, b
+    (a_data, a_scale), (b_data, b_scale) = a, _dense(b)
     features = b_data.shape[0]
     spare = -features % 16
     if spare:  # _scaled_mm wants both sizes of its right operand in multiples of 16
@@ -69,7 +74,7 @@ def _fp8_mm(
 def _block_mm(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    (a_data, a_scale), (b_data, b_scale) = a, b
+    (a_data, a_scale), (b_data, b_scale) = a, _dense(b)
     dtype = torch.bfloat16 if out_dtype == torch.bfloat16 and bias is None else torch.float32
     if statically_known_true(a_data.shape[1] == 0):  # a sum of nothing, which cuBLAS refuses here
         empty = torch.zeros(a_data.shape[0], b_data.shape[0], dtype=out_dtype, device=a_data.device)

@@ -30,6 +30,7 @@ from fxquant.passes.find.uses import Uses
 from fxquant.passes.graph.meta import UNPLACED
 from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import maybe_value, value_of
+from fxquant.weights import QuantizedWeight
 
 Regions = Mapping[str, torch.dtype | None]
 """The autocast dtype in force, by device type; None where autocast is off."""
@@ -113,7 +114,7 @@ def _described(site: Site, form: str) -> Match | None:
     wrapped = ""
     for tensor in tensors:
         value = value_of(tensor)
-        if not wrapped and is_traceable_wrapper_subclass(value):
+        if not wrapped and is_traceable_wrapper_subclass(value) and not isinstance(value, QuantizedWeight):
             wrapped = f"{tensor.name} is a {type(value).__name__}"
         if value.layout != torch.strided:
             linear = any(map(site.is_weight, tensors))

@@ -39,6 +39,8 @@ from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer
 from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
 from fxquant.state import Slots
+from fxquant.weights import QuantizedWeight
+from fxquant.weights.weight import fits, mismatch
 
 SMALLEST = 16
 """FP8 GEMMs want 16-byte rows: products with fewer input or output features stay as they are."""
@@ -119,6 +121,16 @@ def _check_pairs(match: Match, quantizers: Mapping[str, Quantizer], needed: Sequ
                 f"layer {match.name or '<model>'!r}: {gemm} cannot multiply {left} by {right}: {problem}. "
                 f"Give both operands of {gemm} quantizers of one kind; HybridQuantizer sets each direction by itself."
             )
+
+
+def _check_stored(match: Match, product: Product, quantizers: Mapping[str, Quantizer]) -> None:
+    """Raises RecipeError for a weight that is stored in another format than the recipe wants."""
+    weight = value_of(product.rhs)
+    if not isinstance(weight, QuantizedWeight) or "weight" not in quantizers:
+        return
+    wanted = quantizers["weight"].operand_spec()
+    if weight.is_stored and not fits(weight.spec, wanted):
+        raise RecipeError(mismatch(match.name, weight.spec, wanted))
 
 
 def _unusable_answers(match: Match, product: Product, answers: Mapping[str, Answer]) -> Skip | None:
@@ -218,6 +230,7 @@ class _Resolver:
         bits: dict[tuple[str, Direction], float] = {}
         if skip is None:
             quantizers = self.with_slots(answers, match, product)
+            _check_stored(match, product, quantizers)
             _check_pairs(match, quantizers, gemms(needs_grad))
             bits = self.tried(match, product, quantizers, needs_grad)
             for operand, quantizer in quantizers.items():

@@ -1,0 +1,123 @@
+"""Gives the linear layers of a model weights that FSDP2 gathers in low precision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fxquant.checks import checked
+from fxquant.errors import ArgumentError
+from fxquant.formats import OperandSpec
+from fxquant.quantizers import Quantizer
+from fxquant.recipes import Recipe, resolve
+from fxquant.roles import QuantizerRole
+from fxquant.weights.layer import Layer
+from fxquant.weights.weight import QuantizedWeight
+
+
+@checked(
+    ArgumentError,
+    called="fxquant.prepare_fsdp",
+    takes={
+        "model": "a module that fully_shard has not sharded yet",
+        "recipe": "the name or the Recipe that the model is compiled with",
+    },
+)
+def prepare_fsdp(model: nn.Module, recipe: Recipe | str, blocks: Iterable[nn.Module] | str | None = None) -> nn.Module:
+    """Lets `fully_shard`, which is called next, gather the weights that a recipe quantizes as quantized bytes.
+
+        fxquant.prepare_fsdp(model, "mxfp8", model.layers)
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        fxquant.compile_blocks(model, "mxfp8", model.layers)
+
+    `blocks` are the parts of the model that are compiled under the recipe, as modules or as a regular expression for
+    their names; None is the whole model. Their linear layers get weights of a subclass of Tensor that holds them as
+    before, in high precision: optimizers, clipping and checkpoints work as they did, and `state_dict()` has plain
+    tensors. Returns the model. Raises ArgumentError for a model that is sharded already.
+    """
+    recipe = resolve(recipe)
+    within = None if blocks is None else _inside(model, blocks)
+    for name, layer in quantizable(model):
+        spec = weight_spec(recipe, name)
+        if spec is None or (within is not None and id(layer) not in within) or is_quantized(layer.weight):
+            continue
+        if isinstance(layer, FSDPModule) or isinstance(layer.weight, DTensor):
+            raise ArgumentError(f"{name}.weight is sharded already: call prepare_fsdp before fully_shard")
+        _wrap(layer, name, spec)
+    return model
+
+
+def _inside(model: nn.Module, blocks: Iterable[nn.Module] | str) -> set[int]:
+    """The ids of the modules in the blocks of a model. Raises ArgumentError where there are none."""
+    if isinstance(blocks, str):
+        pattern = re.compile(blocks)
+        blocks = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    chosen = {id(module) for block in blocks for module in block.modules()}
+    if not chosen & {id(module) for module in model.modules()}:
+        raise ArgumentError(f"blocks has no module of this {type(model).__name__}")
+    return chosen
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Returns True for a weight with quantized forms, sharded or not."""
+    return isinstance(weight.to_local() if isinstance(weight, DTensor) else weight, QuantizedWeight)
+
+
+def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Gives the linear layers whose weights nothing else reads, by their names."""
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(module)
+    for name, module in model.named_modules():
+        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if plain and all(isinstance(user, nn.Linear) for user in users[id(module.weight)]):
+            yield name, module
+
+
+def weight_spec(recipe: Recipe, name: str) -> OperandSpec | None:
+    """The spec of a linear layer's weight; None where it stays in high precision."""
+    answer = recipe.quantizer(QuantizerRole("linear", "weight", name))
+    if not isinstance(answer, Quantizer) or answer.is_identity:
+        return None
+    return answer.operand_spec()
+
+
+def _wrap(layer: nn.Linear, name: str, spec: OperandSpec) -> None:
+    weight = layer.weight
+    if weight.ndim != 2:
+        raise ArgumentError(f"{name}.weight has {weight.ndim} axes: prepare the model before fully_shard")
+    new = QuantizedWeight(str(spec), master=weight.detach(), layer=Layer(name))
+    layer.weight = nn.Parameter(new, requires_grad=weight.requires_grad)
+    layer.register_state_dict_post_hook(_plain)  # type: ignore[no-untyped-call]
+
+
+def _plain(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Puts plain tensors in the place of quantized weights in a state dict, in the same memory."""
+    key = f"{prefix}weight"
+    if isinstance(state.get(key), Tensor):
+        state[key] = plain(state[key])
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight without its quantized forms: the same memory where it has a master."""
+    if isinstance(weight, DTensor):
+        local = weight.to_local()
+        if not isinstance(local, QuantizedWeight):
+            return weight
+        return DTensor.from_local(
+            plain(local), weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
+            stride=weight.stride(),
+        )  # fmt: skip
+    if not isinstance(weight, QuantizedWeight):
+        return weight
+    with torch.no_grad():
+        return weight.values() if weight.master is None else weight.master

@@ -1,0 +1,247 @@
+"""A parameter in quantized form: the one subclass of Tensor that fxquant has.
+
+    QuantizedWeight("mxfp8_e4m3", master=w)                      # a shard of FSDP2: quantized when it is gathered
+    QuantizedWeight("mxfp8_e4m3", rowwise=[..], columnwise=[..], size=.., dtype=..)     # what was gathered
+    QuantizedWeight("mxfp8_e4m3", master=w, rowwise=[..])        # kept quantized, and trained through its master
+
+It stands in modules and never in a compiled graph: AOTAutograd takes it apart into its plain tensors, and
+`fxquant::linear` asks it for the parts of a direction (`held`), which go into the GEMM as they are. Every other
+operator sees its values. What is written into it is written into the master, and the parts are quantized again, in
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxquant.compat.private import tree_map_only
+from fxquant.compat.subclass import is_allocated, no_torch_function, written
+from fxquant.errors import RecipeError
+from fxquant.formats import OperandSpec, QuantSpec
+from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_spec
+from fxquant.roles import Direction
+from fxquant.weights.layer import Layer
+from fxquant.weights.parts import quantized, side
+
+if TYPE_CHECKING:
+    from fxquant.weights.fsdp import Sent
+
+aten = torch.ops.aten
+
+_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten._pin_memory.default}
+"""Operators that are applied to every tensor inside, and keep the values."""
+
+_SHAPED = {
+    aten.split.Tensor,
+    aten.slice.Tensor,
+    aten.narrow.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.as_strided.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.empty_like.default,
+}
+"""Operators by which FSDP2 cuts, pads and flattens a parameter: of one that has a master alone they give such ones."""
+
+_PREFIXES = {Direction.ROWWISE: "row", Direction.COLUMNWISE: "column"}
+
+
+class QuantizedWeight(HoldsQuantized):
+    """A weight [N, K] with its quantized parts in one or both directions, its values in high precision, or both.
+
+    `spec` is the text of an `OperandSpec`. The parts of a direction are those of `fxquant::quantize`.
+    """
+
+    master: Tensor | None
+    spec: str
+    layer: Layer
+
+    @staticmethod
+    def __new__(
+        cls, spec: str, *, master: Tensor | None = None, rowwise: Sequence[Tensor] = (),
+        columnwise: Sequence[Tensor] = (), size: Sequence[int] | None = None, dtype: torch.dtype | None = None,
+        layer: Layer | None = None,
+    ) -> QuantizedWeight:  # fmt: skip
+        inner = next(t for t in (master, *rowwise, *columnwise) if t is not None)
+        if master is not None:
+            size, dtype = master.shape, dtype or master.dtype
+        assert size is not None and dtype is not None
+        weight: QuantizedWeight = cls._make_wrapper_subclass(
+            cls, tuple(size), strides=None if master is None else master.stride(), dtype=dtype, device=inner.device
+        )
+        weight.master, weight.spec, weight.layer = master, spec, layer or Layer()
+        for direction, parts in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)):
+            for i, part in enumerate(parts):
+                setattr(weight, f"{_PREFIXES[direction]}{i}", part)
+        return weight
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything is set by `__new__`."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        inner = ", ".join(self.__tensor_flatten__()[0])
+        return f"QuantizedWeight({self.spec}, {list(self.shape)}, {self.dtype}, holds {inner})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
+        names = [f"{prefix}{i}" for prefix in _PREFIXES.values() for i in range(3)]
+        return [name for name in ("master", *names) if getattr(self, name, None) is not None], (self.spec, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], meta: tuple[str, torch.dtype], size: torch.Size, stride: Sequence[int]
+    ) -> QuantizedWeight:
+        spec, dtype = meta
+        row, column = ([inner[n] for n in sorted(inner) if n.startswith(prefix)] for prefix in _PREFIXES.values())
+        master = inner.get("master")
+        return QuantizedWeight(spec, master=master, rowwise=row, columnwise=column, size=size, dtype=dtype)
+
+    def parts(self, direction: Direction | str) -> list[Tensor]:
+        """The parts of one direction; empty where it is not held."""
+        names = [f"{_PREFIXES[Direction(direction)]}{i}" for i in range(3)]
+        return [part for name in names if (part := getattr(self, name, None)) is not None]
+
+    @property
+    def is_stored(self) -> bool:
+        """True for a weight that has quantized parts, and not a master alone."""
+        return any(map(self.parts, Direction))
+
+    def held(self, spec: OperandSpec, direction: str) -> list[Tensor] | None:
+        parts = self.parts(direction)
+        if not parts:
+            return None
+        if fits(self.spec, spec):
+            return parts
+        if side(spec, direction).is_identity:  # shapes are asked for before anything is decided
+            return None
+        raise RecipeError(mismatch(self.layer.name, self.spec, spec))
+
+    def values(self) -> Tensor:
+        """The values as a plain tensor: those of the master, or else of a direction that is there."""
+        if self.master is not None:
+            return self.master.to(self.dtype)
+        spec = OperandSpec.parse(self.spec)
+        present = [d for d in Direction if (parts := self.parts(d)) and all(map(is_allocated, parts))]
+        direction = next(iter(present), Direction.ROWWISE)
+        text = str(side(spec, direction))
+        return dequantize_operand(self.parts(direction), text, str(direction), self.shape, self.dtype)
+
+    def quantize_again(self, values: Tensor | None = None) -> None:
+        """Makes the parts anew, in their memory: from the master, or from other values."""
+        values = self.values() if values is None else values.to(self.dtype)
+        for direction in Direction:
+            parts = self.parts(direction)
+            new = quantized(values, OperandSpec.parse(self.spec), direction) if parts else []
+            for part, value in zip(parts, new, strict=True):
+                part.copy_(value)
+
+    def over(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
+        """The same weight with a function applied to each of its tensors."""
+        row, column = ([run(part) for part in self.parts(direction)] for direction in Direction)
+        master = None if self.master is None else run(self.master)
+        return QuantizedWeight(
+            self.spec, master=master, rowwise=row, columnwise=column, size=self.size(), dtype=dtype or self.dtype,
+            layer=self.layer,
+        )  # fmt: skip
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Sent]:
+        """Quantizes this shard, in the directions that the pass needs, for FSDP2, which calls this."""
+        from fxquant.weights.fsdp import send
+
+        assert self.master is not None
+        sent = send(self.master, OperandSpec.parse(self.spec), self.layer)
+        return tuple(sent.shards), sent
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight over the bytes that have arrived, with no copy; FSDP2 calls this."""
+        from fxquant.weights.fsdp import gathered_parts, receive
+
+        receive(sent)
+        if out is not None:  # reads the same memory
+            return None
+        size, spec = sent.gather.size, OperandSpec.parse(self.spec)
+        parts = gathered_parts(sent, size, param_dtype, spec, self.layer)
+        row, column = (parts[direction] for direction in Direction)
+        whole = QuantizedWeight(
+            self.spec, rowwise=row, columnwise=column, size=size, dtype=param_dtype, layer=self.layer
+        )
+        return whole, ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        changed = [x for x in written(operator, args, kwargs) if isinstance(x, QuantizedWeight)]
+        if changed:
+            return _write(operator, args, kwargs, changed)
+        if isinstance(first, QuantizedWeight):
+            result = _wrapped(operator, first, args, kwargs)
+            if result is not None:
+                return result
+        args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.values, (tuple(args), dict(kwargs)))
+        return operator(*args, **kwargs)
+
+
+def _wrapped(operator: Any, weight: QuantizedWeight, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator that gives quantized weights; None of another."""
+    if operator in _SAME:
+        return weight.over(lambda tensor: operator(tensor, *args[1:], **kwargs))
+    if operator is aten._to_copy.default:
+        dtype = kwargs.get("dtype")
+        others = {key: value for key, value in kwargs.items() if key != "dtype"}
+        row, column = ([operator(part, **others) for part in weight.parts(direction)] for direction in Direction)
+        master = None if weight.master is None else operator(weight.master, **kwargs)
+        return QuantizedWeight(
+            weight.spec, master=master, rowwise=row, columnwise=column, size=weight.size(),
+            dtype=dtype or weight.dtype, layer=weight.layer,
+        )  # fmt: skip
+    if weight.is_stored and operator in (aten.view.default, aten.as_strided.default, aten._unsafe_view.default):
+        same_stride = operator is not aten.as_strided.default or tuple(args[2]) == weight.stride()
+        if tuple(args[1]) == tuple(weight.shape) and same_stride:
+            return weight.over(aten.alias.default)
+    if operator in _SHAPED and not weight.is_stored:
+        result = operator(weight.master, *args[1:], **kwargs)
+        return tree_map_only(Tensor, lambda t: QuantizedWeight(weight.spec, master=t, layer=weight.layer), result)
+    return None
+
+
+def _write(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Sequence[QuantizedWeight]) -> Any:
+    """Runs an operator that writes into weights: on their masters, or on their values where there are none."""
+    plain = {id(weight): weight.master if weight.master is not None else weight.values() for weight in changed}
+    owners = {id(plain[id(weight)]): weight for weight in changed}
+
+    def value(weight: QuantizedWeight) -> Tensor:
+        return plain[id(weight)] if id(weight) in plain else weight.values()
+
+    args, kwargs = tree_map_only(QuantizedWeight, value, (tuple(args), dict(kwargs)))
+    result = operator(*args, **kwargs)
+    for weight in changed:
+        weight.quantize_again(plain[id(weight)])
+    return tree_map_only(Tensor, lambda tensor: owners.get(id(tensor), tensor), result)
+
+
+def fits(stored: str, wanted: OperandSpec) -> bool:
+    """Returns True if products may take parts of the first spec where a recipe wants the second."""
+
+    def sides(spec: OperandSpec) -> tuple[QuantSpec, QuantSpec, bool]:
+        return parts_spec(spec.rowwise), parts_spec(spec.columnwise), spec.from_rowwise
+
+    return sides(OperandSpec.parse(stored)) == sides(wanted)
+
+
+def mismatch(layer: str, stored: str, wanted: OperandSpec) -> str:
+    """The message for a recipe that does not fit what is stored."""
+    name = f"{layer}.weight" if layer else "a weight"
+    return f"Recipe mismatch for {name}: stored as {stored}, recipe wants {wanted}"
