@@ -21,8 +21,12 @@ from gpu.recipes import RECIPES, resolved
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 MODELS = ("llama_gqa", "gpt2", "bert", "qwen3_moe_bf16")
-LAUNCHED = {"aten::_scaled_mm", "aten::_scaled_grouped_mm"}
-"""The GEMMs that the recipes of `test_launches` have on a card that multiplies FP8."""
+LAUNCHED = {
+    "aten::_scaled_mm": ("cuBLAS _scaled_mm, per tensor", "cuBLAS _scaled_mm, rowwise"),
+    "aten::_scaled_grouped_mm": ("_scaled_grouped_mm",),
+    "gemm_kernel": ("Triton, few rows",),
+}
+"""What the profiler calls the GEMMs of `test_launches` on a card that multiplies FP8, and how reports call them."""
 
 
 def case(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -56,13 +60,16 @@ def test_launches(name: str, recipe: str) -> None:
     backend = Backend(recipe, model=model, gemm="cublas")
     run = torch.compile(model, backend=backend)
     step(run, kwargs)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
         step(run, kwargs)
     launched = Counter(event.name for event in profile.events() if event.name in LAUNCHED)
-    gemms = backend.report().gemms()
-    quantized = {key: operands for key, operands in gemms.items() if all(d.quantizer for d in operands)}
-    linears = sum(operands[0].role.module_type == "linear" for operands in quantized.values())
-    assert launched["aten::_scaled_mm"] == linears > 0
-    assert {gemm for _, gemm in quantized} == set(Gemm)
-    if recipe == "rowwise":  # with a scale for each tensor, experts have kernels of ours
-        assert launched["aten::_scaled_grouped_mm"] == len(quantized) - linears
+    report = backend.report()
+    kernels = Counter(work.kernel for _, _, work in report.work() if work.what in set(Gemm))
+    for name_of_event, names in LAUNCHED.items():
+        assert launched[name_of_event] == sum(kernels[kernel] for kernel in names), (launched, kernels)
+    quantized = {key for key, operands in report.gemms().items() if all(d.quantizer for d in operands)}
+    assert sum(kernels.values()) == len(quantized) and {gemm for _, gemm in quantized} == set(Gemm)
+    assert launched["aten::_scaled_mm"] > 0
+    if recipe == "rowwise" and "moe" in name:  # with a scale for each tensor, experts have kernels of ours
+        assert launched["aten::_scaled_grouped_mm"] > 0
