@@ -193,7 +193,7 @@ def run(stage: tuple[Pass, ...], subject: S, settings: Settings) -> S:
             outcome = _change(subject, step, settings)
         else:
             subject, outcome = step.run(subject, settings), "done"
-        log.info("%s: %s in %.1f ms", step.name, outcome, (time.perf_counter() - start) * 1e3)
+        log.debug("%s: %s in %.1f ms", step.name, outcome, (time.perf_counter() - start) * 1e3)
         if border is not None:
             form = border.after if step is stage[-1] else border.between
             check(subject, form, settings, f"behind the pass {step.name} of the stage {border.stage}")
