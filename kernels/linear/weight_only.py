@@ -37,10 +37,10 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, size_n: int, spec: QuantSpec) -> Tiles:
-        """Tiles that give a multiprocessor 12 warps or more, as decoding takes, where the weight has rows enough."""
+        """The fastest for weights of 4096 x 14336, 8192 x 28672 and 14336 x 4096 (docs/performance.md)."""
         m = max(8, 1 << (rows - 1).bit_length())
-        few = m <= 16 and -(-size_n // 64) <= _FEW_PROGRAMS
-        return cls(m, 64, 32 if is_packed(spec) else 64, 8 if few else 4, 3)
+        n, k = (32, 128) if m <= 16 else (64, 64)
+        return cls(m, n, k // 2 if is_packed(spec) else k, 4, 3)
 
     def steps(self, size_n: int, row_bytes: int) -> tuple[int, int]:
         """The number of parts that K is split into, so that no multiprocessor idles, and the steps of a part."""
