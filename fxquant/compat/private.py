@@ -52,6 +52,13 @@ torch_grouped_mm = torch._grouped_mm
 torch_scaled_grouped_mm = torch._scaled_grouped_mm
 torch_scaled_mm = torch._scaled_mm
 
+DENSE = "dislike_padding"
+"""A key of `node.meta`: Inductor pads no strides of this node's memory.
+
+It pads rows of more than 1024 elements, from which no kernel of fxquant gains. Seen in torch 2.11: a buffer whose rows
+are padded and read through a view got another layout afterwards, and the view read it as if it had the first.
+"""
+
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Returns the decomposition table that Inductor's own graphs have been through."""

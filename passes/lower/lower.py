@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.patches import written_by
 from fxquant.compat.private import (
+    DENSE,
     inductor_decompositions,
     tree_flatten,
     tree_map_only,
@@ -134,7 +135,9 @@ def _lower(graph: fx.Graph, settings: Settings) -> int:
         key = _key(run, args, kwargs)
         if key is None or key not in traced:
             traced[key] = _trace(run, args, kwargs, settings.portable, writes(node))
-        results, _ = inline(Builder(node), traced[key])
+        results, copies = inline(Builder(node), traced[key])
+        for copy in copies.values():
+            copy.meta[DENSE] = True
         if isinstance(val(node), (list, tuple)):
             put_in_places(results, node)
         else:

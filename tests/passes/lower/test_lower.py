@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxquant.compat.private import triton_kernel_wrapper_functional
+from fxquant.compat.private import DENSE, triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, AttentionSpec, QuantSpec, Step
 from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.lower.lower import lower
@@ -84,6 +85,15 @@ def test_nodes_keep_where_they_come_from() -> None:
     lower(gm.graph, Settings())
     made = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert made and all("val" in n.meta and n.meta["custom"] == {"fxquant": "layers.0.fc"} for n in made)
+
+
+def test_no_memory_of_lowered_operators_is_padded() -> None:
+    """Inductor reads a key of `node.meta`, which it calls by a name of its own."""
+    gm = traced(lambda x: ops.quantize(x, "nvfp4", "columnwise"), torch.randn(64, 96))
+    lower(gm.graph, Settings())
+    called = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert called and all(node.meta[DENSE] for node in called)
+    assert f'"{DENSE}"' in inspect.getsource(importlib.import_module("torch._inductor.ir"))
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
