@@ -22,6 +22,9 @@ TORCHAO_WEIGHT_ONLY = ("torchao float8 weight-only", "torchao int8 weight-only")
 ATTENTION = " + attention"
 """The suffix of a provider that quantizes attention too."""
 WITH_ATTENTION = tuple(f"{name}{ATTENTION}" for name in QUANTIZED)
+GATHERED = " + gather"
+"""The suffix of a provider whose weights FSDP2 gathers quantized."""
+WITH_GATHER = ("torchao tensorwise + gather", *(f"{name}{GATHERED}" for name in QUANTIZED))
 WITHOUT_ATTENTION = ("bf16", *QUANTIZED, *CACHED, *LEAST, *TORCHAO)
 PROVIDERS = (*WITHOUT_ATTENTION, *WITH_ATTENTION)
 CALIBRATED = "current_scaling calibrated"
@@ -64,6 +67,6 @@ def gemms(provider: str, device: str) -> str:
 
 
 def _recipe_name(provider: str) -> str:
-    for suffix in (ATTENTION, " cached", " least"):
+    for suffix in (ATTENTION, GATHERED, " cached", " least"):
         provider = provider.removesuffix(suffix)
     return provider

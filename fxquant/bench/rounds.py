@@ -32,6 +32,14 @@ class Turns:
     def cuda(self) -> bool:
         return self.device == "cuda"
 
+    def agreed(self, value: bool) -> bool:
+        """The value, on which processes that run together agree, since their steps wait for each other."""
+        return value
+
+
+class LeftOut(Exception):
+    """The reason why a provider was not tried."""
+
 
 @dataclass
 class Contender:
@@ -45,7 +53,12 @@ class Contender:
 
 
 class Problem:
-    """A problem of some size that every provider solves in its own way; `str(problem)` is the size."""
+    """A problem of some size that every provider solves in its own way; `str(problem)` is the size.
+
+    One that is not `timed` is solved once, when its contender is made.
+    """
+
+    timed = True
 
     def takes(self, provider: str) -> bool:
         """Returns True if a provider has something to time."""
@@ -87,7 +100,8 @@ def measure(providers: Sequence[str], problem: Problem, turns: Turns) -> list[Ro
     with unlimited_recompiles():
         contenders = [_attempt(provider, problem, turns) for provider in providers if problem.takes(provider)]
         everyone = [*contenders, *problem.beside(providers, turns)]
-        time_in_turn(everyone, turns)
+        if problem.timed:
+            time_in_turn(everyone, turns)
     ms = {c.name: statistics.median(c.times) / c.calls for c in everyone if c.times}
     rows = []
     for contender in contenders:
@@ -114,6 +128,8 @@ def _attempt(provider: str, problem: Problem, turns: Turns) -> Contender:
 
 def failure(error: Exception) -> str:
     """The text of an error in a table."""
+    if isinstance(error, LeftOut):
+        return f"left out: {error}"
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -128,7 +144,7 @@ def time_in_turn(contenders: Sequence[Contender], turns: Turns) -> None:
                 continue
             try:
                 until = time.perf_counter() + turns.seconds / ROUNDS
-                while time.perf_counter() < until:
+                while turns.agreed(time.perf_counter() < until):
                     contender.step()
                     wait(turns.device)
                 contender.times += timed(contender.step, max(1, turns.repeats // ROUNDS), turns.cuda)

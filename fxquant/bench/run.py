@@ -1,6 +1,7 @@
 """Benchmarks: training steps of Llama blocks, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench block | linear | grouped | decode | attention | export | cast [--providers NAME,NAME] ...
+    python -m fxquant bench block | linear | grouped | decode | attention | export | cast | sharded
+                             [--providers NAME,NAME] ...
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
 shapes and without Inductor's caches. Providers are timed in turn, round after round; times are medians after a second
@@ -12,12 +13,15 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import functools
 import importlib.metadata
+import math
 import re
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fxquant.bench import attention, casts, decode, export, linear, training
+from fxquant.bench import attention, casts, decode, export, linear, ranks, sharded, training
 from fxquant.bench.providers import (
     ATTENTION,
     CACHED,
@@ -45,13 +49,17 @@ from fxquant.tools.progress import progress
 
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
-    "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "compile_s", "flops_quantized", "gemms",
+    "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "loss_diff", "gather_bytes", "wire_gib",
+    "gather_ms", "gathers_ms", "gathers_hidden", "wire_ms", "wire_hidden", "compile_s", "flops_quantized", "gemms",
     "card", "torch", "triton", "torchao", "date", "command",
 )  # fmt: skip
 SHOWN = {
     "size": "size", "provider": "what", "ms": "step ms", "us": "us", "over_bf16": "over bf16",
     "over_torchao": "over torchao", "of_floor": "of floor", "over_read": "over reading the weight",
     "of_copy": "of copy rate", "saved_gib": "saved GiB", "peak_gib": "peak GiB", "weights_gib": "weights GiB",
+    "loss_diff": "losses differ by", "gather_bytes": "gathered bytes an element", "wire_gib": "received GiB",
+    "gather_ms": "one gather ms", "gathers_ms": "gathers ms", "gathers_hidden": "hidden",
+    "wire_ms": "collectives ms", "wire_hidden": "of them hidden",
     "compile_s": "compile s", "flops_quantized": "FLOPs quantized", "gemms": "GEMMs",
 }  # fmt: skip
 """The columns that tables show, and their titles."""
@@ -96,6 +104,13 @@ BENCHMARKS = {
     "export": _of(export, "inference of a decoder block compiled ahead of time"),
     "attention": _of(attention, "attention in FP8, forward and backward"),
     "cast": _of(casts, "quantizations, beside a copy"),
+    "sharded": Benchmark(
+        "training steps of blocks under FSDP2 and tensor parallelism, a rank for each GPU",
+        sharded.SIZES,
+        sharded.TINY,
+        sharded.DEFAULT,
+        sharded.PROVIDERS,
+    ),
 }
 
 
@@ -110,6 +125,9 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     benchmark, cuda = BENCHMARKS[options.benchmark], options.device == "cuda"
     turns = Turns(options.device, options.seconds if cuda else 0.0, options.repeats if cuda else ROUNDS)
     sizes = benchmark.sizes if cuda else benchmark.tiny
+    if options.benchmark == "sharded":
+        turns = ranks.TurnsOfRanks(turns.device, turns.seconds, turns.repeats, time.monotonic() + options.within)
+        sizes = sharded.chosen(sizes, options.parts, options.length if cuda else None, options.blocks if cuda else None)
     if cuda and options.benchmark == "block":
         sizes = [replace(size, length=options.length, blocks=options.blocks) for size in sizes]
     if not cuda and (ignored := _only_on_cuda(options)):
@@ -117,14 +135,16 @@ def run_benchmark(options: argparse.Namespace, command: str) -> list[Row]:
     where = setting(options.device, command)
     rows = []
     for size in sizes:
-        with progress("bench", functools.partial("compiling and timing {} {}".format, options.benchmark, size)):
+        shown = progress("bench", functools.partial("compiling and timing {} {}".format, options.benchmark, size))
+        with shown if ranks.is_first() else contextlib.nullcontext():
             measured = measure(options.providers, size, turns)
         for row in measured:
             row = dict.fromkeys(COLUMNS, "") | {"benchmark": options.benchmark, "size": str(size)} | row | where
-            print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
             rows.append(row)
-            if options.csv:
-                append(options.csv, row)
+            if ranks.is_first():
+                print(" ".join(filter(None, (row[column] for column in SHOWN))), file=sys.stderr, flush=True)
+                if options.csv:
+                    append(options.csv, row)
     return rows
 
 
@@ -184,7 +204,7 @@ def table_rows(rows: Iterable[Row]) -> list[Row]:
 
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
-    allowed = dict.fromkeys((*PROVIDERS, *decode.PROVIDERS, *attention.PROVIDERS, *casts.PROVIDERS))
+    allowed = dict.fromkeys((*PROVIDERS, *decode.PROVIDERS, *attention.PROVIDERS, *casts.PROVIDERS, *sharded.PROVIDERS))
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(allowed)}")
@@ -196,10 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():
         kind = kinds.add_parser(name, help=benchmark.help)
-        if name == "block":
+        if name in ("block", "sharded"):
             tokens, blocks = "tokens in a sequence (default: %(default)s)", "decoder blocks (default: %(default)s)"
             kind.add_argument("--length", type=int, default=_ON_CUDA["length"], help=tokens)
             kind.add_argument("--blocks", type=int, default=_ON_CUDA["blocks"], help=blocks)
+        if name == "sharded":
+            _add_ranks(kind)
         kind.set_defaults(providers=installed(benchmark.default))
         names = ", ".join(benchmark.providers)
         kind.add_argument("--providers", type=_providers, help=f"names, separated by commas, of {names}")
@@ -209,6 +231,23 @@ def _parser() -> argparse.ArgumentParser:
         kind.add_argument("--repeats", type=int, default=_ON_CUDA["repeats"], help=timed)
         kind.add_argument("--seconds", type=float, default=_ON_CUDA["seconds"], help=warm_up)
     return parser
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the benchmark that runs on several ranks."""
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes, where torchrun has started none")
+    parser.add_argument(
+        "--parts", type=_parts, default=sharded.PARTS, help=f"names, separated by commas, of {', '.join(sharded.PARTS)}"
+    )
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds after which nothing more is compiled")
+
+
+def _parts(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in sharded.PARTS]:
+        raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(sharded.PARTS)}")
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,13 +262,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FxQuantError as error:
         print(f"fxquant: error: {error}", file=sys.stderr)
         return 1
-    rows = run_benchmark(options, f"python -m fxquant bench {' '.join(argv)}".partition(" --csv ")[0])
+    command = f"python -m fxquant bench {' '.join(argv)}".partition(" --csv ")[0]
+    if options.benchmark != "sharded":
+        return _shown(run_benchmark(options, command), options.benchmark)
+    if (code := ranks.start(argv, options.ranks)) is not None:
+        return code
+    with ranks.group(options.device):
+        rows = run_benchmark(options, command)
+        return _shown(rows, options.benchmark) if ranks.is_first() else 0
+
+
+def _shown(rows: Sequence[Row], benchmark: str) -> int:
+    """Prints a table and returns the exit code."""
     shown = table_rows(rows)
     print(aligned([list(shown[0]), *(list(row.values()) for row in shown)]))
     ratios = {column: SHOWN[column] for column in ("over_bf16", "over_torchao", "of_floor")}
-    if options.benchmark == "linear" and (table := linear.means(rows, ratios)):
+    if benchmark == "linear" and (table := linear.means(rows, ratios)):
         print(f"\n{aligned(table)}")
-    return int(any(not row["ms"] and not row["us"] for row in rows))
+    return int(any(not (row["ms"] or row["us"] or row["loss_diff"]) for row in rows))
 
 
 if __name__ == "__main__":
