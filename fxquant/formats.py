@@ -1,7 +1,6 @@
 """Every number format and every way of scaling it, as rows of two tables.
 
-Nothing else in the project derives these facts from a dtype. Operators take the text of a `QuantSpec`, such as
-``mxfp8_e4m3`` or ``per_tensor_e4m3(pow2,eps=0.015625)``.
+Nothing else derives these facts from a dtype. Operators take the text of a `QuantSpec`: ``per_tensor_e4m3(pow2)``.
 """
 
 from __future__ import annotations
@@ -192,9 +191,9 @@ class QuantSpec:
     formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding of MX scales. `rht` applies the
     16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only), `random_signs` its sign mask.
     `nonfinite` is that of a gradient: what is not finite stays so (`QuantSpec.shown`).
-    `dtype` is the cast that an identity makes, empty for none. `slot` is the place of a delayed scale in the state of
-    its graph, -1 where the scale comes from the tensor itself. `key` finds a user's own quantizer (format ``custom``)
-    in `fxquant.kernels.custom`.
+    Amaxes are the largest `over` process groups, joined by ``+``. `dtype` is the cast of an identity, empty for none.
+    `slot` is the place of a delayed scale in the state of its graph, -1 where the scale comes from the tensor itself.
+    `key` finds a user's own quantizer (format ``custom``) in `fxquant.kernels.custom`.
 
     `stochastic` rounds elements up or down at random, by the numbers of its random `stream`; NVFP4 can, and quantizers
     with a `key`. NVFP4 alone: `row_scaled` takes the float32 amax of each row, and `four_over_six` (``mae`` or ``mse``)
@@ -214,6 +213,7 @@ class QuantSpec:
     four_over_six: str = ""
     e4m3_max: int = 448
     nonfinite: bool = False
+    over: str = ""
     dtype: str = ""
     slot: int = -1
     key: str = ""
@@ -221,6 +221,12 @@ class QuantSpec:
     @property
     def is_delayed(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def scaled(self) -> str:
+        """``tensor``, or ``row``, where the whole of it has one scale or global amax; empty for blocks alone."""
+        by_row = self.row.family == "per_row" or self.row_scaled
+        return "row" if by_row else "tensor" if self.row.family == "per_tensor" or self.row.has_global_amax else ""
 
     @property
     def row(self) -> Format:

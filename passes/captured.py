@@ -38,7 +38,8 @@ class Captured:
     """A captured graph, the bodies inside it, and what the passes before have found out.
 
     `autocast` has the dtypes of regions entered around the graph, by device type; `names` the full names of modules,
-    by their ids. Sites are counted from `first_site`. `matches` is None as long as nothing was looked for.
+    by their ids. Sites are counted from `first_site`. `all_ranks` says that delayed scaling takes the largest amaxes of
+    all ranks. `matches` is None as long as nothing was looked for.
     """
 
     gm: fx.GraphModule
@@ -46,6 +47,7 @@ class Captured:
     autocast: Mapping[str, torch.dtype] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     first_site: int = 0
+    all_ranks: bool = False
     matches: Sequence[Match] | None = None
     named: bool = False
     decisions: Sequence[Decision] = ()
@@ -115,6 +117,7 @@ def resolve(captured: C, settings: Settings) -> C:
     matches, roles = products.resolve(
         [replace(match, takes_state=match.node.graph in reached) for match in captured.known], captured.recipe, slots,
         allow_float64=settings.allow_float64, first_site=captured.first_site, stored_weights=settings.stored_weights,
+        all_ranks=captured.all_ranks,
     )  # fmt: skip
     return replace(captured, matches=matches, decisions=decisions_of(matches), roles=roles, slots=slots)
 

@@ -67,6 +67,7 @@ from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import save_column_amaxes, save_scales
+from fxquant.passes.joint.share_amaxes import drop_unused, share_amaxes
 from fxquant.passes.lower.amax_before_views import amax_before_views
 from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.epilogues import fuse_epilogues
@@ -125,6 +126,7 @@ BOUND = (
     Pass(cache_weights, "a weight that is scaled by state differs in every step, and is left alone"),
 )
 JOINT = (
+    Pass(share_amaxes, "what follows asks whether two scales are one node"),
     Pass(reuse_attention_payload, "a payload that is reused needs no scale, and is saved once for both"),
     Pass(save_scales, "forward and backward quantize one tensor by one scale, whatever is computed again"),
     Pass(save_column_amaxes, "the forward has the amaxes of the backward's columns for nothing"),
@@ -227,7 +229,11 @@ class Partition(CustomPartitionerFn):
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
         with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
-            return (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+            halves = (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+        for half in halves:
+            if drop_unused(half.graph):
+                half.recompile()
+        return halves
 
     def uuid(self) -> Any:
         inner = None if self.inner is None else self.inner.uuid()

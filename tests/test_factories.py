@@ -363,8 +363,9 @@ def test_shared_keywords_mean_something_or_are_refused(kind: type[fxquant.Quanti
     assert kind(rowwise=False)(x).rowwise is None
     assert kind()(x).columnwise is not None
     assert kind(with_amax_reduction=False, amax_reduction_group=None) == kind()
-    with pytest.raises(RecipeError, match="with_amax_reduction=True is not supported"):
-        kind(with_amax_reduction=True)
+    assert kind(with_amax_reduction=True).operand_spec() == kind().operand_spec(), "the only rank"
+    with pytest.raises(fxquant.errors.SettingError, match="amax_reduction_group is a process group, not 'tp'"):
+        kind(with_amax_reduction=True, amax_reduction_group="tp")
     with pytest.raises(TypeError, match="unexpected keyword"):
         kind(with_magic=True)
 

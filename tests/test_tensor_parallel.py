@@ -5,11 +5,13 @@ Each rank multiplies parts; together they have the results of one process that q
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import Ranks
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fxquant
+from fxquant import Float8CurrentScalingQuantizer, NVFP4Quantizer
+from fxquant.recipes import NVFP4BlockScaling
 
 EAGER = {"inner": "aot_eager"}
 WIDTH, LENGTH, WORDS = 128, 32, 64
@@ -171,9 +175,83 @@ def beside_unsharded(plan: str, recipe: str, bias: bool, blocks: bool = False) -
     return far, found, {(d.layer, d.role.tensor_type): (d.shape, d.detail) for d in run.report().decisions}
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "float8_blockwise"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_blockwise", "current_scaling", "delayed_scaling"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_have_the_results_of_the_whole_model(plan: str, recipe: str, ranks: Ranks) -> None:
     for far, (parallel, alone), _ in ranks.run(beside_unsharded, plan, recipe, True):
         assert far < 1e-5
         assert parallel == alone
+
+
+def reduced(recipe: Any, options: Mapping[str, Any]) -> Any:
+    """The scales of a layer of columns and one of rows: the text of the graphs, the details and the saved states."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    with torch.no_grad():
+        model[0].weight[100:] *= 7
+        model[2].weight[:, 3] *= 9
+    unsharded = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    group = {"amax_group": mesh.get_group()} if "amax_group" in options else {}
+    x, runs = torch.randn(4, 32, 64, requires_grad=True), []
+    for net in (model, unsharded):
+        torch.compiler.reset()
+        runs.append(fxquant.compile(net, recipe, options=EAGER | options | group))
+        for _ in range(3):
+            net.zero_grad()
+            runs[-1](x).square().mean().backward()
+    far = distance(*({name: whole(p.grad) for name, p in net.named_parameters()} for net in (model, unsharded)))
+    report = runs[0].report()
+    graphs = "".join(report.graphs[half] for half in ("forward", "backward"))
+    details = {(d.layer, d.role.tensor_type, d.direction.value): d.detail for d in report.decisions}
+    return far, graphs.count("'max'"), details
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=str)
+def test_scales_of_a_whole_tensor_are_made_of_the_amaxes_of_all_ranks(recipe: Any, ranks: Ranks) -> None:
+    """Each of two weights, the gradient of the first layer and the input of the second are reduced, once."""
+    for far, count, details in ranks.run(reduced, recipe, {}):
+        assert far < 1e-5
+        # the columnwise half of what is transformed has an amax of its own
+        assert count == (4 if recipe == "current_scaling" else 6)
+        assert details["0", "input", "rowwise"] == ""
+        assert details["0", "weight", "rowwise"] == details["2", "input", "columnwise"]
+        assert details["2", "input", "columnwise"] == "part over tp; amax over tp"
+        assert details["2", "grad_output", "rowwise"] == ""
+
+
+def test_scales_of_rows_are_made_of_the_amaxes_of_ranks_that_have_parts_of_them(ranks: Ranks) -> None:
+    for far, count, details in ranks.run(reduced, "rowwise", {}):
+        assert far < 1e-5
+        # input and weight of the second layer, the gradient and the weight of the first one
+        assert count == 4
+        assert details["2", "weight", "rowwise"] == "part over tp; amax over tp"
+        assert details["2", "weight", "columnwise"] == "part over tp"
+        assert details["0", "weight", "rowwise"] == "part over tp"
+
+
+@pytest.mark.parametrize("options", [{}, {"amax_group": "of the mesh"}], ids=["all", "group"])
+def test_delayed_scales_are_those_of_the_whole_tensor(options: Mapping[str, str], ranks: Ranks) -> None:
+    for far, count, details in ranks.run(reduced, "delayed_scaling", options):
+        assert far < 1e-5
+        assert details["2", "input", "rowwise"] == "part over tp; amax over " + ("tp" if options else "all ranks")
+        assert count == (5 if options else 1), "what is recorded is reduced at the next update too"
+
+
+def by_hand(direction: str) -> Any:
+    """A tensor in two parts of columns, each quantized by a quantizer that asks the other rank."""
+    x = torch.randn(32, 64) * torch.linspace(0.1, 9, 64)
+    part = x.chunk(2, 1)[dist.get_rank()]
+    results = []
+    for kind in (Float8CurrentScalingQuantizer, NVFP4Quantizer):
+        both = {name: name == direction for name in ("rowwise", "columnwise")}
+        reduced = kind(with_amax_reduction=True).quantize(part, **both)
+        results.append((reduced.dequantize(direction), kind().quantize(x, **both).dequantize(direction)))
+    return dist.get_rank(), results
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_quantizers_take_the_amax_of_a_group(direction: str, ranks: Ranks) -> None:
+    for rank, results in ranks.run(by_hand, direction):
+        for part, all_columns in results:
+            assert torch.equal(part, all_columns.chunk(2, 1)[rank])

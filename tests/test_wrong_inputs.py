@@ -215,7 +215,7 @@ QUANTIZERS: dict[str, Call] = {
     "scale mode": lambda: MXFP8Quantizer(scale_mode="up"),
     "dimension 3": lambda: Float8BlockQuantizer(block_scaling_dim=3),
     "epsilon -1": lambda: Float8CurrentScalingQuantizer(amax_epsilon=-1),
-    "amax reduction": lambda: Float8CurrentScalingQuantizer(with_amax_reduction=True),
+    "amax reduction": lambda: Float8CurrentScalingQuantizer(amax_reduction_group="tp"),
     "rht without amax": lambda: NVFP4Quantizer(with_rht=True),
     "256 alone": lambda: NVFP4Quantizer(nvfp4_e4m3_max=256),
     "rows and tiles": lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True),

@@ -243,6 +243,7 @@ class Backend:
             autocast=_ambient_autocast(example_inputs),
             names=named_here({**(place.names() if place is not None else {}), **self._names()}),
             first_site=record.first_site,
+            all_ranks=self.options.amax_group in (None, "world") and not in_pipeline_stage(),
         )
         captured = run(CAPTURED, captured, self.settings)
         ask_inside(gm)

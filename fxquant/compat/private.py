@@ -217,11 +217,16 @@ def _passed_on(kind: type[FxQuantError]) -> Any:
     return type(kind.__name__, (kind, ShortenTraceback), members)
 
 
-def largest_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns the elementwise maximum of `x` over the ranks of a process group, as a graph can hold it."""
+def largest_over_ranks(x: torch.Tensor, groups: str) -> torch.Tensor:
+    """Returns the elementwise maximum of `x` over the ranks of process groups, as a graph can hold it.
+
+    Their names are joined by ``+``; without any, `x` is returned.
+    """
     from torch.distributed._functional_collectives import all_reduce
 
-    return all_reduce(x, "max", group)  # type: ignore[arg-type, no-any-return, unused-ignore]
+    for group in filter(None, groups.split("+")):
+        x = all_reduce(x, "max", group)  # type: ignore[arg-type, unused-ignore]
+    return x
 
 
 def name_source(node: fx.Node, name: str) -> None:

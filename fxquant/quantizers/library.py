@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.checks import AtLeast, OneOf, checked
+from fxquant.compat.ranks import name_of_all
 from fxquant.errors import RecipeError, SettingError
 from fxquant.formats import QuantSpec
 from fxquant.quantizers.base import QuantizedTensor, Quantizer
@@ -36,21 +37,31 @@ class _TensorQuantizer(Quantizer):
     """The keywords that TransformerEngine's quantizers share.
 
     `rowwise` and `columnwise` are the directions of an eager call, ``quantizer(x)``. In a compiled graph the GEMMs
-    choose the directions, so a comparison of quantizers leaves both out. `with_amax_reduction` is refused.
+    choose the directions, so a comparison of quantizers leaves both out.
+
+    `with_amax_reduction` takes the largest amax of the ranks of `amax_reduction_group`, all ranks without one, where a
+    format has a scale, or a global amax, of the whole tensor: each of them has to quantize its part. Graphs do so by
+    themselves for DTensors.
     """
 
     _: KW_ONLY
     rowwise: bool = field(default=True, compare=False, repr=False)
     columnwise: bool = field(default=True, compare=False, repr=False)
-    with_amax_reduction: bool = field(default=False, compare=False, repr=False)
-    amax_reduction_group: Any = field(default=None, compare=False, repr=False)
+    with_amax_reduction: bool = field(default=False, repr=False)
+    amax_reduction_group: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.with_amax_reduction:
-            raise RecipeError(
-                f"{type(self).__name__} takes the amax of the tensor that it sees, so with_amax_reduction=True is not "
-                "supported; delayed scaling reduces its amaxes (the option amax_group of fxquant.Backend)"
-            )
+        group = self.amax_reduction_group
+        if group is not None and not hasattr(group, "group_name"):
+            mesh = ": of a mesh, give mesh.get_group()" if hasattr(group, "get_group") else ""
+            raise SettingError(f"amax_reduction_group is a process group, not {group!r}{mesh}")
+
+    def over(self) -> str:
+        """The name of the process group over which amaxes are taken; empty for this process alone."""
+        if not self.with_amax_reduction:
+            return ""
+        group = self.amax_reduction_group
+        return (name_of_all() or "") if group is None else str(group.group_name)
 
 
 @checked()
@@ -65,8 +76,9 @@ class Float8CurrentScalingQuantizer(_TensorQuantizer):
 
     def spec(self, direction: Direction) -> QuantSpec:
         return QuantSpec(
-            format=f"per_tensor_{_FP8_NAMES[self.fp8_dtype]}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon
-        )
+            format=f"per_tensor_{_FP8_NAMES[self.fp8_dtype]}", pow2=self.force_pow_2_scales, eps=self.amax_epsilon,
+            over=self.over(),
+        )  # fmt: skip
 
 
 @checked()
@@ -202,6 +214,7 @@ class NVFP4Quantizer(_TensorQuantizer):
             row_scaled=self.row_scaled_nvfp4,
             four_over_six=self.nvfp4_4over6_err_mode.lower() if self.nvfp4_use_4over6 else "",
             e4m3_max=self.nvfp4_e4m3_max,
+            over="" if self.row_scaled_nvfp4 else self.over(),
         )
 
 

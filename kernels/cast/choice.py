@@ -65,7 +65,7 @@ class CastFacts(Facts):
     """A tensor and the formats that it is cast to in each direction.
 
     `after_amax` says that its scales are made of an amax that the same graph takes, `ragged` that a tensor has the ends
-    of its groups of rows.
+    of its groups of rows, `rows_given` that rows get their scales, or global amaxes, from elsewhere.
     """
 
     shape: tuple[Dim, ...]
@@ -74,6 +74,7 @@ class CastFacts(Facts):
     column: QuantSpec | None = None
     after_amax: bool = False
     ragged: bool = False
+    rows_given: bool = False
 
     @classmethod
     def of(cls, x: Tensor, sides: Sequence[Side] = (), **more: Any) -> CastFacts:
@@ -81,8 +82,15 @@ class CastFacts(Facts):
         (row, _), (column, _) = by_direction(sides)
         return cls(
             capability=capability(x.device), shape=tuple(x.shape), dtype=x.dtype, row=row, column=column,
-            after_amax=bool(sides) and sides[0].state is None, **more,
+            after_amax=bool(sides) and sides[0].state is None,
+            rows_given=any(side.state is not None for side in sides if QuantSpec.parse(side.spec).scaled == "row"),
+            **more,
         )  # fmt: skip
+
+    @classmethod
+    def of_tensor(cls, x: Tensor, *_: object) -> CastFacts:
+        """The facts of a tensor that is only read."""
+        return cls.of(x)
 
     @property
     def specs(self) -> list[QuantSpec]:
@@ -178,6 +186,8 @@ def _no_groups(facts: CastFacts) -> str:
 
 
 def _no_triton(facts: CastFacts) -> str:
+    if facts.rows_given:
+        return "the scales of its rows are given"
     return "" if facts.triton and facts.makes_fp8 else "no Triton casts"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxquant.compat.private import largest_over_ranks
 from fxquant.formats import OperandSpec, QuantSpec, check_state
 from fxquant.kernels import custom
 from fxquant.kernels.cast import choice, reference
@@ -80,6 +81,15 @@ def _triton_amax(x: Tensor) -> Tensor:
     from fxquant.kernels.cast.amax import tensor_amax
 
     return tensor_amax(x)
+
+
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
+def amaxes_of(x: Tensor, spec: str, direction: str) -> Tensor:
+    """The amaxes of one direction that a format's scales of rows, or its global amax, are made of."""
+    return reference.largest(_oriented(x, direction), QuantSpec.parse(spec))
+
+
+amaxes_of.facts(CastFacts.of_tensor)
 
 
 def _rounded_amax(x: Tensor) -> Tensor:
@@ -288,7 +298,9 @@ def parts_spec(spec: QuantSpec) -> QuantSpec:
 
 
 def shared_spec(spec: QuantSpec) -> QuantSpec:
-    """The spec without its operand's slot or number, which the state stands for: all operands share one lowering."""
+    """The spec without its operand's slot, number or ranks, which the state stands for: operands share one lowering."""
+    if spec.over:
+        spec = replace(spec, over="")
     if spec.is_delayed:
         return replace(spec, slot=0)
     return replace(spec, stream=spec.stream % 2) if spec.stochastic else spec
@@ -299,4 +311,17 @@ def _one_side(x: Tensor, spec: QuantSpec, direction: str, state: StepState) -> l
         return [_oriented(x.to(getattr(torch, spec.dtype)) if spec.dtype else x, direction)]
     if spec.key:
         return custom.quantize(x, spec, direction, state.of(spec))
-    return quantize(x, str(shared_spec(spec)), direction, state.of(spec))
+    taken = state.of(spec)
+    if spec.over and not spec.is_delayed:
+        taken = _over_ranks(x, spec, direction, taken)
+    return quantize(x, str(shared_spec(spec)), direction, taken)
+
+
+def _over_ranks(x: Tensor, spec: QuantSpec, direction: str, random: Tensor | None) -> Tensor:
+    """The state of a quantization whose scales are made of the largest amaxes of all ranks that hold a part of x."""
+    plain = str(shared_spec(spec))
+    part = amax(x) if spec.scaled == "tensor" and not spec.rht else amaxes_of(x, plain, direction)
+    largest = largest_over_ranks(part, spec.over)
+    if spec.row.family != "nvfp4":
+        return scale_from_amax(largest, plain)
+    return largest if random is None else reference.beside_random(random, largest)

@@ -30,6 +30,8 @@ _RHT_NEGATIVE = 0xD7E8
 """Bit i is set where the sign vector of the randomized Hadamard transform is -1."""
 _NOT_MANTISSA = -0x800000
 """The bits of a float32 that are not mantissa, as an int32."""
+_RANDOM = 3
+"""The length of the state of stochastic rounding."""
 _SMALLEST_POWER = 0x00400000
 """The bits of 2^-127, the one power of two that an E8M0 scale or its inverse reaches as a subnormal."""
 
@@ -53,9 +55,10 @@ def quantize(
     ===============  ====================================================================================
 
     `state` is what the spec takes from the state of its graph: for a delayed scale float32 [1], by which elements are
-    multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`); for
-    other NVFP4 a global amax from calibration, float32 [1]. For a part of x to have its own, a multiplier (per_tensor,
-    per_row) broadcasts against x, and `global_amax` (NVFP4) against the amaxes of its blocks.
+    multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`),
+    behind which the bits of a global amax may stand; for other NVFP4 a global amax from calibration or from all ranks,
+    float32 [1]. For a part of x to have its own, a multiplier (per_tensor, per_row) broadcasts against x, and a global
+    amax (NVFP4) against the amaxes of its blocks.
     """
     check_state(state, spec)
     row = spec.row
@@ -69,7 +72,11 @@ def quantize(
             return quantize_nvfp4(x, spec, None, global_amax if state is None else state.clone())
         if state is None:
             raise RecipeError(f"{spec} rounds stochastically: it needs the seed and step of a graph's state")
-        return quantize_nvfp4(x, spec, philox.random_bytes(x.shape, state.to(x.device), spec.stream), global_amax)
+        state = state.to(x.device)
+        if state.shape[0] > _RANDOM:
+            global_amax = state.narrow(0, _RANDOM, 1).to(torch.int32).view(torch.float32)
+        random = philox.random_bytes(x.shape, state.narrow(0, 0, _RANDOM), spec.stream)
+        return quantize_nvfp4(x, spec, random, global_amax)
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
     return _quantize_float32_scale(x, spec, state)
@@ -78,6 +85,21 @@ def quantize(
 def amax(x: Tensor, axis: int | None = None) -> Tensor:
     """The largest magnitude, NaN ignored, of a tensor (float32 [1]) or along an axis; 0 where there is nothing."""
     return _amax(x, axis)
+
+
+def largest(x: Tensor, spec: QuantSpec) -> Tensor:
+    """The amaxes of x [*batch, R, C], its contracted axis last, that scales of the whole tensor or of rows are made of.
+
+    float32 [1], or [*batch, R, 1] for scales of rows.
+    """
+    if spec.rht:
+        x = hadamard(_pad(x, -1, spec.row.alignment), random_signs=spec.random_signs)
+    return _amax(x, -1).unsqueeze(-1) if spec.scaled == "row" else _amax(x)
+
+
+def beside_random(random: Tensor, global_amax: Tensor) -> Tensor:
+    """The state of stochastic rounding [3] with a global amax [1] behind it."""
+    return torch.cat((random, global_amax.view(torch.int32).to(random)))
 
 
 def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:

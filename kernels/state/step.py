@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxquant.compat.private import largest_over_ranks
 from fxquant.formats import QuantSpec
 from fxquant.kernels.state.ops import record, record_since
 
@@ -43,13 +44,18 @@ class StepState:
     def record_forward(self, spec: QuantSpec, measure: Callable[..., Tensor], *operand: Tensor | None) -> None:
         """Takes the amaxes of an operand, one of each group, into the slots from its own on, where they are wanted."""
         if spec.is_delayed and self.forward_amax is not None:
-            self.forward_amax.copy_(record(self.forward_amax, [measure(*operand)], [spec.slot]))
+            self.forward_amax.copy_(record(self.forward_amax, [_largest(spec, measure(*operand))], [spec.slot]))
 
     def record_backward(self, spec: QuantSpec, measure: Callable[..., Tensor], *operand: Tensor | None) -> None:
         """`record_forward` for a gradient: over all backwards since the last update."""
         if spec.is_delayed and self.backward_amax is not None:
             assert self.step is not None
-            self.backward_amax.copy_(record_since(self.backward_amax, self.step, [measure(*operand)], [spec.slot]))
+            largest = [_largest(spec, measure(*operand))]
+            self.backward_amax.copy_(record_since(self.backward_amax, self.step, largest, [spec.slot]))
+
+
+def _largest(spec: QuantSpec, amaxes: Tensor) -> Tensor:
+    return largest_over_ranks(amaxes, spec.over)
 
 
 STATELESS = StepState()

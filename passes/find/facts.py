@@ -16,6 +16,7 @@ from fxquant.formats import AttentionSpec, Step
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.values import Dim, value_of
 from fxquant.quantizers import Quantizer
+from fxquant.roles import Direction
 
 Label = Hashable
 Skip = tuple[SkipReason, str]
@@ -203,12 +204,14 @@ class Match:
 class Resolved:
     """The quantizers of one product by operand (`input`, `weight`, `grad_output`); None keeps the product as it is.
 
-    `numbers` has the number in the graph of each operand that is rounded stochastically.
+    `numbers` has the number in the graph of each operand that is rounded stochastically, `over` the process groups
+    whose ranks have scales of an operand in common, by direction.
     """
 
     quantizers: Mapping[str, Quantizer] | None
     decisions: tuple[Decision, ...]
     numbers: Mapping[str, int] = field(default_factory=dict)
+    over: Mapping[str, Mapping[Direction, Sequence[str]]] = field(default_factory=dict)
 
 
 def quantized(match: Match) -> bool:

@@ -124,6 +124,15 @@ def is_fxquant(node: fx.Node, *names: str) -> bool:
     return operator != "" and (not names or operator in names)
 
 
+def is_collective(node: Any) -> bool:
+    """Returns True if a node calls, or waits for, an operator over several ranks."""
+    return (
+        isinstance(node, fx.Node)
+        and isinstance(node.target, OpOverload)
+        and node.target.namespace == "_c10d_functional"
+    )
+
+
 def higher_order_op(node: fx.Node) -> str:
     """Returns the name of the operator over graphs that a node calls; "" for another node."""
     return str(node.target._name) if isinstance(node.target, HigherOrderOperator) else ""

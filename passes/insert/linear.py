@@ -10,30 +10,46 @@ A match of which no product is quantized stays untouched, so that high precision
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxquant.formats import IDENTITY, LINEAR_OPERANDS, LinearSpec, OperandSpec
-from fxquant.passes.find.facts import Match
+from fxquant.formats import IDENTITY, LINEAR_OPERANDS, LinearSpec, OperandSpec, QuantSpec
+from fxquant.passes.find.facts import Match, Resolved
 from fxquant.passes.find.forms import apply_match
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.meta import inserted_for
 from fxquant.passes.graph.values import value_of
 from fxquant.passes.insert.attention import insert_attention
 from fxquant.quantizers import Quantizer
+from fxquant.roles import Direction
 
 _NONE = OperandSpec(IDENTITY, IDENTITY)
 
 
-def _spec(match: Match, quantizers: Mapping[str, Quantizer], numbers: Mapping[str, int]) -> str:
+def _spec(match: Match, resolved: Resolved, quantizers: Mapping[str, Quantizer]) -> str:
+    numbers, over = resolved.numbers, resolved.over
     input, weight, grad_output = (
-        quantizers[op].operand_spec().numbered(numbers.get(op, 0)) if op in quantizers else _NONE
+        _over(quantizers[op].operand_spec().numbered(numbers.get(op, 0)), over.get(op, {}))
+        if op in quantizers
+        else _NONE
         for op in LINEAR_OPERANDS
     )
     return str(LinearSpec(input, weight, grad_output, _autocast(match), match.name))
+
+
+def _over(spec: OperandSpec, groups: Mapping[Direction, Sequence[str]]) -> OperandSpec:
+    """Returns a spec whose scales are made of the largest amaxes of the ranks of process groups, by direction."""
+
+    def over(side: QuantSpec, direction: Direction) -> QuantSpec:
+        names = dict.fromkeys([*side.over.split("+"), *groups.get(direction, ())])
+        return replace(side, over="+".join(filter(None, names)))
+
+    row, column = over(spec.rowwise, Direction.ROWWISE), over(spec.columnwise, Direction.COLUMNWISE)
+    return OperandSpec(row, column, spec.from_rowwise)
 
 
 def _autocast(match: Match) -> str:
@@ -76,6 +92,6 @@ def _gemm(
     target = torch.ops.fxquant.grouped_linear if grouped else torch.ops.fxquant.linear
     third = offs if grouped else bias
     node = builder.call(target.default, lhs, rhs, third, _without_state(match))
-    node.args = (lhs, rhs, third, _spec(match, resolved.quantizers, resolved.numbers))
+    node.args = (lhs, rhs, third, _spec(match, resolved, resolved.quantizers))
     inserted_for(node, match.name, resolved.decisions[0].site)
     return node

@@ -111,8 +111,9 @@ def facts_of(node: fx.Node, settings: Settings) -> Facts:
     called = operator_of(node.target)
     assert called is not None
 
-    def value(source: fx.Node) -> Any:  # a scale that the graph makes of an amax is as none
-        return None if is_fxquant(source, "scale_from_amax") else val(source)
+    def value(source: fx.Node) -> Any:  # a scale that the graph makes of a tensor's amax is as none
+        of_tensor = is_fxquant(source, "scale_from_amax") and val(source).ndim == 1
+        return None if of_tensor else val(source)
 
     args: Any = fx.node.map_arg(node.args, value)
     facts: Facts = called.facts_of(*args, **fx.node.map_arg(node.kwargs, value))

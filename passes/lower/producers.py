@@ -35,7 +35,7 @@ from fxquant.kernels.operator import Side
 from fxquant.passes.graph.axes import order_of
 from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
-from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_fxquant
+from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_collective, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.scales import scale_of
 from fxquant.passes.joint.sides import in_memory, sides_of
@@ -159,7 +159,10 @@ def _inductor_fuses(node: fx.Node) -> bool:
 
 def _own_amax(state: Any) -> Any:
     """Returns the amax that a scale is made of, if the graph makes it of its own tensor."""
-    return state.args[0] if isinstance(state, fx.Node) and is_fxquant(state, "scale_from_amax") else None
+    of_one_rank = (
+        isinstance(state, fx.Node) and is_fxquant(state, "scale_from_amax") and not is_collective(state.args[0])
+    )
+    return state.args[0] if of_one_rank else None
 
 
 def _by_own_amax(state: Any) -> bool:

@@ -20,7 +20,7 @@ from fxquant.compat.private import tree_leaves
 from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
-from fxquant.formats import LINEAR_OPERANDS, gemm_mismatch, is_mixed
+from fxquant.formats import LINEAR_OPERANDS, QuantSpec, gemm_mismatch, is_mixed
 from fxquant.passes.find.facts import Attention, Match, Product, Resolved, Skip, product_of
 from fxquant.passes.graph.values import value_of
 from fxquant.passes.plan.attention import (
@@ -34,6 +34,7 @@ from fxquant.passes.plan.attention import (
     resolve_attention,
 )
 from fxquant.passes.plan.layers import product_name
+from fxquant.passes.plan.spread import Spread, shared_by, spread_of, tensor_of
 from fxquant.passes.plan.trial import Tried, bits_an_element
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
@@ -82,7 +83,7 @@ def _matmul(match: Match, product: Product, sources: Mapping[fx.Node, str], stor
         batch_weights=bool(product.batch) and product.rhs_is_weight, groups=size_hint(product.groups or 0),
         dynamic="".join(name for name, dim in dims.items() if not isinstance(dim, int)),
         dtype=match.autocast or (lhs.dtype if lhs.dtype.itemsize == 1 else torch.promote_types(lhs.dtype, rhs.dtype)),
-        input=sources[product.lhs], weight=sources[product.rhs], stored=stored and product.rhs_is_weight,
+        input=sources[tensor_of(product.lhs)], weight=sources[product.rhs], stored=stored and product.rhs_is_weight,
         device=card_name(lhs.device), capability=capability(lhs.device),
     )  # fmt: skip
 
@@ -150,9 +151,47 @@ def _unusable_answers(match: Match, product: Product, answers: Mapping[str, Answ
     return None
 
 
+@dataclass(frozen=True)
+class _Spread:
+    """The parts of the operands of a product, and those of them that delayed scales are common to in other ways."""
+
+    parts: Spread = field(default_factory=dict)
+    delayed: str = ""
+
+    @classmethod
+    def of(cls, match: Match, product: Product, answers: Mapping[str, Answer], all_ranks: bool) -> _Spread:
+        """Returns how a product is spread; `all_ranks` says that delayed scaling takes the largest amaxes of all."""
+        request = next((a for a in answers.values() if isinstance(a, DelayedScalingRequest)), None)
+        delayed = ""
+        if request is not None:
+            delayed = "amax of this rank" if not request.reduce_amax else "amax over all ranks" if all_ranks else ""
+        return cls({} if product.weights is not None else spread_of(match), delayed)
+
+    def groups(self, quantizers: Mapping[str, Quantizer]) -> dict[str, dict[Direction, list[str]]]:
+        """Returns the process groups over which amaxes are taken, by operand and direction."""
+        return {
+            operand: {
+                direction: [part.group for part in shared_by(self.parts, operand, direction, spec)]
+                for direction in Direction
+                if not ((spec := quantizers[operand].spec(direction)).is_delayed and self.delayed)
+            }
+            for operand in self.parts.keys() & quantizers.keys()
+        }
+
+    def details(self, operand: str, direction: Direction, spec: QuantSpec) -> Iterator[str]:
+        """Yields what an operand is a part of, and whose amaxes its scale is made of."""
+        names = dict.fromkeys(part.name for part in self.parts.get(operand, ()))
+        if names:
+            yield f"part over {' and '.join(names)}"
+        shared = dict.fromkeys(part.name for part in shared_by(self.parts, operand, direction, spec))
+        if shared:
+            yield (self.delayed if spec.is_delayed else "") or f"amax over {' and '.join(shared)}"
+
+
 def _outcome(
-    quantizers: Mapping[str, Quantizer], remark: str, skip: Skip | None, operand: str, gemm: Gemm, direction: Direction
-) -> Outcome:
+    quantizers: Mapping[str, Quantizer], remark: str, skip: Skip | None, spread: _Spread, operand: str, gemm: Gemm,
+    direction: Direction,
+) -> Outcome:  # fmt: skip
     quantizer = quantizers.get(operand)
     if quantizer is None:
         return None, *(skip or (SkipReason.HIGH_PRECISION, ""))
@@ -161,6 +200,7 @@ def _outcome(
     if quantizer.spec(direction).is_identity:
         return None, SkipReason.ATTENTION if remark else SkipReason.HIGH_PRECISION, remark or "".join(details)
     details += _emulated_beside(quantizers, operand, gemm, direction)
+    details += spread.details(operand, direction, quantizer.spec(direction))
     return quantizer.side(direction), None, "; ".join(details) or remark
 
 
@@ -202,6 +242,7 @@ class _Resolver:
     site: int
     allow_float64: bool
     stored_weights: bool
+    all_ranks: bool
     sources: Mapping[fx.Node, str]
     """A name for each node that is an operand, unlike those in other graphs."""
     roles: list[QuantizerRole] = field(default_factory=list)
@@ -241,14 +282,16 @@ class _Resolver:
                 answer = self.recipe.quantizer(QuantizerRole(match.module_type, "grad_output", match.name))
                 if isinstance(answer, Quantizer) and answer.operand_spec().is_stochastic:
                     self.slots.add_rounded((match.name, "grad_output", 0))
-        outcome = partial(_outcome, quantizers, match.remark, skip)
+        spread = _Spread.of(match, product, answers, self.all_ranks)
+        outcome = partial(_outcome, quantizers, match.remark, skip, spread)
         about = {"matmul": matmul, "part": product_name(product, match.name)}
         decisions = self.decisions(match, product, needs_grad, roles, outcome, **about)
         if bits:
             sides = [side for gemm in gemms(needs_grad) for side in GEMM_OPERANDS[gemm]]
             decisions = tuple(replace(d, bits=bits.get(side, 0.0)) for d, side in zip(decisions, sides, strict=True))
         quantized = not all(quantizer.is_identity for quantizer in quantizers.values())
-        return Resolved(quantizers=quantizers if quantized else None, decisions=decisions, numbers=numbers)
+        written, over = quantizers if quantized else None, spread.groups(quantizers)
+        return Resolved(quantizers=written, decisions=decisions, numbers=numbers, over=over)
 
     def tried(
         self, match: Match, product: Product, quantizers: Mapping[str, Quantizer], needs_grad: tuple[bool, bool]
@@ -291,7 +334,7 @@ class _Resolver:
 
         Linears that read the same tensor, such as those of q, k and v, share its slot, and one quantization.
         """
-        sources = {"input": product.lhs, "weight": product.rhs} if match.form == "linear" else {}
+        sources = {"input": tensor_of(product.lhs), "weight": product.rhs} if match.form == "linear" else {}
         groups = product.weights if isinstance(product.weights, int) else 1
 
         def add(request: DelayedScalingRequest, operand: str, dtype: torch.dtype) -> int:
@@ -352,17 +395,18 @@ def resolve(
     allow_float64: bool = False,
     first_site: int = 0,
     stored_weights: bool = False,
+    all_ranks: bool = False,
 ) -> tuple[list[Match], list[QuantizerRole]]:
     """Returns the matches with their quantizers and decisions, and the roles that the recipe was asked for.
 
     Operands with delayed scaling or stochastic rounding get a place in `slots`. With `stored_weights` weights are kept
-    quantized.
+    quantized. `all_ranks` says that delayed scaling takes the largest amaxes of all ranks.
 
     Raises RecipeError for a pair that cannot multiply, naming layer, GEMM and both quantizers.
     """
     sources: defaultdict[fx.Node, str] = defaultdict(lambda: f"{first_site}.{len(sources)}")
     resolver = _Resolver(
         matches=matches, recipe=recipe, slots=Slots() if slots is None else slots, site=first_site,
-        allow_float64=allow_float64, stored_weights=stored_weights, sources=sources,
+        allow_float64=allow_float64, stored_weights=stored_weights, all_ranks=all_ranks, sources=sources,
     )  # fmt: skip
     return [resolver.match(match) for match in matches], resolver.roles

@@ -113,7 +113,7 @@ LONG = ("grouped", "output cut", "other formats", "results in high precision")
 )
 def test_what_is_shared_is_what_is_reported(name: str, caplog: pytest.LogCaptureFixture) -> None:
     settings, answers, expected = MODELS[name]
-    with caplog.at_level("INFO", logger="fxquant"):
+    with caplog.at_level("DEBUG", logger="fxquant"):
         backend = Recorder(recipe(**answers))
         step(SelfAttention(**settings), backend)
     counts = [int(text) for text in re.findall(r"reuse_attention_payload: (\d+) nodes", caplog.text)]
