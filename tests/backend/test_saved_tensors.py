@@ -43,6 +43,17 @@ class Residual(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Small(nn.Module):
+    """One layer between two producers, for Inductor, which takes long over each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.RMSNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(torch.nn.functional.gelu(self.norm(x)))
+
+
 def trained(
     recipe: Any,
     *,
@@ -54,7 +65,7 @@ def trained(
     """Outputs, gradients and state of steps of two forwards each, whose backwards come behind both."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(Residual(), Residual())
+    model = Small() if inner == "inductor" else nn.Sequential(Residual(), Residual())
     backend = fxquant.Backend(recipe, inner=inner)
     run = torch.compile(model, backend=backend)
     generator, result = torch.Generator().manual_seed(1), {}
@@ -78,10 +89,12 @@ def test_hooks_may_move_what_is_saved(recipe: str, hooks: Scope) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
-def test_inductor_takes_what_hooks_have_moved(recipe: str) -> None:
-    assert_same_bits(
-        *(trained(recipe, forward=hooks, inner="inductor", steps=2) for hooks in (save_on_cpu, as_they_are))
-    )
+def test_inductor_takes_what_hooks_have_moved_and_computes_again_for_a_budget(recipe: str) -> None:
+    """Invariants 45 and 46; what is drawn again are the same numbers."""
+    plain = trained(recipe, inner="inductor", steps=2)
+    assert_same_bits(trained(recipe, forward=save_on_cpu, inner="inductor", steps=2), plain)
+    with functorch_config.patch(activation_memory_budget=0.0):
+        assert_same_bits(trained(recipe, inner="inductor", steps=2), plain)
 
 
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
@@ -111,11 +124,12 @@ def repeated(recipe: str, donated: bool, inner: str) -> dict[str, Tensor]:
     """Gradients and state of steps whose graphs are kept for a second backward, one of them not."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, backend = Residual(), fxquant.Backend(recipe, inner=inner)
+    model, backend = Small(), fxquant.Backend(recipe, inner=inner)
     run, result = torch.compile(model, backend=backend), {}
     with functorch_config.patch(donated_buffer=donated):
         for step, count in enumerate((2, 1, 2)):
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            # of other sizes than elsewhere: a backward from torch's cache was not asked whether its graph is kept
+            x = torch.randn(48, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
             y = run(x).square().mean()
             for i in range(count):
                 y.backward(retain_graph=i < count - 1)
@@ -129,13 +143,6 @@ def repeated(recipe: str, donated: bool, inner: str) -> dict[str, Tensor]:
 def test_a_kept_graph_goes_backward_again_with_donated_buffers(recipe: str, inner: str) -> None:
     """torch gives the memory of what is saved to the backward, unless the first one keeps its graph."""
     assert_same_bits(repeated(recipe, True, inner), repeated(recipe, False, inner))
-
-
-@pytest.mark.slow
-def test_inductor_draws_the_same_numbers_under_a_memory_budget() -> None:
-    with functorch_config.patch(activation_memory_budget=0.3):
-        got = trained("nvfp4", inner="inductor", steps=1)
-    assert_same_bits(got, trained("nvfp4", inner="inductor", steps=1))
 
 
 @pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="torch 2.13")
