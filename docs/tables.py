@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from fxquant.__main__ import factory_rows, format_rows, recipe_rows
+from fxquant.cost.sharding import DECODERS, Mesh, state_bytes, traffic
 from fxquant.decisions import SkipReason
 from fxquant.formats import ELEMENTS, QuantSpec
 from fxquant.kernels.cast import reference
@@ -146,6 +147,32 @@ def range_rows() -> list[dict[str, str]]:
     return rows
 
 
+MESHES = {"8": Mesh(8), "64": Mesh(64), "64 = 8 x 8": Mesh(8, 8), "1024 = 128 x 8": Mesh(128, 8)}
+
+
+def traffic_rows() -> list[dict[str, str]]:
+    """What a rank of a mesh receives in a step and holds, for two models and the formats of their gathers."""
+    rows = []
+    for model, sizes in DECODERS.items():
+        for ranks, mesh in MESHES.items():
+            for name, weights in (("bfloat16", None), ("mxfp8", "mxfp8_e4m3"), ("nvfp4", "nvfp4_2d")):
+                activations = None if weights is None else "mxfp8_e4m3"
+                moved = traffic(sizes, mesh, 8192, weights, activations)
+                tensor_parallel = f"{moved.activations / 1e9:.2f}" if mesh.tensor > 1 else ""
+                rows.append(
+                    {
+                        "model": model,
+                        "ranks": ranks,
+                        "gathers": name,
+                        "weights": f"{moved.weights / 1e9:.2f}",
+                        "gradients": f"{moved.gradients / 1e9:.2f}",
+                        "activations": tensor_parallel,
+                        "memory": f"{state_bytes(sizes, mesh, weights) / 1e9:.1f}",
+                    }
+                )
+    return rows
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": lambda: markdown(recipe_rows()),
     "factories": lambda: markdown(factory_rows()),
@@ -156,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),
     "ranges": lambda: markdown(range_rows()),
     "passes": lambda: markdown(pass_rows()),
+    "traffic": lambda: markdown(traffic_rows()),
     "example": lambda: f"```text\n{run_example(examples(ROOT / 'README.md')[0])}```\n",
 }
 
