@@ -27,8 +27,8 @@ def start(argv: Sequence[str], ranks: int) -> int | None:
     """
     if "WORLD_SIZE" in os.environ or dist.is_initialized() or ranks == 1:
         return None
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.call([*launcher, "-m", "fxquant", "bench", *argv])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    return subprocess.call([*launcher, f"--nproc-per-node={ranks}", "-m", "fxquant", "bench", *argv])
 
 
 @contextmanager

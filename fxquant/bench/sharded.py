@@ -26,7 +26,7 @@ import fxquant
 from fxquant.bench import parallel
 from fxquant.bench.providers import GATHERED, QUANTIZED, TORCHAO, WITH_GATHER, recipe_of
 from fxquant.bench.ranks import TurnsOfRanks, is_first
-from fxquant.bench.rounds import Contender, Problem, Row, Turns, failure, times_text, wait
+from fxquant.bench.rounds import Contender, Problem, Row, Turns, failure, timed, times_text, wait
 from fxquant.bench.traffic import Traffic, traffic_of
 from fxquant.bench.training import LLAMA3_8B, Stack
 
@@ -69,9 +69,14 @@ class Spread(Problem):
         if turns.agreed(problem is not None) or contender is None:
             raise problem or RuntimeError("it failed on another rank")
         contender.row["compile_s"] = f"{time.perf_counter() - started:.1f}"
-        if is_first():
-            print("ready:", self.part, provider, contender.row, file=sys.stderr, flush=True)
+        about = f"{min(timed(contender.step, 3, turns.cuda)):.4g} ms" if self.timed else ""
+        self.say("ready", provider, about, contender.row)
         return contender
+
+    def say(self, what: str, provider: str, text: str, row: Row) -> None:
+        """Tells what is there already, should the rest not end."""
+        if is_first():
+            print(f"{what}:", self.part, provider, text, row, file=sys.stderr, flush=True)
 
     def prepared(self, provider: str, turns: Turns) -> Contender:
         """The contender of this rank."""
@@ -94,6 +99,7 @@ class Spread(Problem):
         peers = [peer for peer in (WITH_GATHER[0], TORCHAO[0]) if peer in ms]
         if peers and recipe_of(name) is not None:
             row["over_torchao"] = f"{min(ms[peer] for peer in peers) / step:.2f}x"
+        self.say("timed", name, "", row)
         return row | (contender.more() if isinstance(contender, Measured) else {})
 
 
