@@ -167,7 +167,7 @@ def _quantized_us(
         return unquantized + len(dequantized) * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6
     if kernel not in rates.gemm:
         return None
-    read = (sizes[0], sizes[1]) if kernel is GemmKernel.WEIGHT_ONLY else (1, 1)
+    read = (sizes[0], sizes[1]) if kernel in (GemmKernel.WEIGHT_ONLY, GemmKernel.WEIGHT_ONLY_DIRECT) else (1, 1)
     time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, read)
     return time + (2 * rates.launch if matmul.groups else 0.0)  # zeros where no group wrote, or a table of tiles
 

@@ -108,8 +108,9 @@ RATES: dict[str, CardRates] = {
             GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
             GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
             GemmKernel.FEW_ROWS: GemmRate(1000, 1000, 1000, 1.0, (16, 128)),
-            # not measured: 1.25 times the time of reading the weight
-            GemmKernel.WEIGHT_ONLY: GemmRate(600, 600, 600, 0.8, (16, 64)),
+            # not measured here: 1.25 times the time of reading the weight
+            GemmKernel.WEIGHT_ONLY: GemmRate(600, 600, 600, 0.8, (16, 32)),
+            GemmKernel.WEIGHT_ONLY_DIRECT: GemmRate(600, 600, 600, 0.8, (16, 32)),
             GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
             GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
             GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import capability
+from fxquant.compat.device import capability, knows_gluon
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.linear import few_rows as limits
@@ -26,6 +26,7 @@ class GemmKernel(Kernel):
     """The kernels that a GEMM of quantized operands can be."""
 
     FEW_ROWS = "Triton, few rows"
+    WEIGHT_ONLY_DIRECT = "Triton's Gluon, few rows, the weight dequantized as it is read"
     WEIGHT_ONLY = "Triton, few rows, the weight dequantized as it is read"
     PER_ROW = "cuBLAS _scaled_mm, rowwise"
     PER_TENSOR = "cuBLAS _scaled_mm, per tensor"
@@ -71,7 +72,8 @@ class GemmFacts(Facts):
         left, right = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
         whole = x if left.is_identity else w if right.is_identity else None
         return cls(
-            a=left, b=right, m=x.shape[-2], n=w.shape[-2], k=w.shape[-1], most_rows=upper_bound(x.shape[-2]),
+            a=left, b=right, m=x.shape[-2], n=w.shape[-2], k=(x if left.is_identity else w).shape[-1],
+            most_rows=upper_bound(x.shape[-2]),
             matrices=x.ndim == w.ndim == 2, fast_accum=fast_accum, capability=capability(w.device),
             high_precision=None if whole is None else whole.dtype,
         )  # fmt: skip
@@ -101,6 +103,22 @@ def weight_only(facts: GemmFacts) -> str:
     static = all(isinstance(size, int) and size > 0 for size in (facts.most_rows, facts.n, facts.k))
     few = static and facts.most_rows <= one_sided_limits.MOST_ROWS and facts.m != 0
     return "" if few else f"more than {one_sided_limits.MOST_ROWS} rows"
+
+
+def weight_only_direct(facts: GemmFacts) -> str:
+    """Returns why that kernel is not the one in Gluon."""
+    reason = weight_only(facts)
+    if reason:
+        return reason
+    if not (facts.launches and knows_gluon() and facts.high_precision == torch.bfloat16):
+        return "not bfloat16 beside fxquant and the Triton with the kernel's Gluon"
+    k, n = facts.k, facts.n
+    assert isinstance(k, int) and isinstance(n, int)
+    row_bytes = k // 2 if one_sided_limits.is_packed(facts.b) else k
+    if one_sided_limits.is_vector(facts.m, row_bytes, facts.b):
+        return "one row is a matrix-vector product"
+    tiles = one_sided_limits.Direct.of(facts.most_rows, n, row_bytes, facts.b)
+    return "" if tiles else "Triton's own kernel is the faster one for these sizes, or takes them alone"
 
 
 def _why_emulated(facts: GemmFacts) -> str:

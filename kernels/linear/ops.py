@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxquant.formats import QuantSpec, check_parts
 from fxquant.kernels.cast import reference
-from fxquant.kernels.linear import choice
+from fxquant.kernels.linear import choice, gluon_op
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
 from fxquant.kernels.operator import Parts, operator, runs_beside
@@ -47,12 +47,21 @@ def _few_rows(
     return triton_few_rows.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, epilogue, other, early)
 
 
+@scaled_mm.implementation(GemmKernel.WEIGHT_ONLY_DIRECT, when=choice.weight_only_direct)
+def _weight_only_direct(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    epilogue: str | None = None, other: Tensor | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same of an operand that is not quantized, by a weight that is dequantized on its way into registers."""
+    return gluon_op.scaled_mm(a[0], b, b_spec, bias, out_dtype, epilogue, other, early)
+
+
 @scaled_mm.implementation(GemmKernel.WEIGHT_ONLY, when=choice.weight_only)
 def _weight_only(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
     epilogue: str | None = None, other: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The same of an operand that is not quantized, by a weight that is dequantized as it is read."""
+    """The same by a kernel of Triton's own, which packages hold as well."""
     from fxquant.kernels.linear import triton_weight_only
 
     return triton_weight_only.scaled_mm(a[0], b, QuantSpec.parse(b_spec), bias, out_dtype, epilogue, other, early)

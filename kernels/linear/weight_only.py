@@ -22,6 +22,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 _FEW_PROGRAMS = 2 * MULTIPROCESSORS
 """Programs that run at the same time in any case: two share a multiprocessor."""
 
+_LEAST_COLUMNS, _MOST_BYTES = 2048, 1 << 27
+"""Rows of the weight from which on, and bytes of FP8 up to which, `Direct` tiles were faster."""
+
 
 class Tiles(NamedTuple):
     """The tile of a program: m rows of x by n rows of the weight, of which each warp reads k bytes at a time.
@@ -48,6 +51,47 @@ class Tiles(NamedTuple):
         split = max(1, min(_FEW_PROGRAMS // -(-size_n // self.n), all_steps // 4))
         steps = -(-all_steps // split)
         return -(-all_steps // steps), steps
+
+
+class Direct(NamedTuple):
+    """The tile of a program whose lanes read the weight as they multiply it (`fxquant.kernels.linear.gluon`).
+
+    Groups of 8 rows of x by tiles of 16 rows of the weight for each of `warps_n` warps, while `warps_k` share K, of
+    which each reads `pieces` of 64 bytes at a time; `unrolled`, two of them in turn.
+    """
+
+    groups: int
+    tiles: int
+    pieces: int
+    warps_n: int
+    warps_k: int
+    unrolled: bool
+
+    @property
+    def columns(self) -> int:
+        """The rows of the weight."""
+        return 16 * self.tiles * self.warps_n
+
+    @property
+    def step(self) -> int:
+        """The bytes of a row of the weight that its length must be a multiple of."""
+        return 64 * self.pieces * self.warps_k * (2 if self.unrolled else 1)
+
+    @classmethod
+    def of(cls, rows: int, size_n: int, row_bytes: int, spec: QuantSpec) -> Direct | None:
+        """The tiles where they are faster than `Tiles`, by the times in docs/performance.md; None elsewhere."""
+        packed = is_packed(spec)
+        if rows > 16 or size_n < _LEAST_COLUMNS or size_n * row_bytes > _MOST_BYTES // (2 if packed else 1):
+            return None
+        few, narrow = rows <= 8, size_n <= 16 * _FEW_PROGRAMS
+        groups = 1 if few else 2
+        if narrow:
+            tiles = cls(groups, 2, 1, 1, 8, False) if packed and not few else cls(groups, 1, 2, 1, 8, False)
+        elif packed and not few:
+            return None
+        else:
+            tiles = cls(groups, 1, 2, 4, 2, True) if packed or not few else cls(groups, 1, 2, 1, 4, True)
+        return None if size_n % tiles.columns or row_bytes % tiles.step else tiles
 
 
 def is_packed(spec: QuantSpec) -> bool:

@@ -15,6 +15,7 @@ theirs. See `fxquant.kernels.linear.triton_few_rows` and `triton_weight_only`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,12 +39,15 @@ _aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
+_DECODING = (GemmKernel.FEW_ROWS, GemmKernel.WEIGHT_ONLY, GemmKernel.WEIGHT_ONLY_DIRECT)
+
+
 def decodes(node: fx.Node) -> bool:
     """Returns True if a kernel that reads the weight once does a GEMM of so few rows faster than cuBLAS."""
     if not is_fxquant(node, "scaled_mm"):
         return False
     arguments: Any = fx.node.map_arg(node.args, val)
-    return scaled_mm.choose(scaled_mm.facts_of(*arguments)).kernel in (GemmKernel.FEW_ROWS, GemmKernel.WEIGHT_ONLY)
+    return scaled_mm.choose(scaled_mm.facts_of(*arguments)).kernel in _DECODING
 
 
 def few_rows(graph: fx.Graph, settings: Settings) -> int:
@@ -55,7 +59,7 @@ def few_rows(graph: fx.Graph, settings: Settings) -> int:
         return 0
     before, count, packaged = len(graph.nodes), 0, settings.portable
     _leave_unquantized(graph, packaged)
-    _fuse_epilogues(graph)
+    _fuse_epilogues(graph, packaged)
     count += before - len(graph.nodes)
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default):
         if not packaged and launches_early(val(node).device) and decodes(node):
@@ -98,14 +102,14 @@ def _leave_unquantized(graph: fx.Graph, packaged: bool) -> None:
                 graph.erase_node(item)
 
 
-def _fuse_epilogues(graph: fx.Graph) -> None:
+def _fuse_epilogues(graph: fx.Graph, packaged: bool) -> None:
     """Gives GEMMs the sum with a residual, or the activation, that is the sole reader of their result."""
     if not any(map(decodes, graph.find_nodes(op="call_function", target=torch.ops.fxquant.scaled_mm.default))):
         return
     for name in limits.EPILOGUES:
         for root in graph.find_nodes(op="call_function", target=_root(name)):
             for gemm, other in _ends_of(name, root):
-                if decodes(gemm) and allowed(gemm, _STEP, _no_epilogue(gemm) or _other_reader(gemm, root)):
+                if decodes(gemm) and allowed(gemm, _STEP, _no_epilogue(gemm, packaged) or _other_reader(gemm, root)):
                     with graph.inserting_before(root):
                         shape = list(val(gemm).shape)
                         more = {"epilogue": name, **({} if other is None else {"other": shaped(other, shape)})}
@@ -139,13 +143,19 @@ def _ends_of(name: str, root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None
             yield gemm, other
 
 
-def _no_epilogue(gemm: fx.Node) -> str:
+def _no_epilogue(gemm: fx.Node, packaged: bool) -> str:
     """Returns why a GEMM of few rows takes no epilogue; empty if it does."""
     if gemm.kwargs:
         return "it has an epilogue"
     a, b = ([val(part) for part in parts] for parts in gemm.args[:2])  # type: ignore[union-attr]
     a_spec, b_spec = (QuantSpec.parse(str(text)) for text in gemm.args[2:4])
-    alone = weight_only.in_one_kernel(a, b, b_spec) if a_spec.is_identity else limits.in_one_kernel(a, b)
+    if a_spec.is_identity:
+        arguments: Any = fx.node.map_arg(gemm.args, val)
+        facts = replace(scaled_mm.facts_of(*arguments), launches=not packaged)
+        direct = scaled_mm.choose(facts).kernel is GemmKernel.WEIGHT_ONLY_DIRECT
+        alone = direct or weight_only.in_one_kernel(a, b, b_spec)
+    else:
+        alone = limits.in_one_kernel(a, b)
     return "" if alone else "several kernels add up its result"
 
 

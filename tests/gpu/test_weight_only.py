@@ -13,11 +13,12 @@ from torch.export import Dim
 
 import fxquant
 from fxquant import Backend
-from fxquant.compat.device import is_hopper
+from fxquant.compat.device import is_hopper, knows_gluon
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
-from fxquant.kernels.linear import triton_weight_only
+from fxquant.kernels.linear import gluon_op, triton_weight_only
 from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.linear.weight_only import Direct
 
 DEVICE = "cuda"
 pytestmark = [
@@ -27,6 +28,10 @@ pytestmark = [
 
 SPECS = ("per_row_e4m3(torchao)", "per_tensor_e4m3", "nvfp4", "nvfp4(row_scaled)")
 RECIPES = ("weight_only_fp8", "weight_only_nvfp4")
+GLUON = pytest.mark.skipif(not knows_gluon(), reason="this Triton's Gluon is not the kernel's")
+KERNELS = ("triton", pytest.param("gluon", marks=GLUON))
+SIZES = ((512, 17024), (2048, 4096))
+"""Features, and hidden ones: all layers by Triton's own kernel, and all by the one in Gluon where Triton has that."""
 
 
 def close(got: Tensor, want: Tensor, share: float) -> None:
@@ -53,9 +58,50 @@ def test_values(shape: tuple[int, int], text: str, dtype: torch.dtype) -> None:
         close(got, want + bias.double(), 2**-8)
 
 
+@GLUON
+@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("shape", [(2048, 2064), (6144, 4224), (4096, 14336), (14336, 4096), (4096, 6144)])
+def test_values_in_gluon(shape: tuple[int, int], text: str) -> None:
+    """Of every number of rows that it takes, with what follows a GEMM, and of x and weights that lie anywhere."""
+    k, n = shape
+    torch.manual_seed(0)
+    spec = QuantSpec.parse(text)
+    w = torch.randn(n, k, device=DEVICE) * torch.logspace(-2, 2, n, device=DEVICE)[:, None]
+    parts = reference.quantize(w.bfloat16(), spec)
+    values = reference.dequantize(parts, spec).double()
+    whole = torch.randn(17, k + 8, device=DEVICE).bfloat16()
+    bias, other = (torch.randn(*size, n, device=DEVICE).bfloat16() for size in ((), (16,)))
+    taken = 0
+    for rows in (1, 2, 3, 7, 8, 9, 15, 16):
+        if Direct.of(rows, n, parts[0].shape[1], spec) is None:
+            continue
+        taken += 1
+        for x in (whole[1 : rows + 1, 8:], whole[:rows, 3 : k + 3]):
+            want = x.double() @ values.T
+            for early in (False, True):
+                got = gluon_op.scaled_mm(x, parts, text, None, torch.float32, early=early)
+                close(got, want, 1e-5)
+        y = gluon_op.scaled_mm(x, parts, text, bias, torch.bfloat16)
+        close(y, want + bias.double(), 2**-8)
+        added = gluon_op.scaled_mm(x, parts, text, bias, torch.bfloat16, "add", other[:rows])
+        torch.testing.assert_close(added, y + other[:rows], rtol=0, atol=0)
+        gelu = gluon_op.scaled_mm(x, parts, text, None, torch.bfloat16, "gelu")
+        close(gelu, nn.functional.gelu(want), 2**-7)
+    assert taken >= 5
+
+
+def multiply(kernel: str, x: Tensor, parts: list[Tensor], spec: QuantSpec) -> Tensor:
+    if kernel == "triton":
+        return triton_weight_only.scaled_mm(x, parts, spec, None, torch.float32)
+    from fxquant.kernels.linear import gluon
+
+    return gluon.scaled_mm(x, parts, spec, None, torch.float32, Direct(2, 1, 1, 2, 2, unrolled=False))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("text", SPECS)
 @pytest.mark.parametrize("rows", [1, 16])
-def test_every_code_comes_out_as_it_was_stored(rows: int, text: str) -> None:
+def test_every_code_comes_out_as_it_was_stored(rows: int, text: str, kernel: str) -> None:
     """Multiplied by the identity; a NaN makes its row of the weight NaN, and no other."""
     spec, size = QuantSpec.parse(text), 512
     parts = reference.quantize(torch.randn(256, size, device=DEVICE), spec)
@@ -67,12 +113,11 @@ def test_every_code_comes_out_as_it_was_stored(rows: int, text: str) -> None:
     values = reference.dequantize(parts, spec)
     identity = torch.eye(size, device=DEVICE, dtype=torch.bfloat16)
     for x, want in zip(identity.split(rows), values.T.split(rows), strict=True):
-        got = triton_weight_only.scaled_mm(x, parts, spec, None, torch.float32)
+        got = multiply(kernel, x, parts, spec)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     if spec.row.family != "nvfp4":
         codes[3, 100] = 255
-        got = triton_weight_only.scaled_mm(identity[:rows], [codes.view(parts[0].dtype), *parts[1:]], spec, None,
-                                           torch.float32)  # fmt: skip
+        got = multiply(kernel, identity[:rows], [codes.view(parts[0].dtype), *parts[1:]], spec)
         assert got[:, 3].isnan().all() and not got[:, 4:].isnan().any()
 
 
@@ -95,10 +140,10 @@ def test_scales_that_are_not_finite_and_tokens_that_lie_apart(text: str) -> None
 class Gated(nn.Module):
     """Layers that read one tensor, an activation, a residual, and more features than one program splits."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(512, 17024, bias=False) for _ in range(2))
-        self.down, self.wide = nn.Linear(17024, 512), nn.Linear(512, 17024)
+        self.gate, self.up = (nn.Linear(features, hidden, bias=False) for _ in range(2))
+        self.down, self.wide = nn.Linear(hidden, features), nn.Linear(features, hidden)
         self.to(torch.bfloat16).requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,12 +151,15 @@ class Gated(nn.Module):
         return y, nn.functional.gelu(self.wide(y)) + self.gate(y)
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("packaged", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_programs_with_epilogues_and_dynamic_rows(recipe: str, packaged: bool, tmp_path: Path) -> None:
+def test_programs_with_epilogues_and_dynamic_rows(
+    recipe: str, packaged: bool, size: tuple[int, int], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    x = torch.randn(5, 512, dtype=torch.bfloat16, device=DEVICE)
-    exported = torch.export.export(Gated().to(DEVICE), (x,), dynamic_shapes=({0: Dim("batch", min=1, max=16)},))
+    x = torch.randn(5, size[0], dtype=torch.bfloat16, device=DEVICE)
+    exported = torch.export.export(Gated(*size).to(DEVICE), (x,), dynamic_shapes=({0: Dim("batch", min=1, max=16)},))
     program = fxquant.quantize_program(exported, recipe)
     run: Any
     if packaged:
@@ -121,18 +169,20 @@ def test_programs_with_epilogues_and_dynamic_rows(recipe: str, packaged: bool, t
         run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
     with torch.no_grad():
         for rows in (1, 2, 16):
-            x = torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE)
+            x = torch.randn(rows, size[0], dtype=torch.bfloat16, device=DEVICE)
             for got, want in zip(run(x), program.module()(x), strict=True):
                 close(got, want, 2**-6)
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_cached_weights_are_read_as_they_are_stored(recipe: str) -> None:
+def test_cached_weights_are_read_as_they_are_stored(recipe: str, size: tuple[int, int]) -> None:
     """Also after a change of the weight, in CUDA graphs, and with kernels launched early."""
     torch.manual_seed(0)
-    model, x = Gated().to(DEVICE), torch.randn(4, 512, dtype=torch.bfloat16, device=DEVICE)
+    model, x = Gated(*size).to(DEVICE), torch.randn(4, size[0], dtype=torch.bfloat16, device=DEVICE)
     kernels = [w.kernel for _, _, w in fxquant.explain(model, recipe, x).work() if w.what == "fprop"]
-    assert set(kernels) == {str(GemmKernel.WEIGHT_ONLY)}
+    direct = knows_gluon() and size == SIZES[1]
+    assert set(kernels) == {str(GemmKernel.WEIGHT_ONLY_DIRECT if direct else GemmKernel.WEIGHT_ONLY)}
     eager = fxquant.compile(model, recipe, options={"inner": "aot_eager"})
     for mode in (None, "reduce-overhead"):
         torch.compiler.reset()
@@ -145,13 +195,14 @@ def test_cached_weights_are_read_as_they_are_stored(recipe: str) -> None:
                         close(got, want, 2**-6)
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rows", [1, 16])
-def test_one_after_another_in_a_graph(rows: int, recipe: str) -> None:
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_one_after_another_in_a_graph(rows: int, recipe: str, size: tuple[int, int]) -> None:
     """Kernels that are launched while the one before still runs read what that wrote, and leave what it reads."""
     torch.manual_seed(0)
-    inputs = [torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE) for _ in range(12)]
-    program = fxquant.quantize_program(torch.export.export(Gated().to(DEVICE), (inputs[0],)), recipe)
+    inputs = [torch.randn(rows, size[0], dtype=torch.bfloat16, device=DEVICE) for _ in range(12)]
+    program = fxquant.quantize_program(torch.export.export(Gated(*size).to(DEVICE), (inputs[0],)), recipe)
     run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
     with torch.no_grad():
         want = []

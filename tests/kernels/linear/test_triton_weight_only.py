@@ -97,6 +97,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "capability", lambda device: (9, 0))
 
 
+_SHOWN = ("mm", "add", "sum", "weight_only_mm")
+
+
 def lowered(
     rows: int, spec: str, *, after: Any = None, length: int = 256, width: int = 16384, most: int | None = None,
     dtype: torch.dtype = torch.bfloat16, stored: bool = True, **options: bool,
@@ -128,7 +131,7 @@ def lowered(
             continue
         if node.target is triton_kernel_wrapper_functional:
             names.append(",".join(node.kwargs["tensors_to_clone"]))
-        elif (name := str(node.target).removeprefix("aten.").split(".")[0]) in ("mm", "add", "sum"):
+        elif (name := re.sub(r"^(aten|fxquant_kernels)\.|\..*$", "", str(node.target))) in _SHOWN:
             names.append(name)
     return names
 
@@ -162,11 +165,30 @@ def test_packages_compile_it_in_and_saved_graphs_cannot_name_it(spec: str) -> No
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("spec", [W8, W4])
+def test_the_kernel_in_gluon_adds_no_parts_of_k_and_stays_out_of_packages(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "knows_gluon", lambda: True)
+
+    def run(rows: int, *, add: bool, most: int | None = None, **settings: bool) -> list[str]:
+        after = (lambda y: [y + torch.ones_like(y)]) if add else None
+        return lowered(rows, spec, after=after, length=4096, width=4096, most=most, **settings)
+
+    for rows, most in ((8, None), (16, None), (4, 16)):
+        assert run(rows, add=False, most=most) == run(rows, add=True, most=most) == ["weight_only_mm"]
+    assert run(8, add=True, portable=True, kernels=True) == ["y", "sum", "add"]
+    assert run(17, add=False) == ["y", "sum"] and run(4, add=False, most=17) == ["y", "sum"]
+    assert run(1, add=True) == (["y"] if spec == W8 else ["weight_only_mm"])
+
+
+@pytest.mark.usefixtures("hopper")
 def test_a_weight_that_is_quantized_in_the_graph_is_read_as_it_was_written() -> None:
     assert lowered(16, W8, stored=False)[-1] == "y"
 
 
-def test_reasons_say_why_a_pair_is_dequantized_before() -> None:
+def test_reasons_say_why_a_pair_is_dequantized_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "knows_gluon", lambda: False)
     sizes = {"n": 4096, "k": 4096, "capability": (9, 0), "high_precision": torch.bfloat16}
 
     def reason(a: str, b: str, m: Any = 8, most: int = 8, **facts: Any) -> str:
@@ -197,13 +219,17 @@ def test_parts_of_k_cover_it(rows: int, size: tuple[int, int]) -> None:
         assert (split - 1) * steps * step < row_bytes <= split * steps * step and tiles.m >= rows
 
 
+@pytest.mark.parametrize("gluon", [True, False])
 @pytest.mark.parametrize("recipe", ["weight_only_fp8", "weight_only_nvfp4"])
-def test_estimates_choose_it_for_a_program_of_few_rows(recipe: str) -> None:
+def test_estimates_choose_it_for_a_program_of_few_rows(
+    recipe: str, gluon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "knows_gluon", lambda: gluon)
     layer = nn.Linear(4096, 14336, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(8, 4096, device="meta", dtype=torch.bfloat16)
     report = fxquant.explain(layer, recipe, x).on("H100")
     (fprop, *_) = (work for _, _, work in report.work() if work.what == "fprop")
-    assert fprop.kernel == str(GemmKernel.WEIGHT_ONLY)
+    assert fprop.kernel == str(GemmKernel.WEIGHT_ONLY_DIRECT if gluon else GemmKernel.WEIGHT_ONLY)
     assert fprop.quantized is not None and fprop.unquantized is not None
     assert fprop.quantized < (0.7 if recipe == "weight_only_fp8" else 0.45) * fprop.unquantized
     more = fxquant.explain(layer, recipe, torch.empty(64, 4096, device="meta", dtype=torch.bfloat16)).on("H100")
