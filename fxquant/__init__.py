@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from fxquant.report.report import Report
     from fxquant.tools.explain import explain
     from fxquant.tools.measure import measure
+    from fxquant.weights.agree import precompute_scales
     from fxquant.weights.prepare import prepare_fsdp
 
 __version__ = "0.1.0"
@@ -98,6 +99,7 @@ _LAZY = {
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
     "Report": "fxquant.report.report",
+    "precompute_scales": "fxquant.weights.agree",
     "prepare_fsdp": "fxquant.weights.prepare",
     "aoti_compile_and_package": "fxquant.export.program",
     "lower_program": "fxquant.export.program",
@@ -203,6 +205,7 @@ __all__ = [
     "lower_program",
     "measure",
     "onnx_export",
+    "precompute_scales",
     "prepare_fsdp",
     "quantization_state_dict",
     "quantize_program",

@@ -28,9 +28,15 @@ class Gather:
     """
 
     parameter: Any
+    group: Any
     forward: bool
     backward: bool
     kept: bool
+
+    @property
+    def weights(self) -> list[Any]:
+        """The sharded parameters that are gathered at once."""
+        return [parameter.sharded_param for parameter in self.group.fsdp_params]
 
     @property
     def ranks(self) -> int:
@@ -94,7 +100,7 @@ def _gather(parameter: FSDPParam, group: FSDPParamGroup) -> Gather:
         kept = not group._reshard_after_forward or not group.unshard_in_backward
     else:
         kept = not group.reshard_after_backward
-    return Gather(parameter, forward, backward, kept)
+    return Gather(parameter, group, forward, backward, kept)
 
 
 def unallocated(numel: int, ranks: int, device: torch.device) -> Tensor:

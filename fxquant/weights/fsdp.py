@@ -3,12 +3,12 @@
 A shard [n, K] of a weight [N, K] sends the payload [n, K] and the scales of one direction, laid out as the weight is,
 so that shards behind each other are the whole. The columnwise parts of a product are then transposed views. Each
 direction has memory of its own, which FSDP frees and allocates as it does for every parameter: compiled graphs save
-the columnwise parts for the backward before they are there.
+the columnwise parts for the backward before they are there. Where both directions have the same elements and scales,
+one payload is both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from fxquant.compat.fsdp import Gather, current_gather, fill, over, unallocated
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
+from fxquant.kernels import custom
 from fxquant.roles import Direction
+from fxquant.weights.agree import agree
 from fxquant.weights.layer import Layer
 from fxquant.weights.parts import quantized, side
 
@@ -47,12 +49,20 @@ def send(shard: Tensor, spec: OperandSpec, layer: Layer) -> Sent:
         raise RecipeError(f"{layer.name}.weight is gathered by other code than fully_shard's")
     for direction in Direction:
         _check_shard(shard, side(spec, direction), direction, gather, layer)
+    layer.dtype = gather.dtype
+    if gather.ranks > 1:
+        agree(gather.weights)
     sent, values = Sent(gather), shard.to(gather.dtype)
-    rowwise: Sequence[Tensor] = ()
-    for direction in directions_of(gather, layer):
-        parts = quantized(values, spec, direction, rowwise)
-        rowwise = parts if direction is Direction.ROWWISE else rowwise
-        flat = [(part.mT.contiguous() if _turned(gather, direction) else part).view(torch.uint8) for part in parts]
+    directions = (Direction.ROWWISE,) if is_one(spec, gather.size) else directions_of(gather, layer)
+    for direction in directions:
+        parts = quantized(values, spec, direction, *_amaxes(layer, spec, direction))
+        kinds = _kinds(gather.size, gather.dtype, spec, direction)
+        flat = []
+        for i, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
+            if _is_common(part, kind, gather):
+                _common(layer, direction, i, part).copy_(part)
+            else:
+                flat.append((part.mT.contiguous() if _turned(gather, direction) else part).view(torch.uint8))
         if direction not in layer.outputs:
             layer.outputs[direction] = [unallocated(part.numel(), gather.ranks, part.device) for part in flat]
         sent.shards += flat
@@ -68,24 +78,72 @@ def receive(sent: Sent) -> None:
             fill(output, shard.view(-1))
 
 
-def gathered_parts(
-    sent: Sent, size: torch.Size, dtype: torch.dtype, spec: OperandSpec, layer: Layer
-) -> dict[Direction, list[Tensor]]:
+def gathered_parts(sent: Sent, spec: OperandSpec, layer: Layer) -> dict[Direction, list[Tensor]]:
     """The parts of a whole weight in the memory that shards arrive in, for both directions, whatever is there now."""
-    whole = torch.empty(size, dtype=dtype, device="meta")
-    parts: dict[Direction, list[Tensor]] = {}
+    gather, parts = sent.gather, dict[Direction, list[Tensor]]()
+    one = is_one(spec, gather.size)
     for direction in Direction:
-        kinds = quantized(whole, spec, direction)
-        turned = _turned(sent.gather, direction)
-        if direction not in layer.outputs:
-            shards = quantized(whole.new_empty(sent.gather.padded_size), spec, direction)
-            bytes = [part.numel() * part.itemsize for part in shards]
-            layer.outputs[direction] = [unallocated(n, sent.gather.ranks, sent.gather.device) for n in bytes]
-        parts[direction] = [
-            over(output, kind.dtype, kind.shape, kind.mT.contiguous().mT.stride() if turned else kind.stride())
-            for kind, output in zip(kinds, layer.outputs[direction], strict=True)
-        ]
+        if one and direction is Direction.COLUMNWISE:
+            parts[direction] = [part if part.ndim < 2 else over_turned(part) for part in parts[Direction.ROWWISE]]
+        else:
+            parts[direction] = _parts(gather, spec, layer, direction)
     return parts
+
+
+def _parts(gather: Gather, spec: OperandSpec, layer: Layer, direction: Direction) -> list[Tensor]:
+    kinds = _kinds(gather.size, gather.dtype, spec, direction)
+    shards = _kinds(gather.padded_size, gather.dtype, spec, direction)
+    cut = [not _is_common(shard, kind, gather) for shard, kind in zip(shards, kinds, strict=True)]
+    if direction not in layer.outputs:
+        layer.outputs[direction] = [
+            unallocated(shard.numel() * shard.itemsize, gather.ranks, gather.device)
+            for shard, is_cut in zip(shards, cut, strict=True)
+            if is_cut
+        ]
+    outputs, parts = iter(layer.outputs[direction]), []
+    for i, (kind, is_cut) in enumerate(zip(kinds, cut, strict=True)):
+        source = next(outputs) if is_cut else _common(layer, direction, i, kind, gather.device)
+        turned = is_cut and _turned(gather, direction)
+        parts.append(
+            over(source, kind.dtype, kind.shape, kind.mT.contiguous().mT.stride() if turned else kind.stride())
+        )
+    return parts
+
+
+def over_turned(part: Tensor) -> Tensor:
+    """The transpose of a matrix, as a tensor whose writes are counted by itself."""
+    return over(part, part.dtype, part.shape[::-1], part.stride()[::-1])
+
+
+def is_one(spec: OperandSpec, size: torch.Size) -> bool:
+    """Returns True if the columnwise parts of a weight are its rowwise ones, transposed."""
+    row = spec.rowwise.row
+    square = row.family == "per_tensor" or (row.family == "block" and row.block[0] == row.block[1])
+    whole = all(length % row.alignment == 0 for length in size)
+    return square and whole and spec.rowwise == spec.columnwise and not spec.from_rowwise
+
+
+def _kinds(size: torch.Size, dtype: torch.dtype, spec: OperandSpec, direction: Direction) -> list[Tensor]:
+    """Tensors without values that are as the parts of a weight, or a shard, of this size."""
+    return quantized(torch.empty(size, dtype=dtype, device="meta"), spec, direction)
+
+
+def _amaxes(layer: Layer, spec: OperandSpec, direction: Direction) -> tuple[Tensor | None, Tensor | None]:
+    """The amaxes that all ranks have in common, of a direction and of the rows."""
+    agreed = layer.agreed
+    return (None, None) if agreed is None else (agreed.of(direction, spec), agreed.of(Direction.ROWWISE, spec))
+
+
+def _is_common(shard: Tensor, whole: Tensor, gather: Gather) -> bool:
+    """Returns True for parts that do not grow with the weight, and so are not gathered, but equal on all ranks."""
+    return gather.ranks > 1 and shard.shape == whole.shape
+
+
+def _common(layer: Layer, direction: Direction, place: int, like: Tensor, device: torch.device | None = None) -> Tensor:
+    key = direction, place
+    if key not in layer.common:
+        layer.common[key] = torch.empty(like.shape, dtype=like.dtype, device=device or like.device)
+    return layer.common[key]
 
 
 def _turned(gather: Gather, direction: Direction) -> bool:
@@ -94,15 +152,23 @@ def _turned(gather: Gather, direction: Direction) -> bool:
 
 
 def _check_shard(shard: Tensor, spec: QuantSpec, direction: Direction, gather: Gather, layer: Layer) -> None:
-    """Raises RecipeError for a cut through a block."""
+    """Raises RecipeError for a shard that cannot be quantized without the others."""
     if gather.ranks == 1 or spec.is_identity:
         return
-    contracted = gather.shard_axis == (1 if direction is Direction.ROWWISE else 0)
-    multiple = spec.row.alignment if contracted else max(spec.row.block[0], 1)
-    length = gather.padded_size[gather.shard_axis]
+    where = f"{layer.name}.weight {list(gather.size)} is cut into {gather.ranks} shards"
+    if gather.shard_axis:
+        raise RecipeError(f"{where} along axis {gather.shard_axis}: quantized gathers take shards of rows, Shard(0)")
+    block = getattr(custom.get(spec), "alignment", 1) if spec.key else 0
+    if block == 1:
+        raise RecipeError(
+            f"{where}, and a quantizer of your own that declares no blocks (`alignment`) has to see the whole: leave "
+            "the layer out of prepare_fsdp"
+        )
+    alignment, rows = (block, block) if spec.key else (spec.row.alignment, max(spec.row.block[0], 1))
+    multiple = alignment if direction is Direction.COLUMNWISE else rows
+    length = gather.padded_size[0]
     if length % multiple or shard.shape != gather.padded_size:
         raise RecipeError(
-            f"{layer.name}.weight {list(gather.size)} is cut into {gather.ranks} shards of {length} along axis "
-            f"{gather.shard_axis}, and {spec.row.name}, {direction}, wants multiples of {multiple}: leave it out of "
-            "prepare_fsdp (`layers=`), or shard over fewer ranks"
+            f"{where} of {length} along axis 0, and {spec.row.name}, {direction}, wants multiples of {multiple}: leave "
+            "the layer out of prepare_fsdp, or shard over another number of ranks"
         )

@@ -5,7 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from fxquant.formats import OperandSpec
+from fxquant.roles import Direction
+
+
+@dataclass
+class Agreed:
+    """The amaxes of a whole weight by direction, as it was at a `version` of its shard and in the dtype that counts."""
+
+    version: int
+    dtype: torch.dtype
+    amaxes: dict[Direction, Tensor] = field(default_factory=dict)
+
+    def of(self, direction: Direction, spec: OperandSpec) -> Tensor | None:
+        """The amaxes of a direction; those of the rows where one scale of the tensor serves both."""
+        one = spec.rowwise == spec.columnwise and spec.rowwise.row.family == "per_tensor"
+        return self.amaxes.get(Direction.ROWWISE if one and not spec.from_rowwise else direction)
 
 
 @dataclass(eq=False)
@@ -13,12 +31,18 @@ class Layer:
     """The layer of a weight, by its full `name`, and facts that its gathers need.
 
     `runs_again` says that a backward repeats the layer's forward, in an activation checkpoint, and so needs both
-    directions. `outputs` are the tensors that FSDP receives the parts of each direction into.
+    directions. `outputs` are the tensors that FSDP receives the parts of each direction into, and `common` the parts
+    that are equal on all ranks, by direction and place. `dtype` is that of the values that are quantized. `writes`
+    counts those into the master that an operator made.
     """
 
     name: str = ""
     runs_again: bool = False
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    writes: int = 0
+    dtype: torch.dtype | None = None
+    outputs: dict[Direction, list[Tensor]] = field(default_factory=dict)
+    common: dict[tuple[Direction, int], Tensor] = field(default_factory=dict)
+    agreed: Agreed | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         copied = memo[id(self)] = Layer(self.name, self.runs_again)

@@ -170,7 +170,7 @@ class QuantizedWeight(HoldsQuantized):
         if out is not None:  # reads the same memory
             return None
         size, spec = sent.gather.size, OperandSpec.parse(self.spec)
-        parts = gathered_parts(sent, size, param_dtype, spec, self.layer)
+        parts = gathered_parts(sent, spec, self.layer)
         row, column = (parts[direction] for direction in Direction)
         whole = QuantizedWeight(
             self.spec, rowwise=row, columnwise=column, size=size, dtype=param_dtype, layer=self.layer
@@ -228,6 +228,7 @@ def _write(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change
     args, kwargs = tree_map_only(QuantizedWeight, value, (tuple(args), dict(kwargs)))
     result = operator(*args, **kwargs)
     for weight in changed:
+        weight.layer.writes += 1
         weight.quantize_again(plain[id(weight)])
     return tree_map_only(Tensor, lambda tensor: owners.get(id(tensor), tensor), result)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ import torch.distributed as dist
 from helpers import assert_same_bits
 from ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import checkpoint as checkpoint_files
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import RecipeError
+from fxquant.weights import QuantizedWeight
 
 EAGER = {"inner": "aot_eager"}
 STEPS = 3
@@ -59,8 +64,8 @@ def model(width: int = 64, kind: type[Block] = Block) -> Model:
     return Model(kind, width)
 
 
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+def batch(step: int, rank: int, part: int = 0) -> Tensor:
+    return torch.randn(32, 32, generator=torch.Generator().manual_seed(100 * part + 10 * step + rank))
 
 
 @contextlib.contextmanager
@@ -81,83 +86,246 @@ def counted() -> Iterator[list[tuple[torch.dtype, int]]]:
         setattr(dist, name, gather)
 
 
-def sharded(run: Model, recipe: str, **keywords: Any) -> Model:
+def sharded(run: Model, recipe: Any, mesh: DeviceMesh | None = None, **keywords: Any) -> Model:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
     fxquant.prepare_fsdp(run, recipe, run.layers)
+    options = {**EAGER, **keywords.pop("options", {})}
     for layer in run.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **keywords)
-    fully_shard(run, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **keywords)
-    fxquant.compile_blocks(run, recipe, run.layers, options=EAGER)
+        fully_shard(layer, mesh=mesh, **keywords)
+    fully_shard(run, mesh=mesh, **keywords)
+    fxquant.compile_blocks(run, recipe, run.layers, options=options)
     return run
 
 
-def trained(run: Model, parts: Callable[[int], list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+def trained(run: Model, parts: Callable[[int], list[Tensor]], *, agree: bool = False) -> dict[str, Tensor]:
     """The outputs of the last part of each step, and the parameters after the last one."""
-    optimizer, outputs = torch.optim.AdamW(run.parameters(), 1e-2), []
+    optimizer, results = torch.optim.AdamW(run.parameters(), 1e-2), {}
     for step in range(STEPS):
         inputs = parts(step)
         for x in inputs:
             output = run(x)
-            (output.square().mean() / len(inputs)).backward()
-        outputs.append(output.detach().clone())
+            (output.float().square().mean() / len(inputs)).backward()
+        results[f"output {step}"] = output.detach().clone()
         optimizer.step()
         optimizer.zero_grad()
-    return outputs, [p.detach() for p in run.state_dict().values()]
+        if agree:
+            fxquant.precompute_scales(run)
+    shards = {name: p.detach() for name, p in run.state_dict().items()}
+    assert not any(isinstance(getattr(p, "_local_tensor", p), QuantizedWeight) for p in shards.values())
+    return results | {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in shards.items()}
 
 
-def reference(recipe: str, kind: type[Block] = Block) -> tuple[list[Tensor], list[Tensor]]:
-    """The same of one process with both batches, this rank's last: sums of two do not depend on the order."""
-    run = fxquant.compile_blocks(model(kind=kind), recipe, options=EAGER)
-    return trained(run, lambda step: [batch(step, 1 - dist.get_rank()), batch(step, dist.get_rank())])
+def reference(recipe: Any, width: int, kind: type[Block] = Block, parts: int = 1) -> dict[str, Tensor]:
+    """The same of one process with the batches of both ranks, this one's last: sums of two have one order."""
+    run = fxquant.compile_blocks(model(width, kind), recipe, options=EAGER)
+    ranks = (1 - dist.get_rank(), dist.get_rank())
+    return trained(run, lambda step: [batch(step, rank, part) for rank in ranks for part in range(parts)])
 
 
-def compare(recipe: str, keywords: dict[str, Any]) -> list[tuple[torch.dtype, int]]:
-    """Holds bits to those of the reference; returns what the last forward and backward gathered."""
-    outputs, parameters = reference(recipe)
+def compare(recipe: Any, width: int, keywords: dict[str, Any], agree: bool = False) -> tuple[Model, list[Any]]:
+    """Holds bits to those of the reference; returns the model, and what the next forward and backward gathered."""
+    expected = reference(recipe, width)
     torch.compiler.reset()
-    run = sharded(model(), recipe, **keywords)
-    own, shards = trained(run, lambda step: [batch(step, dist.get_rank())])
-    assert fxquant.report(run).decisions and not [d for d in fxquant.report(run).decisions if d.quantizer is None]
-    assert all(type(shard._local_tensor) is Tensor for shard in shards)
-    assert_same_bits(dict(enumerate(own)), dict(enumerate(outputs)))
-    assert_same_bits(dict(enumerate(s.full_tensor() for s in shards)), dict(enumerate(parameters)))
+    run = sharded(model(width), recipe, **keywords)
+    results = trained(run, lambda step: [batch(step, dist.get_rank())], agree=agree)
+    decisions = fxquant.report(run).decisions
+    assert decisions and not [d for d in decisions if d.quantizer is None]
+    assert_same_bits(results, expected)
     with counted() as sent:
         run(batch(0, dist.get_rank())).sum().backward()
-    return sent
+    return run, sent
 
 
-ELEMENTS = 2 * 2 * 64 * 64 // 2
-"""The elements of the weights in a shard of a block; the rest is a bias and a norm."""
-REST = 4 * (128 + 64 + 64) // 2
+def bytes_an_element(sent: list[tuple[torch.dtype, int]], width: int) -> list[float]:
+    """The bytes of the weights of a block in each gather of one, a bias and a norm left out."""
+    rest = 4 * 4 * width // 2
+    return [(count - rest) / (4 * width * width // 2) for dtype, count in sent if dtype == torch.uint8]
 
 
-def test_a_shard_sends_one_byte_an_element_in_the_direction_of_the_pass(ranks: Ranks) -> None:
-    for sent in ranks.run(compare, "mxfp8", {}):
-        quantized = [count - REST for dtype, count in sent if dtype == torch.uint8]
-        assert len(quantized) == 4, "a gather for each block in each pass"
-        assert {count / ELEMENTS for count in quantized} == {1 + 1 / 32}
+NVFP4 = fxquant.NVFP4BlockScaling(disable_stochastic_rounding=True)  # each rank draws bits of its own
+
+SIZES = {
+    "mxfp8": (64, [1 + 1 / 32] * 4),
+    "current_scaling": (64, [1] * 4),
+    "float8_blockwise": (256, [1 + 4 / 128**2] * 4),
+    "rowwise": (64, [1 + 4 * 1.5 / 128] * 2 + [1] * 2),
+    "nvfp4": (64, [0.5 + 1 / 16] * 4),
+}
+"""The width of the model, and the bytes an element in the forward of both blocks and in their backward.
+
+A scale a row has 4 bytes for K elements; that of a column goes through all shards, and is not sent.
+"""
 
 
-def test_what_is_kept_is_gathered_once_in_both_directions(ranks: Ranks) -> None:
-    for sent in ranks.run(compare, "mxfp8", {"reshard_after_forward": False}):
-        quantized = [count - REST for dtype, count in sent if dtype == torch.uint8]
-        assert len(quantized) == 2 and {count / ELEMENTS for count in quantized} == {2 + 2 / 32}
+def sizes_of(recipe: str, reshard: bool) -> list[float]:
+    width = SIZES[recipe][0]
+    _, sent = compare(NVFP4 if recipe == "nvfp4" else recipe, width, {"reshard_after_forward": reshard})
+    return bytes_an_element(sent, width)
 
 
-def checkpointed(reentrant: bool, outside: bool) -> list[tuple[torch.dtype, int]]:
+@pytest.mark.parametrize("recipe", SIZES)
+def test_a_shard_sends_its_bytes_in_the_direction_of_the_pass(ranks: Ranks, recipe: str) -> None:
+    """Invariant 47: what was gathered is what the shards stand for, so that every bit is that of the whole."""
+    for sizes in ranks.run(sizes_of, recipe, True):
+        assert sizes == SIZES[recipe][1], "a gather for each block in each pass"
+
+
+@pytest.mark.parametrize(("recipe", "size"), [("mxfp8", 2 + 2 / 32), ("current_scaling", 1)])
+def test_what_is_kept_is_gathered_once(ranks: Ranks, recipe: str, size: float) -> None:
+    for sizes in ranks.run(sizes_of, recipe, False):
+        assert sizes == [size] * 2, "both directions, which have one payload under one scale"
+
+
+@contextlib.contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    """Gives the number of elements of each all-reduce in this scope."""
+    reduce, sizes = dist.all_reduce, []
+
+    def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = reduce
+
+
+def agreed() -> tuple[list[int], list[int], list[int]]:
+    run, _ = compare("current_scaling", 64, {}, agree=True)
+    with torch.no_grad():
+        for p in run.parameters():
+            p.mul_(0.5)
+    with counted_reductions() as at_once:
+        fxquant.precompute_scales(run)
+        fxquant.precompute_scales(run)
+        run(batch(0, dist.get_rank())).sum().backward()
+    with torch.no_grad():
+        for p in run.parameters():
+            p.mul_(0.5)
+    with counted_reductions() as by_group:
+        for _ in range(2):
+            run(batch(0, dist.get_rank())).sum().backward()
+    with counted_reductions() as blocks:
+        sharded(model(), "mxfp8")(batch(0, dist.get_rank())).sum().backward()
+    return at_once, by_group, blocks
+
+
+def test_all_amaxes_are_agreed_on_in_one_reduction(ranks: Ranks) -> None:
+    for at_once, by_group, blocks in ranks.run(agreed):
+        assert at_once == [4], "all weights at once, and no more until they change"
+        assert by_group == [2, 2], "without it, those of a block when it is gathered"
+        assert blocks == []
+
+
+def accumulated(options: dict[str, Any]) -> None:
+    expected = reference("current_scaling", 64, parts=2)
+    torch.compiler.reset()
+    run = sharded(model(), "current_scaling", options=options)
+    results = trained(run, lambda step: [batch(step, dist.get_rank(), part) for part in range(2)])
+    for name, value in results.items():  # sums of four have another order
+        torch.testing.assert_close(value, expected[name], atol=2e-3, rtol=0)
+    assert_same_bits({"first": results["output 0"]}, {"first": expected["output 0"]})
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_weights": True}])
+def test_gradients_add_up(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks.run(accumulated, options)
+
+
+def mixed(by_hand: bool) -> dict[str, Tensor]:
+    torch.compiler.reset()
+    run, policy = model(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if by_hand:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in run.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(run, mesh=mesh, mp_policy=policy)
+        fxquant.compile_blocks(run, "current_scaling", run.layers, options=EAGER)
+    else:
+        run = sharded(
+            run,
+            "current_scaling",
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        )
+    return trained(run, lambda step: [batch(step, dist.get_rank())])
+
+
+def same_with_mixed_precision() -> None:
+    assert_same_bits(mixed(False), mixed(True))
+
+
+def test_a_policy_of_mixed_precision_gives_the_bits_of_a_gather_in_bfloat16(ranks: Ranks) -> None:
+    ranks.run(same_with_mixed_precision)
+
+
+def on_two_axes(shape: tuple[int, int]) -> list[float]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    _, sent = compare("current_scaling", 64, {"mesh": mesh})
+    return bytes_an_element(sent, 64)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_a_mesh_of_replicas_and_shards(ranks: Ranks, shape: tuple[int, int]) -> None:
+    for sizes in ranks.run(on_two_axes, shape):
+        assert sizes == [1.0] * (4 if shape == (1, 2) else 0)
+
+
+def saved(folder: str) -> dict[str, Tensor]:
+    run = sharded(model(), "current_scaling")
+    optimizer = torch.optim.AdamW(run.parameters(), 1e-2)
+    run(batch(0, dist.get_rank())).sum().backward()
+    optimizer.step()
+    parameters, states = get_state_dict(run, optimizer)
+    checkpoint_files.save({"model": parameters, "optimizer": states}, checkpoint_id=folder)
+    return {name: p.full_tensor() for name, p in run.state_dict().items()}
+
+
+def test_a_checkpoint_is_loaded_by_one_process_and_by_two(ranks: Ranks, tmp_path: Path) -> None:
+    expected, _ = ranks.run(saved, str(tmp_path))
+    run = model()
+    optimizer = torch.optim.AdamW(run.parameters(), 1e-2)
+    parameters, states = get_state_dict(run, optimizer)
+    checkpoint_files.load({"model": parameters, "optimizer": states}, checkpoint_id=str(tmp_path), no_dist=True)
+    set_state_dict(run, optimizer, model_state_dict=parameters, optim_state_dict=states)
+    assert_same_bits(dict(run.state_dict()), expected)
+    for loaded in ranks.run(reloaded, str(tmp_path)):
+        assert_same_bits(loaded, expected)
+
+
+def reloaded(folder: str) -> dict[str, Tensor]:
+    run = sharded(model(), "current_scaling")
+    run(batch(0, dist.get_rank())).sum().backward()
+    optimizer = torch.optim.AdamW(run.parameters(), 1e-2)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for p in run.parameters():
+            p.zero_()
+    parameters, states = get_state_dict(run, optimizer)
+    checkpoint_files.load({"model": parameters, "optimizer": states}, checkpoint_id=folder)
+    set_state_dict(run, optimizer, model_state_dict=parameters, optim_state_dict=states)
+    output = run(batch(1, dist.get_rank()))
+    other = fxquant.compile_blocks(model(), "current_scaling", options=EAGER)
+    other.load_state_dict({name: p.full_tensor() for name, p in run.state_dict().items()})
+    assert torch.equal(output, other(batch(1, dist.get_rank())))
+    return {name: p.full_tensor() for name, p in run.state_dict().items()}
+
+
+def checkpointed(reentrant: bool, outside: bool) -> None:
     Checkpointed.reentrant = reentrant
-    outputs, parameters = reference("mxfp8", Checkpointed)
+    expected = reference("mxfp8", 64, Checkpointed)
     torch.compiler.reset()
     run = model(kind=Checkpointed)
     if outside:  # the checkpoint is around what is sharded and compiled
         run = sharded(model(), "mxfp8")
         for i, layer in enumerate(run.layers):
-            layer.register_forward_pre_hook(lambda *_: None)
             run.layers[i] = Around(layer, reentrant)
     else:
         run = sharded(run, "mxfp8")
-    own, shards = trained(run, lambda step: [batch(step, dist.get_rank())])
-    assert_same_bits(dict(enumerate(own)), dict(enumerate(outputs)))
-    assert_same_bits(dict(enumerate(s.full_tensor() for s in shards)), dict(enumerate(parameters)))
+    results = trained(run, lambda step: [batch(step, dist.get_rank())])
+    results = {name.replace(".layer.", "."): value for name, value in results.items()}
+    assert_same_bits(results, expected)
 
 
 class Around(nn.Module):
