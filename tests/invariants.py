@@ -95,7 +95,7 @@ INVARIANTS: dict[int, Invariant] = {
     44: Invariant("Checkpoints are exact, and training resumed from one equals training that went on"),
     45: Invariant("Recomputed activations give the bits of saved ones"),
     46: Invariant("Saved tensors that were moved away and back are the same"),
-    47: Invariant("A gathered parameter under FSDP2 dequantizes to the gathered shards", NO_QUANTIZED_PARAMETERS),
+    47: Invariant("A gathered parameter under FSDP2 dequantizes to the gathered shards"),
     48: Invariant("Attention by a factory equals attention by its recipe"),
     49: Invariant("Identities everywhere give the bits of the model without a recipe, for each kind of layer"),
     50: Invariant("Identities on gradients give both overrides of the backward"),

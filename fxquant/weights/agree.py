@@ -124,6 +124,6 @@ def _reduce(measured: Sequence[_Measured], groups: Sequence[dist.ProcessGroup]) 
     largest = torch.cat([m.local.flatten() for m in measured])
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    for m, values in zip(measured, largest.split([m.local.numel() for m in measured]), strict=True):
+    for m, values in zip(measured, torch.split(largest, [m.local.numel() for m in measured]), strict=True):
         assert m.shard.layer.agreed is not None
         m.shard.layer.agreed.amaxes[m.direction] = values.reshape(m.local.shape)
