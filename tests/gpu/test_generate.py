@@ -1,4 +1,4 @@
-"""Text from a Hugging Face Llama with a static cache: the tokens of CUDA graphs are those of kernels launched singly."""
+"""Text from a Hugging Face Llama with a static cache: the tokens of CUDA graphs are those of single launches."""
 
 from __future__ import annotations
 
