@@ -133,8 +133,7 @@ def sharded(provider: str, model: nn.Module, mesh: DeviceMesh, *, mixed: bool) -
             after = functools.partial(precompute_float8_dynamic_scale_for_fsdp, model)
     elif gathered and (recipe := recipe_of(provider)) is not None:
         fxquant.prepare_fsdp(model, recipe, list(blocks))
-        if (agree := getattr(fxquant, "precompute_scales", None)) is not None:
-            after = functools.partial(agree, model)
+        after = functools.partial(fxquant.precompute_scales, model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     if isinstance(model, Held):
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
