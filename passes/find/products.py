@@ -13,7 +13,7 @@ from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.contraction import contract, contraction_of
 from fxquant.passes.find.facts import Contraction, Gemm2d, Label, Match, Operand, Product, axes, product_of
-from fxquant.passes.find.layout import multiply
+from fxquant.passes.find.layout import is_one, multiply
 from fxquant.passes.find.opaque import node_flops, refused
 from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.graph.builder import Builder
@@ -106,8 +106,9 @@ def einsum(site: Site, *args: Any, path: Any = None) -> Match | None:
     operands = [Operand.of(node, term) for node, term in zip(nodes, inputs, strict=True)]
     if len(operands) == 2:
         product = contract(site, operands[0], operands[1], result)
-        # einsum multiplies elementwise, and costs no matmul, where nothing is contracted
-        return product if product.emit or node_flops(site.node) else None
+        # einsum multiplies elementwise, and costs no matmul, where nothing is contracted, or an axis of one
+        contracts = product.emit and not is_one(product.products[0].k)
+        return product if contracts or node_flops(site.node) else None
     return chain(site, operands, result) if len(operands) > 2 else None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from fxquant.compat.private import HigherOrderOperator, tree_leaves
+from fxquant.passes.find.transforms import trained_entries
 from fxquant.passes.graph.names import calls, op_name, writes
 from fxquant.passes.graph.values import maybe_value
 
@@ -31,13 +32,13 @@ class Uses:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Uses:
-        used, trained = set[fx.Node](), set[fx.Node]()
+        used, trained, entries = set[fx.Node](), set[fx.Node](), trained_entries(graph)
         for node in reversed(graph.nodes):
             effects = _has_effects(node)
             if effects or node in used:
                 used |= {node, *(() if calls(node, _FACTS) else node.all_input_nodes)}
                 if effects or node in trained:
-                    trained |= {node, *filter(_differentiable, node.all_input_nodes)}
+                    trained |= {node, *(x for x in node.all_input_nodes if x in entries or _differentiable(x))}
         return cls(frozenset(used), frozenset(trained))
 
 

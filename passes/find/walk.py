@@ -26,6 +26,7 @@ from fxquant.passes.find.facts import Match
 from fxquant.passes.find.forms import FORMS, form_name, read_form
 from fxquant.passes.find.opaque import opaque, refused
 from fxquant.passes.find.site import Site, requires_grad
+from fxquant.passes.find.transforms import Transforms
 from fxquant.passes.find.uses import Uses
 from fxquant.passes.graph.meta import UNPLACED
 from fxquant.passes.graph.names import higher_order_op
@@ -53,24 +54,21 @@ class _Walk:
         self.seen.add(id(gm))
         before: dict[Any, Regions] = {}
         uses = Uses.of(gm.graph)
-        transforms = 0
+        transforms = Transforms(gm.graph)
         for node in gm.graph.nodes:
             matches: Iterator[Match]
-            name = getattr(node.target, "__name__", "")
+            if transforms.enter(node):
+                continue
             if node.target is enter_autocast:
                 before[node] = regions
                 regions = {**regions, **_region(*node.args)}
             elif node.target is exit_autocast:
                 regions = before.get(node.args[0], regions)
-            elif name.endswith("_increment_nesting"):
-                transforms += 1
-            elif name.endswith("_decrement_nesting"):
-                transforms -= 1
             elif node.op in ("call_function", "call_method") and node in uses.used:
                 matches = self.node(node, regions)
-                if node not in uses.trained:
-                    matches = map(_untrained, matches)
-                yield from _closed(matches, "inside a torch.func transform") if transforms else matches
+                if transforms.depth:
+                    matches = _closed(map(transforms.of_all_entries, matches), "inside a torch.func transform")
+                yield from matches if node in uses.trained else map(_untrained, matches)
 
     def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
         form = form_name(node)

@@ -363,3 +363,44 @@ def test_calls_breaks_and_recompilations_run_what_is_reported() -> None:
     for phase, gemms in said.items():
         new = Counter({gemm: n for gemm, n in second[phase].items() if gemm.layer == "second"})
         assert gemms == first[phase] + new, "the first graph takes all rows, and the second is compiled again"
+
+
+def once(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, w: f(x, w[0])
+
+
+def without_gradients(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = torch.vmap(lambda row: w[0] @ row)(x)
+    return y * x[:, :1]
+
+
+PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "vmap": once(lambda x, w: torch.vmap(lambda row: nn.functional.linear(row, w))(x)),
+    "vmap of matrix and vector": once(lambda x, w: torch.vmap(lambda row: w @ row)(x)),
+    "vmap in vmap": once(lambda x, w: torch.vmap(torch.vmap(lambda row: row @ w))(x.view(4, 8, 64))),
+    "vmap of weights": lambda x, w: torch.vmap(nn.functional.linear)(x.view(2, 16, 64), w),
+    "vmap of one input": lambda x, w: torch.vmap(nn.functional.linear, in_dims=(None, 0))(x, w),
+    "vmap of activations": lambda x, w: torch.vmap(lambda a: a @ a.mT)((x * x.sum()).view(2, 16, 64)),
+    "vmap of einsum": lambda x, w: torch.vmap(lambda a, b: torch.einsum("mk,nk->nm", a, b))(x.view(2, 16, 64), w),
+    "vmap, detached": once(lambda x, w: torch.vmap(lambda row: w @ (w @ row).detach())(x)),
+    "vmap without gradients": without_gradients,
+    "einsum of one": once(lambda x, w: torch.einsum("mk,nk->mn", x[:, :1], w[:, :1])),
+    "einsum of one weight": lambda x, w: torch.einsum("mk,ok->mo", x[:, :1], w.view(-1, 1)),
+    "product of one": once(lambda x, w: x[:, :1] @ w[:, :1].mT),
+}
+"""Functions of x [32, 64] and weights [2, 64, 64]; einsum multiplies elementwise where it contracts one entry."""
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_what_is_left_as_it_is_has_the_flops_that_run(form: str) -> None:
+    weights, x = nn.Parameter(torch.randn(2, 64, 64)), torch.randn(32, 64, requires_grad=True)
+    backend = Layered("mxfp8")
+    with Counted() as counted:
+        torch.compile(PLAIN[form], backend=backend)(x, weights).square().sum().backward()
+    said = Counter[str]()
+    for (_, gemm), (left, right) in backend.report().gemms().items():
+        assert left.quantizer is None and right.quantizer is None
+        said["forward" if gemm is Gemm.FPROP else "backward"] += left.flops
+    ran = {phase: sum(flops.values()) for phase, flops in counted.plain.items()}
+    assert ran == {phase: said[phase] for phase in ran}
