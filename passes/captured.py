@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from fxquant.passes.find.walk import find_matmuls
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.insert import bind_state as states
 from fxquant.passes.insert import cache_weights as weights
-from fxquant.passes.insert import linear
+from fxquant.passes.insert import linear, regions
 from fxquant.passes.insert import localize as placed
 from fxquant.passes.plan import layers, reuse, weigh
 from fxquant.passes.plan import resolve as products
@@ -74,6 +75,13 @@ def localize(captured: C, settings: Settings) -> C:
     if placed.localize(captured.graphs):
         for module in captured.graphs:
             module.recompile()
+    return captured
+
+
+def split_regions(captured: C, settings: Settings) -> C:
+    """Gives each call of a region that is compiled once a body of its own."""
+    if regions.split_regions(captured.gm, partial(layers.layer_name, names=captured.names)):
+        captured.gm.recompile()
     return captured
 
 
@@ -136,6 +144,12 @@ def insert(captured: C, settings: Settings) -> C:
     linear.insert(captured.known)
     for module in captured.graphs:
         module.recompile()
+    return captured
+
+
+def share_regions(captured: C, settings: Settings) -> C:
+    """Has calls of a region whose bodies got the same answers share one again."""
+    regions.share_regions(captured.gm)
     return captured
 
 

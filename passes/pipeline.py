@@ -49,6 +49,8 @@ from fxquant.passes.captured import (
     open_modules,
     predict_reuse,
     resolve,
+    share_regions,
+    split_regions,
 )
 from fxquant.passes.exported import (
     annotate,
@@ -110,6 +112,7 @@ class Pass:
 
 
 CAPTURED = (
+    Pass(split_regions, "a recipe answers for each module, also where Dynamo has one region for all of them"),
     Pass(localize, "finds the products of tensors that are spread over a mesh; behind it they are like all others"),
     Pass(find, "everything else reads matmuls as facts"),
     Pass(name_layers, "a recipe answers by the names of layers"),
@@ -119,6 +122,7 @@ CAPTURED = (
     Pass(resolve, "all facts are there, and the graph is as it was: pairs are checked before anything is written"),
     Pass(drop_unprofitable, "only complete decisions have a time"),
     Pass(insert, "nothing is decided any more"),
+    Pass(share_regions, "bodies that are still equal are compiled once, as Dynamo has it"),
     Pass(predict_reuse, "linears and attentions stand beside each other as operators only now"),
 )
 BOUND = (

@@ -87,7 +87,7 @@ def test_what_was_decided_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def insert(captured: Captured, settings: Settings) -> Captured:
         return captured
 
-    stage = tuple(replace(step, run=insert) if step.name == "insert" else step for step in CAPTURED[:-1])
+    stage = tuple(replace(step, run=insert) if step.name == "insert" else step for step in CAPTURED[:-2])
     monkeypatch.setitem(BORDERS, stage, BORDERS[CAPTURED])
     monkeypatch.setattr("fxquant.backend.backend.CAPTURED", stage)
     with pytest.raises(Exception, match=re.compile("the pass insert of the stage captured: .*it was to be quantized")):
