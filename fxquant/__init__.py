@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from fxquant.tools.measure import measure
     from fxquant.weights.agree import precompute_scales
     from fxquant.weights.prepare import prepare_fsdp
+    from fxquant.weights.state import payload_state_dict
+    from fxquant.weights.store import quantize_parameters, quantized_model_init
 
 __version__ = "0.1.0"
 
@@ -99,8 +101,11 @@ _LAZY = {
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
     "Report": "fxquant.report.report",
+    "payload_state_dict": "fxquant.weights.state",
     "precompute_scales": "fxquant.weights.agree",
     "prepare_fsdp": "fxquant.weights.prepare",
+    "quantize_parameters": "fxquant.weights.store",
+    "quantized_model_init": "fxquant.weights.store",
     "aoti_compile_and_package": "fxquant.export.program",
     "lower_program": "fxquant.export.program",
     "onnx_export": "fxquant.export.program",
@@ -205,10 +210,13 @@ __all__ = [
     "lower_program",
     "measure",
     "onnx_export",
+    "payload_state_dict",
     "precompute_scales",
     "prepare_fsdp",
     "quantization_state_dict",
+    "quantize_parameters",
     "quantize_program",
+    "quantized_model_init",
     "recipes",
     "report",
     "report_of",

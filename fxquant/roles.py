@@ -79,3 +79,6 @@ GEMM_OPERANDS: dict[Gemm, tuple[tuple[str, Direction], tuple[str, Direction]]] =
     Gemm.WGRAD: (("grad_output", Direction.COLUMNWISE), ("input", Direction.COLUMNWISE)),
 }
 """The two operands of each GEMM: (operand, direction), left then right."""
+
+SMALLEST = 16
+"""FP8 GEMMs want 16-byte rows: products with fewer input or output features stay as they are."""

@@ -42,6 +42,7 @@ class GatheredWeights:
         around = bool(checkpoints_around().first)
         for place, again in zip(self._places, self._again, strict=True):
             weight: QuantizedWeight = inputs[place]
+            weight.refresh()
             weight.layer.runs_again |= around or again
             if not all(map(is_allocated, weight.parts(Direction.ROWWISE))):
                 raise RecipeError(

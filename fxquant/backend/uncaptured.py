@@ -24,10 +24,10 @@ from fxquant.compat.values import viewed
 from fxquant.decisions import Decision, SkipReason
 from fxquant.formats import LINEAR_OPERANDS
 from fxquant.passes.find.opaque import RECURRENT, recurrent_flops, tells
-from fxquant.passes.plan.resolve import SMALLEST, gemms
+from fxquant.passes.plan.resolve import gemms
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import Recipe
-from fxquant.roles import GEMM_OPERANDS, QuantizerRole
+from fxquant.roles import GEMM_OPERANDS, SMALLEST, QuantizerRole
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 """The operators [*, M, K] x [*, K, N]; a summand stands first in their arguments."""

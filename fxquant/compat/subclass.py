@@ -27,3 +27,8 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
 def is_allocated(tensor: Tensor) -> bool:
     """Returns True if a tensor has memory, which FSDP takes from what it gathers."""
     return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
+
+
+def writes(tensor: Tensor) -> int:
+    """Returns how often a tensor was written in place, as far as torch counts: not those made in inference mode."""
+    return 0 if tensor.is_inference() else int(tensor._version)

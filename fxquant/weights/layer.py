@@ -33,7 +33,8 @@ class Layer:
     `runs_again` says that a backward repeats the layer's forward, in an activation checkpoint, and so needs both
     directions. `outputs` are the tensors that FSDP receives the parts of each direction into, and `common` the parts
     that are equal on all ranks, by direction and place. `dtype` is that of the values that are quantized. `writes`
-    counts those into the master that an operator made.
+    counts those into the master that an operator made. `initial` has the values that the weight began with, where they
+    are preserved.
     """
 
     name: str = ""
@@ -43,6 +44,7 @@ class Layer:
     outputs: dict[Direction, list[Tensor]] = field(default_factory=dict)
     common: dict[tuple[Direction, int], Tensor] = field(default_factory=dict)
     agreed: Agreed | None = None
+    initial: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         copied = memo[id(self)] = Layer(self.name, self.runs_again)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,39 @@ def as_quantized(values: Tensor, spec: OperandSpec, amaxes: Tensor | None = None
     """The values that the rowwise parts of a matrix stand for."""
     parts = quantized(values, spec, Direction.ROWWISE, amaxes)
     return dequantize_operand(parts, str(side(spec, Direction.ROWWISE)), "rowwise", values.shape, values.dtype)
+
+
+def is_one(spec: OperandSpec, size: Sequence[int]) -> bool:
+    """Returns True if the columnwise parts of a matrix are the rowwise ones transposed, so that one has both."""
+    row, column = (side(spec, direction) for direction in Direction)
+    high, wide = row.row.block
+    square = row.row.family in ("per_tensor", "block", "mxfp8", "nvfp4") and high == wide
+    if (
+        row != column
+        or spec.from_rowwise
+        or not square
+        or row.stochastic
+        or row.row_scaled
+        or row.rht
+        or row.four_over_six
+    ):
+        return False
+    return all(length % max(row.row.alignment, high) == 0 for length in size)
+
+
+def transposed(parts: Sequence[Tensor], spec: OperandSpec) -> list[Tensor]:
+    """The columnwise parts of a matrix whose rowwise ones stand for both directions."""
+    (data, scale, *amax), row = parts, side(spec, Direction.ROWWISE).row
+    assert row.element is not None
+    if row.element.packed == 1:
+        data = data.view(torch.uint8).mT.contiguous().view(data.dtype)
+    else:  # two elements a byte, the first in the low half
+        codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).mT
+        data = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+    if row.family == "block":
+        scale = scale.mT.contiguous()
+    elif row.family != "per_tensor":  # a tile's scale stands in each of its rows
+        codes, tile = scale.view(torch.uint8), row.block[0]
+        codes = codes[::tile].mT
+        scale = codes.unsqueeze(1).expand(-1, tile, -1).flatten(0, 1).contiguous().view(scale.dtype)
+    return [data, scale, *amax]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from fxquant.checks import checked
+from fxquant.checks import article, checked
 from fxquant.errors import ArgumentError
 from fxquant.formats import OperandSpec
 from fxquant.quantizers import Quantizer
 from fxquant.recipes import Recipe, resolve
 from fxquant.roles import QuantizerRole
 from fxquant.weights.layer import Layer
+from fxquant.weights.state import own_weight, watch
 from fxquant.weights.weight import QuantizedWeight
 
 
@@ -44,18 +44,20 @@ def prepare_fsdp(model: nn.Module, recipe: Recipe | str, blocks: Iterable[nn.Mod
     tensors. Returns the model. Raises ArgumentError for a model that is sharded already.
     """
     recipe = resolve(recipe)
-    within = None if blocks is None else _inside(model, blocks)
-    for name, layer in quantizable(model):
+    within = None if blocks is None else inside(model, blocks)
+    for name, layer in list(quantizable(model)):
         spec = weight_spec(recipe, name)
         if spec is None or (within is not None and id(layer) not in within) or is_quantized(layer.weight):
             continue
         if isinstance(layer, FSDPModule) or isinstance(layer.weight, DTensor):
             raise ArgumentError(f"{name}.weight is sharded already: call prepare_fsdp before fully_shard")
-        _wrap(layer, name, spec)
+        if layer.weight.ndim != 2:
+            raise ArgumentError(f"{name}.weight has {layer.weight.ndim} axes: prepare the model before fully_shard")
+        put(model, layer.weight, QuantizedWeight(str(spec), master=layer.weight.detach(), layer=Layer(name)))
     return model
 
 
-def _inside(model: nn.Module, blocks: Iterable[nn.Module] | str) -> set[int]:
+def inside(model: nn.Module, blocks: Iterable[nn.Module] | str) -> set[int]:
     """The ids of the modules in the blocks of a model. Raises ArgumentError where there are none."""
     if isinstance(blocks, str):
         pattern = re.compile(blocks)
@@ -72,52 +74,40 @@ def is_quantized(weight: Tensor) -> bool:
 
 
 def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Gives the linear layers whose weights nothing else reads, by their names."""
+    """Gives the linear layers whose weights nothing else reads, by their names.
+
+    Raises ArgumentError for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is an nn.Module, not {article(type(model).__name__)}")
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(id(parameter), []).append(module)
     for name, module in model.named_modules():
-        plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        if plain and all(isinstance(user, nn.Linear) for user in users[id(module.weight)]):
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            continue
+        weight = own_weight(module)
+        if (
+            weight is not None
+            and not is_lazy(weight)
+            and all(isinstance(user, nn.Linear) for user in users[id(weight)])
+        ):
             yield name, module
 
 
 def weight_spec(recipe: Recipe, name: str) -> OperandSpec | None:
-    """The spec of a linear layer's weight; None where it stays in high precision."""
+    """The spec of a linear layer's weight; None where it stays in high precision, or differs from step to step."""
     answer = recipe.quantizer(QuantizerRole("linear", "weight", name))
-    if not isinstance(answer, Quantizer) or answer.is_identity:
+    if not isinstance(answer, Quantizer) or answer.is_identity or answer.operand_spec().is_stochastic:
         return None
     return answer.operand_spec()
 
 
-def _wrap(layer: nn.Linear, name: str, spec: OperandSpec) -> None:
-    weight = layer.weight
-    if weight.ndim != 2:
-        raise ArgumentError(f"{name}.weight has {weight.ndim} axes: prepare the model before fully_shard")
-    new = QuantizedWeight(str(spec), master=weight.detach(), layer=Layer(name))
-    layer.weight = nn.Parameter(new, requires_grad=weight.requires_grad)
-    layer.register_state_dict_post_hook(_plain)  # type: ignore[no-untyped-call]
-
-
-def _plain(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Puts plain tensors in the place of quantized weights in a state dict, in the same memory."""
-    key = f"{prefix}weight"
-    if isinstance(state.get(key), Tensor):
-        state[key] = plain(state[key])
-
-
-def plain(weight: Tensor) -> Tensor:
-    """A weight without its quantized forms: the same memory where it has a master."""
-    if isinstance(weight, DTensor):
-        local = weight.to_local()
-        if not isinstance(local, QuantizedWeight):
-            return weight
-        return DTensor.from_local(
-            plain(local), weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
-            stride=weight.stride(),
-        )  # fmt: skip
-    if not isinstance(weight, QuantizedWeight):
-        return weight
-    with torch.no_grad():
-        return weight.values() if weight.master is None else weight.master
+def put(model: nn.Module, old: Tensor, new: QuantizedWeight) -> None:
+    """Gives all linear layers of a model that have a weight a quantized one in its place."""
+    parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and own_weight(module) is old:
+            module.weight = parameter
+            watch(module)

@@ -6,8 +6,8 @@
 
 It stands in modules and never in a compiled graph: AOTAutograd takes it apart into its plain tensors, and
 `fxquant::linear` asks it for the parts of a direction (`held`), which go into the GEMM as they are. Every other
-operator sees its values. What is written into it is written into the master, and the parts are quantized again, in
-place.
+operator sees its values. What is written into it is written into the master; the parts are quantized again, in place,
+before a graph reads them next (`refresh`), however many writes a step of an optimizer consists of.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.private import tree_map_only
-from fxquant.compat.subclass import is_allocated, no_torch_function, written
+from fxquant.compat.subclass import is_allocated, no_torch_function, writes, written
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_spec
 from fxquant.roles import Direction
 from fxquant.weights.layer import Layer
-from fxquant.weights.parts import quantized, side
+from fxquant.weights.parts import is_one, quantized, side, transposed
 
 if TYPE_CHECKING:
     from fxquant.weights.fsdp import Sent
 
 aten = torch.ops.aten
 
-_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten._pin_memory.default}
+_VIEWS = {aten.detach.default, aten.alias.default}
+_COPIES = {aten.clone.default, aten._pin_memory.default}
 """Operators that are applied to every tensor inside, and keep the values."""
 
 _SHAPED = {
@@ -46,7 +47,9 @@ _SHAPED = {
     aten.new_empty.default,
     aten.empty_like.default,
 }
-"""Operators by which FSDP2 cuts, pads and flattens a parameter: of one that has a master alone they give such ones."""
+"""Operators by which FSDP2 cuts, pads and flattens a parameter: of one that has a master they give its master alone."""
+
+_NEW = {aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default}
 
 _PREFIXES = {Direction.ROWWISE: "row", Direction.COLUMNWISE: "column"}
 
@@ -54,12 +57,14 @@ _PREFIXES = {Direction.ROWWISE: "row", Direction.COLUMNWISE: "column"}
 class QuantizedWeight(HoldsQuantized):
     """A weight [N, K] with its quantized parts in one or both directions, its values in high precision, or both.
 
-    `spec` is the text of an `OperandSpec`. The parts of a direction are those of `fxquant::quantize`.
+    `spec` is the text of an `OperandSpec`. The parts of a direction are those of `fxquant::quantize`; where rowwise
+    ones stand for both (`is_one`), they are all there is.
     """
 
     master: Tensor | None
     spec: str
     layer: Layer
+    _seen: tuple[int, ...]
 
     @staticmethod
     def __new__(
@@ -78,6 +83,7 @@ class QuantizedWeight(HoldsQuantized):
         for direction, parts in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)):
             for i, part in enumerate(parts):
                 setattr(weight, f"{_PREFIXES[direction]}{i}", part)
+        weight._seen = weight._writes()
         return weight
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
@@ -112,15 +118,20 @@ class QuantizedWeight(HoldsQuantized):
         """True for a weight that has quantized parts, and not a master alone."""
         return any(map(self.parts, Direction))
 
+    @property
+    def is_one(self) -> bool:
+        """True for a weight whose rowwise parts are the columnwise ones too."""
+        return is_one(OperandSpec.parse(self.spec), self.shape)
+
     def held(self, spec: OperandSpec, direction: str) -> list[Tensor] | None:
-        parts = self.parts(direction)
-        if not parts:
+        parts, row = self.parts(direction), self.parts(Direction.ROWWISE)
+        if side(spec, direction).is_identity or not (parts or row):
             return None
-        if fits(self.spec, spec):
-            return parts
-        if side(spec, direction).is_identity:  # shapes are asked for before anything is decided
-            return None
-        raise RecipeError(mismatch(self.layer.name, self.spec, spec))
+        if not fits(self.spec, spec):
+            raise RecipeError(mismatch(self.layer.name, self.spec, spec))
+        if not parts and self.is_one:
+            return transposed(row, spec)
+        return parts or None
 
     def values(self) -> Tensor:
         """The values as a plain tensor: those of the master, or else of a direction that is there."""
@@ -132,6 +143,20 @@ class QuantizedWeight(HoldsQuantized):
         text = str(side(spec, direction))
         return dequantize_operand(self.parts(direction), text, str(direction), self.shape, self.dtype)
 
+    def _writes(self) -> tuple[int, ...]:
+        """The numbers of writes: of operators on the weight, and as torch counts through views of it or the master."""
+        return self.layer.writes, writes(self), 0 if self.master is None else writes(self.master)
+
+    def set_master(self, values: Tensor) -> None:
+        """Gives a weight that has none a master with the values of its parts."""
+        self.master = values
+        self._seen = self._writes()
+
+    def refresh(self) -> None:
+        """Quantizes the master again if it was written since the parts were made."""
+        if self.master is not None and self.is_stored and _is_real(self.master) and self._seen != self._writes():
+            self.quantize_again()
+
     def quantize_again(self, values: Tensor | None = None) -> None:
         """Makes the parts anew, in their memory: from the master, or from other values."""
         values = self.values() if values is None else values.to(self.dtype)
@@ -140,15 +165,40 @@ class QuantizedWeight(HoldsQuantized):
             new = quantized(values, OperandSpec.parse(self.spec), direction) if parts else []
             for part, value in zip(parts, new, strict=True):
                 part.copy_(value)
+        self._seen = self._writes()
 
-    def over(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedWeight:
-        """The same weight with a function applied to each of its tensors."""
+    def of(self, values: Tensor) -> QuantizedWeight:
+        """A weight of other values, stored as this one is."""
+        spec, parts = OperandSpec.parse(self.spec), dict[Direction, list[Tensor]]()
+        for direction in Direction:
+            parts[direction] = quantized(values, spec, direction) if self.parts(direction) else []
+        row, column = parts.values()
+        return QuantizedWeight(
+            self.spec, master=None if self.master is None else values, rowwise=row, columnwise=column,
+            size=values.shape, dtype=values.dtype, layer=self.layer,
+        )  # fmt: skip
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values that the weight began with, on the CPU; None where they are not preserved."""
+        return self.layer.initial
+
+    def clear_high_precision_init_val(self) -> None:
+        """Lets go of the values that the weight began with."""
+        self.layer.initial = None
+
+    def over(
+        self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, *, view: bool = False
+    ) -> QuantizedWeight:
+        """The same weight with a function applied to each of its tensors; a `view` is in the same memory."""
         row, column = ([run(part) for part in self.parts(direction)] for direction in Direction)
         master = None if self.master is None else run(self.master)
-        return QuantizedWeight(
+        new = QuantizedWeight(
             self.spec, master=master, rowwise=row, columnwise=column, size=self.size(), dtype=dtype or self.dtype,
             layer=self.layer,
         )  # fmt: skip
+        if view and self._seen != self._writes():
+            new._seen = ()
+        return new
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
@@ -196,29 +246,51 @@ class QuantizedWeight(HoldsQuantized):
 
 def _wrapped(operator: Any, weight: QuantizedWeight, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operator that gives quantized weights; None of another."""
-    if operator in _SAME:
+    if operator in _VIEWS or (operator in _SHAPED and _keeps_all(operator, weight, args, kwargs)):
+        return weight.over(aten.alias.default if operator in _SHAPED else operator, view=True)
+    if operator in _COPIES:
+        weight.refresh()
         return weight.over(lambda tensor: operator(tensor, *args[1:], **kwargs))
     if operator is aten._to_copy.default:
-        dtype = kwargs.get("dtype")
-        others = {key: value for key, value in kwargs.items() if key != "dtype"}
-        row, column = ([operator(part, **others) for part in weight.parts(direction)] for direction in Direction)
-        master = None if weight.master is None else operator(weight.master, **kwargs)
-        return QuantizedWeight(
-            weight.spec, master=master, rowwise=row, columnwise=column, size=weight.size(),
-            dtype=dtype or weight.dtype, layer=weight.layer,
-        )  # fmt: skip
-    if weight.is_stored and operator in (aten.view.default, aten.as_strided.default, aten._unsafe_view.default):
-        same_stride = operator is not aten.as_strided.default or tuple(args[2]) == weight.stride()
-        if tuple(args[1]) == tuple(weight.shape) and same_stride:
-            return weight.over(aten.alias.default)
-    if operator in _SHAPED and not weight.is_stored:
+        weight.refresh()
+        return _cast(weight, kwargs)
+    if operator is aten.empty_like.default and weight.is_stored and kwargs.get("dtype") in (None, weight.dtype):
+        new = weight.over(lambda tensor: operator(tensor, device=kwargs.get("device")))
+        new._seen = ()
+        return new
+    if operator in _SHAPED and weight.master is not None:
         result = operator(weight.master, *args[1:], **kwargs)
-        return tree_map_only(Tensor, lambda t: QuantizedWeight(weight.spec, master=t, layer=weight.layer), result)
+        return tree_map_only(Tensor, lambda part: QuantizedWeight(weight.spec, master=part, layer=weight.layer), result)
     return None
+
+
+def _keeps_all(operator: Any, weight: QuantizedWeight, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns True for a view that is the whole of a stored weight, as it lies."""
+    if not weight.is_stored or operator in _NEW or operator is aten.split.Tensor:
+        return False
+    like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+    view = operator(like, *args[1:], **kwargs)
+    return (view.shape, view.stride(), view.storage_offset()) == (like.shape, like.stride(), 0)
+
+
+def _cast(weight: QuantizedWeight, kwargs: Mapping[str, Any]) -> QuantizedWeight:
+    """A copy in another dtype, on another device or in other memory; parts know no dtype."""
+    others = {key: value for key, value in kwargs.items() if key != "dtype"}
+    row, column = ([aten._to_copy(part, **others) for part in weight.parts(direction)] for direction in Direction)
+    master = None if weight.master is None else aten._to_copy(weight.master, **kwargs)
+    new = QuantizedWeight(
+        weight.spec, master=master, rowwise=row, columnwise=column, size=weight.size(),
+        dtype=kwargs.get("dtype") or weight.dtype, layer=weight.layer,
+    )  # fmt: skip
+    if new.dtype != weight.dtype:
+        new._seen = ()
+    return new
 
 
 def _write(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Sequence[QuantizedWeight]) -> Any:
     """Runs an operator that writes into weights: on their masters, or on their values where there are none."""
+    if operator is aten.copy_.default and isinstance(args[1], QuantizedWeight) and changed[0] is args[0]:
+        return _copy(args[0], args[1])
     plain = {id(weight): weight.master if weight.master is not None else weight.values() for weight in changed}
     owners = {id(plain[id(weight)]): weight for weight in changed}
 
@@ -229,8 +301,32 @@ def _write(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change
     result = operator(*args, **kwargs)
     for weight in changed:
         weight.layer.writes += 1
-        weight.quantize_again(plain[id(weight)])
+        if weight.master is None or not _is_real(weight.master):
+            weight.quantize_again(plain[id(weight)])
     return tree_map_only(Tensor, lambda tensor: owners.get(id(tensor), tensor), result)
+
+
+def _copy(weight: QuantizedWeight, source: QuantizedWeight) -> QuantizedWeight:
+    """Writes one weight into another: parts of one format are copied as they are."""
+    source.refresh()
+    values, held = source.values(), [d for d in Direction if weight.parts(d)]
+    if weight.master is not None:
+        weight.master.copy_(values)
+    weight.layer.writes += 1
+    rounded = source.master is not None and weight.dtype != source.dtype
+    if weight.spec == source.spec and held and not rounded and all(map(source.parts, held)):
+        for direction in held:
+            for part, new in zip(weight.parts(direction), source.parts(direction), strict=True):
+                part.copy_(new)
+        weight._seen = weight._writes()
+    elif weight.master is None or not _is_real(weight.master):
+        weight.quantize_again(values)
+    return weight
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Returns True for a tensor with values: while graphs are made there are none."""
+    return type(tensor) is Tensor and not tensor.is_meta
 
 
 def fits(stored: str, wanted: OperandSpec) -> bool:

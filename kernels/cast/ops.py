@@ -284,6 +284,8 @@ def quantize_operand(
     held = x.held(spec, direction) if isinstance(x, HoldsQuantized) else None
     if held is not None:
         return held, parts_spec(spec.columnwise if direction == "columnwise" else spec.rowwise)
+    if isinstance(x, HoldsQuantized) and direction == "columnwise" and spec.from_rowwise:
+        stored = x.held(spec, "rowwise")
     if direction == "rowwise":
         return _one_side(x, spec.rowwise, direction, state), parts_spec(spec.rowwise)
     if spec.from_rowwise:

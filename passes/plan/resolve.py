@@ -38,13 +38,10 @@ from fxquant.passes.plan.spread import Spread, shared_by, spread_of, tensor_of
 from fxquant.passes.plan.trial import Tried, bits_an_element
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer, quantizer_text
 from fxquant.recipes import Recipe
-from fxquant.roles import GEMM_OPERANDS, Direction, Gemm, QuantizerRole
+from fxquant.roles import GEMM_OPERANDS, SMALLEST, Direction, Gemm, QuantizerRole
 from fxquant.state import Slots
 from fxquant.weights import QuantizedWeight
 from fxquant.weights.weight import fits, mismatch
-
-SMALLEST = 16
-"""FP8 GEMMs want 16-byte rows: products with fewer input or output features stay as they are."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -124,14 +121,34 @@ def _check_pairs(match: Match, quantizers: Mapping[str, Quantizer], needed: Sequ
             )
 
 
-def _check_stored(match: Match, product: Product, quantizers: Mapping[str, Quantizer]) -> None:
-    """Raises RecipeError for a weight that is stored in another format than the recipe wants."""
+def _stored(product: Product) -> QuantizedWeight | None:
+    """The weight of a product, if it is stored quantized."""
     weight = value_of(product.rhs)
-    if not isinstance(weight, QuantizedWeight) or "weight" not in quantizers:
+    return weight if isinstance(weight, QuantizedWeight) and weight.is_stored else None
+
+
+def _check_stored(match: Match, product: Product, quantizers: Mapping[str, Quantizer]) -> None:
+    """Raises RecipeError for a weight that is stored in another format than the recipe wants, if it wants any."""
+    weight = _stored(product)
+    if weight is None or "weight" not in quantizers or quantizers["weight"].is_identity:
         return
     wanted = quantizers["weight"].operand_spec()
-    if weight.is_stored and not fits(weight.spec, wanted):
+    if not fits(weight.spec, wanted):
         raise RecipeError(mismatch(match.name, weight.spec, wanted))
+
+
+def _as_stored(weight: QuantizedWeight, quantizer: Quantizer | None, direction: Direction, cached: bool) -> str:
+    """Says what a GEMM does with a weight that is stored quantized; with `cached`, that no cache is needed."""
+    if quantizer is None:
+        read = "dequantized" if weight.master is None else "its master is read"
+        return f"stored as {weight.spec}: {read}"
+    if weight.parts(direction):
+        text = "stored quantized: no cast"
+    elif weight.is_one:
+        text = "stored quantized, in rows: transposed"
+    else:
+        return "stored quantized in rows alone: dequantized and quantized in columns"
+    return f"{text}, and cache_weights has nothing to do" if cached else text
 
 
 def _unusable_answers(match: Match, product: Product, answers: Mapping[str, Answer]) -> Skip | None:
@@ -258,7 +275,7 @@ class _Resolver:
 
     def product(self, match: Match, product: Product, needs_grad: tuple[bool, bool]) -> Resolved:
         """Asks for the quantizers of a product."""
-        matmul = _matmul(match, product, self.sources, self.stored_weights)
+        matmul = _matmul(match, product, self.sources, self.stored_weights or _stored(product) is not None)
         skip = _unusable_tensors(match, product, self.allow_float64)
         operands = LINEAR_OPERANDS[: 3 if any(needs_grad) else 2]
         kinds = {"weight": "input"} if not product.rhs_is_weight else {}  # both operands are activations
@@ -317,10 +334,13 @@ class _Resolver:
         flops = product.counted
         if flops is None:
             flops = 2 * int(product_of(map(size_hint, (*product.batch, product.m, product.k, product.n))))
-        decisions = []
+        decisions, weight = [], _stored(product)
         for gemm in gemms(needs_grad):
             for operand, direction in GEMM_OPERANDS[gemm]:
                 quantizer, reason, detail = outcome(operand, gemm, direction)
+                if operand == "weight" and weight is not None:
+                    stored = _as_stored(weight, quantizer, direction, self.stored_weights)
+                    detail = "; ".join(filter(None, (detail, stored)))
                 decisions.append(Decision(
                     role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, match, product),
                     quantizer=quantizer, skip_reason=reason, detail=detail, form=match.form, site=self.site,

@@ -48,6 +48,7 @@ def test_writes_go_into_the_master_and_the_parts_follow(step: Callable[..., Any]
     step(weight, gradient)
     step(plain, gradient)
     assert weight.master is not None and torch.equal(weight.master, plain)
+    weight.refresh()
     for side in ("rowwise", "columnwise"):
         for part, expected in zip(weight.parts(side), stored(plain).parts(side), strict=True):
             assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
