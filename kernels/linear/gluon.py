@@ -218,7 +218,7 @@ def _all_products(
     QUADS: gl.constexpr = 4 if PACKED else 2
     ws, ss, xs = ahead
     if UNROLLED:
-        for half in range(0, steps // 2 - 1):
+        for half in range(0, (steps - 1) // 2):
             at = half * (2 * W_STEP) + W_STEP
             ws2 = _weights(w + at, 8 * w_row, PIECES)
             ss2 = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
@@ -229,12 +229,15 @@ def _all_products(
             ss = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
             xs = _tokens(x, at * QUADS, GROUPS, PIECES, QUADS)
             sums = _products(sums, ws2, ss2, xs2, GROUPS, PIECES, PACKED)
-        at = (steps - 1) * W_STEP
-        ws2 = _weights(w + at, 8 * w_row, PIECES)
-        ss2 = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
-        xs2 = _tokens(x, at * QUADS, GROUPS, PIECES, QUADS)
-        sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
-        sums = _products(sums, ws2, ss2, xs2, GROUPS, PIECES, PACKED)
+        if steps % 2 == 0:
+            at = (steps - 1) * W_STEP
+            ws2 = _weights(w + at, 8 * w_row, PIECES)
+            ss2 = _scales(blocks + at // 4, 8 * s_row, PIECES, PACKED)
+            xs2 = _tokens(x, at * QUADS, GROUPS, PIECES, QUADS)
+            sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
+            sums = _products(sums, ws2, ss2, xs2, GROUPS, PIECES, PACKED)
+        else:
+            sums = _products(sums, ws, ss, xs, GROUPS, PIECES, PACKED)
     else:
         for step in range(1, steps):
             at = step * W_STEP
@@ -288,8 +291,7 @@ def direct_kernel(
     """Computes 16 x TILES x WN columns of y [M, N], M up to 8 x GROUPS, N a multiple of the columns.
 
     x and w are words of four bytes, w [N, 16 x UNITS]; `blocks` has pairs of e4m3 scales, [N, 4 x UNITS], if PACKED.
-    UNITS is a multiple of PIECES x WK, of twice that with UNROLLED, which takes turns with two sets of registers. Sums
-    are multiplied by FACTOR and the weight's scales of its tensor or rows.
+    UNITS is a multiple of PIECES x WK. Sums are multiplied by FACTOR and the weight's scales of its tensor or rows.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, WN, WK, 1, 1], [4, 3, 2, 1, 0])
     IN_4: gl.constexpr = gl.SliceLayout(0, LAYOUT)

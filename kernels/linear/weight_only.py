@@ -22,8 +22,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 _FEW_PROGRAMS = 2 * MULTIPROCESSORS
 """Programs that run at the same time in any case: two share a multiprocessor."""
 
-_LEAST_COLUMNS, _MOST_BYTES = 2048, 1 << 27
-"""Rows of the weight from which on, and bytes of FP8 up to which, `Direct` tiles were faster."""
+_LEAST_COLUMNS, _LEAST_BYTES, _MOST_BYTES = 2048, 1024, 1 << 27
+"""Rows of the weight and bytes of a row from which on, and bytes of FP8 up to which, `Direct` tiles are for it."""
 
 
 class Tiles(NamedTuple):
@@ -75,13 +75,15 @@ class Direct(NamedTuple):
     @property
     def step(self) -> int:
         """The bytes of a row of the weight that its length must be a multiple of."""
-        return 64 * self.pieces * self.warps_k * (2 if self.unrolled else 1)
+        return 64 * self.pieces * self.warps_k
 
     @classmethod
     def of(cls, rows: int, size_n: int, row_bytes: int, spec: QuantSpec) -> Direct | None:
         """The tiles where they are faster than `Tiles`, by the times in docs/performance.md; None elsewhere."""
         packed = is_packed(spec)
-        if rows > 16 or size_n < _LEAST_COLUMNS or size_n * row_bytes > _MOST_BYTES // (2 if packed else 1):
+        if rows > 16 or size_n * row_bytes > _MOST_BYTES // (2 if packed else 1):
+            return None
+        if size_n < _LEAST_COLUMNS or row_bytes < _LEAST_BYTES:
             return None
         few, narrow = rows <= 8, size_n <= 16 * _FEW_PROGRAMS
         groups = 1 if few else 2

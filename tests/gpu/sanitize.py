@@ -23,6 +23,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 import torch
 from torch import Tensor
 
+from fxquant.compat.device import knows_gluon
 from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import triton_backward, triton_forward
 from fxquant.kernels.attention import triton_cast as triton_head_cast
@@ -35,6 +36,7 @@ from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
 from fxquant.kernels.linear import few_rows, triton_gemm, triton_weight_only
 from fxquant.kernels.linear import triton_few_rows as triton_decode
+from fxquant.kernels.linear.weight_only import Direct, is_packed
 from fxquant.kernels.state import triton as triton_delayed
 
 DEVICE = "cuda"
@@ -183,6 +185,15 @@ def decode() -> Iterator[str]:
             for term in (None, noise(n)):
                 triton_weight_only.scaled_mm(noise(m, k), b, spec, term, torch.bfloat16, early=term is not None)
             yield f"{text} alone, {(m, k, n)}"
+        if knows_gluon():
+            from fxquant.kernels.linear import gluon
+
+            for m, tiles in ((1, Direct(1, 1, 2, 1, 4, True)), (9, Direct(2, 2, 1, 1, 8, False))):
+                k, n = 3 * tiles.step, 3 * tiles.columns
+                b = reference.quantize(noise(n, k * (2 if is_packed(spec) else 1)), spec)
+                x, bias, other = noise(m, k * (2 if is_packed(spec) else 1)), noise(n), noise(m, n)
+                gluon.scaled_mm(x, b, spec, bias, torch.bfloat16, tiles, "add", other, early=m == 1)
+                yield f"{text} alone in Gluon, {(m, k, n)}"
 
 
 def grouped() -> Iterator[str]:

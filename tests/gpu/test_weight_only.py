@@ -60,7 +60,9 @@ def test_values(shape: tuple[int, int], text: str, dtype: torch.dtype) -> None:
 
 @GLUON
 @pytest.mark.parametrize("text", SPECS)
-@pytest.mark.parametrize("shape", [(2048, 2064), (6144, 4224), (4096, 14336), (14336, 4096), (4096, 6144)])
+@pytest.mark.parametrize(
+    "shape", [(2048, 2064), (6144, 4224), (4096, 14336), (14336, 4096), (4096, 6144), (3584, 18944)]
+)
 def test_values_in_gluon(shape: tuple[int, int], text: str) -> None:
     """Of every number of rows that it takes, with what follows a GEMM, and of x and weights that lie anywhere."""
     k, n = shape

@@ -94,7 +94,9 @@ def test_instructions_decode_every_pair_of_elements_times_every_scale(dtype: tor
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU, and a Triton without the Gluon of another kernel."""
     monkeypatch.setattr(choice, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice, "knows_gluon", lambda: False)
 
 
 _SHOWN = ("mm", "add", "sum", "weight_only_mm")
