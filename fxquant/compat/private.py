@@ -220,12 +220,12 @@ def _passed_on(kind: type[FxQuantError]) -> Any:
 def largest_over_ranks(x: torch.Tensor, groups: str) -> torch.Tensor:
     """Returns the elementwise maximum of `x` over the ranks of process groups, as a graph can hold it.
 
-    Their names are joined by ``+``; without any, `x` is returned.
+    Their names are joined by ``+``; without any, `x` is returned. It waits for the result: outside of a trace, torch's
+    own function returns a subclass that waits when it is used, whose memory compiled kernels would read.
     """
-    from torch.distributed._functional_collectives import all_reduce
-
+    collectives = torch.ops._c10d_functional
     for group in filter(None, groups.split("+")):
-        x = all_reduce(x, "max", group)  # type: ignore[arg-type, unused-ignore]
+        x = collectives.wait_tensor.default(collectives.all_reduce.default(x, "max", group))
     return x
 
 
