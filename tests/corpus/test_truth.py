@@ -100,11 +100,7 @@ def case(name: str, whole: bool) -> models.Case:
     if "kitchen_sink" in name and not hasattr(torch.nn.functional, "linear_cross_entropy"):
         pytest.skip("this torch has no linear_cross_entropy")
     model, kwargs = models.CASES[name]()
-    for parent in [] if whole else list(model.modules()):
-        for part, layers in parent.named_children():
-            if isinstance(layers, nn.ModuleList) and len({type(layer) for layer in layers}) == 1:
-                setattr(parent, part, layers[:1])
-    return model, kwargs
+    return model if whole else models.one_layer(model), kwargs
 
 
 def check(name: str, recipe: str, counted: Counted, report: Any, *, layers: bool = True) -> int:
