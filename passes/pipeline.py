@@ -66,6 +66,7 @@ from fxquant.passes.exported import (
 )
 from fxquant.passes.graph.considered import not_fused
 from fxquant.passes.joint.compute_once import compute_once
+from fxquant.passes.joint.gather_payloads import gather_payloads
 from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import save_column_amaxes, save_scales
@@ -130,6 +131,7 @@ BOUND = (
     Pass(cache_weights, "a weight that is scaled by state differs in every step, and is left alone"),
 )
 JOINT = (
+    Pass(gather_payloads, "before scales are shared and saved: it makes those of whole tensors"),
     Pass(share_amaxes, "what follows asks whether two scales are one node"),
     Pass(reuse_attention_payload, "a payload that is reused needs no scale, and is saved once for both"),
     Pass(save_scales, "forward and backward quantize one tensor by one scale, whatever is computed again"),
@@ -139,10 +141,12 @@ JOINT = (
     Pass(compute_once, "the partitioner, which comes next, does the same in older versions of torch"),
 )
 MEANING = (
+    Pass(gather_payloads, "without a backward there is no joint graph"),
     Pass(reuse_attention_payload, "what autograd did not show: a linear of the backward in front of an attention"),
     Pass(pair_directions, "the partitioner has placed each direction, and equal quantizations are left"),
 )
 SPLIT = (
+    Pass(gather_payloads, "without a backward there is no joint graph; fusions below take what each rank quantizes"),
     Pass(batch_amaxes, "AOTAutograd writes one record for each amax; the passes below want one", training_only=True),
     Pass(advance_state, "looks for the update and all its writes, before fusions take over parts of them",
          portable=False, training_only=True),

@@ -257,3 +257,9 @@ class OneGroupedWeight(OneWeight):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         return torch._grouped_mm(x, self.weight, offs=offs)
+
+
+def gathered(graph: fx.Graph) -> list[fx.Node]:
+    """The gathers of a graph over the ranks of a group."""
+    target = torch.ops._c10d_functional.all_gather_into_tensor.default
+    return [*graph.find_nodes(op="call_function", target=target)]

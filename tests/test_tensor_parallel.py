@@ -6,6 +6,8 @@ Each rank multiplies parts; together they have the results of one process that q
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -255,3 +257,62 @@ def test_quantizers_take_the_amax_of_a_group(direction: str, ranks: Ranks) -> No
     for rank, results in ranks.run(by_hand, direction):
         for part, all_columns in results:
             assert torch.equal(part, all_columns.chunk(2, 1)[rank])
+
+
+class Norms(nn.Module):
+    """A norm on parts of a text, and two layers on all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def gathered(recipe: Any, settings: Mapping[str, bool]) -> Any:
+    """How far a model is that gathers payloads, bytes an element that are gathered in each half, and the reasons."""
+    torch.manual_seed(0)
+    model = Norms()
+    unsharded = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {
+        "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    })  # fmt: skip
+    x = torch.randn(2, 256, WIDTH)
+    with torch.set_grad_enabled(settings["train"]):
+        run = fxquant.compile(model, recipe, options=EAGER)
+        y = run(distribute_tensor(x, mesh, [Shard(1)])).full_tensor()
+        torch.compiler.reset()
+        alone = fxquant.compile(unsharded, recipe, options=EAGER)
+        z = alone(x)
+    results = {"y": y.detach()}, {"y": z.detach()}
+    if settings["train"]:
+        for loss in (y, z):
+            loss.square().mean().backward()
+        for result, net in zip(results, (model, unsharded), strict=True):
+            result.update({name: whole(p.grad) for name, p in net.named_parameters()})
+    sent = {}
+    report = run.report()
+    for half, graph in report.graphs.items():
+        shapes = re.findall(r"all_gather_into_tensor\w*: \"(\w+)\[([\d, ]+)\]\"", graph)
+        sizes = {"u8": 1, "f32": 4}
+        sent[half] = sum(sizes[d] * math.prod(map(int, s.split(", "))) for d, s in shapes) / x.numel()
+    return distance(*results), sent, [str(n.reason) for n in report.not_fused if n.step == "gather_payloads"]
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", "delayed_scaling", "mxfp8", "float8_blockwise"])
+def test_what_is_gathered_to_be_multiplied_is_gathered_quantized(recipe: str, ranks: Ranks) -> None:
+    whole_scale = recipe in ("current_scaling", "delayed_scaling")
+    for far, sent, reasons in ranks.run(gathered, recipe, {"train": True}):
+        assert far < (1e-3 if recipe == "current_scaling" else 1e-5), "few elements are rounded the other way"
+        assert not reasons
+        a_direction = {"mxfp8": 1 + 1 / 32, "float8_blockwise": 1 + 4 / 128}.get(recipe, 1)
+        directions = 1 if whole_scale else 2
+        assert sent == {"forward": a_direction * directions, "backward": a_direction * directions}
+
+
+def test_inference_gathers_one_direction(ranks: Ranks) -> None:
+    for far, sent, reasons in ranks.run(gathered, "mxfp8", {"train": False}):
+        assert far < 1e-5 and sent == {"forward": 1 + 1 / 32} and not reasons

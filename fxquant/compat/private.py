@@ -229,6 +229,11 @@ def largest_over_ranks(x: torch.Tensor, groups: str) -> torch.Tensor:
     return x
 
 
+def fuses_gathers() -> bool:
+    """Returns True if Inductor is set to fuse gathers with products (asynchronous tensor parallelism)."""
+    return bool(inductor_config._micro_pipeline_tp)
+
+
 def name_source(node: fx.Node, name: str) -> None:
     """Gives an input that stands in no Python frame the source that Dynamo wants of every input."""
     node._dynamo_source = ConstantSource(name)

@@ -10,13 +10,17 @@ No later pass finds that out: what waits for other ranks is left alone by whoeve
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import SAME_ELEMENTS, is_collective, is_fxquant
 from fxquant.passes.settings import Settings
+
+_DTYPE = torch.ops.aten.view.dtype
 
 
 def share_amaxes(graph: fx.Graph, settings: Settings) -> int:
@@ -39,19 +43,25 @@ def share_amaxes(graph: fx.Graph, settings: Settings) -> int:
 
 
 def drop_unused(graph: fx.Graph) -> int:
-    """Erases reductions of amaxes that nothing reads from the forward or the backward; returns how many there were.
+    """Erases what ranks send each other for nothing from the forward or the backward; returns how often they did.
 
     The partitioner copies into both what it can compute in both, and removes nothing that waits for other ranks.
     """
-    unused = [node for node in graph.nodes if is_collective(node) and not node.users and _of_amax(node)]
-    for wait in unused:
-        (reduction,) = wait.all_input_nodes
-        graph.erase_node(wait)
-        if is_collective(reduction) and not reduction.users:
-            graph.erase_node(reduction)
-    if unused:
+    count = 0
+    for node in reversed(graph.nodes):
+        if is_collective(node) and not node.users and _of_quantization(node):
+            graph.erase_node(node)
+            count += 1
+    if count:
         graph.eliminate_dead_code()
-    return len(unused)
+    return count
+
+
+def _of_quantization(node: Any) -> bool:
+    """Returns True for amaxes, payloads and scales, and for what ranks send each other of them."""
+    while is_collective(node) or node.target in (_DTYPE, operator.getitem):
+        node = node.args[0]
+    return is_fxquant(node)
 
 
 def _of_amax(node: fx.Node) -> bool:
