@@ -71,7 +71,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	@echo "==> installing fxquant and what the tests need"
-	@$(PIP) -e ".[demo,test,corpus]"
+	@$(PIP) -e ".[demo,test,corpus,trainers]"
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.torch pyproject.toml

@@ -23,7 +23,7 @@ def example(name: str, needs: str) -> ModuleType:
     pytest.importorskip(needs, reason=f"{needs} is not installed")
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # Dynamo imports it by its name
     spec.loader.exec_module(module)
     return module
 
