@@ -215,8 +215,8 @@ class Backend:
                 self._sites = record.add_layers(names, self._sites)
             record.runners.append(modules)
         blocks, bound, held = read
-        held.use(inputs)
         states = blocks.of_call(inputs, names)
+        held.use(inputs, states)
         parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
         ask_around()
         with states_of_first_run(states), graph_runs():

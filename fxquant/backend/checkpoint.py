@@ -14,6 +14,7 @@ from fxquant.backend.states import KINDS, Expected, ModuleStates, Saved
 from fxquant.errors import OptionError, RecipeError
 from fxquant.passes.plan.layers import clean_path
 from fxquant.state import DelayedState, State
+from fxquant.weights.delayed import load_scales
 
 T = TypeVar("T")
 
@@ -101,6 +102,8 @@ def restore(saved: object, parts: Sequence[Part]) -> None:
         _check(share, part)
     for part, share in shares:
         part.states.write(share)
+        if part.module is not None:
+            load_scales(part.module, share)
 
 
 _OLD = re.compile(r"\d+\.(scale|amax_history|random)")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from fxquant.compat.checkpoints import checkpoints_around
+from fxquant.compat.placements import local_part, local_part_of
 from fxquant.compat.private import recomputes_activations
 from fxquant.compat.subclass import is_allocated
 from fxquant.errors import RecipeError
+from fxquant.formats import LinearSpec
 from fxquant.kernels.operator import traits_of
 from fxquant.passes.settings import Settings
 from fxquant.roles import Direction
+from fxquant.state import DelayedState, State
 from fxquant.weights import QuantizedWeight
 
 
@@ -25,25 +28,29 @@ class GatheredWeights:
     """
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings) -> None:
-        self._places = [i for i, x in enumerate(inputs) if isinstance(x, QuantizedWeight)]
+        self._places = [i for i, x in enumerate(inputs) if isinstance(local_part_of(x), QuantizedWeight)]
         if not self._places:
             return
         placeholders = gm.graph.find_nodes(op="placeholder")
         repeats = settings.save == "least" or recomputes_activations(gm)
         self._again = [repeats or not all(map(_multiplies, placeholders[i].users)) for i in self._places]
+        self._slots = [next(_slots(placeholders[i]), -1) for i in self._places]
 
-    def use(self, inputs: Sequence[Any]) -> None:
-        """Looks at the weights of a call, before its kernels do.
+    def use(self, inputs: Sequence[Any], states: Sequence[State]) -> None:
+        """Looks at the weights of a call that reads these states, before its kernels do.
 
         Raises RecipeError for one of which other bytes were gathered than a forward reads.
         """
         if not self._places:
             return
         around = bool(checkpoints_around().first)
-        for place, again in zip(self._places, self._again, strict=True):
-            weight: QuantizedWeight = inputs[place]
+        state = next((state for state in states if isinstance(state, DelayedState)), None)
+        for place, again, slot in zip(self._places, self._again, self._slots, strict=True):
+            weight: QuantizedWeight = local_part_of(inputs[place])
             weight.refresh()
             weight.layer.runs_again |= around or again
+            if weight.layer.delayed is not None and state is not None and slot >= 0:
+                weight.layer.delayed.read_from(state, slot)
             if not all(map(is_allocated, weight.parts(Direction.ROWWISE))):
                 raise RecipeError(
                     f"{weight.layer.name}.weight was gathered for a backward, in columns, and a forward reads it: call "
@@ -51,6 +58,18 @@ class GatheredWeights:
                 )
 
 
+def _slots(node: fx.Node) -> Iterator[int]:
+    """Gives the slots of the delayed scales by which products quantize a weight."""
+    for user in node.users:
+        if user.target is local_part:
+            yield from _slots(user)
+        elif traits_of(user).stored_weights:
+            text = next(argument for argument in reversed(user.args) if isinstance(argument, str))
+            yield LinearSpec.parse(text).weight.rowwise.slot
+
+
 def _multiplies(node: fx.Node) -> bool:
     """Returns True for a product that takes a weight as it is, and for what nothing reads."""
+    if node.target is local_part:  # of a tensor parallel layer
+        return all(map(_multiplies, node.users))
     return traits_of(node).stored_weights or traits_of(node).stateful is not None or not node.users

@@ -24,7 +24,7 @@ class Gather:
     """One gather of a parameter.
 
     `forward` and `backward` say for which pass it is, neither for one that the user asks for. `kept` says that the
-    gathered parameter serves the pass behind as well.
+    gathered parameter serves the pass behind as well, `repeats` that a backward runs this forward again.
     """
 
     parameter: Any
@@ -32,6 +32,7 @@ class Gather:
     forward: bool
     backward: bool
     kept: bool
+    repeats: bool
 
     @property
     def weights(self) -> list[Any]:
@@ -94,13 +95,14 @@ def current_gather() -> Gather | None:
 def _gather(parameter: FSDPParam, group: FSDPParamGroup) -> Gather:
     name = group._training_state.name
     forward, backward = name == "FORWARD", name == "PRE_BACKWARD"
-    if forward and torch._C._current_graph_task_id() != -1:
-        kept = True  # a checkpoint that runs again, and whose backward comes next
+    repeats = forward and torch._C._current_graph_task_id() != -1
+    if repeats:
+        kept = True  # the backward of the checkpoint comes next
     elif forward:
         kept = not group._reshard_after_forward or not group.unshard_in_backward
     else:
         kept = not group.reshard_after_backward
-    return Gather(parameter, group, forward, backward, kept)
+    return Gather(parameter, group, forward, backward, kept, repeats)
 
 
 def unallocated(numel: int, ranks: int, device: torch.device) -> Tensor:

@@ -24,6 +24,11 @@ def is_spread(value: object) -> bool:
     return isinstance(value, DTensor)
 
 
+def local_part_of(value: Any) -> Any:
+    """Returns what this rank holds of a DTensor, as it is and outside of autograd; another value itself."""
+    return value._local_tensor if is_spread(value) else value
+
+
 def placements_text(value: Any) -> str | None:
     """Returns the placements of a DTensor as text; None if one is of a kind that has no letter."""
     from torch.distributed.tensor import Partial, Replicate, Shard

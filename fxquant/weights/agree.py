@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from fxquant.compat.placements import local_part_of
 from fxquant.compat.values import version
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import amax as tensor_amax
 from fxquant.roles import Direction
-from fxquant.weights.layer import Agreed
+from fxquant.weights.layer import Agreed, has_one_scale
 from fxquant.weights.parts import as_quantized, side
 from fxquant.weights.weight import QuantizedWeight
 
@@ -33,32 +34,41 @@ def precompute_scales(model: nn.Module) -> None:
     After each step of the optimizer, on every rank. Without it each group of `fully_shard` asks the other ranks when
     it gathers its weights. Formats in blocks (MXFP8, blocks of 128) have nothing to agree on.
     """
-    agree(p for p in model.parameters() if isinstance(p, DTensor) and isinstance(p.to_local(), QuantizedWeight))
+    agree(parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+
+
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """The amaxes of one direction of a shard, which are to be those of all shards."""
+    """The amaxes of one direction of a shard, which are to be the largest of those of all ranks in `groups`."""
 
     shard: QuantizedWeight
     direction: Direction
+    groups: Groups
     local: Tensor
 
 
 def agree(weights: Iterable[DTensor]) -> None:
     """Lets all ranks have the largest amaxes of the weights whose shards have changed since they last had."""
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[QuantizedWeight]] = {}
-    for weight in weights:
-        shard = weight.to_local()
-        groups = tuple(_groups(weight))
-        if isinstance(shard, QuantizedWeight) and groups and not is_agreed(shard):
-            by_groups.setdefault(groups, []).append(shard)
+    changed = [weight for weight in weights if is_quantized_shard(weight) and not is_agreed(local_part_of(weight))]
     with torch.no_grad():
-        for groups, shards in by_groups.items():
-            for shard in shards:
-                shard.layer.agreed = Agreed(*moment(shard))
-            for derived in (False, True):  # columns of what the rows stand for come after the rows
-                _reduce([m for shard in shards for m in _measure(shard, derived)], groups)
+        for weight in changed:
+            shard = local_part_of(weight)
+            shard.layer.agreed = Agreed(*moment(shard))
+        for derived in (False, True):  # columns of what the rows stand for come after the rows
+            by_groups: dict[Groups, list[_Measured]] = {}
+            for weight in changed:
+                for measured in _measure(weight, derived):
+                    by_groups.setdefault(measured.groups, []).append(measured)
+            for groups, some in by_groups.items():
+                _reduce(some, groups)
+
+
+def is_quantized_shard(weight: Tensor) -> bool:
+    """Returns True for a DTensor of which a rank holds a weight with quantized forms."""
+    return isinstance(weight, DTensor) and isinstance(local_part_of(weight), QuantizedWeight)
 
 
 def moment(shard: QuantizedWeight) -> tuple[int, torch.dtype]:
@@ -76,51 +86,46 @@ def is_agreed(shard: QuantizedWeight) -> bool:
     return agreed is not None and (agreed.version, agreed.dtype) == moment(shard)
 
 
-def _groups(weight: DTensor) -> Iterator[dist.ProcessGroup]:
-    """Gives the groups of ranks that have other shards of a weight."""
-    for axis, placement in enumerate(weight.placements):
-        if isinstance(placement, Shard) and weight.device_mesh.size(axis) > 1:
-            yield weight.device_mesh.get_group(axis)
+def _groups(weight: DTensor, spec: QuantSpec, direction: Direction) -> Groups:
+    """Returns the groups of ranks with which a rank shares the scales of a direction, dimension by dimension."""
+    contracted = 0 if direction is Direction.COLUMNWISE else 1
+    mesh, groups = weight.device_mesh, []
+    for dim, placement in enumerate(weight.placements):
+        axis = getattr(placement, "dim", None)
+        shares = spec.scaled == "tensor" or (spec.scaled == "row" and axis == contracted)
+        if axis is not None and shares and mesh.size(dim) > 1:
+            groups.append(mesh.get_group(dim))
+    return tuple(groups)
 
 
-def _measure(shard: QuantizedWeight, derived: bool) -> Iterator[_Measured]:
-    """Gives the amaxes of a shard that need those of the others, of its own values or of what the rows stand for."""
-    spec = OperandSpec.parse(shard.spec)
-    assert shard.master is not None and shard.layer.agreed is not None
+def _measure(weight: DTensor, derived: bool) -> Iterator[_Measured]:
+    """Gives the amaxes of a shard that need those of others, of its own values or of what the rows stand for."""
+    shard = local_part_of(weight)
+    spec, agreed = OperandSpec.parse(shard.spec), shard.layer.agreed
+    assert shard.master is not None and agreed is not None
     for direction in Direction:
         from_rows = spec.from_rowwise and direction is Direction.COLUMNWISE
-        if from_rows != derived or not spans_shards(side(spec, direction), direction):
+        groups = _groups(weight, side(spec, direction), direction)
+        again = has_one_scale(spec) and direction is Direction.COLUMNWISE
+        if from_rows != derived or not groups or again:
             continue
-        if spec.rowwise == spec.columnwise and not from_rows and direction is Direction.COLUMNWISE:
-            if side(spec, direction).row.family == "per_tensor":  # one scale serves both
-                continue
-        values = shard.master.to(shard.layer.agreed.dtype)
+        values = shard.master.to(agreed.dtype)
         if from_rows:
-            values = as_quantized(values, spec, shard.layer.agreed.of(Direction.ROWWISE, spec))
-        yield _Measured(shard, direction, _amaxes(values, side(spec, direction), direction))
-
-
-def spans_shards(spec: QuantSpec, direction: Direction) -> bool:
-    """Returns True if scales of one direction cover elements of several shards, cut along the first axis."""
-    family = spec.row.family
-    if family in ("per_tensor", "nvfp4") and not spec.row_scaled:
-        return True
-    return (family == "per_row" or spec.row_scaled) and direction is Direction.COLUMNWISE
+            values = as_quantized(values, spec, agreed.of(Direction.ROWWISE, spec))
+        yield _Measured(shard, direction, groups, _amaxes(values, side(spec, direction), direction))
 
 
 def _amaxes(values: Tensor, spec: QuantSpec, direction: Direction) -> Tensor:
     """The amaxes of the values that a direction quantizes: [1], or one of each of its rows [rows, 1]."""
-    if spec.row.family == "per_row" or spec.row_scaled:
+    if spec.scaled == "row":
         return reference.amax(values.mT if direction is Direction.COLUMNWISE else values, -1).unsqueeze(-1)
     if spec.rht:
         return reference.amax(reference.hadamard(values.mT, random_signs=spec.random_signs))
     return tensor_amax.best(values)
 
 
-def _reduce(measured: Sequence[_Measured], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Gives every shard the largest amaxes of all ranks."""
-    if not measured:
-        return
+def _reduce(measured: Sequence[_Measured], groups: Groups) -> None:
+    """Gives shards the largest amaxes of all ranks in these groups."""
     largest = torch.cat([m.local.flatten() for m in measured])
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)

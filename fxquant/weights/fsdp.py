@@ -18,8 +18,10 @@ from fxquant.compat.fsdp import Gather, current_gather, fill, over, unallocated
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom
+from fxquant.kernels.cast.ops import amax as tensor_amax
 from fxquant.roles import Direction
 from fxquant.weights.agree import agree
+from fxquant.weights.delayed import DelayedScale
 from fxquant.weights.layer import Layer
 from fxquant.weights.parts import quantized, side
 
@@ -50,10 +52,11 @@ def send(shard: Tensor, spec: OperandSpec, layer: Layer) -> Sent:
     for direction in Direction:
         _check_shard(shard, side(spec, direction), direction, gather, layer)
     layer.dtype = gather.dtype
-    if gather.ranks > 1:
-        agree(gather.weights)
+    agree(gather.weights)
     sent, values = Sent(gather), shard.to(gather.dtype)
-    directions = (Direction.ROWWISE,) if is_one(spec, gather.size) else directions_of(gather, layer)
+    if layer.delayed is not None:
+        _take_delayed(layer, layer.delayed, values, gather)
+    directions = (Direction.ROWWISE,) if has_one_payload(spec, gather.size) else directions_of(gather, layer)
     for direction in directions:
         parts = quantized(values, spec, direction, *_amaxes(layer, spec, direction))
         kinds = _kinds(gather.size, gather.dtype, spec, direction)
@@ -81,7 +84,7 @@ def receive(sent: Sent) -> None:
 def gathered_parts(sent: Sent, spec: OperandSpec, layer: Layer) -> dict[Direction, list[Tensor]]:
     """The parts of a whole weight in the memory that shards arrive in, for both directions, whatever is there now."""
     gather, parts = sent.gather, dict[Direction, list[Tensor]]()
-    one = is_one(spec, gather.size)
+    one = has_one_payload(spec, gather.size)
     for direction in Direction:
         if one and direction is Direction.COLUMNWISE:
             parts[direction] = [part if part.ndim < 2 else over_turned(part) for part in parts[Direction.ROWWISE]]
@@ -115,7 +118,7 @@ def over_turned(part: Tensor) -> Tensor:
     return over(part, part.dtype, part.shape[::-1], part.stride()[::-1])
 
 
-def is_one(spec: OperandSpec, size: torch.Size) -> bool:
+def has_one_payload(spec: OperandSpec, size: torch.Size) -> bool:
     """Returns True if the columnwise parts of a weight are its rowwise ones, transposed."""
     row = spec.rowwise.row
     square = row.family == "per_tensor" or (row.family == "block" and row.block[0] == row.block[1])
@@ -128,8 +131,21 @@ def _kinds(size: torch.Size, dtype: torch.dtype, spec: OperandSpec, direction: D
     return quantized(torch.empty(size, dtype=dtype, device="meta"), spec, direction)
 
 
+def _take_delayed(layer: Layer, delayed: DelayedScale, values: Tensor, gather: Gather) -> None:
+    """Takes the delayed scale, and the amax that the graph will record. A backward has those of its forward."""
+    if delayed.used is not None and (gather.backward or gather.repeats):
+        return
+    amax = None if layer.agreed is None else layer.agreed.amaxes.get(Direction.ROWWISE)
+    amax = tensor_amax.best(values) if amax is None else amax.to(gather.dtype).float()
+    layer.amax = torch.empty_like(amax) if layer.amax is None else layer.amax
+    layer.amax.copy_(amax)
+    delayed.used = delayed.following(gather.device)
+
+
 def _amaxes(layer: Layer, spec: OperandSpec, direction: Direction) -> tuple[Tensor | None, Tensor | None]:
-    """The amaxes that all ranks have in common, of a direction and of the rows."""
+    """The amaxes that all ranks have in common, of a direction and of the rows; or the delayed scale."""
+    if layer.delayed is not None:
+        return layer.delayed.used, None
     agreed = layer.agreed
     return (None, None) if agreed is None else (agreed.of(direction, spec), agreed.of(Direction.ROWWISE, spec))
 

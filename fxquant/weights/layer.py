@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction
+
+if TYPE_CHECKING:
+    from fxquant.weights.delayed import DelayedScale
 
 
 @dataclass
@@ -22,8 +26,12 @@ class Agreed:
 
     def of(self, direction: Direction, spec: OperandSpec) -> Tensor | None:
         """The amaxes of a direction; those of the rows where one scale of the tensor serves both."""
-        one = spec.rowwise == spec.columnwise and spec.rowwise.row.family == "per_tensor"
-        return self.amaxes.get(Direction.ROWWISE if one and not spec.from_rowwise else direction)
+        return self.amaxes.get(Direction.ROWWISE if has_one_scale(spec) else direction)
+
+
+def has_one_scale(spec: OperandSpec) -> bool:
+    """Returns True if both directions are quantized by one scale of the tensor."""
+    return spec.rowwise == spec.columnwise and spec.rowwise.row.family == "per_tensor" and not spec.from_rowwise
 
 
 @dataclass(eq=False)
@@ -33,8 +41,8 @@ class Layer:
     `runs_again` says that a backward repeats the layer's forward, in an activation checkpoint, and so needs both
     directions. `outputs` are the tensors that FSDP receives the parts of each direction into, and `common` the parts
     that are equal on all ranks, by direction and place. `dtype` is that of the values that are quantized. `writes`
-    counts those into the master that an operator made. `initial` has the values that the weight began with, where they
-    are preserved.
+    counts those into the master that an operator made. `delayed` is there under delayed scaling, and `amax` [1] of the
+    whole weight then. `initial` has the values that the weight began with, where they are preserved.
     """
 
     name: str = ""
@@ -45,9 +53,11 @@ class Layer:
     common: dict[tuple[Direction, int], Tensor] = field(default_factory=dict)
     agreed: Agreed | None = None
     initial: Tensor | None = None
+    delayed: DelayedScale | None = None
+    amax: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
-        copied = memo[id(self)] = Layer(self.name, self.runs_again)
+        copied = memo[id(self)] = Layer(self.name, self.runs_again, delayed=copy.deepcopy(self.delayed, memo))
         return copied
 
     def __reduce__(self) -> Any:

@@ -26,7 +26,7 @@ def quantized(
     """The parts of one direction of a matrix, dense.
 
     `amaxes` are those that its scales are made of, where they are not the matrix's own, and `row_amaxes` the same of
-    the rows, for columns that are made of what the rows stand for.
+    the rows, for columns that are made of what the rows stand for. A delayed scale stands in the place of `amaxes`.
     """
     direction, values = Direction(direction), values.detach()
     chosen = side(spec, direction)
@@ -37,7 +37,7 @@ def quantized(
             plain = OperandSpec(spec.rowwise, spec.columnwise)
             return [part.contiguous() for part in quantize_operand(values, plain, str(direction))[0]]
         state = amaxes
-        if amaxes is not None and chosen.row.family != "nvfp4":
+        if amaxes is not None and chosen.row.family != "nvfp4" and not chosen.is_delayed:
             state = reference.multiplier_from_amax(amaxes, chosen)
         on_device = values.is_cuda and not is_fake(values) and (state is None or state.numel() == 1)
         run = quantize.best if on_device else quantize

@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fxquant.checks import article, checked
+from fxquant.compat.placements import local_part_of
 from fxquant.errors import ArgumentError
 from fxquant.formats import OperandSpec
-from fxquant.quantizers import Quantizer
+from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer
 from fxquant.recipes import Recipe, resolve
 from fxquant.roles import QuantizerRole
+from fxquant.weights.delayed import DelayedScale
 from fxquant.weights.layer import Layer
 from fxquant.weights.state import own_weight, watch
 from fxquant.weights.weight import QuantizedWeight
@@ -45,15 +47,14 @@ def prepare_fsdp(model: nn.Module, recipe: Recipe | str, blocks: Iterable[nn.Mod
     """
     recipe = resolve(recipe)
     within = None if blocks is None else inside(model, blocks)
+    sharded = {id(p) for part in model.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
     for name, layer in list(quantizable(model)):
-        spec = weight_spec(recipe, name)
+        spec, request = _gathered_spec(recipe, name)
         if spec is None or (within is not None and id(layer) not in within) or is_quantized(layer.weight):
             continue
-        if isinstance(layer, FSDPModule) or isinstance(layer.weight, DTensor):
+        if id(layer.weight) in sharded:
             raise ArgumentError(f"{name}.weight is sharded already: call prepare_fsdp before fully_shard")
-        if layer.weight.ndim != 2:
-            raise ArgumentError(f"{name}.weight has {layer.weight.ndim} axes: prepare the model before fully_shard")
-        put(model, layer.weight, QuantizedWeight(str(spec), master=layer.weight.detach(), layer=Layer(name)))
+        put(model, layer.weight, _shard(layer.weight.detach(), name, spec, request))
     return model
 
 
@@ -70,7 +71,7 @@ def inside(model: nn.Module, blocks: Iterable[nn.Module] | str) -> set[int]:
 
 def is_quantized(weight: Tensor) -> bool:
     """Returns True for a weight with quantized forms, sharded or not."""
-    return isinstance(weight.to_local() if isinstance(weight, DTensor) else weight, QuantizedWeight)
+    return isinstance(local_part_of(weight), QuantizedWeight)
 
 
 def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -104,7 +105,26 @@ def weight_spec(recipe: Recipe, name: str) -> OperandSpec | None:
     return answer.operand_spec()
 
 
-def put(model: nn.Module, old: Tensor, new: QuantizedWeight) -> None:
+def _gathered_spec(recipe: Recipe, name: str) -> tuple[OperandSpec | None, DelayedScalingRequest | None]:
+    """The same of a weight that may have a delayed scale, and the request of that."""
+    answer = recipe.quantizer(QuantizerRole("linear", "weight", name))
+    if isinstance(answer, DelayedScalingRequest):
+        return Float8Quantizer(answer.fp8_format.dtype("weight"), 0).operand_spec(), answer
+    return weight_spec(recipe, name), None
+
+
+def _shard(weight: Tensor, name: str, spec: OperandSpec, request: DelayedScalingRequest | None) -> Tensor:
+    """A weight that is quantized when it is gathered: of a tensor parallel one, this rank's part."""
+    delayed = None if request is None else DelayedScale(request)
+    new = QuantizedWeight(str(spec), master=local_part_of(weight), layer=Layer(name, delayed=delayed))
+    if not isinstance(weight, DTensor):
+        return new
+    return DTensor.from_local(
+        new, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def put(model: nn.Module, old: Tensor, new: Tensor) -> None:
     """Gives all linear layers of a model that have a weight a quantized one in its place."""
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
     for module in model.modules():

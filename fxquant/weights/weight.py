@@ -23,6 +23,7 @@ from fxquant.compat.subclass import is_allocated, no_torch_function, writes, wri
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_spec
+from fxquant.kernels.cast.ops import amax as tensor_amax
 from fxquant.roles import Direction
 from fxquant.weights.layer import Layer
 from fxquant.weights.parts import is_one, quantized, side, transposed
@@ -58,10 +59,12 @@ class QuantizedWeight(HoldsQuantized):
     """A weight [N, K] with its quantized parts in one or both directions, its values in high precision, or both.
 
     `spec` is the text of an `OperandSpec`. The parts of a direction are those of `fxquant::quantize`; where rowwise
-    ones stand for both (`is_one`), they are all there is.
+    ones stand for both (`is_one`), they are all there is. `whole_amax` [1] is that of the values before they were
+    quantized, which delayed scaling records.
     """
 
     master: Tensor | None
+    whole_amax: Tensor | None
     spec: str
     layer: Layer
     _seen: tuple[int, ...]
@@ -79,7 +82,7 @@ class QuantizedWeight(HoldsQuantized):
         weight: QuantizedWeight = cls._make_wrapper_subclass(
             cls, tuple(size), strides=None if master is None else master.stride(), dtype=dtype, device=inner.device
         )
-        weight.master, weight.spec, weight.layer = master, spec, layer or Layer()
+        weight.master, weight.whole_amax, weight.spec, weight.layer = master, None, spec, layer or Layer()
         for direction, parts in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)):
             for i, part in enumerate(parts):
                 setattr(weight, f"{_PREFIXES[direction]}{i}", part)
@@ -96,8 +99,8 @@ class QuantizedWeight(HoldsQuantized):
         return f"QuantizedWeight({self.spec}, {list(self.shape)}, {self.dtype}, holds {inner})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
-        names = [f"{prefix}{i}" for prefix in _PREFIXES.values() for i in range(3)]
-        return [name for name in ("master", *names) if getattr(self, name, None) is not None], (self.spec, self.dtype)
+        names = ["master", "whole_amax", *(f"{prefix}{i}" for prefix in _PREFIXES.values() for i in range(3))]
+        return [name for name in names if getattr(self, name, None) is not None], (self.spec, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -106,7 +109,9 @@ class QuantizedWeight(HoldsQuantized):
         spec, dtype = meta
         row, column = ([inner[n] for n in sorted(inner) if n.startswith(prefix)] for prefix in _PREFIXES.values())
         master = inner.get("master")
-        return QuantizedWeight(spec, master=master, rowwise=row, columnwise=column, size=size, dtype=dtype)
+        new = QuantizedWeight(spec, master=master, rowwise=row, columnwise=column, size=size, dtype=dtype)
+        new.whole_amax = inner.get("whole_amax")
+        return new
 
     def parts(self, direction: Direction | str) -> list[Tensor]:
         """The parts of one direction; empty where it is not held."""
@@ -196,6 +201,7 @@ class QuantizedWeight(HoldsQuantized):
             self.spec, master=master, rowwise=row, columnwise=column, size=self.size(), dtype=dtype or self.dtype,
             layer=self.layer,
         )  # fmt: skip
+        new.whole_amax = None if self.whole_amax is None else run(self.whole_amax)
         if view and self._seen != self._writes():
             new._seen = ()
         return new
@@ -214,6 +220,7 @@ class QuantizedWeight(HoldsQuantized):
         self, gathered: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight over the bytes that have arrived, with no copy; FSDP2 calls this."""
+        from fxquant.compat.fsdp import over
         from fxquant.weights.fsdp import gathered_parts, receive
 
         receive(sent)
@@ -225,6 +232,8 @@ class QuantizedWeight(HoldsQuantized):
         whole = QuantizedWeight(
             self.spec, rowwise=row, columnwise=column, size=size, dtype=param_dtype, layer=self.layer
         )
+        if self.layer.amax is not None:
+            whole.whole_amax = over(self.layer.amax, torch.float32, (1,), (1,))
         return whole, ()
 
     @classmethod
@@ -237,6 +246,8 @@ class QuantizedWeight(HoldsQuantized):
         if changed:
             return _write(operator, args, kwargs, changed)
         if isinstance(first, QuantizedWeight):
+            if operator is tensor_amax.target and first.whole_amax is not None:
+                return first.whole_amax
             result = _wrapped(operator, first, args, kwargs)
             if result is not None:
                 return result
@@ -282,6 +293,7 @@ def _cast(weight: QuantizedWeight, kwargs: Mapping[str, Any]) -> QuantizedWeight
         weight.spec, master=master, rowwise=row, columnwise=column, size=weight.size(),
         dtype=kwargs.get("dtype") or weight.dtype, layer=weight.layer,
     )  # fmt: skip
+    new.whole_amax = None if weight.whole_amax is None else aten._to_copy(weight.whole_amax, **others)
     if new.dtype != weight.dtype:
         new._seen = ()
     return new

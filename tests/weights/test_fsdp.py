@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
@@ -219,6 +220,43 @@ def test_all_amaxes_are_agreed_on_in_one_reduction(ranks: Ranks) -> None:
         assert blocks == []
 
 
+def delayed() -> None:
+    recipe = fxquant.DelayedScaling(amax_history_len=4)
+    expected = ranks_averaged(recipe)
+    torch.compiler.reset()
+    run = sharded(model(), recipe)
+    state = {}
+
+    def parts(step: int) -> list[Tensor]:
+        if step == 2:  # goes on after a restart
+            state.update(fxquant.state_dict(run))
+        return [batch(step, dist.get_rank())]
+
+    assert_same_bits(trained(run, parts), expected)
+    weights = {key: value for key, value in state.items() if ".weight.scale" in key}
+    assert len(weights) == 4 and all(value != 1 for value in weights.values())
+    again = sharded(model(), recipe)
+    fxquant.load_state_dict(again, state)
+    run.load_state_dict(again.state_dict())
+    outputs = [m(batch(7, dist.get_rank())) for m in (run, again)]
+    fxquant.load_state_dict(run, state)
+    assert torch.equal(run(batch(7, dist.get_rank())), outputs[1])
+
+
+def ranks_averaged(recipe: Any) -> dict[str, Tensor]:
+    """The plain FSDP2 of the same recipe, which gathers in high precision."""
+    run = model()
+    for layer in run.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(run, mesh=init_device_mesh("cpu", (2,)))
+    fxquant.compile_blocks(run, recipe, run.layers, options=EAGER)
+    return trained(run, lambda step: [batch(step, dist.get_rank())])
+
+
+def test_delayed_scales_are_those_that_the_graph_takes(ranks: Ranks) -> None:
+    ranks.run(delayed)
+
+
 def accumulated(options: dict[str, Any]) -> None:
     expected = reference("current_scaling", 64, parts=2)
     torch.compiler.reset()
@@ -270,6 +308,28 @@ def on_two_axes(shape: tuple[int, int]) -> list[float]:
 def test_a_mesh_of_replicas_and_shards(ranks: Ranks, shape: tuple[int, int]) -> None:
     for sizes in ranks.run(on_two_axes, shape):
         assert sizes == [1.0] * (4 if shape == (1, 2) else 0)
+
+
+def tensor_parallel(recipe: str) -> list[float]:
+    inputs = [batch(0, 0), batch(0, 1)]
+    expected = trained(fxquant.compile_blocks(model(), recipe, options=EAGER), lambda step: inputs)
+    torch.compiler.reset()
+    run, mesh = model(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    for layer in run.layers:
+        parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    sharded(run, recipe, mesh["data"])
+    assert isinstance(run.layers[0].up.weight, DTensor) and run.layers[0].up.weight.device_mesh.ndim == 2
+    results = trained(run, lambda step: inputs)
+    decisions = fxquant.report(run).decisions
+    assert decisions and not [d for d in decisions if d.quantizer is None]
+    return [float((results[f"output {step}"] - expected[f"output {step}"]).abs().max()) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "current_scaling", "rowwise"])
+def test_beside_tensor_parallel_layers(ranks: Ranks, recipe: str) -> None:
+    for first, *others in ranks.run(tensor_parallel, recipe):
+        assert first < 1e-5
+        assert max(others) < 0.05, "a gradient near 0 may have another sign, and AdamW looks at that"
 
 
 def saved(folder: str) -> dict[str, Tensor]:
