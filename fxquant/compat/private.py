@@ -262,6 +262,16 @@ def prefer_recompute(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def is_recomputed(node: fx.Node) -> bool:
+    """Returns True for a node of a joint graph that a policy of checkpoints has the backward compute again."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def recompute_as(node: fx.Node, other: fx.Node) -> None:
+    """Lets the backward compute a node again as it does another."""
+    node.meta |= {key: other.meta[key] for key in ("recompute", "ac_graph_id") if key in other.meta}
+
+
 _BUDGET = "_region_activation_memory_budget"
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import fuses_gathers
+from fxquant.compat.private import fuses_gathers, is_recomputed, recompute_as, tree_leaves
 from fxquant.formats import QuantSpec
 from fxquant.kernels.operator import Side
 from fxquant.passes.graph.builder import Builder, put_in_places
@@ -118,7 +118,9 @@ def _obstacle(gather: _Gather) -> str:
     reason = next(filter(None, (_uncut(gather, *side) for side in specs)), "")
     if reason:
         return reason
-    payload, tensor = sum(_bits(*side, specs) for side in specs), 8 * val(gather.x).dtype.itemsize
+    bits = [_bits(*side, specs) for side in specs]
+    again = is_recomputed(gather.node)  # each pass gathers for itself
+    payload, tensor = max(bits) if again else sum(bits), 8 * val(gather.x).dtype.itemsize
     directions = "both directions" if len(specs) > 1 else "its payload"
     return "" if payload < tensor else f"{directions} take {payload:.4g} bits an element, the tensor {tensor}"
 
@@ -131,8 +133,6 @@ def _uncut(gather: _Gather, direction: str, spec: QuantSpec) -> str:
     """Returns why a rank cannot quantize its rows by themselves in a direction."""
     if spec.stochastic:
         return "it is rounded at random, by each rank for itself"
-    if direction == "columnwise" and spec.scaled == "row":
-        return "a column has one scale for the rows of all ranks"
     rows = spec.row.alignment if direction == "columnwise" else max(spec.row.block[0], 1)
     if direction == "columnwise":
         rows = max(rows, spec.row.block[0], spec.row.block[1])
@@ -163,6 +163,13 @@ def _rewrite(gather: _Gather) -> None:
             results = [part for side in sides_of(user) for part in _payload(builder, gather, local, side)]
             put_in_places(results, user)
         _erase(source)
+    for node in gather.calls.values():  # scales are saved: all passes have those of the first
+        if is_recomputed(gather.node) and _is_large(node):
+            recompute_as(node, gather.node)
+
+
+def _is_large(node: fx.Node) -> bool:
+    return any(isinstance(x, Tensor) and (x.numel() > 1 or x.ndim > 1) for x in tree_leaves(val(node)))
 
 
 def _erase(node: Any) -> None:
@@ -188,7 +195,7 @@ def _payload(builder: Builder, gather: _Gather, local: fx.Node, side: Side) -> l
     if key in gather.parts:
         return gather.parts[key]
     spec, state = QuantSpec.parse(side.spec), side.state
-    if state is None and spec.scaled == "tensor":
+    if state is None and (spec.scaled == "tensor" or _spans_ranks(spec, side.direction)):
         state = _state(builder, gather, local, side)
     if spec.row.family == "per_tensor" and side.direction == "columnwise":
         data, scale = _payload(builder, gather, local, Side("rowwise", side.spec, side.state))
@@ -202,7 +209,11 @@ def _payload(builder: Builder, gather: _Gather, local: fx.Node, side: Side) -> l
         quantized = builder.call(_fxquant.quantize.default, local, side.spec, side.direction, *arguments)
         count = len(quantized.meta[builder.key])
         items = [builder.call(operator.getitem, quantized, index) for index in range(count)]
-        parts = [_gathered(builder, gather, item, side.direction) for item in items]
+        common = (2 if spec.row.has_global_amax else 1) if _spans_ranks(spec, side.direction) else None
+        parts = [
+            item if index == common else _gathered(builder, gather, item, side.direction)
+            for index, item in enumerate(items)
+        ]
     gather.parts[key] = parts
     return parts
 
@@ -213,8 +224,17 @@ def _state(builder: Builder, gather: _Gather, local: fx.Node, side: Side) -> fx.
     if spec.row.family == "per_tensor":
         largest = _reduced(builder, gather, builder.call(_fxquant.amax.default, local), "max")
         return builder.call(_fxquant.scale_from_amax.default, largest, side.spec)
-    part = builder.call(_fxquant.amaxes_of.default, local, side.spec, side.direction)
-    return _reduced(builder, gather, part, "max")
+    largest = _reduced(
+        builder, gather, builder.call(_fxquant.amaxes_of.default, local, side.spec, side.direction), "max"
+    )
+    if spec.row.family == "nvfp4":
+        return largest
+    return builder.call(_fxquant.scale_from_amax.default, largest, side.spec)
+
+
+def _spans_ranks(spec: QuantSpec, direction: str) -> bool:
+    """Returns True for scales of columns, which go through the rows of all ranks."""
+    return direction == "columnwise" and spec.scaled == "row"
 
 
 def _gathered(builder: Builder, gather: _Gather, part: fx.Node, direction: str) -> fx.Node:
