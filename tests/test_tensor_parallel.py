@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -316,3 +317,36 @@ def test_what_is_gathered_to_be_multiplied_is_gathered_quantized(recipe: str, ra
 def test_inference_gathers_one_direction(ranks: Ranks) -> None:
     for far, sent, reasons in ranks.run(gathered, "mxfp8", {"train": False}):
         assert far < 1e-5 and sent == {"forward": 1 + 1 / 32} and not reasons
+
+
+def on_two_dimensions(plan: str, recipe: str) -> Any:
+    """How far a model is whose blocks are compiled and spread over a mesh of 2 x 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, unsharded = language(), language()
+    PLANS[plan](model, mesh["tp"])
+    run = fxquant.compile_blocks(model, recipe, blocks=Block, options=EAGER)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"])
+    spread = trained(run, model)
+    torch.compiler.reset()
+    alone = trained(fxquant.compile_blocks(unsharded, recipe, blocks=Block, options=EAGER), unsharded)
+    for result in (spread, alone):
+        result.pop("embed.weight")  # torch's own gradient of a spread embedding is another under FSDP2
+    decisions = fxquant.report(model).decisions
+    layers = {d.layer for d in decisions if d.role.module_type == "linear" and d.quantizer is not None}
+    return distance(spread, alone), layers, {d.detail for d in decisions}
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    processes = Ranks(4)
+    yield processes
+    processes.end()
+
+
+@pytest.mark.parametrize(("plan", "recipe"), [("tensor", "current_scaling"), ("sequence", "mxfp8")])
+def test_two_dimensions(plan: str, recipe: str, four_ranks: Ranks) -> None:
+    for far, layers, details in four_ranks.run(on_two_dimensions, plan, recipe):
+        assert far < 1e-5
+        assert layers == {*LINEARS}
+        assert "part over tp" + ("; amax over tp" if recipe == "current_scaling" else "") in details
