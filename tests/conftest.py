@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -11,13 +12,17 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["FXQUANT_VERIFY"] = "1"
+# Inductor compiles and loads a file for each instruction set in each process, to see that the compiler knows it
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxquant-tests-")
 
 import torch
+import torch._dynamo.guards
 from ranks import Ranks
 
 torch.set_num_threads(1)
+torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # flushes the processor's caches at each compilation
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collector what is imported and collected, which stays, and most of its rounds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
 
 
 def pytest_unconfigure() -> None:
