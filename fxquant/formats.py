@@ -331,6 +331,7 @@ class OperandSpec:
         return f"{self.rowwise}{'>' if self.from_rowwise else '|'}{self.columnwise}"
 
     @classmethod
+    @functools.lru_cache(maxsize=4096)
     def parse(cls, text: str) -> OperandSpec:
         """The inverse of `str(spec)`."""
         row, *column = map(QuantSpec.parse, re.split("[|>]", text))

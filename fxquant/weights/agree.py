@@ -20,7 +20,7 @@ from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import amax as tensor_amax
 from fxquant.roles import Direction
-from fxquant.weights.layer import Agreed, has_one_scale
+from fxquant.weights.layer import Agreed, Layer, has_one_scale
 from fxquant.weights.parts import as_quantized, side
 from fxquant.weights.weight import QuantizedWeight
 
@@ -52,11 +52,12 @@ class _Measured:
 
 def agree(weights: Iterable[DTensor]) -> None:
     """Lets all ranks have the largest amaxes of the weights whose shards have changed since they last had."""
-    changed = [weight for weight in weights if is_quantized_shard(weight) and not is_agreed(local_part_of(weight))]
+    shards = ((weight, local_part_of(weight)) for weight in weights if is_quantized_shard(weight))
+    changed = [weight for weight, shard in shards if not is_agreed(shard.layer, shard.master, shard.dtype)]
     with torch.no_grad():
         for weight in changed:
             shard = local_part_of(weight)
-            shard.layer.agreed = Agreed(*moment(shard))
+            shard.layer.agreed = Agreed(*moment(shard.layer, shard.master, shard.dtype))
         for derived in (False, True):  # columns of what the rows stand for come after the rows
             by_groups: dict[Groups, list[_Measured]] = {}
             for weight in changed:
@@ -71,19 +72,18 @@ def is_quantized_shard(weight: Tensor) -> bool:
     return isinstance(weight, DTensor) and isinstance(local_part_of(weight), QuantizedWeight)
 
 
-def moment(shard: QuantizedWeight) -> tuple[int, torch.dtype]:
+def moment(layer: Layer, master: Tensor, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """Returns what changes whenever the amaxes of a shard may: the writes into it, and the dtype that is quantized.
 
     Those through the subclass are counted by it; others, such as of a checkpoint that is loaded in place, by torch.
     """
-    assert shard.master is not None
-    return shard.layer.writes + version(shard.master), shard.layer.dtype or shard.dtype
+    return layer.writes + version(master), layer.dtype or dtype
 
 
-def is_agreed(shard: QuantizedWeight) -> bool:
+def is_agreed(layer: Layer, master: Tensor, dtype: torch.dtype) -> bool:
     """Returns True if the ranks have the amaxes of a shard as it is."""
-    agreed = shard.layer.agreed
-    return agreed is not None and (agreed.version, agreed.dtype) == moment(shard)
+    agreed = layer.agreed
+    return agreed is not None and (agreed.version, agreed.dtype) == moment(layer, master, dtype)
 
 
 def _groups(weight: DTensor, spec: QuantSpec, direction: Direction) -> Groups:

@@ -9,6 +9,7 @@ one payload is both.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,7 @@ from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom
 from fxquant.kernels.cast.ops import amax as tensor_amax
 from fxquant.roles import Direction
-from fxquant.weights.agree import agree
+from fxquant.weights.agree import agree, is_agreed
 from fxquant.weights.delayed import DelayedScale
 from fxquant.weights.layer import Layer
 from fxquant.weights.parts import quantized, side
@@ -52,7 +53,8 @@ def send(shard: Tensor, spec: OperandSpec, layer: Layer) -> Sent:
     for direction in Direction:
         _check_shard(shard, side(spec, direction), direction, gather, layer)
     layer.dtype = gather.dtype
-    agree(gather.weights)
+    if not is_agreed(layer, shard, gather.dtype):
+        agree(gather.weights)
     sent, values = Sent(gather), shard.to(gather.dtype)
     if layer.delayed is not None:
         _take_delayed(layer, layer.delayed, values, gather)
@@ -118,6 +120,7 @@ def over_turned(part: Tensor) -> Tensor:
     return over(part, part.dtype, part.shape[::-1], part.stride()[::-1])
 
 
+@functools.lru_cache(maxsize=4096)
 def has_one_payload(spec: OperandSpec, size: torch.Size) -> bool:
     """Returns True if the columnwise parts of a weight are its rowwise ones, transposed."""
     row = spec.rowwise.row
@@ -126,6 +129,7 @@ def has_one_payload(spec: OperandSpec, size: torch.Size) -> bool:
     return square and whole and spec.rowwise == spec.columnwise and not spec.from_rowwise
 
 
+@functools.lru_cache(maxsize=4096)
 def _kinds(size: torch.Size, dtype: torch.dtype, spec: OperandSpec, direction: Direction) -> list[Tensor]:
     """Tensors without values that are as the parts of a weight, or a shard, of this size."""
     return quantized(torch.empty(size, dtype=dtype, device="meta"), spec, direction)

@@ -6,6 +6,7 @@ text of a `QuantSpec`, those of `produce_quantize` as that of a `CastSpec`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -294,6 +295,7 @@ def quantize_operand(
     return _one_side(x, spec.columnwise, direction, state), parts_spec(spec.columnwise)
 
 
+@functools.lru_cache(maxsize=4096)
 def parts_spec(spec: QuantSpec) -> QuantSpec:
     """The spec of what was quantized by another, as GEMMs read it: `shared_spec` without what casts alone need."""
     return replace(shared_spec(spec), nonfinite=False)
