@@ -350,3 +350,27 @@ def test_two_dimensions(plan: str, recipe: str, four_ranks: Ranks) -> None:
         assert far < 1e-5
         assert layers == {*LINEARS}
         assert "part over tp" + ("; amax over tp" if recipe == "current_scaling" else "") in details
+
+
+def cached() -> Any:
+    """The results of three micro-batches with cached weights and without, and how many weights were kept."""
+    results = []
+    for keep in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        backend = fxquant.Backend("mxfp8", inner="aot_eager", cache_weights=keep)
+        run, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in range(3):
+            run(torch.full((32, 64), 0.1 * (batch + 1))).square().mean().backward()
+            if batch == 1:
+                optimizer.step()
+        results.append({name: whole(p.grad) for name, p in model.named_parameters()})
+    assert backend.weights is not None
+    return distance(*results), len(backend.weights._entries)
+
+
+def test_parts_of_weights_are_cached(ranks: Ranks) -> None:
+    assert ranks.run(cached) == [(0, 2), (0, 2)]

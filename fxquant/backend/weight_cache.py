@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.backend.notices import tell
 from fxquant.compat.memory import Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
+from fxquant.compat.placements import held_part
 from fxquant.compat.private import make_fx
 from fxquant.compat.values import storage_key
 from fxquant.errors import FxQuantWarning
@@ -76,7 +77,7 @@ class WeightCache:
         wanted: dict[tuple[int, Weight], list[Taken]] = {}
         for part in taken:
             wanted.setdefault((part.place, part.weight), []).append(part)
-        quantized = {key: self._get(inputs[key[0]], parts) for key, parts in wanted.items()}
+        quantized = {key: self._get(held_part(inputs[key[0]]), parts) for key, parts in wanted.items()}
         return [tensor for part in taken for tensor in quantized[part.place, part.weight][part.direction]]
 
     def clear(self) -> None:

@@ -46,6 +46,11 @@ def placements_text(value: Any) -> str | None:
     return " ".join(letters)
 
 
+def held_part(x: Any) -> Any:
+    """Returns the tensor in which this rank holds its part of a DTensor; anything else stays."""
+    return x._local_tensor if is_spread(x) else x
+
+
 def _parsed(text: str) -> list[Any]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fxquant.compat.placements import held_part, is_spread, local_part, placements_text
 from fxquant.compat.private import (
     copy_sources,
     is_traceable_wrapper_subclass,
@@ -154,11 +155,11 @@ class _Inputs:
             steps.insert(0, (source.op, source.target, _frozen(others), tuple(source.kwargs.items())))
             source = viewed
         value = source.meta.get(EXAMPLE_VALUE)
-        if (
-            source not in self.before
-            or not isinstance(value, torch.nn.Parameter)
-            or is_traceable_wrapper_subclass(value)
-        ):
+        if source not in self.before or not isinstance(value, torch.nn.Parameter):
+            return None
+        if is_spread(value) and steps and steps[0][1] is local_part and steps[0][2][0] == placements_text(value):
+            value, steps = held_part(value), steps[1:]  # the part that this rank holds, as it is
+        if is_traceable_wrapper_subclass(value):
             return None
         if _memory(value) in self.written:
             return None
@@ -173,7 +174,7 @@ class _Inputs:
     def _take(self, taken: Taken) -> list[fx.Node]:
         key = (taken.place, taken.weight, taken.direction)
         if key not in self.nodes:
-            value = value_of(self.before[taken.place])
+            value = held_part(value_of(self.before[taken.place]))
             with torch.no_grad(), on_fakes(value):
                 (fakes,) = taken.weight.quantize(value, (taken.direction,))
             nodes = []
@@ -209,8 +210,8 @@ def _memory(x: Tensor) -> StorageWeakRef:
 
 
 def _lasts(spec: QuantSpec) -> bool:
-    """Returns True if a weight keeps its quantized form as long as it keeps its values."""
-    return not (spec.is_identity or spec.is_delayed or spec.stochastic)
+    """Returns True if a weight keeps its quantized form as long as it keeps its values, and asks no other rank."""
+    return not (spec.is_identity or spec.is_delayed or spec.stochastic or spec.over)
 
 
 def _is_hashable(value: Any) -> bool:
