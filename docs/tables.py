@@ -15,6 +15,7 @@ from types import ModuleType
 
 import torch
 
+import fxquant
 from fxquant.__main__ import factory_rows, format_rows, recipe_rows
 from fxquant.cost.sharding import DECODERS, Mesh, state_bytes, traffic
 from fxquant.decisions import SkipReason
@@ -23,6 +24,7 @@ from fxquant.kernels.cast import reference
 from fxquant.passes import pipeline
 from fxquant.passes.pipeline import Pass
 from fxquant.recipes import RECIPES
+from fxquant.roles import Direction
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -173,6 +175,24 @@ def traffic_rows() -> list[dict[str, str]]:
     return rows
 
 
+STORED = ("current_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4", "weight_only_fp8", "weight_only_nvfp4")
+
+
+def stored_rows() -> list[dict[str, str]]:
+    """The bytes of a parameter of a large linear layer that `quantize_parameters` stores, besides its master."""
+    rows = []
+    for recipe in STORED:
+        sizes = []
+        for training in (True, False):
+            with torch.device("meta"):
+                layer = torch.nn.Linear(4096, 4096).train(training)
+            fxquant.quantize_parameters(layer, recipe)
+            parts = [part for direction in Direction for part in layer.weight.parts(direction)]
+            sizes.append(sum(part.numel() * part.itemsize for part in parts) / layer.weight.numel())
+        rows.append({"recipe": recipe, "for training": f"{sizes[0]:.3f}", "in evaluation mode": f"{sizes[1]:.3f}"})
+    return rows
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": lambda: markdown(recipe_rows()),
     "factories": lambda: markdown(factory_rows()),
@@ -183,6 +203,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),
     "ranges": lambda: markdown(range_rows()),
     "passes": lambda: markdown(pass_rows()),
+    "stored": lambda: markdown(stored_rows()),
     "traffic": lambda: markdown(traffic_rows()),
     "example": lambda: f"```text\n{run_example(examples(ROOT / 'README.md')[0])}```\n",
 }

@@ -27,9 +27,6 @@ class Invariant:
     untested: str = ""
 
 
-NO_QUANTIZED_PARAMETERS = "No meaning: parameters stay as the model has them, and are quantized where they are used"
-NO_TENSOR_CLASS = "No meaning: a quantized operand is plain tensors in a graph, which nobody slices, views or updates"
-
 INVARIANTS: dict[int, Invariant] = {
     1: Invariant("A factory that repeats a built-in recipe gives its bits: output, dgrad, wgrad and bias gradient"),
     2: Invariant("A high-precision factory gives the bits without any recipe"),
@@ -62,7 +59,7 @@ INVARIANTS: dict[int, Invariant] = {
     20: Invariant("An amax of 0, inf or nan keeps the scale, a tiny one gives the largest float"),
     21: Invariant(
         "The amax of a weight moves only when the weight is really quantized",
-        "No meaning: a compiled forward quantizes its weights each time; there is no first microbatch",
+        "Partly: weights that are stored quantized have no delayed scales, others are quantized in each forward",
     ),
     22: Invariant("A change of the recipe's class warns once"),
     23: Invariant("A change of the history's length resizes it"),
@@ -83,10 +80,10 @@ INVARIANTS: dict[int, Invariant] = {
         "Asking for a direction that is absent raises and changes nothing",
         "Partly: it raises; a quantized tensor never changes",
     ),
-    35: Invariant("Views share buffers but not which directions they have", NO_TENSOR_CLASS),
+    35: Invariant("Views share buffers but not which directions they have"),
     36: Invariant("What is saved for the backward is restored exactly"),
     37: Invariant("A copy of a quantizer keeps its settings"),
-    38: Invariant("A real slice is dequantized, a full one keeps its type", NO_TENSOR_CLASS),
+    38: Invariant("A real slice is dequantized, a full one keeps its type"),
     39: Invariant("The no-op flag leaves both directions as they are"),
     40: Invariant("A hybrid of one object twice, of a request, or with an unknown source is refused when it is made"),
     41: Invariant("Experts that disagree are an error before any GEMM"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from fxquant.backend.stored import dtype_read
 from fxquant.compat.checkpoints import checkpoints_around
 from fxquant.compat.placements import local_part, local_part_of
 from fxquant.compat.private import recomputes_activations
@@ -32,6 +33,7 @@ class GatheredWeights:
         if not self._places:
             return
         placeholders = gm.graph.find_nodes(op="placeholder")
+        self._dtypes = [dtype_read(placeholders[i]) for i in self._places]
         repeats = settings.save == "least" or recomputes_activations(gm)
         self._again = [repeats or not all(map(_multiplies, placeholders[i].users)) for i in self._places]
         self._slots = [next(_slots(placeholders[i]), -1) for i in self._places]
@@ -45,9 +47,10 @@ class GatheredWeights:
             return
         around = bool(checkpoints_around().first)
         state = next((state for state in states if isinstance(state, DelayedState)), None)
-        for place, again, slot in zip(self._places, self._again, self._slots, strict=True):
+        facts = zip(self._places, self._again, self._slots, self._dtypes, strict=True)
+        for place, again, slot, dtype in facts:
             weight: QuantizedWeight = local_part_of(inputs[place])
-            weight.refresh()
+            weight.refresh(dtype)
             weight.layer.runs_again |= around or again
             if weight.layer.delayed is not None and state is not None and slot >= 0:
                 weight.layer.delayed.read_from(state, slot)

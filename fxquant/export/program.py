@@ -44,6 +44,7 @@ from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuanti
 from fxquant.recipes import Recipe, resolve
 from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
+from fxquant.weights import QuantizedWeight
 
 REPORT = "fxquant_report"
 """The key in the graph module's `meta` under which a quantized program keeps its report."""
@@ -191,6 +192,12 @@ def _check_program(program: object) -> None:
     if not isinstance(program, ExportedProgram):
         raise ProgramError(
             f"an ExportedProgram is expected, not a {type(program).__name__}: call torch.export.export first"
+        )
+    stored = next((name for name, value in program.state_dict.items() if isinstance(value, QuantizedWeight)), None)
+    if stored is not None:
+        raise ProgramError(
+            f"{stored} is stored quantized in the model that this program was exported from: load the model's "
+            "state_dict() into one with plain parameters, and export that"
         )
 
 

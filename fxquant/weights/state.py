@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fxquant.compat.subclass import set_apply
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction
@@ -54,6 +55,7 @@ def _payloads() -> Iterator[None]:
 
 def watch(layer: nn.Linear) -> None:
     """Lets a layer whose weight is quantized give and take state dicts of both forms."""
+    set_apply(layer, QuantizedWeight)
     layer.register_state_dict_post_hook(_give)  # type: ignore[no-untyped-call]
     layer.register_load_state_dict_pre_hook(_take)  # type: ignore[no-untyped-call]
 

@@ -67,7 +67,7 @@ def quantized_model_init(
     """
     recipe, thread = resolve(recipe), threading.get_ident()
     modules: dict[int, nn.Module] = {}
-    inner: set[int] = set()
+    inner: dict[int, nn.Module | None] = {}
 
     def with_parameter(module: nn.Module, *_: object) -> None:
         if threading.get_ident() == thread:
@@ -75,7 +75,7 @@ def quantized_model_init(
 
     def with_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
         with_parameter(module)
-        inner.add(id(child))
+        inner[id(child)] = child
 
     hooks = [
         register_module_parameter_registration_hook(with_parameter),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fxquant.compat.private import tree_map_only
 from fxquant.compat.subclass import is_allocated, no_torch_function, writes, written
-from fxquant.errors import RecipeError
+from fxquant.errors import ArgumentError, RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_spec
 from fxquant.kernels.cast.ops import amax as tensor_amax
@@ -68,6 +68,7 @@ class QuantizedWeight(HoldsQuantized):
     spec: str
     layer: Layer
     _seen: tuple[int, ...]
+    _cast: torch.dtype
 
     @staticmethod
     def __new__(
@@ -86,7 +87,7 @@ class QuantizedWeight(HoldsQuantized):
         for direction, parts in ((Direction.ROWWISE, rowwise), (Direction.COLUMNWISE, columnwise)):
             for i, part in enumerate(parts):
                 setattr(weight, f"{_PREFIXES[direction]}{i}", part)
-        weight._seen = weight._writes()
+        weight._seen, weight._cast = weight._writes(), dtype
         return weight
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
@@ -157,14 +158,18 @@ class QuantizedWeight(HoldsQuantized):
         self.master = values
         self._seen = self._writes()
 
-    def refresh(self) -> None:
-        """Quantizes the master again if it was written since the parts were made."""
-        if self.master is not None and self.is_stored and _is_real(self.master) and self._seen != self._writes():
-            self.quantize_again()
+    def refresh(self, dtype: torch.dtype | None = None) -> None:
+        """Quantizes the master again if it was written since the parts were made, or is read in another dtype."""
+        if self.master is None or not self.is_stored or not _is_real(self.master):
+            return
+        dtype = dtype or self._cast
+        if self._seen != self._writes() or self._cast != dtype:
+            self._cast = dtype
+            self.quantize_again(self.master.to(dtype))
 
     def quantize_again(self, values: Tensor | None = None) -> None:
         """Makes the parts anew, in their memory: from the master, or from other values."""
-        values = self.values() if values is None else values.to(self.dtype)
+        values = self.values() if values is None else values
         for direction in Direction:
             parts = self.parts(direction)
             new = quantized(values, OperandSpec.parse(self.spec), direction) if parts else []
@@ -182,6 +187,26 @@ class QuantizedWeight(HoldsQuantized):
             self.spec, master=None if self.master is None else values, rowwise=row, columnwise=column,
             size=values.shape, dtype=values.dtype, layer=self.layer,
         )  # fmt: skip
+
+    @property
+    def data(self) -> Tensor:
+        """The weight without its history; what is assigned is written into it, in its memory."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.shape != self.shape:
+            raise ArgumentError(
+                f"{self.layer.name}.weight is {list(self.shape)}, and cannot become {list(values.shape)}"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def share_memory_(self) -> QuantizedWeight:
+        """Moves all that is inside into memory that processes share."""
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
+        return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values that the weight began with, on the CPU; None where they are not preserved."""
@@ -202,6 +227,7 @@ class QuantizedWeight(HoldsQuantized):
             layer=self.layer,
         )  # fmt: skip
         new.whole_amax = None if self.whole_amax is None else run(self.whole_amax)
+        new._cast = self._cast
         if view and self._seen != self._writes():
             new._seen = ()
         return new
@@ -330,7 +356,7 @@ def _copy(weight: QuantizedWeight, source: QuantizedWeight) -> QuantizedWeight:
         for direction in held:
             for part, new in zip(weight.parts(direction), source.parts(direction), strict=True):
                 part.copy_(new)
-        weight._seen = weight._writes()
+        weight._seen, weight._cast = weight._writes(), source._cast
     elif weight.master is None or not _is_real(weight.master):
         weight.quantize_again(values)
     return weight

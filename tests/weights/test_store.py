@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
 from helpers import NAMES, assert_same_bits, eager_backend
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxquant
-from fxquant import FxQuantError, RecipeError
+import fxquant.weights.state
+from fxquant import FxQuantError, ProgramError, RecipeError
 from fxquant.errors import ArgumentError
 from fxquant.weights import QuantizedWeight
 
@@ -115,6 +118,7 @@ def test_every_optimizer_trains_the_masters(optimizer: Any) -> None:
 
 
 def test_a_step_quantizes_a_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 21: the first micro-batch of a step alone."""
     model, counted = fxquant.quantize_parameters(block(), "mxfp8"), []
     again = QuantizedWeight.quantize_again
     monkeypatch.setattr(QuantizedWeight, "quantize_again", lambda self, *a: (counted.append(self), again(self, *a)))
@@ -333,3 +337,165 @@ def test_clipping_and_scaling_of_gradients() -> None:
                 assert_same_bits(parts(run), bytes)
         results.append({**run.state_dict(), "scale": torch.tensor(scaler.get_scale())})
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_masters_in_float32_are_rounded_as_autocast_rounds_plain_parameters(inside: bool) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                return checkpoint(self.block, x, use_reentrant=False).float()
+
+    results = []
+    for model in (Cast(), fxquant.quantize_parameters(Cast(), "mxfp8")):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            results.append(trained(model, "mxfp8")[0])
+    assert_same_bits(*results)
+    assert model.block.up.weight.dtype == model.block.up.weight.master.dtype == torch.float32
+
+
+def test_views_share_memory_but_not_which_directions_they_have() -> None:
+    """Invariant 35."""
+    weight = fxquant.quantize_parameters(block(), "mxfp8").up.weight
+    for view in (weight.detach(), weight.data, weight.view(192, 128), weight[:]):
+        assert isinstance(view, QuantizedWeight)
+        for direction in ("rowwise", "columnwise"):
+            pairs = zip(view.parts(direction), weight.parts(direction), strict=True)
+            assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+        view.column0 = view.column1 = None
+        assert not view.parts("columnwise") and len(weight.parts("columnwise")) == 2
+
+
+def test_a_slice_is_dequantized_and_the_whole_keeps_its_kind() -> None:
+    """Invariant 38."""
+    weight = fxquant.quantize_parameters(block(), "mxfp8", masters=False).up.weight
+    values = fxquant.MXFP8Quantizer().quantize(block().up.weight).dequantize()
+    for whole in (weight[:], weight[:192], weight.narrow(0, 0, 192), weight.as_strided((192, 128), (128, 1))):
+        assert isinstance(whole, QuantizedWeight) and len(whole.parts("rowwise")) == 2
+    for part, expected in (
+        (weight[32:], values[32:]),
+        (weight[:, :32], values[:, :32]),
+        (weight[::2], values[::2]),
+        (weight.as_strided((64, 64), (128, 1)), values[:64, :64]),
+        (weight.view(96, 256), values.view(96, 256)),
+    ):
+        assert type(part) is Tensor and torch.equal(part, expected)
+    pieces = weight.split(96)
+    assert all(type(piece) is Tensor for piece in pieces) and torch.equal(torch.cat(pieces), values)
+    trained_one = fxquant.quantize_parameters(block(), "mxfp8").up.weight
+    assert torch.equal(trained_one[32:] + 0, block().up.weight[32:]), "the master's"
+
+
+def test_moves_behind_the_first_call() -> None:
+    model = fxquant.quantize_parameters(block(), "mxfp8")
+    model.add_module("tied", nn.Linear(128, 192))
+    model.tied.weight = model.up.weight
+    fxquant.weights.state.watch(model.tied)
+    run = torch.compile(model, backend=eager_backend("mxfp8"))
+    run(batch(0)).sum().backward()
+    weight, grad = model.up.weight, model.up.weight.grad
+    assert model.to("cpu").float().up.weight is weight and weight.grad is grad, "nothing to do"
+    model.bfloat16()
+    assert isinstance(model.up.weight, QuantizedWeight) and model.up.weight.dtype == torch.bfloat16
+    assert model.up.weight.requires_grad and model.up.weight.grad.dtype == torch.bfloat16
+    assert model.tied.weight is model.up.weight and [*model.up._parameters] == ["weight", "bias"]
+    plain = torch.compile(block().bfloat16(), backend=eager_backend("mxfp8"))
+    assert torch.equal(run(batch(0).bfloat16()), plain(batch(0).bfloat16()))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    other = torch.load(buffer, weights_only=False)
+    assert other.up.weight is other.tied.weight and other.half().up.weight.dtype == torch.float16
+    assert model.up.weight.dtype == torch.bfloat16
+
+
+def test_assigned_data_are_written_into_the_weight() -> None:
+    model = fxquant.quantize_parameters(block(), "mxfp8")
+    master = model.up.weight.master.data_ptr()
+    model.up.weight.data = 2 * block().up.weight.detach()
+    assert torch.equal(model.up.weight.master, 2 * block().up.weight) and model.up.weight.master.data_ptr() == master
+    values = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(values / 2, model.parameters())
+    assert torch.equal(model.up.weight.master, block().up.weight)
+    with pytest.raises(ArgumentError, match=r"up\.weight is \[192, 128\], and cannot become \[128\]"):
+        model.up.weight.data = torch.zeros(128)
+    model.share_memory()
+    assert model.up.weight.master.is_shared() and model.up.weight.parts("rowwise")[0].is_shared()
+
+
+def test_inductor_takes_stored_weights() -> None:
+    results = []
+    for store in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(64, 32, bias=False)
+        if store:
+            fxquant.quantize_parameters(model, "current_scaling")
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = fxquant.compile(model, "current_scaling")(x)
+        y.square().sum().backward()
+        results.append({"y": y.detach(), "dx": x.grad, "dw": model.weight.grad})
+    assert_same_bits(*results)
+
+
+def test_a_compiled_optimizer_trains_masters() -> None:
+    results = []
+    for model in (block(), fxquant.quantize_parameters(block(), "mxfp8")):
+        torch.compiler.reset()
+        run, optimizer = (
+            torch.compile(model, backend=eager_backend("mxfp8")),
+            torch.optim.AdamW(model.parameters(), 1e-2),
+        )
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for number in range(2):
+            run(batch(number)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        results.append({**model.state_dict(), "output": run(batch(2)).detach()})
+    assert_same_bits(*results)
+
+
+def test_a_program_of_stored_weights_is_refused() -> None:
+    model = fxquant.quantize_parameters(block().requires_grad_(False), "mxfp8")
+    program = torch.export.export(model, (batch(0),))
+    with pytest.raises(ProgramError, match=r"up\.weight is stored quantized in the model"):
+        fxquant.quantize_program(program, "mxfp8")
+
+
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
+def test_training_is_as_good_as_bf16_parameters_with_float32_masters(masters: torch.dtype) -> None:
+    """Losses of a teacher's pupils after some steps, beside the noise of three seeds."""
+
+    def loss_of(seed: int, store: bool) -> float:
+        torch.compiler.reset()
+        teacher = block()
+        torch.manual_seed(1 + seed)
+        model = Block().to(masters if store else torch.bfloat16)
+        if store:
+            fxquant.quantize_parameters(model, "mxfp8")
+        run = torch.compile(model, backend=eager_backend("mxfp8"))
+        copies = None if store else [p.detach().float() for p in model.parameters()]
+        optimizer = torch.optim.AdamW(model.parameters() if copies is None else copies, 1e-2)
+        for step in range(15):
+            x = batch(100 * seed + step)
+            with torch.autocast("cpu", torch.bfloat16, enabled=store and masters == torch.float32):
+                y = run(x if store and masters == torch.float32 else x.bfloat16())
+            loss = (y.float() - teacher(x).detach()).square().mean()
+            loss.backward()
+            for p, copied in zip(model.parameters(), copies or (), strict=False):
+                copied.grad, p.grad = p.grad.float(), None
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for p, copied in zip(model.parameters(), copies or (), strict=False):
+                    p.copy_(copied)
+        return loss.item()
+
+    reference = [loss_of(seed, False) for seed in range(3)]
+    stored = [loss_of(seed, True) for seed in range(3)]
+    noise = max(reference) - min(reference)
+    assert abs(sum(stored) - sum(reference)) / 3 < noise and max(stored) < 0.5
