@@ -109,7 +109,8 @@ def check(name: str, recipe: str, counted: Counted, report: Any, *, layers: bool
     if not layers:
         ran, said = without_layers(ran), without_layers(said)
     # equal products are computed once; a checkpoint computes its forward again
-    problems = differences(ran, said, repeated="checkpoint" in name, merged="sink" in name)
+    checkpoint = "checkpoint" in name or "sink" in name
+    problems = differences(ran, said, repeated=checkpoint, merged="sink" in name)
     plain = sum(counted.plain["forward"].values())
     if plain != plain_flops(report) and "sink" not in name:
         problems.append(f"{plain} FLOPs ran unquantized, {plain_flops(report)} reported")
