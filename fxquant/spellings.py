@@ -8,7 +8,7 @@ _ON_PARAMETERS = "fxquant.quantize_program(torch.export.export(model, args), rec
 FOREIGN = {
     # TransformerEngine
     "fp8_autocast": "fxquant.autocast(recipe=...) around calls of a model from fxquant.compile",
-    "fp8_model_init": _ON_PARAMETERS,
+    "fp8_model_init": "fxquant.quantized_model_init(recipe), or fxquant.quantize_parameters(model, recipe)",
     "fp8_calibration": "the argument calibration of fxquant.quantize_program",
     "make_graphed_callables": 'fxquant.compile(model, recipe, mode="reduce-overhead")',
     "checkpoint": "torch.utils.checkpoint.checkpoint",
