@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import fxquant
 from fxquant.bench.providers import GATHERED, recipe_of
-from fxquant.bench.training import Stack, rotate
+from fxquant.bench.training import Blocks, Stack, rotate
 
 INNER = "inductor"
 """The backend that compiles what all providers run."""
@@ -70,27 +70,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
-
-
-class Blocks(nn.Module):
-    """A stack of blocks with bfloat16 weights: [batch, length, hidden] to the same."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, size: Stack) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
-        half = size.hidden // size.heads // 2
-        angle = torch.arange(size.length)[:, None] * 500000.0 ** (-torch.arange(half) / half)
-        self.register_buffer("cos", angle.cos())
-        self.register_buffer("sin", angle.sin())
-        self.to(torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return x
 
 
 class Held(nn.Module):

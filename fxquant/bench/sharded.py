@@ -28,7 +28,7 @@ from fxquant.bench.providers import GATHERED, QUANTIZED, TORCHAO, WITH_GATHER, r
 from fxquant.bench.ranks import TurnsOfRanks, is_first
 from fxquant.bench.rounds import Contender, Problem, Row, Turns, failure, timed, times_text, wait
 from fxquant.bench.traffic import Traffic, traffic_of
-from fxquant.bench.training import LLAMA3_8B, Stack
+from fxquant.bench.training import LLAMA3_8B, Blocks, Stack
 
 PROVIDERS = ("bf16", TORCHAO[0], *WITH_GATHER, *QUANTIZED)
 DEFAULT = (
@@ -82,14 +82,14 @@ class Spread(Problem):
         """The contender of this rank."""
         raise NotImplementedError
 
-    def blocks(self, device: str) -> parallel.Blocks:
+    def blocks(self, device: str) -> Blocks:
         """The blocks with weights that are equal on all ranks."""
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         torch.manual_seed(0)
         with torch.device(device):
-            return parallel.Blocks(self.size)
+            return Blocks(self.size, parallel.Block)
 
     def columns(self, contender: Contender, ms: Mapping[str, float], turns: Turns) -> Row:
         row = times_text(contender.times)

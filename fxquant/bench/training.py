@@ -154,9 +154,9 @@ class Blocks(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, size: Stack) -> None:
+    def __init__(self, size: Stack, block: Callable[[Stack], nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        self.blocks = nn.ModuleList(block(size) for _ in range(size.blocks))
         half = size.hidden // size.heads // 2
         angle = torch.arange(size.length)[:, None] * 500000.0 ** (-torch.arange(half) / half)
         self.register_buffer("cos", angle.cos())
