@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -809,11 +810,16 @@ def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rowwise", pytest.param("mxfp8", marks=pytest.mark.sweep)])
 def test_inductor_gives_the_bits_of_the_operators(name: str) -> None:
-    model, inputs = Experts(), expert_inputs("grouped_mm")
-    eager = expert_step(compiled(model, name), model, inputs)
-    torch.compiler.reset()
-    fused = torch.compile(model, backend=fxquant.Backend(name), fullgraph=True)
-    assert_same_bits(expert_step(fused, model, inputs), eager)
+    def multiply(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(F.relu(x), w.mT, offs=offs)
+
+    x, w, dy = torch.randn(100, 48).bfloat16(), torch.randn(4, 80, 48).bfloat16(), torch.randn(100, 80).bfloat16()
+    results = []
+    for backend in (eager_backend(name), fxquant.Backend(name)):
+        torch.compiler.reset()
+        run = functools.partial(torch.compile(multiply, backend=backend, fullgraph=True), offs=ends(5, 37, 37, 100))
+        results.append(step(run, x, w, dy=dy))
+    assert_same_bits(*results)
 
 
 def test_gradients_of_experts_are_rounded_stochastically() -> None:

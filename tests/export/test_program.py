@@ -667,10 +667,19 @@ class Grouped(nn.Module):
         return torch.bmm(scores.softmax(-1).view(batch * 4, length, length), v).view(batch, 4, length, 24)
 
 
+SCALINGS = {"tensor": Float8CurrentScaling(fp8_dpa=True), "heads": Float8RowwiseScaling(fp8_dpa=True)}
+ALWAYS = [("causal", "tensor"), ("masked", "heads"), ("by hand", "tensor"), ("bmm", "heads")]
+"""Kinds of attention and their scaling; the others are for `make sweep`."""
+
+
 @pytest.mark.parametrize(
-    "recipe", [Float8CurrentScaling(fp8_dpa=True), Float8RowwiseScaling(fp8_dpa=True)], ids=["tensor", "heads"]
+    ("kind", "recipe"),
+    [
+        pytest.param(kind, recipe, id=f"{kind}-{name}", marks=[] if (kind, name) in ALWAYS else pytest.mark.sweep)
+        for kind, _ in ALWAYS
+        for name, recipe in SCALINGS.items()
+    ],
 )
-@pytest.mark.parametrize("kind", ["causal", "masked", "by hand", "bmm"])
 def test_decomposed_attention_takes_every_batch_and_length(kind: str, recipe: Recipe) -> None:
     """Found with its heads, so that scales and kernels are those of the program that was not decomposed."""
     torch.manual_seed(0)
