@@ -168,8 +168,7 @@ def _rows() -> Iterator[Format]:
 FORMATS: dict[str, Format] = {row.name: row for row in _rows() if row.family != "per_head"}
 
 HEAD_FORMATS: dict[str, Format] = {row.name: row for row in _rows() if row.family == "per_head"}
-"""The scalings that only attention has: a scale for each entry of the batch and key head, or for each 128 positions of
-its sequence."""
+"""The scalings that only attention has: a scale for each entry of the batch and key head, or 128 positions of it."""
 
 CUSTOM = Format(
     name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1,

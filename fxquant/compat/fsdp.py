@@ -24,7 +24,8 @@ class Gather:
     """One gather of a parameter.
 
     `forward` and `backward` say for which pass it is, neither for one that the user asks for. `kept` says that the
-    gathered parameter serves the pass behind as well, `repeats` that a backward runs this forward again.
+    gathered parameter serves the pass behind as well, `repeats` that a backward runs this forward again, `smaller` that
+    FSDP shards it over a part of the ranks in between.
     """
 
     parameter: Any
@@ -33,6 +34,7 @@ class Gather:
     backward: bool
     kept: bool
     repeats: bool
+    smaller: bool = False
 
     @property
     def weights(self) -> list[Any]:
@@ -102,7 +104,7 @@ def _gather(parameter: FSDPParam, group: FSDPParamGroup) -> Gather:
         kept = not group._reshard_after_forward or not group.unshard_in_backward
     else:
         kept = not group.reshard_after_backward
-    return Gather(parameter, group, forward, backward, kept, repeats)
+    return Gather(parameter, group, forward, backward, kept, repeats, group._use_post_forward_mesh)
 
 
 def unallocated(numel: int, ranks: int, device: torch.device) -> Tensor:

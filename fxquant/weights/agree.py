@@ -112,7 +112,8 @@ def _measure(weight: DTensor, derived: bool) -> Iterator[_Measured]:
         values = shard.master.to(agreed.dtype)
         if from_rows:
             values = as_quantized(values, spec, agreed.of(Direction.ROWWISE, spec))
-        yield _Measured(shard, direction, groups, _amaxes(values, side(spec, direction), direction))
+        amaxes = _amaxes(values, side(spec, direction), direction)  # of a shard that is offloaded, on the CPU
+        yield _Measured(shard, direction, groups, amaxes.to(weight.device_mesh.device_type))
 
 
 def _amaxes(values: Tensor, spec: QuantSpec, direction: Direction) -> Tensor:

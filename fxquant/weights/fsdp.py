@@ -50,6 +50,11 @@ def send(shard: Tensor, spec: OperandSpec, layer: Layer) -> Sent:
     gather = current_gather()
     if gather is None:
         raise RecipeError(f"{layer.name}.weight is gathered by other code than fully_shard's")
+    if gather.smaller:
+        raise RecipeError(
+            f"{layer.name}.weight: torch gathers no quantized weight from a part of the ranks, which a number as "
+            "reshard_after_forward asks for: write True or False"
+        )
     for direction in Direction:
         _check_shard(shard, side(spec, direction), direction, gather, layer)
     layer.dtype = gather.dtype

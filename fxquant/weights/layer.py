@@ -42,11 +42,13 @@ class Layer:
     directions. `outputs` are the tensors that FSDP receives the parts of each direction into, and `common` the parts
     that are equal on all ranks, by direction and place. `dtype` is that of the values that are quantized. `writes`
     counts those into the master that an operator made. `delayed` is there under delayed scaling, and `amax` [1] of the
-    whole weight then. `initial` has the values that the weight began with, where they are preserved.
+    whole weight then. `told` says that the user was warned. `initial` has the values that the weight began with, where
+    they are preserved.
     """
 
     name: str = ""
     runs_again: bool = False
+    told: bool = False
     writes: int = 0
     dtype: torch.dtype | None = None
     outputs: dict[Direction, list[Tensor]] = field(default_factory=dict)

@@ -12,6 +12,7 @@ before a graph reads them next (`refresh`), however many writes a step of an opt
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fxquant.compat.private import tree_map_only
 from fxquant.compat.subclass import is_allocated, no_torch_function, writes, written
-from fxquant.errors import ArgumentError, RecipeError
+from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_spec
 from fxquant.kernels.cast.ops import amax as tensor_amax
@@ -143,11 +144,23 @@ class QuantizedWeight(HoldsQuantized):
         """The values as a plain tensor: those of the master, or else of a direction that is there."""
         if self.master is not None:
             return self.master.to(self.dtype)
+        self._tell_rounded()
         spec = OperandSpec.parse(self.spec)
         present = [d for d in Direction if (parts := self.parts(d)) and all(map(is_allocated, parts))]
         direction = next(iter(present), Direction.ROWWISE)
         text = str(side(spec, direction))
         return dequantize_operand(self.parts(direction), text, str(direction), self.shape, self.dtype)
+
+    def _tell_rounded(self) -> None:
+        """Warns once of a layer whose weight FSDP2 gathered quantized, and that no graph of fxquant runs."""
+        if self.layer.outputs and not self.layer.told and all(map(_is_real, self.parts(Direction.ROWWISE))):
+            self.layer.told = True
+            warnings.warn(
+                f"{self.layer.name}.weight was gathered quantized, and is read outside of the graphs of fxquant, where "
+                "that is rounding for nothing: leave the layer out of prepare_fsdp (`blocks`), or compile it",
+                FxQuantWarning,
+                stacklevel=2,
+            )
 
     def _writes(self) -> tuple[int, ...]:
         """The numbers of writes: of operators on the weight, and as torch counts through views of it or the master."""

@@ -6,6 +6,7 @@ Every shard has whole blocks, so that shards behind each other are the quantized
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
-from fxquant import RecipeError
+from fxquant import FxQuantWarning, RecipeError
 from fxquant.weights import QuantizedWeight
 
 EAGER = {"inner": "aot_eager"}
@@ -401,6 +402,37 @@ class Around(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_run_again_with_what_the_first_run_had(ranks: Ranks, reentrant: bool, outside: bool) -> None:
     ranks.run(checkpointed, reentrant, outside)
+
+
+def uncompiled() -> list[str]:
+    run, mesh = model(), init_device_mesh("cpu", (2,))
+    fxquant.prepare_fsdp(run, "mxfp8")
+    for layer in run.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(run, mesh=mesh)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run(batch(0, 0)).sum().backward()
+    return [str(warning.message) for warning in told if warning.category is FxQuantWarning]
+
+
+def test_a_layer_that_runs_uncompiled_is_told_once(ranks: Ranks) -> None:
+    for told in ranks.run(uncompiled):
+        assert [text.partition(" was")[0] for text in told] == [
+            "embed.weight", "layers.0.up.weight", "layers.0.down.weight", "layers.1.up.weight", "layers.1.down.weight",
+        ]  # fmt: skip
+
+
+def test_a_model_that_is_prepared_and_not_sharded_is_as_it_was() -> None:
+    results = []
+    for prepare in (False, True):
+        torch.compiler.reset()
+        run = model()
+        if prepare:
+            fxquant.prepare_fsdp(run, "current_scaling")
+        results.append(trained(fxquant.compile_blocks(run, "current_scaling", options=EAGER), lambda s: [batch(s, 0)]))
+    assert_same_bits(*results)
 
 
 def cut_blocks() -> str:
