@@ -22,8 +22,8 @@ from fxquant.recipes import Recipe, resolve
 from fxquant.roles import SMALLEST, Direction, QuantizerRole
 from fxquant.weights.layer import Layer
 from fxquant.weights.parts import is_one, quantized, side
-from fxquant.weights.prepare import inside, is_quantized, put, quantizable, weight_spec
-from fxquant.weights.weight import QuantizedWeight
+from fxquant.weights.prepare import inside, put, quantizable, weight_spec
+from fxquant.weights.weight import QuantizedWeight, fits, mismatch
 
 _TAKES = {"recipe": "the name or the Recipe that the model is compiled with"}
 
@@ -97,7 +97,10 @@ def _store(model: nn.Module, recipe: Recipe, within: set[int] | None, masters: b
     for name, layer in list(quantizable(model)):
         if within is not None and id(layer) not in within:
             continue
-        if is_quantized(layer.weight):
+        if isinstance(layer.weight, QuantizedWeight):
+            spec = weight_spec(recipe, name)
+            if spec is not None and not fits(layer.weight.spec, spec):
+                raise RecipeError(mismatch(name, layer.weight.spec, spec))
             stored += 1
             continue
         if isinstance(layer.weight, DTensor):

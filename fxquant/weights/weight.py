@@ -53,6 +53,9 @@ _SHAPED = {
 
 _NEW = {aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default}
 
+_SET = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.uniform_.default, aten.normal_.default}
+"""Operators that give a weight new values, whatever it was."""
+
 _PREFIXES = {Direction.ROWWISE: "row", Direction.COLUMNWISE: "column"}
 
 
@@ -342,6 +345,13 @@ def _write(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change
     """Runs an operator that writes into weights: on their masters, or on their values where there are none."""
     if operator is aten.copy_.default and isinstance(args[1], QuantizedWeight) and changed[0] is args[0]:
         return _copy(args[0], args[1])
+    for weight in changed:
+        if weight.master is None and weight.requires_grad and operator not in _SET:
+            raise RecipeError(
+                f"{weight.layer.name}.weight has no master, so that every step of its training would be rounded to "
+                f"{weight.spec}: freeze it (requires_grad_(False)), or store it with fxquant.quantize_parameters(.., "
+                "masters=True)"
+            )
     plain = {id(weight): weight.master if weight.master is not None else weight.values() for weight in changed}
     owners = {id(plain[id(weight)]): weight for weight in changed}
 

@@ -499,3 +499,23 @@ def test_training_is_as_good_as_bf16_parameters_with_float32_masters(masters: to
     stored = [loss_of(seed, True) for seed in range(3)]
     noise = max(reference) - min(reference)
     assert abs(sum(stored) - sum(reference)) / 3 < noise and max(stored) < 0.5
+
+
+def test_another_recipe_does_not_store_again() -> None:
+    model = fxquant.quantize_parameters(block(), "mxfp8")
+    weight = model.up.weight
+    assert fxquant.quantize_parameters(model, "mxfp8").up.weight is weight
+    with pytest.raises(
+        RecipeError, match=r"^Recipe mismatch for up\.weight: stored as mxfp8_e4m3, recipe wants nvfp4_2d"
+    ):
+        fxquant.quantize_parameters(model, "nvfp4")
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_weight_without_master_is_not_trained(foreach: bool) -> None:
+    model = fxquant.quantize_parameters(block(), "mxfp8", masters=False).requires_grad_()
+    torch.compile(model, backend=eager_backend("mxfp8"))(batch(0)).sum().backward()
+    with pytest.raises(RecipeError, match=r"up\.weight has no master, .* rounded to mxfp8_e4m3: freeze it"):
+        torch.optim.AdamW(model.parameters(), foreach=foreach).step()
+    model.load_state_dict(block().state_dict())
+    nn.init.normal_(model.up.weight)
