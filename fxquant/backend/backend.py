@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from fxquant.backend.blocks import Blocks, Place
 from fxquant.backend.checkpoint import gathered, restore
 from fxquant.backend.controls import Controls
-from fxquant.backend.gathered import GatheredWeights
+from fxquant.backend.gathered import GatheredWeights, Quantizations
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import tell, tell_alone, watch
 from fxquant.backend.options import Options
@@ -108,6 +108,7 @@ class Backend:
         self.inductor = options.for_inductor(self.mode)
         self.settings = options.for_passes()
         self.weights = self._weight_cache()
+        self.quantizations = Quantizations(self._compile_quantization)
         self.records = self._no_records()
         self._record = GraphRecord()  # of the graph that is compiled now
         self._sites = 0
@@ -160,7 +161,7 @@ class Backend:
         compiled = self.compile(bound.gm, inputs)
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
-        held = GatheredWeights(bound.gm, example_inputs, self.settings)
+        held = GatheredWeights(bound.gm, example_inputs, self.settings, self.quantizations)
         return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held))
 
     def group_of(self, request: DelayedScalingRequest | None) -> str | None:
@@ -182,7 +183,13 @@ class Backend:
         except OptionError as error:
             tell(f"a copy of {self.records.what} begins with a new quantization state: {error}", FxQuantWarning)
             states = {}
-        copied = {"_names": dict, "weights": None, "controls": self.controls.recipe, "states": states}
+        copied = {
+            "_names": dict,
+            "weights": None,
+            "quantizations": None,
+            "controls": self.controls.recipe,
+            "states": states,
+        }
         return {**vars(self), **empty, **copied}
 
     def _no_records(self) -> Records:
@@ -191,6 +198,7 @@ class Backend:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self.weights = self._weight_cache()
+        self.quantizations = Quantizations(self._compile_quantization)
         self.controls, self.states = Controls(self), StateStore()
         self.controls.recipe = state["controls"]
         if state["states"]:

@@ -1,16 +1,21 @@
-"""Weights that FSDP2 gathers quantized, in the graphs that take them: which directions a backward will need."""
+"""Weights that FSDP2 gathers quantized, in the graphs that take them: which directions a backward will need.
+
+From their first graph on, what quantizes them for a gather is compiled as the graph is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from fxquant.backend.stored import dtype_read
 from fxquant.compat.checkpoints import checkpoints_around
+from fxquant.compat.memory import compile_lock
 from fxquant.compat.placements import local_part, local_part_of
-from fxquant.compat.private import recomputes_activations
+from fxquant.compat.private import make_fx, recomputes_activations
 from fxquant.compat.subclass import is_allocated
 from fxquant.errors import RecipeError
 from fxquant.formats import LinearSpec
@@ -20,6 +25,29 @@ from fxquant.roles import Direction
 from fxquant.state import DelayedState, State
 from fxquant.weights import QuantizedWeight
 
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class Quantizations:
+    """`fxquant::quantize` of tensors outside of graphs, compiled once for each spec, direction and kind of tensor."""
+
+    def __init__(self, compile: Compile) -> None:
+        self._compile = compile
+        self._functions: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, x: Tensor, spec: str, direction: str, state: Tensor | None) -> list[Tensor]:
+        inputs = [x] if state is None else [x, state]
+        kinds = tuple((t.dtype, t.device, t.shape, t.stride(), t.data_ptr() % 16) for t in inputs)
+        key = (spec, direction, kinds)
+        if key not in self._functions:
+
+            def run(*tensors: Tensor) -> list[Tensor]:
+                return torch.ops.fxquant.quantize(tensors[0], spec, direction, *tensors[1:])  # type: ignore[no-any-return]
+
+            with compile_lock:  # while one thread traces, torch's modules are changed under all
+                self._functions[key] = self._compile(make_fx(run, tracing_mode="fake")(*inputs), inputs)
+        return list(self._functions[key](*inputs))
+
 
 class GatheredWeights:
     """The weights with quantized forms among the inputs of a graph.
@@ -28,7 +56,8 @@ class GatheredWeights:
     fxquant reads their values.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, quantize: Quantizations) -> None:
+        self._quantize = quantize
         self._places = [i for i, x in enumerate(inputs) if isinstance(local_part_of(x), QuantizedWeight)]
         if not self._places:
             return
@@ -52,6 +81,7 @@ class GatheredWeights:
             weight: QuantizedWeight = local_part_of(inputs[place])
             weight.refresh(dtype)
             weight.layer.runs_again |= around or again
+            weight.layer.quantize = self._quantize
             if weight.layer.delayed is not None and state is not None and slot >= 0:
                 weight.layer.delayed.read_from(state, slot)
             if not all(map(is_allocated, weight.parts(Direction.ROWWISE))):

@@ -65,7 +65,7 @@ def send(shard: Tensor, spec: OperandSpec, layer: Layer) -> Sent:
         _take_delayed(layer, layer.delayed, values, gather)
     directions = (Direction.ROWWISE,) if has_one_payload(spec, gather.size) else directions_of(gather, layer)
     for direction in directions:
-        parts = quantized(values, spec, direction, *_amaxes(layer, spec, direction))
+        parts = quantized(values, spec, direction, *_amaxes(layer, spec, direction), layer.quantize)
         kinds = _kinds(gather.size, gather.dtype, spec, direction)
         flat = []
         for i, (part, kind) in enumerate(zip(parts, kinds, strict=True)):

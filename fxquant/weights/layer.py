@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ from fxquant.roles import Direction
 
 if TYPE_CHECKING:
     from fxquant.weights.delayed import DelayedScale
+
+
+Quantize = Callable[[Tensor, str, str, Tensor | None], list[Tensor]]
+"""`fxquant::quantize` of a tensor, its spec and direction, and the scale or amax that it is to have."""
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Layer:
     that are equal on all ranks, by direction and place. `dtype` is that of the values that are quantized. `writes`
     counts those into the master that an operator made. `delayed` is there under delayed scaling, and `amax` [1] of the
     whole weight then. `told` says that the user was warned. `initial` has the values that the weight began with, where
-    they are preserved.
+    they are preserved. `quantize` is compiled, and there once a graph has taken the weight.
     """
 
     name: str = ""
@@ -55,6 +60,7 @@ class Layer:
     common: dict[tuple[Direction, int], Tensor] = field(default_factory=dict)
     agreed: Agreed | None = None
     initial: Tensor | None = None
+    quantize: Quantize | None = None
     delayed: DelayedScale | None = None
     amax: Tensor | None = None
 

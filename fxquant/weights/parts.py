@@ -12,6 +12,7 @@ from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import dequantize_operand, parts_spec, quantize, quantize_operand
 from fxquant.roles import Direction
+from fxquant.weights.layer import Quantize
 
 
 def side(spec: OperandSpec, direction: Direction | str) -> QuantSpec:
@@ -21,9 +22,9 @@ def side(spec: OperandSpec, direction: Direction | str) -> QuantSpec:
 
 def quantized(
     values: Tensor, spec: OperandSpec, direction: Direction | str, amaxes: Tensor | None = None,
-    row_amaxes: Tensor | None = None,
+    row_amaxes: Tensor | None = None, run: Quantize | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The parts of one direction of a matrix, dense.
+    """The parts of one direction of a matrix, dense, by `run` or else kernel by kernel.
 
     `amaxes` are those that its scales are made of, where they are not the matrix's own, and `row_amaxes` the same of
     the rows, for columns that are made of what the rows stand for. A delayed scale stands in the place of `amaxes`.
@@ -31,7 +32,7 @@ def quantized(
     direction, values = Direction(direction), values.detach()
     chosen = side(spec, direction)
     if direction is Direction.COLUMNWISE and spec.from_rowwise:
-        values = as_quantized(values, spec, row_amaxes)
+        values = as_quantized(values, spec, row_amaxes, run)
     with torch.no_grad():
         if chosen.is_identity or chosen.key:
             plain = OperandSpec(spec.rowwise, spec.columnwise)
@@ -40,13 +41,16 @@ def quantized(
         if amaxes is not None and chosen.row.family != "nvfp4" and not chosen.is_delayed:
             state = reference.multiplier_from_amax(amaxes, chosen)
         on_device = values.is_cuda and not is_fake(values) and (state is None or state.numel() == 1)
-        run = quantize.best if on_device else quantize
+        if run is None or is_fake(values) or values.is_meta or chosen.stochastic:
+            run = quantize.best if on_device else quantize
         return [part.contiguous() for part in run(values, str(chosen), str(direction), state)]
 
 
-def as_quantized(values: Tensor, spec: OperandSpec, amaxes: Tensor | None = None) -> Tensor:
+def as_quantized(
+    values: Tensor, spec: OperandSpec, amaxes: Tensor | None = None, run: Quantize | None = None
+) -> Tensor:
     """The values that the rowwise parts of a matrix stand for."""
-    parts = quantized(values, spec, Direction.ROWWISE, amaxes)
+    parts = quantized(values, spec, Direction.ROWWISE, amaxes, run=run)
     return dequantize_operand(parts, str(side(spec, Direction.ROWWISE)), "rowwise", values.shape, values.dtype)
 
 

@@ -188,7 +188,8 @@ class QuantizedWeight(HoldsQuantized):
         values = self.values() if values is None else values
         for direction in Direction:
             parts = self.parts(direction)
-            new = quantized(values, OperandSpec.parse(self.spec), direction) if parts else []
+            spec, run = OperandSpec.parse(self.spec), self.layer.quantize
+            new = quantized(values, spec, direction, run=run) if parts else []
             for part, value in zip(parts, new, strict=True):
                 part.copy_(value)
         self._seen = self._writes()

@@ -373,6 +373,20 @@ def reloaded(folder: str) -> dict[str, Tensor]:
     return {name: p.full_tensor() for name, p in run.state_dict().items()}
 
 
+def by_inductor(recipe: str) -> None:
+    EAGER["inner"] = "inductor"
+    try:
+        compare(recipe, 64, {})
+    finally:
+        EAGER["inner"] = "aot_eager"
+
+
+@pytest.mark.slow
+def test_a_compiled_quantization_sends_the_same_bits(ranks: Ranks) -> None:
+    """From the first graph on, shards are quantized by what Inductor has compiled."""
+    ranks.run(by_inductor, "current_scaling", seconds=180)
+
+
 def checkpointed(reentrant: bool, outside: bool) -> None:
     Checkpointed.reentrant = reentrant
     expected = reference("mxfp8", 64, Checkpointed)
