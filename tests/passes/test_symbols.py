@@ -127,8 +127,14 @@ def test_passes_leave_nothing_in_the_environment_of_a_compilation(name: str, rec
     assert all(any(name in place for place in watched) for name in ("insert", "save_scales", "pair_directions"))
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
-@pytest.mark.parametrize("name", MODELS)
+PROGRAMS = [
+    pytest.param(name, recipe, marks=[] if (i + j) % 3 < 2 else pytest.mark.sweep)
+    for i, name in enumerate(MODELS)
+    for j, recipe in enumerate(("current", "blocks", "mxfp8"))
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), PROGRAMS)
 def test_passes_leave_nothing_in_a_source_program(name: str, recipe: str, watched: list[str]) -> None:
     kind, make, axes = MODELS[name]
     dims = {axis: Dim(f"size{axis}", min=16 if axis else 1) for axis in axes}
@@ -183,9 +189,15 @@ def on_device(graph: fx.Graph, device: str) -> None:
         }
 
 
-@pytest.mark.parametrize("dynamic", [(0,), (0, 1)], ids=str)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", SPECS)
+KERNELS = [
+    pytest.param(name, device, dynamic, marks=[] if dynamic == ((0,), (0, 1))[(i + j) % 2] else pytest.mark.sweep)
+    for i, name in enumerate(SPECS)
+    for j, device in enumerate(("cpu", "cuda"))
+    for dynamic in ((0,), (0, 1))
+]
+
+
+@pytest.mark.parametrize(("name", "device", "dynamic"), KERNELS)
 def test_kernels_of_both_directions_leave_nothing(name: str, device: str, dynamic: tuple[int, ...]) -> None:
     """A gated MLP behind a norm, with its producers, residual and backward in one graph."""
     spec = str(LinearSpec(*(OperandSpec(*[QuantSpec.parse(text)] * 2) for text in SPECS[name])))

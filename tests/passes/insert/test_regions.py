@@ -47,10 +47,10 @@ class PairRegion(Pair):
         return Pair.forward(self, x)
 
 
-def models(nested: bool) -> list[nn.Module]:
+def models(nested: bool, count: int = 4) -> list[nn.Module]:
     """A stack of equal blocks, written plainly and as regions, behind a layer, so that all inputs are alike."""
     torch.manual_seed(0)
-    blocks = [PairRegion(Region) if nested else Region() for _ in range(4)]
+    blocks = [PairRegion(Region) if nested else Region() for _ in range(count)]
     regions = nn.Sequential(nn.Linear(64, 64), *blocks)
     plain = nn.Sequential(nn.Linear(64, 64), *(Pair(Block) if nested else Block() for _ in blocks))
     plain.load_state_dict(regions.state_dict())
@@ -122,7 +122,7 @@ def test_one_module_called_twice_is_two_products() -> None:
 @pytest.mark.slow
 def test_inductor_compiles_them() -> None:
     results = []
-    for model in models(nested=False):
+    for model in models(nested=False, count=2):
         torch.compiler.reset()
         run = fxquant.compile(model, RECIPES["by name"])
         results.append(train_step(model, run, torch.ones(32, 64)))
