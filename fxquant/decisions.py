@@ -172,3 +172,23 @@ class NotFused:
     layer: str
     operator: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentQuantized:
+    """Rows that ranks exchange as payload and scales of `spec`, for an `operand` of `layers`.
+
+    They take `bits` an element on the wire, `instead` of those of the tensor. Where it is `dequantized`, columns are
+    quantized from what arrives.
+    """
+
+    layers: tuple[str, ...]
+    operand: str
+    spec: str
+    bits: float
+    instead: int
+    dequantized: bool
+
+
+Considered = NotFused | SentQuantized
+"""The outcomes that passes behind autograd leave for a report."""

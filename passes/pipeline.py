@@ -34,7 +34,7 @@ from fxquant.compat.private import (
     min_cut_rematerialization_partition,
     observed,
 )
-from fxquant.decisions import NotFused
+from fxquant.decisions import Considered
 from fxquant.kernels.linear import timing
 from fxquant.kernels.operator import OPERATORS
 from fxquant.passes import verify
@@ -64,8 +64,9 @@ from fxquant.passes.exported import (
     strip,
     to_aten,
 )
-from fxquant.passes.graph.considered import not_fused
+from fxquant.passes.graph.considered import considered
 from fxquant.passes.joint.compute_once import compute_once
+from fxquant.passes.joint.dispatch_payloads import dispatch_payloads
 from fxquant.passes.joint.gather_payloads import gather_payloads
 from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
@@ -131,6 +132,9 @@ BOUND = (
     Pass(cache_weights, "a weight that is scaled by state differs in every step, and is left alone"),
 )
 JOINT = (
+    Pass(
+        dispatch_payloads, "rows that are exchanged are quantized by whoever has them, which others then need not ask"
+    ),
     Pass(gather_payloads, "before scales are shared and saved: it makes those of whole tensors"),
     Pass(share_amaxes, "what follows asks whether two scales are one node"),
     Pass(reuse_attention_payload, "a payload that is reused needs no scale, and is saved once for both"),
@@ -141,11 +145,13 @@ JOINT = (
     Pass(compute_once, "the partitioner, which comes next, does the same in older versions of torch"),
 )
 MEANING = (
+    Pass(dispatch_payloads, "without a backward there is no joint graph"),
     Pass(gather_payloads, "without a backward there is no joint graph"),
     Pass(reuse_attention_payload, "what autograd did not show: a linear of the backward in front of an attention"),
     Pass(pair_directions, "the partitioner has placed each direction, and equal quantizations are left"),
 )
 SPLIT = (
+    Pass(dispatch_payloads, "without a backward there is no joint graph"),
     Pass(gather_payloads, "without a backward there is no joint graph; fusions below take what each rank quantizes"),
     Pass(batch_amaxes, "AOTAutograd writes one record for each amax; the passes below want one", training_only=True),
     Pass(advance_state, "looks for the update and all its writes, before fusions take over parts of them",
@@ -221,10 +227,10 @@ def _change(graph: fx.Graph, step: Pass, settings: Settings) -> str:
 class Partition(CustomPartitionerFn):
     """The stage `JOINT`, and behind it the partitioner: `inner`, or torch's min-cut.
 
-    Adds the reasons of passes that did not fuse something to `reasons`.
+    Adds to `reasons` what passes have left of them.
     """
 
-    def __init__(self, settings: Settings, inner: Any = None, reasons: list[NotFused] | None = None) -> None:
+    def __init__(self, settings: Settings, inner: Any = None, reasons: list[Considered] | None = None) -> None:
         self.settings = settings
         self.inner = inner
         self.reasons = [] if reasons is None else reasons
@@ -233,7 +239,7 @@ class Partition(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         run(JOINT, gm.graph, self.settings)
-        self.reasons += not_fused(gm.graph)
+        self.reasons += considered(gm.graph)
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
         with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
@@ -260,7 +266,7 @@ class Lowering(QuantizedGraphPass):
         self,
         settings: Settings,
         after: Any = None,
-        reasons: list[NotFused] | None = None,
+        reasons: list[Considered] | None = None,
         seen: Callable[[fx.GraphModule], object] | None = None,
     ) -> None:
         self.settings = settings
@@ -272,7 +278,7 @@ class Lowering(QuantizedGraphPass):
         if self.seen is not None and graph.owning_module is not None:
             self.seen(graph.owning_module)
         run(SPLIT, graph, self.settings)
-        self.reasons += not_fused(graph)
+        self.reasons += considered(graph)
         for other in self.after:
             other(graph)
 

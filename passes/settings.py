@@ -11,9 +11,10 @@ class Settings:
 
     `recipe` is the recipe's fingerprint. `allow_float64` quantizes float64 operands too. With `stored_weights`
     quantized weights are kept, and not cast in each call. `save` is one of `SAVE`, `gemm` one of
-    `kernels.linear.choice.GEMM`. `device` is the type of device whose tensors are fused. A `portable` graph works where
-    fxquant is not; `kernels` says that Triton kernels will be compiled into what runs. With `exact_recompute` what is
-    fused must give the bits of Inductor's own kernels. `cpp_wrapper` says that Inductor writes C++ around kernels.
+    `kernels.linear.choice.GEMM`. With `quantized_dispatch` ranks exchange tokens quantized. `device` is the type of
+    device whose tensors are fused. A `portable` graph works where fxquant is not; `kernels` says that Triton kernels
+    will be compiled into what runs. With `exact_recompute` what is fused must give the bits of Inductor's own kernels.
+    `cpp_wrapper` says that Inductor writes C++ around kernels.
     """
 
     recipe: str = ""
@@ -21,6 +22,7 @@ class Settings:
     stored_weights: bool = False
     save: str = "quantized"
     gemm: str = "auto"
+    quantized_dispatch: bool = False
     device: str = "cuda"
     portable: bool = False
     kernels: bool = True

@@ -35,7 +35,7 @@ from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.values import static_fakes
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
 from fxquant.passes.captured import Bound, Captured, quantizes
-from fxquant.passes.graph.considered import not_fused
+from fxquant.passes.graph.considered import considered
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
 from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
@@ -67,6 +67,8 @@ class Backend:
     after a GEMM, the faster by earlier measurements (``auto``) or by measuring while compiling (``autotune``). `model`
     gives layers their full names where the graph breaks. `amax_group` is the process group over which delayed scaling
     takes the largest amax; without one it is that of all ranks, also ``world``, but not in a stage of a pipeline.
+    With `quantized_dispatch` tokens are quantized before ranks exchange them for experts' products, where each row has
+    its scales for itself.
     Backends with the same `states` share them. `captured` counts the graphs that have run so far.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
@@ -270,7 +272,7 @@ class Backend:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a rewritten graph, forward and backward."""
         if self.options.inner == "aot_eager":
-            partition = Partition(self.settings, reasons=self._record.not_fused)
+            partition = Partition(self.settings, reasons=self._record.considered)
             record = self._record
             return compile_eager(gm, example_inputs, lambda module, _inputs: record.see(module), partition)
         settings = self.inductor
@@ -278,7 +280,7 @@ class Backend:
             recomputed = self.settings.save == "least" or recomputes_activations(gm) or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
             settings = inductor_settings(
-                self.settings, settings, recomputed=recomputed, reasons=self._record.not_fused, seen=self._record.see
+                self.settings, settings, recomputed=recomputed, reasons=self._record.considered, seen=self._record.see
             )
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
@@ -335,7 +337,7 @@ def compile_eager(
     @own_errors()
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         run(MEANING, graph_module.graph, partition.settings)
-        partition.reasons += not_fused(graph_module.graph)
+        partition.reasons += considered(graph_module.graph)
         graph_module.recompile()
         return make_boxed_func(inner(graph_module, inputs))
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.patches import STATIC_LAUNCH
 from fxquant.compat.private import inductor_config
-from fxquant.decisions import NotFused
+from fxquant.decisions import Considered
 from fxquant.passes.pipeline import Lowering, Partition
 from fxquant.passes.settings import Settings
 
@@ -21,7 +21,7 @@ def inductor_settings(
     by_user: Mapping[str, Any],
     *,
     recomputed: bool,
-    reasons: list[NotFused] | None = None,
+    reasons: list[Considered] | None = None,
     seen: Callable[[fx.GraphModule], object] | None = None,
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; the user's own come first.

@@ -40,6 +40,7 @@ def report(model: Any) -> Report:
         first.unused = [part for part in first.unused if part in other.unused]
         first.uncompiled = [why for why in first.uncompiled if why in other.uncompiled]
         first.not_fused = [*dict.fromkeys([*first.not_fused, *other.not_fused])]
+        first.sent_quantized = [*dict.fromkeys([*first.sent_quantized, *other.sent_quantized])]
     blocks = any(one.latest().records.outside for one in used)  # what stands outside of compiled blocks
     missing = [] if blocks else _in_no_graph(model, first)
     if missing:

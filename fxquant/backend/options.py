@@ -37,6 +37,7 @@ class Options:
     save: Annotated[str, OneOf(*SAVE)] = "quantized"
     cache_weights: bool = False
     gemm: Annotated[str, OneOf(*GEMM)] = "auto"
+    quantized_dispatch: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", resolve(self.recipe))
@@ -83,6 +84,7 @@ class Options:
             stored_weights=self.cache_weights,
             save=self.save,
             gemm=self.gemm,
+            quantized_dispatch=self.quantized_dispatch,
         )
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
-from fxquant.decisions import Decision, NotFused
+from fxquant.decisions import Considered, Decision, NotFused, SentQuantized
 from fxquant.recipes import Recipe
 from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
@@ -35,7 +35,7 @@ def phase(gm: fx.GraphModule) -> str:
 
 @dataclass(kw_only=True, eq=False)
 class GraphRecord:
-    """The decisions for a captured graph, the roles that its recipe was asked for, and the reasons of later passes.
+    """The decisions for a captured graph, the roles that its recipe was asked for, and what later passes leave.
 
     Its sites are counted from `first_site`. It is part of the report once it is `in_use`. `breaks` are the graph breaks
     before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `others`
@@ -51,7 +51,7 @@ class GraphRecord:
     others: list[Decision] = field(default_factory=list)
     other_roles: list[QuantizerRole] = field(default_factory=list)
     runners: list[Key] = field(default_factory=list)
-    not_fused: list[NotFused] = field(default_factory=list)
+    considered: list[Considered] = field(default_factory=list)
     in_use: bool = False
     texts: dict[str, list[str]] = field(default_factory=dict)
     breaks: Sequence[str] = ()
@@ -146,7 +146,9 @@ class Records:
         report = Report(recipe=str(self.recipe), decisions=self.decisions(model), unused=self.unused())
         if self.uncaptured is not None:
             report.decisions += self.uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
-        report.not_fused = [*dict.fromkeys(fusion for graph in self.graphs for fusion in graph.not_fused)]
+        considered = dict.fromkeys(outcome for graph in self.graphs for outcome in graph.considered)
+        report.not_fused = [outcome for outcome in considered if isinstance(outcome, NotFused)]
+        report.sent_quantized = [outcome for outcome in considered if isinstance(outcome, SentQuantized)]
         for graph in self.graphs:
             for name, texts in graph.texts.items():
                 report.graphs[name] = "\n\n".join([report.graphs[name], *texts] if name in report.graphs else texts)

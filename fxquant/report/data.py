@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
 from fxquant.cost.work import Estimate, Work
-from fxquant.decisions import Decision, Matmul, NotFused
+from fxquant.decisions import Decision, Matmul, NotFused, SentQuantized
 from fxquant.errors import OptionError
 from fxquant.roles import Gemm
 
@@ -60,10 +60,10 @@ class ReportData:
     recipe that matched no operand, `breaks` the reasons for graph breaks. `epilogues` are the GEMMs whose results are
     activated, added to something or measured by their readers. `again` are the layers whose product a backward computes
     again with the option ``save="least"``. Kernels and times are those of `card`, or of the tensors' own device if that
-    is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the
-    passes behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from
-    a cache has none. `uncompiled` says what ran as it was, in no graph, and
-    `recompilations` why torch has compiled the same code again.
+    is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the passes
+    behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from a cache
+    has none; `sent_quantized` has what they let ranks exchange quantized. `uncompiled` says what ran as it was, in no
+    graph, and `recompilations` why torch has compiled the same code again.
     """
 
     recipe: str
@@ -76,6 +76,7 @@ class ReportData:
     card: str = ""
     losses: list[Loss] = field(default_factory=list)
     not_fused: list[NotFused] = field(default_factory=list)
+    sent_quantized: list[SentQuantized] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)
     recompilations: list[str] = field(default_factory=list)
 

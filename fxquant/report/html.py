@@ -16,6 +16,7 @@ from fxquant.report.text import (
     aligned,
     bytes_text,
     loss_table,
+    sent_text,
     totals,
     us_text,
     verdict,
@@ -136,6 +137,7 @@ def section(report: ReportData) -> str:
     parts = [f"<h1>Recipe <span class='mono' style='font-size:.95em'>{escape(report.recipe)}</span></h1>"]
     parts += [f"<p class='soft'>{escape(totals(report))}</p>", _cards(report)]
     parts += _notes('Computed again in the backward with save="least", besides casts', report.again)
+    parts += _notes("Sent quantized", [*map(sent_text, report.sent_quantized)])
     parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
     parts += _notes("Compiled again", report.recompilations) + _notes("Not compiled", report.uncompiled)
     if report.decisions:

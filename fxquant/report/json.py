@@ -38,6 +38,7 @@ def dumps(report: ReportData, layer: str = "", *, collapse: bool = False, graphs
         "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues if pattern.search(gemm.layer)],
         "again": [name for name in report.again if pattern.search(name)],
         "not_fused": [asdict(fusion) for fusion in report.not_fused if pattern.search(fusion.layer)],
+        "sent_quantized": [asdict(sent) for sent in report.sent_quantized if any(map(pattern.search, sent.layers))],
         "losses": [asdict(loss) for loss in report.losses if pattern.search(loss.layer)],
         "decisions": [
             _plain(d) | ({"layer": name} | _times(repeats, collapse) if collapse else {})

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fxquant.cost.rates import RATES
-from fxquant.decisions import Decision
+from fxquant.decisions import Decision, SentQuantized
 from fxquant.report.data import MODEL, ReportData, layer_pattern, result, role_text, shape_text
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
@@ -45,6 +45,7 @@ def _summary(report: ReportData, most: int) -> list[str]:
     """Totals, kernels, estimate, then reasons: against fusions, unused rules, graph breaks, `most` lines of each."""
     lines = [totals(report), *_kernels(report), *verdict(report)]
     not_fused = [f"{count} x {reason}" for reason, count in report.summary()["not_fused"].items()]
+    lines += _first("sent quantized", [*map(sent_text, report.sent_quantized)], most)
     lines += _first("not fused", not_fused, most)
     if report.again:
         layer_names = _some([name or MODEL for name in report.again])
@@ -53,6 +54,13 @@ def _summary(report: ReportData, most: int) -> list[str]:
     lines += _first("graph break", report.breaks, most)
     lines += _first("compiled again", report.recompilations, most)
     return lines + _first("not compiled", report.uncompiled, most)
+
+
+def sent_text(sent: SentQuantized) -> str:
+    """A line on an operand that ranks exchange quantized."""
+    layers = ", ".join(layer or MODEL for layer in sent.layers)
+    text = f"{sent.operand} of {layers} as {sent.spec}, {sent.bits:.4g} bits an element in place of {sent.instead}"
+    return f"{text}; its columns are quantized from what arrives" if sent.dequantized else text
 
 
 def _first(kind: str, reasons: Sequence[str], most: int) -> list[str]:

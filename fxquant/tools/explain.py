@@ -83,7 +83,7 @@ class _Explainer(Backend):
             return min_cut_rematerialization_partition(graph_module, joint_inputs, **kwargs)
 
         with self._at("differentiating"):
-            partition = Partition(self.settings, cut, self._record.not_fused)
+            partition = Partition(self.settings, cut, self._record.considered)
             unrun = compile_eager(gm, example_inputs, record, partition)
 
         def run(*inputs: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The reasons why passes did not take what they considered: a graph keeps them until a stage is done."""
+"""The reasons why passes did not take what they considered, and what ranks send each other quantized.
+
+A graph keeps both until a stage is done.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 
 from torch import Tensor, fx
 
-from fxquant.decisions import NotFused
+from fxquant.decisions import Considered, NotFused, SentQuantized
 from fxquant.passes.graph.meta import layer_of
 from fxquant.passes.graph.names import fxquant_op, op_name
 from fxquant.passes.graph.values import val
@@ -27,9 +30,20 @@ def allowed(node: fx.Node, step: str, reason: str) -> bool:
     return not reason
 
 
+def sent_quantized(graph: fx.Graph, sent: SentQuantized) -> None:
+    """Leaves what ranks send each other quantized."""
+    if graph.owning_module is not None:
+        graph.owning_module.meta.setdefault(_KEY, {})[sent] = None
+
+
+def considered(graph: fx.Graph) -> list[Considered]:
+    """Takes all that passes have left in a graph, each once."""
+    return [] if graph.owning_module is None else [*graph.owning_module.meta.pop(_KEY, ())]
+
+
 def not_fused(graph: fx.Graph) -> list[NotFused]:
     """Takes the reasons that passes have left in a graph, each once."""
-    return [] if graph.owning_module is None else [*graph.owning_module.meta.pop(_KEY, ())]
+    return [reason for reason in considered(graph) if isinstance(reason, NotFused)]
 
 
 def _text(node: fx.Node) -> str:
