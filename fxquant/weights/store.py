@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from fxquant.checks import checked
-from fxquant.errors import ArgumentError, RecipeError
+from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
 from fxquant.formats import OperandSpec
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import Recipe, resolve
@@ -25,6 +26,8 @@ from fxquant.weights.parts import is_one, quantized, side
 from fxquant.weights.prepare import inside, put, quantizable, weight_spec
 from fxquant.weights.weight import QuantizedWeight, fits, mismatch
 
+_DELAYED = "its scale is the state of delayed scaling, another one in every step"
+_ROUNDED_ANEW = "it is rounded anew in every step"
 _TAKES = {"recipe": "the name or the Recipe that the model is compiled with"}
 
 
@@ -93,7 +96,7 @@ def quantized_model_init(
 
 
 def _store(model: nn.Module, recipe: Recipe, within: set[int] | None, masters: bool | None, preserve: bool) -> None:
-    stored, reasons = 0, dict[str, str]()
+    stored, reasons, plain = 0, dict[str, str](), list[str]()
     for name, layer in list(quantizable(model)):
         if within is not None and id(layer) not in within:
             continue
@@ -108,6 +111,7 @@ def _store(model: nn.Module, recipe: Recipe, within: set[int] | None, masters: b
         spec, reason = _spec(recipe, name, layer.weight)
         if spec is None:
             reasons.setdefault(reason, name)
+            plain += [name] if reason in (_DELAYED, _ROUNDED_ANEW) else []
             continue
         stored += 1
         if masters is False:
@@ -125,6 +129,13 @@ def _store(model: nn.Module, recipe: Recipe, within: set[int] | None, masters: b
             f"no weight of {type(model).__name__} can be stored quantized under {recipe}: "
             f"{shown or 'it has no linear layers whose weights nothing else reads'}"
         )
+    if plain:
+        why = "; ".join(reason for reason in reasons if reason in (_DELAYED, _ROUNDED_ANEW))
+        warnings.warn(
+            f"{len(plain)} weights of {type(model).__name__} are not stored quantized, though {recipe} quantizes them, "
+            f"{plain[0]}.weight first: {why}",
+            FxQuantWarning, stacklevel=2,
+        )  # fmt: skip
 
 
 def _spec(recipe: Recipe, name: str, weight: torch.Tensor) -> tuple[OperandSpec | None, str]:
@@ -138,8 +149,8 @@ def _spec(recipe: Recipe, name: str, weight: torch.Tensor) -> tuple[OperandSpec 
         return spec, ""
     answer = recipe.quantizer(QuantizerRole("linear", "weight", name))
     if isinstance(answer, DelayedScalingRequest):
-        return None, "its scale is the state of delayed scaling, another one in every step"
-    return None, "it stays in high precision" if answer.is_identity else "it is rounded anew in every step"
+        return None, _DELAYED
+    return None, "it stays in high precision" if answer.is_identity else _ROUNDED_ANEW
 
 
 def quantized_weight(

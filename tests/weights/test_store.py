@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxquant
 import fxquant.weights.state
-from fxquant import FxQuantError, ProgramError, RecipeError
-from fxquant.errors import ArgumentError
+from fxquant import CustomRecipe, FxQuantError, IdentityQuantizer, ProgramError, RecipeError, Rule, Rules
+from fxquant.errors import ArgumentError, FxQuantWarning
 from fxquant.weights import QuantizedWeight
 
 
@@ -311,6 +312,15 @@ def test_a_model_without_weights_to_store_is_refused() -> None:
         fxquant.quantize_parameters(block(), "mxfp8", "layers.*")
     with pytest.raises(ArgumentError, match=r"model is an nn\.Module, not a str"):
         fxquant.quantize_parameters("mxfp8", "mxfp8")
+
+
+def test_weights_that_are_left_as_they_are_are_told() -> None:
+    """Where the recipe quantizes them: others are as the recipe says."""
+    rules = Rules([Rule("delayed_scaling", name="up"), Rule(IdentityQuantizer(), name="down")], "mxfp8")
+    with pytest.warns(FxQuantWarning, match=r"1 weights of Sequential are not stored quantized.*up\.weight") as told:
+        model = nn.Sequential(OrderedDict((name, nn.Linear(32, 32)) for name in ("up", "down", "out")))
+        fxquant.quantize_parameters(model, CustomRecipe(qfactory=rules))
+    assert len(told) == 1 and isinstance(model.out.weight, QuantizedWeight)
 
 
 def test_clipping_and_scaling_of_gradients() -> None:
