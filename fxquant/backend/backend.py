@@ -195,7 +195,9 @@ class Backend:
         return {**vars(self), **empty, **copied}
 
     def _no_records(self) -> Records:
-        return Records(recipe=self.recipe, what=f"fxquant.Backend({self.recipe})")
+        return Records(
+            recipe=self.recipe, what=f"fxquant.Backend({self.recipe})", dispatch=self.options.quantized_dispatch
+        )
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)

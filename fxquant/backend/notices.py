@@ -110,6 +110,12 @@ def tell_result(records: Records) -> None:
             "of layers are in its report",
             UnusedRuleWarning,
         )
+    if records.dispatch and not records.report().sent_quantized:
+        tell(
+            f"quantized_dispatch had no effect in {records.what}: no exchange of tokens for experts was found, or none "
+            'that gains from it. print(fxquant.report(model)) has the reasons under "not fused"',
+            FxQuantWarning,
+        )
 
 
 def tell_uncaptured(records: Records) -> None:

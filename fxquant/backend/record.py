@@ -103,12 +103,13 @@ class Records:
 
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
     that ran no graph, and the first call had matmuls outside of graphs, which are `uncaptured`; `outside` names the
-    layers that no call reaches. `limits` has the functions that torch does not
-    compile any more. `what` names the model.
+    layers that no call reaches. `limits` has the functions that torch does not compile any more. `what` names the
+    model, and `dispatch` says that the option `quantized_dispatch` was given.
     """
 
     recipe: Recipe
     what: str
+    dispatch: bool = False
     whole: bool = False
     graphs: list[GraphRecord] = field(default_factory=list)
     runs: int = 0

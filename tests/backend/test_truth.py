@@ -157,6 +157,14 @@ def test_a_rule_that_matched_nothing_is_told() -> None:
         assert not told(lambda: quantized(nn.Linear(64, 64), gradients)(x)), "a training step would match it"
 
 
+def test_an_option_for_exchanges_that_are_not_there_is_told() -> None:
+    x, options = torch.randn(32, 64), {"inner": "aot_eager", "quantized_dispatch": True}
+    compiled = fxquant.compile(nn.Linear(64, 64), "mxfp8", options=options)
+    (text,) = told(lambda: compiled(x))
+    assert text.startswith("quantized_dispatch had no effect in Linear")
+    assert not told(lambda: compiled(x))
+
+
 def test_a_backend_tells_after_the_first_step_of_an_optimizer() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(32, 64)
     compiled = torch.compile(model, backend=eager_backend(rules(name="hed")))
