@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,6 +149,13 @@ def test_payloads_of_gathered_weights_are_not_kept(group: dist.ProcessGroup) -> 
     model(torch.randn(32, 64)).sum().backward()
     assert backend.report().coverage == 1
     assert backend.weights is not None and not backend.weights._entries
+
+
+def test_a_backend_with_a_group_can_be_copied(group: dist.ProcessGroup) -> None:
+    """As Lightning does with the arguments of every torch.compile."""
+    copied = copy.deepcopy({"backend": eager_backend("mxfp8", amax_group=group)})["backend"]
+    torch.compile(nn.Linear(64, 64), backend=copied)(torch.randn(32, 64))
+    assert copied.options.amax_group is group and copied.report().coverage == 1
 
 
 def test_amax_reduction_over_one_rank_changes_nothing(group: dist.ProcessGroup) -> None:

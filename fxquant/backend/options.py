@@ -47,6 +47,10 @@ class Options:
             mesh = ": of a mesh, give mesh.get_group()" if hasattr(self.amax_group, "get_group") else ""
             raise OptionError(f"amax_group is a process group or 'world', not {self.amax_group!r}{mesh}")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        """The options themselves, which nothing changes: a process group cannot be copied."""
+        return self
+
     @classmethod
     def of(cls, options: object) -> Options:
         """The options in a dict. Raises OptionError also for an unknown one, and for a missing recipe."""

@@ -81,6 +81,8 @@ _KEYWORDS = {
 
 def form_name(node: fx.Node) -> str:
     """Returns the name of a node's form in `FORMS`, or a name that is not there."""
+    if node.op not in ("call_function", "call_method"):  # an input may have any name
+        return ""
     named = isinstance(node.target, (str, OpOverload, OpOverloadPacket)) or node.target in FUNCTIONS
     return op_name(node) if named else ""
 
