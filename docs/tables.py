@@ -151,14 +151,20 @@ def range_rows() -> list[dict[str, str]]:
 
 MESHES = {"8": Mesh(8), "64": Mesh(64), "64 = 8 x 8": Mesh(8, 8), "1024 = 128 x 8": Mesh(128, 8)}
 
+GATHERS = (
+    ("bfloat16", None, None),
+    ("current_scaling", "per_tensor_e4m3", "per_tensor_e4m3"),
+    ("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3"),
+    ("nvfp4", "nvfp4_2d", "nvfp4"),
+)
+
 
 def traffic_rows() -> list[dict[str, str]]:
-    """What a rank of a mesh receives in a step and holds, for two models and the formats of their gathers."""
+    """Returns what a rank of a mesh receives in a step and holds, for two models and some formats of their gathers."""
     rows = []
     for model, sizes in DECODERS.items():
         for ranks, mesh in MESHES.items():
-            for name, weights in (("bfloat16", None), ("mxfp8", "mxfp8_e4m3"), ("nvfp4", "nvfp4_2d")):
-                activations = None if weights is None else "mxfp8_e4m3"
+            for name, weights, activations in GATHERS:
                 moved = traffic(sizes, mesh, 8192, weights, activations)
                 tensor_parallel = f"{moved.activations / 1e9:.2f}" if mesh.tensor > 1 else ""
                 rows.append(

@@ -3,7 +3,8 @@
 A collective of a ring of N ranks moves (N - 1) / N of its whole tensor through each rank. FSDP2 gathers the weights of
 a block before its forward and, resharded, before its backward, and reduces their gradients once. Under tensor
 parallelism with sequence parallel activations a block gathers its tokens twice in the forward, before q, k and v and
-before gate and up, and scatters sums twice; the backward does the same with gradients.
+before gate and up, and scatters sums twice; the backward does the same with gradients. What is gathered may travel
+quantized, sums do not.
 """
 
 from __future__ import annotations
@@ -58,25 +59,30 @@ def _bytes(format: str | None, dtype: torch.dtype) -> float:
     return dtype.itemsize if format is None else FORMATS[format].bytes_per_element
 
 
+def _payloads(format: str | None) -> int:
+    """Returns how many payloads a product and its backward read: one of a scale for the tensor serves both."""
+    return 1 if format is None or FORMATS[format].family == "per_tensor" else 2
+
+
 def traffic(
     model: Decoder, mesh: Mesh, tokens: int, weights: str | None = None, activations: str | None = None, *,
     dtype: torch.dtype = torch.bfloat16, kept: bool = False,
 ) -> Traffic:  # fmt: skip
-    """The bytes of one step of `tokens` tokens a data rank.
+    """The bytes of one step of training with `tokens` tokens a data rank.
 
-    `weights` and `activations` name the formats in which linears' weights and their inputs are gathered. None stands
-    for `dtype`, in which all else travels, gradients of weights in float32. With `kept`, weights are gathered once for
-    both passes, in both directions where their format has two.
+    `weights` and `activations` name the formats in which the weights of linears, and tokens and their gradients, are
+    gathered; tokens only where all payloads that are read are fewer bytes. None stands for `dtype`, in which all else
+    travels, gradients of weights in float32. With `kept`, weights are gathered once for both passes.
     """
-    one_payload = weights is None or FORMATS[weights].family == "per_tensor"
-    of_linears = model.linears * _bytes(weights, dtype) * (1 if kept and one_payload else 2)
+    of_linears = model.linears * _bytes(weights, dtype) * (_payloads(weights) if kept else 2)
     of_others = model.other * dtype.itemsize * (1 if kept else 2)
     to_a_rank = _received(mesh.data) / mesh.tensor
+    of_token = min(_bytes(activations, dtype) * _payloads(activations), dtype.itemsize)
     moved = model.blocks * tokens * model.hidden * _received(mesh.tensor)
     return Traffic(
         weights=to_a_rank * (of_linears + of_others),
         gradients=to_a_rank * (model.linears + model.other) * torch.float32.itemsize,
-        activations=moved * (2 * _bytes(activations, dtype) + 6 * dtype.itemsize),
+        activations=moved * 4 * (of_token + dtype.itemsize),
     )
 
 

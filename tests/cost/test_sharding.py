@@ -40,4 +40,7 @@ def test_what_formats_and_meshes_spare() -> None:
     assert traffic(sizes, Mesh(1), 0).weights == 0
     assert traffic(sizes, Mesh(4, 2), 0).weights == plain / 2
     assert traffic(sizes, Mesh(1, 2), 10).activations == 10 * 8 * 2 / 2
+    received = traffic(sizes, Mesh(1, 2), 10, activations="per_tensor_e4m3").activations
+    assert received == 10 * 8 * 2 / 2 * 0.75, "1.5 GiB in the place of 2 on two H200s, docs/scaling.md"
+    assert traffic(sizes, Mesh(1, 2), 10, activations="mxfp8_e4m3").activations == 10 * 8 * 2 / 2, "two payloads"
     assert fxquant.formats.FORMATS["nvfp4"].bytes_per_element < 0.6
