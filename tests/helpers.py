@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,17 @@ Tensors = dict[str, Tensor]
 
 NAMES = ("current_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 """The recipes that quantize."""
+
+
+class Block(nn.Module):
+    """A residual block of one linear layer, whose state is `up`'s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.gelu(self.up(x))
 
 
 def eager_backend(recipe: Recipe | str, **options: Any) -> Backend:
@@ -263,3 +277,15 @@ def gathered(graph: fx.Graph) -> list[fx.Node]:
     """The gathers of a graph over the ranks of a group."""
     target = torch.ops._c10d_functional.all_gather_into_tensor.default
     return [*graph.find_nodes(op="call_function", target=target)]
+
+
+def assembled(ptx: str) -> str:
+    """Returns what Triton's assembler says of a program for Hopper: registers, spills and advice."""
+    import triton
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -152,7 +152,7 @@ def test_payloads_of_gathered_weights_are_not_kept(group: dist.ProcessGroup) -> 
 
 
 def test_a_backend_with_a_group_can_be_copied(group: dist.ProcessGroup) -> None:
-    """As Lightning does with the arguments of every torch.compile."""
+    """Lightning copies the arguments of every torch.compile."""
     copied = copy.deepcopy({"backend": eager_backend("mxfp8", amax_group=group)})["backend"]
     torch.compile(nn.Linear(64, 64), backend=copied)(torch.randn(32, 64))
     assert copied.options.amax_group is group and copied.report().coverage == 1

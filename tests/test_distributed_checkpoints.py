@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import assert_same_bits
+from helpers import Block, assert_same_bits
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -38,15 +38,6 @@ def four() -> Iterator[Ranks]:
     processes = Ranks(4)
     yield processes
     processes.end()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.gelu(self.up(x))
 
 
 class Run:

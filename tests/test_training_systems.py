@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits
+from helpers import Block, assert_same_bits
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -208,15 +208,6 @@ class Chain(nn.Sequential):
         for block in self:
             x = block(x)
         return x
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.gelu(self.up(x))
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:

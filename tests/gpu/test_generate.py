@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 def tokens(recipe: str, mode: str | None, cache_weights: bool) -> list[list[int]]:
-    """Those of two calls, the second of which finds everything compiled and recorded."""
+    """Returns the tokens of two calls, the second of which finds everything compiled and recorded."""
     torch.compiler.reset()
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}

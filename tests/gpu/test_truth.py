@@ -26,7 +26,7 @@ LAUNCHED = {
     "aten::_scaled_grouped_mm": ("_scaled_grouped_mm",),
     "gemm_kernel": ("Triton, few rows",),
 }
-"""What the profiler calls the GEMMs of `test_launches` on a card that multiplies FP8, and how reports call them."""
+"""The names that a profiler and reports have for the GEMMs of `test_launches`, on a card that multiplies FP8."""
 
 
 def case(name: str) -> tuple[nn.Module, dict[str, Any]]:

@@ -64,7 +64,7 @@ def test_values(shape: tuple[int, int], text: str, dtype: torch.dtype) -> None:
     "shape", [(2048, 2064), (6144, 4224), (4096, 14336), (14336, 4096), (4096, 6144), (3584, 18944)]
 )
 def test_values_in_gluon(shape: tuple[int, int], text: str) -> None:
-    """Of every number of rows that it takes, with what follows a GEMM, and of x and weights that lie anywhere."""
+    """Every number of rows that it takes is tried, what follows a GEMM, and x and weights that lie anywhere."""
     k, n = shape
     torch.manual_seed(0)
     spec = QuantSpec.parse(text)

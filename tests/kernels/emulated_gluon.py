@@ -161,7 +161,7 @@ def run_instructions(text: str, registers: dict[str, Any]) -> None:
 
 
 WAITED: list[str] = []
-"""What a program did about the launch of others."""
+"""A program's calls about the launch of others."""
 
 
 def inline_asm_elementwise(

@@ -315,7 +315,7 @@ def test_a_model_without_weights_to_store_is_refused() -> None:
 
 
 def test_weights_that_are_left_as_they_are_are_told() -> None:
-    """Where the recipe quantizes them: others are as the recipe says."""
+    """The recipe quantizes them: of those that it leaves in high precision nothing is said."""
     rules = Rules([Rule("delayed_scaling", name="up"), Rule(IdentityQuantizer(), name="down")], "mxfp8")
     with pytest.warns(FxQuantWarning, match=r"1 weights of Sequential are not stored quantized.*up\.weight") as told:
         model = nn.Sequential(OrderedDict((name, nn.Linear(32, 32)) for name in ("up", "down", "out")))
