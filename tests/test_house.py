@@ -168,3 +168,15 @@ def test_locals_say_what_they_hold_and_docstrings_have_a_subject(module: str) ->
     assert not stored & VAGUE and ("left" not in stored or "right" in FILES[module].read_text())
     texts = docstrings(ast.parse(FILES[module].read_text()))
     assert not [text for text in texts if text.split() and text.split()[0].rstrip(",:") in INVERTED]
+
+
+def test_every_folder_is_in_the_package() -> None:
+    root = Path(__file__).parents[1]
+    listed = set(re.findall(r'^    "(fxquant[\w.]*)",$', (root / "pyproject.toml").read_text(), re.M))
+    homes = {"fxquant": root / "fxquant", "fxquant.passes": root / "passes", "fxquant.kernels": root / "kernels"}
+    folders = {
+        ".".join((name, *file.parent.relative_to(home).parts))
+        for name, home in homes.items()
+        for file in home.rglob("__init__.py")
+    }
+    assert listed == folders

@@ -143,6 +143,16 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
 
 
+def argument_named(node: fx.Node, name: str, default: Any = None) -> Any:
+    """Returns the argument that the schema of a node's operator calls `name`, the default where none is given."""
+    if not isinstance(node.target, OpOverload):
+        return default
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
+    return default
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments that a node writes into."""
     written: list[fx.Node] = []

@@ -39,7 +39,9 @@ from fxquant.passes.graph.names import (
     DETACHES,
     RESHAPES,
     SAME_ELEMENTS,
+    SLICES,
     SPLITS,
+    argument_named,
     calls,
     is_fxquant,
     op_name,
@@ -53,6 +55,7 @@ _NAME = "dispatch_payloads"
 _NEW = (_aten.new_zeros.default, _aten.new_ones.default, _aten.new_empty.default, _aten.new_full.default)
 """Operators that take dtype and device of a tensor."""
 _SAME = ALIASES | DETACHES | COPIES
+_ALONG_AN_AXIS = SLICES | SPLITS | {"select", "index_select", "cat"}
 
 
 @dataclass
@@ -169,13 +172,7 @@ def _moves_rows(node: fx.Node, source: fx.Node, length: Any) -> bool:
 
 def _axis(node: fx.Node) -> int | None:
     """Returns the axis along which an operator takes or joins ranges, None for another operator."""
-    place = None
-    if node.target in (_aten.index_select.default, _aten.select.int, _aten.slice.Tensor, _aten.cat.default):
-        place = 1
-    elif node.target in (_aten.split.Tensor, _aten.split_with_sizes.default):
-        place = 2
-    arguments: Any = node.args
-    axis: int | None = None if place is None else dict(enumerate(arguments)).get(place, 0)
+    axis: int | None = argument_named(node, "dim", 0) if calls(node, _ALONG_AN_AXIS) else None
     return axis
 
 
