@@ -324,7 +324,8 @@ class Backend:
 
     def report(self) -> Report:
         """The decisions in all graphs that have run so far, under the recipe that ran last."""
-        return self.controls.latest().records.report() if self.switches else self.records.report()
+        records = self.controls.latest().records if self.switches else self.records
+        return records.report(of=self.controls.model())
 
 
 def compile_eager(

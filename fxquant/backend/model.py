@@ -33,7 +33,7 @@ def report(model: Any) -> Report:
     controls = _controls(model)
     used = [one for one in controls if one.compiled_any()] or controls[:1]
     module = unwrapped(model) if isinstance(model, nn.Module) else None
-    first, *others = [one.latest().records.report(module) for one in used]
+    first, *others = [one.latest().records.report(module, model) for one in used]
     for other in others:
         sites = 1 + max((decision.site for decision in first.decisions), default=-1)
         first.decisions += [replace(decision, site=decision.site + sites) for decision in other.decisions]

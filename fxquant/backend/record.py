@@ -16,6 +16,7 @@ from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.decisions import Considered, Decision, NotFused, SentQuantized
 from fxquant.recipes import Recipe
+from fxquant.report.header import header_of
 from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
 
@@ -142,9 +143,13 @@ class Records:
             roles += [replace(role, tensor_type=kind) for role in roles for kind in ("grad_output", "do", "dp")]
         return self.recipe.unused(roles)
 
-    def report(self, model: nn.Module | None = None) -> Report:
-        """The decisions for these graphs, and what ran in none; of a `model` alone if other ones ran them too."""
-        report = Report(recipe=str(self.recipe), decisions=self.decisions(model), unused=self.unused())
+    def report(self, model: nn.Module | None = None, of: object = None) -> Report:
+        """The decisions for these graphs, and what ran in none; of a `model` alone if other ones ran them too.
+
+        The header names the model, or what it is the report `of`.
+        """
+        header = header_of(self.recipe, of if model is None else model)
+        report = Report(recipe=str(self.recipe), decisions=self.decisions(model), unused=self.unused(), header=header)
         if self.uncaptured is not None:
             report.decisions += self.uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
         considered = dict.fromkeys(outcome for graph in self.graphs for outcome in graph.considered)

@@ -42,6 +42,7 @@ from fxquant.passes.pipeline import CALIBRATED, EXPORTED, LOWERED, PACKAGED, run
 from fxquant.passes.settings import Settings
 from fxquant.quantizers import DelayedScalingRequest, Float8CurrentScalingQuantizer, Quantizer
 from fxquant.recipes import Recipe, resolve
+from fxquant.report.header import header_of
 from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
 from fxquant.weights import QuantizedWeight
@@ -94,7 +95,9 @@ def quantize_program(
     unused = recipe.unused(exported.roles)
     if calibration is not None:
         unused += calibration.unused({decision.layer for decision in exported.decisions})
-    exported.gm.meta[REPORT] = Report(recipe=str(recipe), decisions=[*exported.decisions], unused=unused)
+    exported.gm.meta[REPORT] = Report(
+        recipe=str(recipe), decisions=[*exported.decisions], unused=unused, header=header_of(recipe)
+    )
     return _program(exported)
 
 

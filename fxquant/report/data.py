@@ -13,6 +13,7 @@ from fxquant.cost.gemms import choose_gemm
 from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, Matmul, NotFused, SentQuantized
 from fxquant.errors import OptionError
+from fxquant.report.header import Header
 from fxquant.roles import Gemm
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class ReportData:
     is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the passes
     behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from a cache
     has none; `sent_quantized` has what they let ranks exchange quantized. `uncompiled` says what ran as it was, in no
-    graph, and `recompilations` why torch has compiled the same code again.
+    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when.
     """
 
     recipe: str
@@ -79,6 +80,7 @@ class ReportData:
     sent_quantized: list[SentQuantized] = field(default_factory=list)
     uncompiled: list[str] = field(default_factory=list)
     recompilations: list[str] = field(default_factory=list)
+    header: Header = field(default_factory=Header)
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""

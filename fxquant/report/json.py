@@ -15,15 +15,21 @@ SCHEMA = 1
 
 
 def dumps(report: ReportData, layer: str = "", *, collapse: bool = False, graphs: bool = True) -> str:
-    """The report as a JSON object, with the version of its form in ``schema``.
+    """The report as a JSON object in text; see `content`."""
+    return json.dumps(content(report, layer, collapse=collapse, graphs=graphs), indent=1)
+
+
+def content(report: ReportData, layer: str = "", *, collapse: bool = False, graphs: bool = True) -> dict[str, Any]:
+    """The report in the types of JSON, with the version of its form in ``schema``.
 
     Lists by layer hold the layers in whose name the regular expression `layer` is found; `collapse` folds those that
     differ only in numbers of their names into one with ``layers``, their count. The summary and the estimate are the
     whole report's. Without `graphs` the texts of the graphs are left out.
     """
     pattern = layer_pattern(layer)
-    content = {
+    return {
         "schema": SCHEMA,
+        "header": asdict(report.header),
         "recipe": report.recipe,
         "summary": report.summary(),
         "unused": report.unused,
@@ -47,7 +53,6 @@ def dumps(report: ReportData, layer: str = "", *, collapse: bool = False, graphs
         ],
         "graphs": report.graphs if graphs else {},
     }
-    return json.dumps(content, indent=1)
 
 
 def _times(repeats: int, collapse: bool) -> dict[str, int]:

@@ -31,6 +31,7 @@ from fxquant.passes.pipeline import Partition
 from fxquant.passes.plan.layers import layer_name
 from fxquant.recipes import Recipe
 from fxquant.report.data import EpilogueGemm
+from fxquant.report.header import header_of
 from fxquant.report.report import Report
 from fxquant.tools.progress import progress
 
@@ -177,6 +178,7 @@ def explain(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Repo
     finally:
         backend.restore()
     report = backend.report()
+    report.header = header_of(backend.recipe, model)
     report.decisions += uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
     report.breaks = breaks if backend.captured else [*breaks, "torch.compile captured no graph at all"]
     report.epilogues, report.again = backend.epilogues, backend.again
