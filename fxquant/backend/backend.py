@@ -15,17 +15,18 @@ from torch import Tensor, fx, nn
 from fxquant.backend.blocks import Blocks, Place
 from fxquant.backend.checkpoint import gathered, restore
 from fxquant.backend.controls import Controls
-from fxquant.backend.gathered import GatheredWeights, Quantizations
+from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import tell, tell_alone, watch
 from fxquant.backend.options import Options
+from fxquant.backend.outside import Quantizations
 from fxquant.backend.record import GraphRecord, Records, graph_text
 from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.selective import ask_around, ask_inside
 from fxquant.backend.shared import Shared, named_here
 from fxquant.backend.states import StateStore
 from fxquant.backend.uncaptured import graph_runs
-from fxquant.backend.weight_cache import WeightCache
+from fxquant.backend.weight_cache import CachedWeights, WeightCache
 from fxquant.checks import article, checked
 from fxquant.compat.frames import unwrapped
 from fxquant.compat.patches import compile_with_inductor
@@ -109,8 +110,8 @@ class Backend:
         self.recipe = resolve(options.recipe)
         self.inductor = options.for_inductor(self.mode)
         self.settings = options.for_passes()
-        self.weights = self._weight_cache()
         self.quantizations = Quantizations(self._compile_quantization)
+        self.weights = self._weight_cache()
         self.records = self._no_records()
         self._record = GraphRecord()  # of the graph that is compiled now
         self._sites = 0
@@ -164,7 +165,8 @@ class Backend:
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
         held = GatheredWeights(bound.gm, example_inputs, self.settings, self.quantizations)
-        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held))
+        cached = self.weights.of(bound.taken) if self.weights is not None else None
+        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held, cached))
 
     def group_of(self, request: DelayedScalingRequest | None) -> str | None:
         """The name of the process group over which a graph takes its largest amaxes; None for this process alone."""
@@ -201,22 +203,22 @@ class Backend:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self.weights = self._weight_cache()
         self.quantizations = Quantizations(self._compile_quantization)
+        self.weights = self._weight_cache()
         self.controls, self.states = Controls(self), StateStore()
         self.controls.recipe = state["controls"]
         if state["states"]:
             self.load_state_dict(state["states"])
 
     def _weight_cache(self) -> WeightCache | None:
-        return WeightCache(self._compile_quantization) if self.settings.stored_weights else None
+        return WeightCache(self.quantizations) if self.settings.stored_weights else None
 
     def _call(
         self,
         run: Callable[..., Any],
         inputs: Sequence[Any],
         record: GraphRecord,
-        read: tuple[Blocks, Bound, GatheredWeights],
+        read: tuple[Blocks, Bound, GatheredWeights, CachedWeights | None],
     ) -> Any:
         self.records.run(record)
         self.controls.run()
@@ -226,10 +228,10 @@ class Backend:
             if record.runners:
                 self._sites = record.add_layers(names, self._sites)
             record.runners.append(modules)
-        blocks, bound, held = read
+        blocks, bound, held, cached = read
         states = blocks.of_call(inputs, names)
         held.use(inputs, states)
-        parts = self.weights.parts(bound.taken, inputs) if self.weights is not None else []
+        parts = [] if cached is None else cached.parts(inputs)
         ask_around()
         with states_of_first_run(states), graph_runs():
             # tensors with a version of their own, so that other calls may come between this one and its backward

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.backend.outside import Quantizations
 from fxquant.backend.stored import dtype_read
 from fxquant.compat.checkpoints import checkpoints_around
-from fxquant.compat.memory import compile_lock
 from fxquant.compat.placements import local_part, local_part_of
-from fxquant.compat.private import make_fx, recomputes_activations
+from fxquant.compat.private import recomputes_activations
 from fxquant.compat.subclass import is_allocated
 from fxquant.errors import RecipeError
 from fxquant.formats import LinearSpec
@@ -25,28 +25,18 @@ from fxquant.roles import Direction
 from fxquant.state import DelayedState, State
 from fxquant.weights import QuantizedWeight
 
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
+def quantizing(quantizations: Quantizations) -> Callable[[Tensor, str, str, Tensor | None], list[Tensor]]:
+    """Returns `fxquant::quantize` as a function of a tensor, a spec, a direction and a state, compiled for each."""
 
-class Quantizations:
-    """`fxquant::quantize` of tensors outside of graphs, compiled once for each spec, direction and kind of tensor."""
+    def quantize(x: Tensor, spec: str, direction: str, state: Tensor | None) -> list[Tensor]:
+        def run(*tensors: Tensor) -> list[list[Tensor]]:
+            return [torch.ops.fxquant.quantize(tensors[0], spec, direction, *tensors[1:])]
 
-    def __init__(self, compile: Compile) -> None:
-        self._compile = compile
-        self._functions: dict[Any, Callable[..., Any]] = {}
+        (parts,) = quantizations((spec, direction), run, *([x] if state is None else [x, state]))
+        return parts
 
-    def __call__(self, x: Tensor, spec: str, direction: str, state: Tensor | None) -> list[Tensor]:
-        inputs = [x] if state is None else [x, state]
-        kinds = tuple((t.dtype, t.device, t.shape, t.stride(), t.data_ptr() % 16) for t in inputs)
-        key = (spec, direction, kinds)
-        if key not in self._functions:
-
-            def run(*tensors: Tensor) -> list[Tensor]:
-                return torch.ops.fxquant.quantize(tensors[0], spec, direction, *tensors[1:])  # type: ignore[no-any-return]
-
-            with compile_lock:  # while one thread traces, torch's modules are changed under all
-                self._functions[key] = self._compile(make_fx(run, tracing_mode="fake")(*inputs), inputs)
-        return list(self._functions[key](*inputs))
+    return quantize
 
 
 class GatheredWeights:
@@ -56,8 +46,10 @@ class GatheredWeights:
     fxquant reads their values.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, quantize: Quantizations) -> None:
-        self._quantize = quantize
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, quantizations: Quantizations
+    ) -> None:
+        self._quantize = quantizing(quantizations)
         self._places = [i for i, x in enumerate(inputs) if isinstance(local_part_of(x), QuantizedWeight)]
         if not self._places:
             return

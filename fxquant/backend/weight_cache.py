@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+from torch.nn import Parameter
 
 from fxquant.backend.notices import tell
+from fxquant.backend.outside import Quantizations
 from fxquant.compat.memory import Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
 from fxquant.compat.placements import held_part
-from fxquant.compat.private import make_fx
 from fxquant.compat.values import storage_key
 from fxquant.errors import FxQuantWarning
 from fxquant.passes.insert.cache_weights import Taken, Weight
 from fxquant.report.data import MODEL
 
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Moment = tuple[int, int | None]
+"""The number of optimizer steps so far, and the stream: what is computed on one is not ready on another."""
 
 _optimizer_steps = [0]
 """The number of optimizer steps: kernels of optimizers may write without counting a version."""
@@ -43,7 +44,8 @@ class _Entry:
     """The parts of one weight, by direction; its memory, and what else was so when they were made."""
 
     memory: Memory
-    moment: tuple[Any, ...]
+    device: torch.device
+    moment: Moment
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
@@ -64,53 +66,58 @@ class WeightCache:
     take memory in each direction that is used: 8-bit formats two bytes an element in training. Threads may share them.
     """
 
-    def __init__(self, compile: Compile) -> None:
-        self._compile = compile
-        self._functions: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = {}
+    def __init__(self, quantizations: Quantizations) -> None:
+        self._quantizations = quantizations
         self._entries: dict[tuple[int, Weight], _Entry] = {}
         self._lock = threading.RLock()
         self._warned = False
         _watch_optimizers()
 
-    def parts(self, taken: Sequence[Taken], inputs: Sequence[Any]) -> list[Tensor]:
-        """All parts that a graph takes, in order, given its inputs."""
-        wanted: dict[tuple[int, Weight], list[Taken]] = {}
-        for part in taken:
-            wanted.setdefault((part.place, part.weight), []).append(part)
-        quantized = {key: self._get(held_part(inputs[key[0]]), parts) for key, parts in wanted.items()}
-        return [tensor for part in taken for tensor in quantized[part.place, part.weight][part.direction]]
+    def of(self, taken: Sequence[Taken]) -> CachedWeights:
+        """Returns the weights that a graph takes, to be asked for in each of its calls."""
+        return CachedWeights(self, taken)
 
     def clear(self) -> None:
         """Forgets all quantized weights, so that the next forward quantizes them again."""
-        self._entries.clear()
+        with self._lock:
+            for key in list(self._entries):
+                self._forget(key)
 
-    def _get(self, parameter: Tensor, taken: Sequence[Taken]) -> dict[str, list[Tensor]]:
+    def _forget(self, key: tuple[int, Weight]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            entry.parts = {}  # graphs may remember it
+
+    def get(self, parameter: Tensor, taken: Sequence[Taken]) -> tuple[dict[str, list[Tensor]], _Entry | None]:
+        """Returns the parts of the directions of one weight, and where they are kept, if they are."""
         weight, directions = taken[0].weight, [part.direction for part in taken]
         if is_fake(parameter):  # as torch runs the parts of a graph that it has split
             with _as_it_is(parameter):
-                return dict(zip(directions, weight.quantize(parameter.detach(), tuple(directions)), strict=True))
-        if is_captured(parameter):  # a recorded graph is replayed when the payloads may be gone
-            return self._quantize(parameter, weight, directions)
+                parts = weight.quantize(parameter.detach(), tuple(directions))
+            return dict(zip(directions, parts, strict=True)), None
+        if is_captured(parameter.device):  # a recorded graph is replayed when the payloads may be gone
+            return self._quantize(parameter, weight, directions), None
         with self._lock:
             if reason := unseen_writes(parameter):
-                self._entries.pop((storage_key(parameter), weight), None)
+                self._forget((storage_key(parameter), weight))
                 self._warn(parameter, taken[0], reason)
-                return self._quantize(parameter, weight, directions)
+                return self._quantize(parameter, weight, directions), None
             entry = self._entry(parameter, weight)
             missing = [direction for direction in directions if direction not in entry.parts]
             if missing:
-                entry.parts |= self._quantize(parameter, weight, missing)
-            return dict(entry.parts)
+                entry.parts = entry.parts | self._quantize(parameter, weight, missing)
+            return entry.parts, entry
 
     def _entry(self, parameter: Tensor, weight: Weight) -> _Entry:
         """The entry of a weight, which is new and empty if it cannot be seen that the weight is as it was."""
-        # what is computed on one stream of a GPU is not ready on another
-        moment = (_optimizer_steps[0], stream_of(parameter))
+        device = parameter.device
+        moment = moment_on(device)
         key = (storage_key(parameter), weight)
         entry = self._entries.get(key)
         if entry is None or entry.moment != moment or not entry.memory.unchanged(parameter):
-            memory = Memory(parameter, functools.partial(self._entries.pop, key, None))
-            entry = self._entries[key] = _Entry(memory, moment)
+            self._forget(key)
+            memory = Memory(parameter, functools.partial(self._forget, key))
+            entry = self._entries[key] = _Entry(memory, device, moment)
         return entry
 
     def _warn(self, parameter: Tensor, taken: Taken, reason: str) -> None:
@@ -126,26 +133,67 @@ class WeightCache:
         )
 
     def _quantize(self, parameter: Tensor, weight: Weight, directions: list[str]) -> dict[str, list[Tensor]]:
+        def run(value: Tensor) -> list[list[Tensor]]:
+            return weight.quantize(value, tuple(directions))
+
         with torch.inference_mode(False), _as_it_is(parameter):
-            value = parameter.detach()
-            key = (weight, *directions, value.dtype, value.device, value.shape, value.stride())
-            if key not in self._functions:
-                with compile_lock:  # while one thread traces, torch's modules are changed under all
-                    self._functions[key] = self._compiled(value, weight, directions)
-            run, sizes = self._functions[key]
-            flat = (part.contiguous() for part in run(value))  # as graphs expect their inputs; kernels may not
-        return {direction: list(itertools.islice(flat, n)) for direction, n in zip(directions, sizes, strict=True)}
+            quantized = self._quantizations((weight, *directions), run, parameter.detach())
+        # dense, as graphs expect their inputs; kernels may not give them so
+        dense = ([part.contiguous() for part in parts] for parts in quantized)
+        return dict(zip(directions, dense, strict=True))
 
-    def _compiled(
-        self, value: Tensor, weight: Weight, directions: list[str]
-    ) -> tuple[Callable[..., Any], tuple[int, ...]]:
-        """The quantization as one flat list, and the number of parts of each direction."""
-        sizes: list[int] = []
 
-        def run(value: Tensor) -> list[Tensor]:
-            parts = weight.quantize(value, tuple(directions))
-            sizes[:] = map(len, parts)
-            return [*itertools.chain(*parts)]
+def moment_on(device: torch.device) -> Moment:
+    """Returns what must be as it was for a weight on a device to be as it was."""
+    return _optimizer_steps[0], stream_of(device)
 
-        graph = make_fx(run, tracing_mode="fake")(value)
-        return self._compile(graph, [value]), tuple(sizes)
+
+class _Slot:
+    """One weight among the inputs of a graph, the directions taken of it, and where its parts were last time."""
+
+    __slots__ = ("entry", "place", "taken")
+
+    def __init__(self, place: int, taken: list[Taken]) -> None:
+        self.place, self.taken = place, taken
+        self.entry: _Entry | None = None
+
+
+class CachedWeights:
+    """The weights that one graph takes.
+
+    Each remembers where its parts were last time. If they can be seen to be those of the weight still, nothing is
+    looked up, and no lock is taken; else the cache looks again.
+    """
+
+    def __init__(self, cache: WeightCache, taken: Sequence[Taken]) -> None:
+        self._cache = cache
+        slots: dict[tuple[int, Weight], int] = {}
+        self._slots: list[_Slot] = []
+        self._order: list[tuple[int, str]] = []
+        for part in taken:
+            index = slots.setdefault((part.place, part.weight), len(slots))
+            if index == len(self._slots):
+                self._slots.append(_Slot(part.place, []))
+            self._slots[index].taken.append(part)
+            self._order.append((index, part.direction))
+
+    def parts(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """All parts that the graph takes, in order, given its inputs."""
+        now: dict[torch.device, Moment | None] = {}
+        quantized: list[dict[str, list[Tensor]]] = []
+        for slot in self._slots:
+            parameter = inputs[slot.place]
+            if type(parameter) is not Parameter:
+                parameter = held_part(parameter)
+            if (entry := slot.entry) is not None:
+                device = entry.device
+                if device not in now:
+                    now[device] = None if is_captured(device) else moment_on(device)
+                # taken before the memory is looked at: another thread may empty the entry at any time
+                parts = entry.parts
+                if entry.moment == now[device] and parts and entry.memory.unchanged(parameter):
+                    quantized.append(parts)
+                    continue
+            parts, slot.entry = self._cache.get(parameter, slot.taken)
+            quantized.append(parts)
+        return [tensor for index, direction in self._order for tensor in quantized[index][direction]]

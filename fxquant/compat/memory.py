@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxquant.compat.patch import Patch, apply
 from fxquant.compat.values import storage_key, version
 
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _asked: dict[int, int] = {}
 """How often `.data` was asked for or assigned, for each memory that is watched."""
 
@@ -37,16 +38,27 @@ class Memory:
             gone()
 
         self._storage = weakref.ref(tensor.untyped_storage(), freed)
-        self._state = _state(tensor, _asked.setdefault(key, 0))
+        self._version = version(tensor)
+        self._asked = _asked.setdefault(key, 0)
+        self._layout = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
     def unchanged(self, tensor: Tensor) -> bool:
-        """Returns True if the tensor lies in this memory as it did, and nothing that can be seen was written there."""
+        """Returns True if the tensor lies in this memory as it did, and nothing was written there, seen or unseen.
+
+        It asks what `unseen_writes` asks, in one look, since every call of a graph asks it of every weight. (Memory
+        that begins to be shared with other processes moves.)
+        """
         storage = tensor.untyped_storage()
-        return self._storage() is storage and self._state == _state(tensor, _asked.get(storage._cdata))
-
-
-def _state(tensor: Tensor, asked: int | None) -> tuple[Any, ...]:
-    return version(tensor), asked, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        key = storage._cdata
+        return (
+            self._storage() is storage
+            and _use_count(key) == _lone_holders()
+            and storage.resizable()
+            and not tensor.is_inference()
+            and self._version == tensor._version
+            and self._asked == _asked.get(key)
+            and self._layout == (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        )
 
 
 def unseen_writes(tensor: Tensor) -> str | None:
@@ -54,22 +66,19 @@ def unseen_writes(tensor: Tensor) -> str | None:
     if tensor.is_inference():
         return "was made under inference_mode, where no writes are counted"
     storage = tensor.untyped_storage()
-    if _holders(storage) != _lone_holders():
+    if _use_count(storage._cdata) != _lone_holders():
         return "shares its memory with other tensors"
     if not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
         return "shares its memory with an array, a file or another process"
     return None
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
-    """Returns how many hold a memory: tensors, and the storage that was asked for."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
 @functools.cache
 def _lone_holders() -> int:
+    """Returns how many hold the memory of a tensor that nothing shares: the tensor, and the storage asked for."""
     lone = torch.empty(1, device="cpu")
-    return _holders(lone.untyped_storage())
+    storage = lone.untyped_storage()
+    return _use_count(storage._cdata)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -77,14 +86,14 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_captured(tensor: Tensor) -> bool:
-    """Returns True if what is computed of a tensor now is recorded into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def is_captured(device: torch.device) -> bool:
+    """Returns True if what is computed on a device now is recorded into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def stream_of(tensor: Tensor) -> int | None:
-    """Returns the stream on which a tensor of a GPU is used now."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+def stream_of(device: torch.device) -> int | None:
+    """Returns the stream on which tensors of a GPU are used now."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 def _note_and_do(do: Callable[..., Any], tensor: Tensor, *value: Any) -> Any:

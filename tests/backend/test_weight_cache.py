@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fxquant
 from fxquant.backend import backend as backend_module
 from fxquant.backend.backend import Backend
+from fxquant.backend.outside import Quantizations
 from fxquant.backend.weight_cache import WeightCache
 from fxquant.errors import FxQuantWarning
 from fxquant.passes.insert.cache_weights import Taken, Weight
@@ -55,7 +56,8 @@ def test_cached_weights_are_as_dense_as_graphs_expect_them() -> None:
 
     weight = Weight((), torch.float32, "mxfp8_e4m3", False)
     directions = ("rowwise", "columnwise")
-    cached = WeightCache(transposing).parts([Taken(0, weight, d) for d in directions], [torch.randn(96, 64)])
+    cache = WeightCache(Quantizations(transposing))
+    cached = cache.of([Taken(0, weight, d) for d in directions]).parts([torch.randn(96, 64)])
     assert [tuple(part.shape) for part in cached] == [(96, 64), (96, 2), (64, 96), (64, 3)]
     assert all(part.is_contiguous() for part in cached)
 
@@ -131,6 +133,20 @@ def test_a_changed_weight_is_quantized_again() -> None:
         assert [counted(x), counted(x)] == [1, 0], name
     assert counted.backend.weights is not None
     assert len(counted.backend.weights._entries) == 1, "of a parameter that is gone"
+
+
+def test_an_unchanged_weight_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place of a graph remembers its parts, until they are forgotten."""
+    asked: list[Tensor] = []
+    get = WeightCache.get
+    monkeypatch.setattr(WeightCache, "get", lambda self, p, taken: asked.append(p) or get(self, p, taken))
+    layer, x = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)), torch.randn(32, 64)
+    counted, counts = Counted(layer), []
+    for change in (lambda: None, lambda: None, lambda: layer[1].weight.data.add_(1), counted.backend.clear_cache):
+        change()
+        asked.clear()
+        counts.append((counted(x), len(asked)))
+    assert counts == [(2, 2), (0, 0), (1, 1), (2, 2)]
 
 
 def flat(layer: nn.Linear) -> Tensor:
