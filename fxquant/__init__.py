@@ -16,6 +16,7 @@ from fxquant.decisions import Decision, SkipReason
 from fxquant.errors import (
     FxQuantError,
     FxQuantWarning,
+    NonFiniteWarning,
     OptionError,
     ProgramError,
     RecipeError,
@@ -181,6 +182,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "NVFP4WeightOnly",
+    "NonFiniteWarning",
     "OptionError",
     "ProgramError",
     "QParams",

@@ -41,3 +41,7 @@ class UnquantizedWarning(FxQuantWarning):
 
 class UnusedRuleWarning(FxQuantWarning):
     """A part of a recipe matched nothing."""
+
+
+class NonFiniteWarning(FxQuantWarning):
+    """A value or a gradient is NaN or infinite: with ``FXQUANT_VERIFY=1`` the first one is named."""

@@ -1,4 +1,4 @@
-"""The form of graphs at the borders of stages: checked after every pass in tests, and where ``FXQUANT_VERIFY`` is 1."""
+"""The form of graphs at the borders of stages: checked after every pass where ``FXQUANT_VERIFY`` is 1 or ``graphs``."""
 
 from __future__ import annotations
 
@@ -76,6 +76,11 @@ LOWERED = Border("lowered", _PROGRAM, _FOUND, Form(stripped=EXAMPLE_VALUE, lower
 
 def verifies() -> bool:
     """Returns True if graphs are checked."""
+    return os.environ.get(VERIFY) in ("1", "graphs")
+
+
+def checks_values() -> bool:
+    """Returns True if the values of runs are checked too."""
     return os.environ.get(VERIFY) == "1"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["FXQUANT_VERIFY"] = "1"
+os.environ["FXQUANT_VERIFY"] = "graphs"
 # Inductor compiles and loads a file for each instruction set in each process, to see that the compiler knows it
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxquant.backend.blocks import Blocks, Place
 from fxquant.backend.checkpoint import gathered, restore
 from fxquant.backend.controls import Controls
+from fxquant.backend.finite import FiniteCheck
 from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import tell, tell_alone, watch
@@ -40,6 +41,7 @@ from fxquant.passes.graph.considered import considered
 from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
 from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
+from fxquant.passes.verify import checks_values
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import RECIPES, Recipe, resolve
 from fxquant.report.report import Report
@@ -165,6 +167,8 @@ class Backend:
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
         held = GatheredWeights(bound.gm, example_inputs, self.settings, self.quantizations)
+        if checks_values():
+            compiled = FiniteCheck(bound.gm, self._all_names, self.records.what).watching(compiled)
         cached = self.weights.of(bound.taken) if self.weights is not None else None
         return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held, cached))
 
