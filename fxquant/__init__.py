@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from fxquant.calibration import Amax, Calibration
     from fxquant.export.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
     from fxquant.report.report import Report
+    from fxquant.tools.bisect import bisect
     from fxquant.tools.explain import explain
     from fxquant.tools.measure import measure
     from fxquant.weights.agree import precompute_scales
@@ -99,6 +100,7 @@ _LAZY = {
     "state_dict": "fxquant.backend.model",
     "compile": "fxquant.backend.switch",
     "compile_blocks": "fxquant.backend.repeated",
+    "bisect": "fxquant.tools.bisect",
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
     "Report": "fxquant.report.report",
@@ -202,6 +204,7 @@ __all__ = [
     "__version__",
     "aoti_compile_and_package",
     "autocast",
+    "bisect",
     "clear_cache",
     "compile",
     "compile_blocks",

@@ -57,8 +57,8 @@ def recipe_rows() -> list[dict[str, str]]:
 
 
 def factory_rows() -> list[dict[str, str]]:
-    """The rows of `recipe_rows` for the factories of the library."""
-    library = factories.FACTORIES.items()
+    """The rows of `recipe_rows` for the factories of the library and of papers."""
+    library = [*factories.FACTORIES.items(), *factories.PAPERS.items()]
     return [_row(f"factories.{name}", recipes.CustomRecipe(qfactory=factory)) for name, factory in library]
 
 
@@ -223,6 +223,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_target(measure, recipe)
     measure.set_defaults(run=_measure)
 
+    bisect = commands.add_parser(
+        "bisect",
+        help="the operands whose quantization breaks a check",
+        description="Runs a model under parts of a recipe, and prints the fewest operands that break a check.",
+        epilog="example: bisect my_models:make --recipe nvfp4 --check differs=0.2",
+    )
+    _add_target(bisect, recipe, shown=False)
+    bisect.add_argument(
+        "--check",
+        metavar="CHECK",
+        default="nan",
+        help="nan, loss=BOUND, differs=BOUND, or MODULE:FUNCTION of the compiled model and its batch (default: nan)",
+    )
+    bisect.set_defaults(run=_bisect)
+
     quantize = commands.add_parser(
         "quantize",
         help="quantizes a saved exported program",
@@ -253,8 +268,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any]) -> None:
-    """Adds the arguments of commands that take a model of the user's."""
+def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown: bool = True) -> None:
+    """Adds the arguments of commands that take a model of the user's, and of those that show a report of it."""
     command.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
@@ -262,6 +277,8 @@ def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any]) -> Non
         help="a function without arguments that returns (model, args), (model, kwargs) or (model, args, kwargs)",
     )
     command.add_argument("--recipe", **recipe)
+    if not shown:
+        return
     command.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
     command.add_argument("--html", metavar="PATH", type=_path, help="also write an HTML report, of all layers")
 
@@ -299,12 +316,11 @@ def _recipe(name: str) -> recipes.Recipe:
     kind, _, factory = name.rpartition(".")
     if kind != "factories":
         return recipes.get(name)
-    if factory not in factories.FACTORIES:
-        hint = did_you_mean(name, [f"factories.{item}" for item in factories.FACTORIES])
-        raise FxQuantError(
-            f"unknown factory {factory!r}{hint or ';'} known factories: {', '.join(factories.FACTORIES)}"
-        )
-    return recipes.CustomRecipe(qfactory=factories.FACTORIES[factory])
+    by_name = {**factories.FACTORIES, **factories.PAPERS}
+    if factory not in by_name:
+        hint = did_you_mean(name, [f"factories.{item}" for item in by_name])
+        raise FxQuantError(f"unknown factory {factory!r}{hint or ';'} known factories: {', '.join(by_name)}")
+    return recipes.CustomRecipe(qfactory=by_name[factory])
 
 
 def _own_recipe(name: str, answer: Any) -> recipes.Recipe:
@@ -351,6 +367,26 @@ def _measure(options: argparse.Namespace) -> str:
     if options.json:
         return str(report.to_json(options.layer, graphs=False))
     return "\n".join([f"recipe: {report.recipe}", report.loss_table(options.layer), report.totals()])
+
+
+def _bisect(options: argparse.Namespace) -> str:
+    from fxquant.tools.bisect import CHECKS, bisect
+    from fxquant.tools.trials import Batch
+
+    recipe, check = _recipe(options.recipe), options.check
+    if bound := re.fullmatch(rf"({'|'.join(CHECKS[1:])})=([\d.eE+-]+)", check):
+        check = {bound[1]: float(bound[2])}
+    elif ":" in check and not callable(check := _attribute(check)):
+        raise FxQuantError(f"{options.check} is no function: a check is one of (model, batch)")
+    model, args, kwargs = load(options.target)
+    with _one_sentence(options.target):
+        operands = bisect(model, Batch(args, kwargs), recipe, check)
+    rows = [operand._asdict() for operand in operands]
+    if options.json:
+        return _json({"recipe": str(recipe), "operands": rows})
+    if not rows:
+        return f"the check holds under {recipe}"
+    return _rows("operands", [{**row, "layer": row["layer"] or "<model>"} for row in rows], False)
 
 
 def _reported(options: argparse.Namespace, run: Callable[..., Any]) -> Any:

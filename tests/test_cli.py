@@ -12,7 +12,7 @@ import torch
 
 import fxquant
 from fxquant.__main__ import main
-from fxquant.factories import FACTORIES
+from fxquant.factories import FACTORIES, PAPERS
 from fxquant.formats import FORMATS
 from fxquant.recipes import RECIPES
 
@@ -140,6 +140,15 @@ def test_measure_prints_the_losses(models: str, tmp_path: Path, capsys: pytest.C
     assert [loss["layer"] for loss in json.loads(capsys.readouterr().out)["losses"]] == ["0"]
     assert main([*command, "--recipe", "high_precision"]) == 1
     assert "nothing was quantized, so nothing is measured" in capsys.readouterr().err
+
+
+def test_bisect_prints_the_operands(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bisect", f"{models}:with_args", "--recipe", "nvfp4", "--check"]
+    assert main([*command, "differs=0.0001", "--json"]) == 0
+    operands = json.loads(capsys.readouterr().out)["operands"]
+    assert operands == [{"layer": "0", "role": "input", "direction": "rowwise"}]
+    assert main([*command, "nan"]) == 0 and "the check holds under nvfp4" in capsys.readouterr().out
+    assert main([*command, f"{models}:number"]) == 1 and "is no function" in capsys.readouterr().err
 
 
 def test_recipes_of_the_users_modules(models: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +342,7 @@ def test_recipes_and_env_say_how_each_recipe_runs(capsys: pytest.CaptureFixture[
     content = json.loads(capsys.readouterr().out)
     rows = {row["recipe"]: row for row in content["recipes"]}
     assert content["schema"] == 1
-    assert list(rows) == [*RECIPES, *(f"factories.{name}" for name in FACTORIES)]
+    assert list(rows) == [*RECIPES, *(f"factories.{name}" for name in (*FACTORIES, *PAPERS))]
     assert rows["factories.high_precision_fwd_mxfp8_bwd"]["input"] == "identity|mxfp8_e4m3"
     assert rows["factories.mxfp8_fwd_high_precision_bwd"]["weight"] == "mxfp8_e4m3>identity"
     assert rows["high_precision"]["on the CPU"] == "native"

@@ -194,7 +194,8 @@ def runs_as(recipe: Recipe, place: str) -> str:
     formats = [quantizer.spec(direction).row for quantizer in quantizers.values() for direction in Direction]
     kinds = {(row.hopper if place == "Hopper" else row.cpu).partition(":")[0] for row in formats}
     pairs = ([quantizers[operand].spec(side) for operand, side in sides] for sides in GEMM_OPERANDS.values())
-    return "emulated" if "emulated" in kinds or any(is_mixed(*pair) for pair in pairs) else "native"
+    by_hand = any(row.family == "custom" for row in formats)
+    return "emulated" if by_hand or "emulated" in kinds or any(is_mixed(*pair) for pair in pairs) else "native"
 
 
 def is_attention(role: QuantizerRole) -> bool:

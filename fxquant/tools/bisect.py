@@ -1,0 +1,192 @@
+"""`fxquant.bisect`: the smallest set of operands whose quantization breaks a check."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.backend.options import check_model
+from fxquant.checks import article, checked, did_you_mean
+from fxquant.compat.private import tree_leaves
+from fxquant.errors import ArgumentError, OptionError, RecipeError
+from fxquant.recipes import HighPrecision, Recipe, resolve
+from fxquant.recipes.operands import Operand, PerOperand
+from fxquant.tools.progress import progress
+from fxquant.tools.trials import Trials, batches_of, call, loss_in, operands_of
+
+log = logging.getLogger(__name__)
+
+Unit = tuple[Operand, ...]
+Check = Callable[[Any, Any], Any]
+
+CHECKS = ("nan", "loss", "differs")
+"""The checks that need no function; the last two have a bound."""
+
+
+@checked(
+    ArgumentError,
+    called="fxquant.bisect",
+    takes={
+        "model": "a module or a function",
+        "recipe": 'a name, such as fxquant.bisect(model, data, "mxfp8"), or a Recipe',
+        "data": "a batch (a tensor, a tuple of arguments or a dict of keywords), or a list of them",
+    },
+)
+def bisect(
+    model: Any,
+    data: Any,
+    recipe: Recipe | str,
+    check: Any = "nan",
+    *,
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> list[Operand]:
+    """Names the smallest set of operands whose quantization under `recipe` breaks a check, as (layer, role, direction).
+
+    `check` is one of
+
+    - ``"nan"``: outputs and gradients are finite;
+    - ``{"loss": 2.5}``: the loss that the model returns is at most 2.5;
+    - ``{"differs": 0.1}``: outputs and gradients differ by at most 0.1 from unquantized ones, relative in the norm;
+    - a function ``check(model, data)`` of the compiled model and the data as they were passed, which may train the
+      model. It holds for the unquantized model, and breaks where it answers otherwise than there, or fails an assert.
+
+    Runs begin from the same state of the model and the same random numbers, which both are as before afterwards. With
+    n operands that are quantized, one that is to blame takes at most 3 + log2(n) runs, each further one 1 + log2(n)
+    more. None of the result can be left out, if no further operand mends what others break. It is empty if the check
+    holds under `recipe`. Models are compiled with `options`, by default to run operator by operator
+    (``{"inner": "aot_eager"}``).
+
+    Raises OptionError if the check does not hold for the unquantized model, and for what is no check, and RecipeError
+    if the recipe quantizes nothing.
+    """
+    check_model(model, "bisected")
+    recipe = resolve(recipe)
+    trials = Trials(model, options, seed)
+    search = _Search(trials, recipe, _outcome_of(check, model, data, trials))
+    with progress("bisect", search.state):
+        return search.smallest()
+
+
+class _Search:
+    """Looks for the operands that are to blame, from prefixes of all."""
+
+    def __init__(self, trials: Trials, recipe: Recipe, outcome: Callable[[Any], Any]) -> None:
+        self.trials, self.recipe, self.outcome = trials, recipe, outcome
+        self.holds: Any = None
+        self.suspects = 0
+
+    def state(self) -> str:
+        """Says how far it is."""
+        return f"run {self.trials.runs}" + (f", {self.suspects} operands may be to blame" if self.suspects else "")
+
+    def smallest(self) -> list[Operand]:
+        self.holds = self.trials.run(HighPrecision(), self.outcome)
+        if not _may_hold(self.holds):
+            raise OptionError(f"the check does not hold for the unquantized model either: {self.holds}")
+        whole = self.trials.run(self.recipe, self.outcome)
+        units = operands_of(self.trials.decisions, self.recipe)
+        if not units:
+            raise RecipeError(f"{self.recipe} quantizes nothing of this model: fxquant.explain shows every operand")
+        if whole == self.holds:
+            if not whole:
+                raise OptionError("the check answers False for the unquantized model and for the quantized one")
+            return []
+        required: list[Unit] = []
+        self.suspects = len(units)
+        while not required or not self.breaks(required):
+            good, bad = 0, len(units)  # the numbers of operands, from the first on, with which it holds and breaks
+            while bad - good > 1:
+                middle = (good + bad) // 2
+                good, bad = (good, middle) if self.breaks([*units[:middle], *required]) else (middle, bad)
+                self.suspects = bad - good
+            required.append(units[bad - 1])
+            units = units[: bad - 1]
+            if bad == 1:
+                break  # these have been tried
+        log.info("bisect: %d runs", self.trials.runs)
+        return [operand for unit in required for operand in unit]
+
+    def breaks(self, units: Sequence[Unit]) -> bool:
+        """Returns True if the check breaks with these operands quantized and no others."""
+        chosen = {operand: 0 for unit in units for operand in unit}
+        return bool(self.trials.run(PerOperand.of([self.recipe], chosen), self.outcome) != self.holds)
+
+
+def _may_hold(outcome: Any) -> bool:
+    """Returns False for an outcome that no check means by holding: an assert that failed, or a built-in check's no."""
+    return not isinstance(outcome, str)
+
+
+def _outcome_of(check: Any, model: Any, data: Any, trials: Trials) -> Callable[[Any], Any]:
+    """The function of a compiled model that runs a check: it returns a text where that cannot hold."""
+    if check == "nan":
+        return lambda compiled: _first_nonfinite(_results(compiled, model, data))
+    if isinstance(check, Mapping) and len(check) == 1 and (kind := next(iter(check))) in CHECKS[1:]:
+        bound = check[kind]
+        if not isinstance(bound, int | float) or isinstance(bound, bool) or not bound >= 0:
+            raise ArgumentError(f"fxquant.bisect: the bound of {check!r} must be a number of at least 0")
+        if kind == "loss":
+            return lambda compiled: _above(compiled, data, bound)
+        exact = trials.run(HighPrecision(), lambda compiled: _results(compiled, model, data))
+        return lambda compiled: _differs(_results(compiled, model, data), exact, bound)
+    if isinstance(check, str | Mapping) or not callable(check):
+        kinds = "'nan', {'loss': bound}, {'differs': bound} or a function of (model, data)"
+        shown = repr(check) if isinstance(check, str | Mapping) else article(type(check).__name__)
+        asked = next(iter(check), "") if isinstance(check, Mapping) else check
+        hint = did_you_mean(asked, CHECKS) if isinstance(asked, str) and asked not in CHECKS else ""
+        raise ArgumentError(f"fxquant.bisect: check must be {kinds}, not {shown}{hint}")
+    return lambda compiled: _asked(check, compiled, data)
+
+
+def _asked(check: Check, compiled: Any, data: Any) -> Any:
+    """The answer of a user's check; the text of an assert that failed."""
+    try:
+        answer = check(compiled, data)
+    except AssertionError as error:
+        return f"AssertionError {error}".strip().partition("\n")[0]
+    return True if answer is None else bool(answer)
+
+
+def _results(compiled: Any, model: Any, data: Any) -> dict[str, Tensor]:
+    """The outputs and gradients of all batches, by name."""
+    results: dict[str, Tensor] = {}
+    for i, batch in enumerate(batches_of(data)):
+        output = call(compiled, batch)
+        leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+        results |= {f"output {j} of batch {i}": x.detach().clone() for j, x in enumerate(leaves)}
+        loss = loss_in(output)
+        loss = loss if loss is not None else sum((x.float().square().mean() for x in leaves), torch.zeros(()))
+        if loss.requires_grad:
+            torch.autograd.backward([loss.sum()])
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                results[f"the gradient of {name}"] = parameter.grad.detach().clone()
+    return results
+
+
+def _first_nonfinite(results: Mapping[str, Tensor]) -> Any:
+    return next((f"{name} is not finite" for name, x in results.items() if not x.isfinite().all()), True)
+
+
+def _above(compiled: Any, data: Any, bound: float) -> Any:
+    losses = [loss_in(call(compiled, batch)) for batch in batches_of(data)]
+    numbers = [loss.item() for loss in losses if loss is not None]
+    if not numbers:
+        raise OptionError("the model returns no loss: pass a function check(model, data) that computes it")
+    mean = sum(numbers) / len(numbers)
+    return True if mean <= bound else f"a loss of {mean:g} is above {bound:g}"
+
+
+def _differs(results: Mapping[str, Tensor], exact: Mapping[str, Tensor], bound: float) -> Any:
+    for name, x in results.items():
+        reference = exact[name].float()
+        distance = (x.float() - reference).norm() / reference.norm().clamp_min(1e-30)
+        if not distance <= bound:  # NaN too
+            return f"{name} differs by {float(distance):g}"
+    return True
