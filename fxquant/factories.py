@@ -21,6 +21,7 @@ from torch import nn
 from fxquant.checks import article, checked, did_you_mean
 from fxquant.errors import RecipeError
 from fxquant.quantizers import (
+    BlockQuantizer,
     DelayedScalingRequest,
     DType,
     Float8BlockQuantizer,
@@ -188,6 +189,85 @@ def nvfp4_linear_fp8_dpa(role: QuantizerRole) -> Quantizer | DelayedScalingReque
     return nvfp4(role)
 
 
+PAPERS: dict[str, QuantizerFactory] = {}
+"""Recipes of papers and standards, by name; their docstrings have the source."""
+
+
+def _paper(function: Callable[[QuantizerRole], Quantizer]) -> Callable[[QuantizerRole | None], Quantizer]:
+    """Makes a function of roles a factory for linear layers, all else in high precision, unless it takes all roles."""
+
+    @functools.wraps(function)
+    def factory(role: QuantizerRole | None) -> Quantizer:
+        role = role or QuantizerRole("linear", "input")
+        return function(role) if role.module_type in ("linear", "grouped_linear") else IdentityQuantizer()
+
+    PAPERS[function.__name__] = factory
+    return factory
+
+
+@_paper
+def fp8_e5m2_gradients(role: QuantizerRole) -> Quantizer:
+    """FP8 with a scale for each tensor: e4m3 for weights and activations, e5m2 for gradients.
+
+    FP8 Formats for Deep Learning (arXiv 2209.05433), section 3; scales from the tensor's own amax.
+    """
+    return Float8CurrentScalingQuantizer(fp8_dtype=Format.HYBRID.dtype(role.tensor_type))
+
+
+_NOT_QUANTIZED_BY_DEEPSEEK = re.compile(r"(.*\.)?(lm_head|head|router|gate)")
+
+
+@_paper
+def deepseek_v3(role: QuantizerRole) -> Quantizer:
+    """FP8 e4m3 in tiles of 1x128 for activations and gradients, and 128x128 for weights, under float32 scales.
+
+    DeepSeek-V3 (arXiv 2412.19437), section 3.3.2; wgrad sees inputs that are quantized a second time, in tiles of
+    128x1, from those of the forward (section 3.5.2). The output head and the gates of experts stay in high precision
+    (section 3.3.1): layers with the last name ``lm_head``, ``head``, ``router`` or ``gate``. The paper's power-of-two
+    scales of some inputs, and its promotion of partial sums, are not part of it.
+    """
+    if _NOT_QUANTIZED_BY_DEEPSEEK.fullmatch(role.name):
+        return IdentityQuantizer()
+    if role.tensor_type == "weight":
+        return Float8BlockQuantizer(block_scaling_dim=2, force_pow_2_scales=False)
+    tiles = Float8BlockQuantizer(block_scaling_dim=1, force_pow_2_scales=False)
+    return _dequantized(tiles, tiles.copy()) if role.tensor_type == "input" else tiles
+
+
+def mxfp8_everywhere(role: QuantizerRole | None) -> Quantizer:
+    """MXFP8 in e4m3 for every operand: of linear layers, experts, attention, and products of two activations.
+
+    Recipes for Pre-training LLMs with MXFP8 (arXiv 2506.08027) has e4m3 for weights, activations and gradients of
+    linear layers, with scales rounded up; here attention and other products are quantized too.
+    """
+    return MXFP8Quantizer()
+
+
+PAPERS[mxfp8_everywhere.__name__] = mxfp8_everywhere
+
+
+@_paper
+def mxfp4_weights(role: QuantizerRole) -> Quantizer:
+    """MXFP4 for weights, and MXFP6 (e3m2) for activations and gradients, in blocks of 32.
+
+    Microscaling Data Formats for Deep Learning (arXiv 2310.10537), section 5, generative training; OCP MX v1.0,
+    sections 5.3.2 and 5.3.3.
+    """
+    return BlockQuantizer("e2m1" if role.tensor_type == "weight" else "e3m2")
+
+
+@_paper
+def mxfp6(role: QuantizerRole) -> Quantizer:
+    """MXFP6 for linear layers, in blocks of 32: e2m3 forward, e3m2 for gradients (OCP MX v1.0, section 5.3.2)."""
+    return BlockQuantizer("e3m2" if role.tensor_type == "grad_output" else "e2m3")
+
+
+@_paper
+def mxint8(role: QuantizerRole) -> Quantizer:
+    """MXINT8 for linear layers, in blocks of 32 (OCP MX v1.0, section 5.3.4)."""
+    return BlockQuantizer("int8")
+
+
 _ANSWERS = {"answers": 'a dict, such as {"lm_head": "high_precision"}'}
 
 
@@ -268,6 +348,33 @@ def first_and_last(
     return Rules(rules, factory)
 
 
+@checked(called="fxquant.factories.nvfp4_last_layers", takes={"layers": "a number of layers or a model"})
+def nvfp4_last_layers(layers: Any, *, first: int = 0, last: int | None = None) -> Rules:
+    """NVFP4 as its training paper has it: the last layers in high precision, and `nvfp4` for all before.
+
+    Pretraining Large Language Models with NVFP4 (arXiv 2509.25149), section 4: some layers in high precision, mostly
+    the last (4.1), the random Hadamard transform for wgrad (4.2), 16x16 tiles for weights (4.3) and stochastic rounding
+    of gradients (4.4). `last` is 15% of the layers unless set; the paper's model of 62 blocks has ``first=2, last=8``.
+    `layers` is the number of layers, or the model, as for `first_and_last`. The rules are for linear layers alone.
+    """
+    if last is None:
+        count = max(_stacks(layers).values(), default=1) if isinstance(layers, nn.Module) else layers
+        last = max(1, round(0.15 * count)) if isinstance(count, int) else 1
+    return first_and_last(
+        by_module_type(dict.fromkeys(("linear", "grouped_linear"), nvfp4)), first=first, last=last, layers=layers
+    )
+
+
+@checked(called="fxquant.factories.first_and_last_layer", takes={"factory": "the answer for the layers between"})
+def first_and_last_layer(factory: Answer, layers: Any) -> Rules:
+    """`factory` for all layers but the first and the last, which stay in high precision.
+
+    DoReFa-Net (arXiv 1606.06160), section 2.7, and many after it. `layers` is as for `first_and_last`, which takes
+    other numbers.
+    """
+    return first_and_last(factory, first=1, last=1, layers=layers)
+
+
 def _stacks(model: nn.Module) -> dict[str, int]:
     """The number of layers in each stack of a model."""
     counts: dict[str, int] = {}
@@ -313,27 +420,37 @@ def __getattr__(name: str) -> QuantizerFactory:
     base = name.removesuffix("_factory").removesuffix("_quantizer")
     if base != name and base in FACTORIES:
         return FACTORIES[base]
-    raise AttributeError(f"module 'fxquant.factories' has no attribute {name!r}{did_you_mean(name, FACTORIES)}")
+    hint = did_you_mean(name, [*FACTORIES, *PAPERS])
+    raise AttributeError(f"module 'fxquant.factories' has no attribute {name!r}{hint}")
 
 
 __all__ = [
     "FACTORIES",
+    "PAPERS",
     "StringRoles",
     "by_module_type",
     "by_name",
     "by_tensor_type",
     "current_scaling",
+    "deepseek_v3",
     "delayed_scaling",
     "first_and_last",
+    "first_and_last_layer",
     "float8_block_scaling",
+    "fp8_e5m2_gradients",
     "from_string_roles",
     "high_precision",
     "high_precision_fwd_mxfp8_bwd",
+    "mxfp4_weights",
+    "mxfp6",
     "mxfp8",
+    "mxfp8_everywhere",
     "mxfp8_fwd_high_precision_bwd",
     "mxfp8_fwd_nvfp4_bwd",
+    "mxint8",
     "nvfp4",
     "nvfp4_1d_weight",
+    "nvfp4_last_layers",
     "nvfp4_linear_fp8_dpa",
     "nvfp4_row_scaled_fwd_high_precision_bwd",
     "nvfp4_row_scaled_fwd_mxfp8_bwd",

@@ -34,7 +34,17 @@ from fxquant import (
     factories,
     recipes,
 )
-from fxquant.factories import FACTORIES, by_module_type, by_name, by_tensor_type, first_and_last, from_string_roles
+from fxquant.factories import (
+    FACTORIES,
+    PAPERS,
+    by_module_type,
+    by_name,
+    by_tensor_type,
+    first_and_last,
+    from_string_roles,
+)
+from fxquant.recipes import ask
+from fxquant.report.data import plain_spec
 
 E5M2 = torch.float8_e5m2
 LIBRARY = ("high_precision", "delayed_scaling", "current_scaling", "float8_block_scaling", "mxfp8", "nvfp4")
@@ -499,3 +509,49 @@ def test_a_factory_for_string_roles_without_the_adapter_is_told_of_it(
     with pytest.raises(RecipeError, match=r"layers.0 \(linear, input\).*factories\.from_string_roles"):
         CustomRecipe(qfactory=factory).quantizer(QuantizerRole("linear", "input", "layers.0"))
     assert QuantizerRole("linear", "input") != "head" and QuantizerRole("linear") == QuantizerRole("linear")
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_of_papers_train_a_linear_layer(name: str) -> None:
+    """By the formats that their sources have, and each with its source in its docstring."""
+    factory = PAPERS[name]
+    assert any(source in str(factory.__doc__) for source in ("arXiv", "OCP MX v1.0"))
+    specs = {
+        operand: plain_spec(str(ask(factory, role(operand)).operand_spec()))  # type: ignore[union-attr]
+        for operand in OPERANDS
+    }
+    assert (
+        list(specs.values())
+        == {
+            "fp8_e5m2_gradients": ["per_tensor_e4m3", "per_tensor_e4m3", "per_tensor_e5m2"],
+            "deepseek_v3": ["block_1x128_e4m3>block_1x128_e4m3", "block_128x128_e4m3", "block_1x128_e4m3"],
+            "mxfp8_everywhere": ["mxfp8_e4m3"] * 3,
+            "mxfp4_weights": ["e3m2_1x32_e8m0", "e2m1_1x32_e8m0", "e3m2_1x32_e8m0"],
+            "mxfp6": ["e2m3_1x32_e8m0", "e2m3_1x32_e8m0", "e3m2_1x32_e8m0"],
+            "mxint8": ["int8_1x32_e8m0"] * 3,
+        }[name]
+    )
+    layer, x = nn.Linear(64, 96), torch.randn(32, 64)
+    backend = eager_backend(CustomRecipe(qfactory=factory))
+    y = torch.compile(layer, backend=backend)(x)
+    y.square().mean().backward()
+    assert backend.report().coverage == 1.0 and 0 < (y - layer(x)).norm() / y.norm() < 0.2
+    assert recipes.runs_as(CustomRecipe(qfactory=factory), "Hopper") == ("emulated" if "mx" in name else "native")
+
+
+def test_ends_of_papers_stay_in_high_precision() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(32, 32) for _ in range(20))})
+
+    def kept(rules: Rules, kind: str = "linear") -> list[int]:
+        return [i for i in range(20) if ask(rules, role("weight", f"blocks.{i}", kind)) == IdentityQuantizer()]
+
+    assert kept(factories.nvfp4_last_layers(model)) == [17, 18, 19] == kept(factories.nvfp4_last_layers(20))
+    assert kept(factories.nvfp4_last_layers(20, first=2, last=1)) == [0, 1, 19]
+    assert kept(factories.nvfp4_last_layers(20), "dpa") == list(range(20))
+    assert kept(factories.first_and_last_layer("mxfp8", model)) == [0, 19]
+    deepseek = factories.deepseek_v3
+    kept_by_name = [name for name in ("lm_head", "layers.3.mlp.gate", "layers.3.mlp.gate_proj", "router.up")
+                    if deepseek(role("input", name)).is_identity]  # fmt: skip
+    assert kept_by_name == ["lm_head", "layers.3.mlp.gate"]
+    with pytest.raises(AttributeError, match="did you mean 'mxint8'"):
+        _ = factories.mxint9
