@@ -1,4 +1,4 @@
-# make demo | test | sweep | sanitize | lint | docs    Each makes $(VENV) first, if it is not there.
+# make demo | test | sweep | sanitize | lint | docs | site    Each makes $(VENV) first, if it is not there.
 # Another torch: make test TORCH=torch==2.11.0 VENV=.venv211
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test sweep sanitize lint docs clean
+.PHONY: help demo test sweep sanitize lint docs site site-serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make sanitize  the Triton kernels under compute-sanitizer (needs a GPU; TOOL=racecheck, initcheck)"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   regenerates the tables in README.md and docs/"
+	@echo "make site   builds the pages with a reference of all names, in build/site; make site-serve shows them"
 	@echo "make clean  removes $(VENV) and everything that was built"
 
 demo: $(VENV)/.demo
@@ -49,6 +50,13 @@ docs: $(VENV)/.demo
 	@echo "==> regenerating tables"
 	@$(BIN)/python docs/tables.py
 
+site: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "==> build/site/index.html"
+
+site-serve: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 clean:
 	rm -rf $(VENV) build dist demo_out *.egg-info
 
@@ -71,7 +79,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	@echo "==> installing fxquant and what the tests need"
-	@$(PIP) -e ".[demo,test,corpus,trainers]"
+	@$(PIP) -e ".[demo,test,corpus,trainers,docs]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	@echo "==> installing fxquant and what the site needs"
+	@$(PIP) -e ".[docs]"
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.torch pyproject.toml

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import contextlib
 import importlib.util
@@ -16,7 +17,9 @@ from types import ModuleType
 import torch
 
 import fxquant
+from fxquant import __main__ as command_line
 from fxquant.__main__ import factory_rows, format_rows, recipe_rows
+from fxquant.bench.run import BENCHMARKS
 from fxquant.cost.sharding import DECODERS, Mesh, state_bytes, traffic
 from fxquant.decisions import SkipReason
 from fxquant.formats import ELEMENTS, QuantSpec
@@ -199,7 +202,36 @@ def stored_rows() -> list[dict[str, str]]:
     return rows
 
 
+def command_rows() -> list[dict[str, str]]:
+    """Every command with its arguments and options."""
+    rows = []
+    for name, command in command_line.commands().items():
+        if name == "bench":  # has a table of its own
+            continue
+        rows.append({"command": f"**{name}**", "argument": "", "meaning": command.description or ""})
+        for action in command._actions:
+            if not isinstance(action, argparse._HelpAction):
+                text = ", ".join(action.option_strings) or str(action.metavar)
+                value = f" {action.metavar}" if action.option_strings and action.metavar else ""
+                rows.append({"command": "", "argument": f"`{text}{value}`", "meaning": str(action.help)})
+    return rows
+
+
+def benchmark_rows() -> list[dict[str, str]]:
+    """Every benchmark with what it times."""
+    return [{"benchmark": f"`{name}`", "times": benchmark.help} for name, benchmark in BENCHMARKS.items()]
+
+
+def package_page() -> str:
+    """README.md for package indexes, where links to files of this repository lead nowhere."""
+    text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n\n", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M)
+    text = re.sub(r"<!--.*?-->\n", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    return re.sub(r"^## Go on\n.*\Z", "Apache-2.0.\n", text, flags=re.M | re.S)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "commands": lambda: markdown(command_rows()),
+    "benchmarks": lambda: markdown(benchmark_rows()),
     "recipes": lambda: markdown(recipe_rows()),
     "factories": lambda: markdown(factory_rows()),
     "te-invariants": lambda: markdown(invariant_rows()),
@@ -222,13 +254,20 @@ def render(text: str) -> str:
 
 def pages() -> list[Path]:
     """The files that may have generated parts or examples."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "package.md")]
+
+
+def drawn() -> dict[Path, Callable[[], str]]:
+    """Every file that is made from code as a whole, with what makes it."""
+    pictures = {f"pictures/{name}.svg": draw for name, draw in load(ROOT / "docs" / "charts.py").PICTURES.items()}
+    whole = {"pipeline.svg": load(ROOT / "docs" / "picture.py").draw, "package.md": package_page, **pictures}
+    return {ROOT / "docs" / name: draw for name, draw in whole.items()}
 
 
 def contents() -> dict[Path, str]:
     """Every file that is made from code, whole or in parts, with what it should hold."""
     parts = {page: render(page.read_text(encoding="utf-8")) for page in pages()}
-    return parts | {ROOT / "docs" / "pipeline.svg": load(ROOT / "docs" / "picture.py").draw()}
+    return parts | {path: draw() for path, draw in drawn().items()}
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from fxquant.weights.state import payload_state_dict
     from fxquant.weights.store import quantize_parameters, quantized_model_init
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "Amax": "fxquant.calibration",

@@ -189,6 +189,11 @@ def _program() -> str:
     return "fxquant" if os.path.basename(sys.argv[0]) in ("fxquant", "fxquant.exe") else "python -m fxquant"
 
 
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """Returns the parser of every command by its name."""
+    return next(a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_program(), description="Shows what fxquant does, and why.")
     parser.add_argument("--version", action="version", version=f"fxquant {fxquant.__version__}")

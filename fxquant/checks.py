@@ -179,6 +179,8 @@ def _members(hint: Any) -> Iterator[_Kind | None]:
             yield from _members(args[0])
     elif origin is Literal:
         yield _Kind((), args)
+    elif isinstance(hint, TypeVar) and hint.__bound__ is not None:
+        yield from _members(hint.__bound__)
     elif hint is type(None):
         yield _Kind((), (None,))
     elif origin is Callable or getattr(origin, "__name__", "") == "Callable":

@@ -38,7 +38,7 @@ def test_demo_trains_compares_and_writes_its_results(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     bf16, mxfp8, mixed = results["runs"]
     assert [len(r["losses"]) for r in results["runs"]] == [6, 6, 6]
-    assert bf16["coverage"] == 0 and mxfp8["coverage"] > 0.8 and mixed["coverage"] == mxfp8["coverage"]
+    assert bf16["coverage"] == 0 and mxfp8["coverage"] > 0.8 and mixed["coverage"] >= mxfp8["coverage"]
     assert mixed["saved_bytes"] < mxfp8["saved_bytes"] < bf16["saved_bytes"]
     for quantized in (mxfp8, mixed):
         assert quantized["losses"][0] == pytest.approx(bf16["losses"][0], rel=0.01)
@@ -46,8 +46,9 @@ def test_demo_trains_compares_and_writes_its_results(tmp_path: Path) -> None:
         assert quantized["losses"][-1] == pytest.approx(bf16["losses"][-1], rel=0.03)
 
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "data:image/png;base64," in page and page.count("<details>") >= 2
-    assert (tmp_path / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+    curves = (tmp_path / "loss_curves.svg").read_text(encoding="utf-8")
+    assert "<svg" in page and page.count("<details>") >= 2
+    assert "<svg" in curves and "prefers-color-scheme: dark" in curves and ">gap to bf16<" in curves
 
 
 def test_demo_refuses_unknown_recipes(tmp_path: Path) -> None:

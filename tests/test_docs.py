@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import fxquant
 from fxquant.backend.options import Options
 
 ROOT = Path(__file__).parents[1]
@@ -47,9 +48,26 @@ def test_generated_parts_are_current(name: str) -> None:
     assert tables.render(text) == text, "run `make docs`"
 
 
-def test_the_picture_of_the_pipeline_is_current() -> None:
-    picture = tables.load(ROOT / "docs" / "picture.py").draw()
-    assert (ROOT / "docs" / "pipeline.svg").read_text(encoding="utf-8") == picture, "run `make docs`"
+WHOLE = tables.drawn()
+
+
+@pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.name)
+def test_pictures_and_pages_from_code_are_current(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == WHOLE[path](), "run `make docs`"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    named = set(re.findall(r"fxquant\.(\w+)|`(\w+)`", pages))
+    missing = set(fxquant.__all__) - {name for pair in named for name in pair} - {"__version__"}
+    assert not missing, f"docs/api has no page for {missing}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = set(re.findall(r"([\w/]+\.md)$", text, re.M))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"package.md"}
+    assert listed == pages | {"index.md", "contributing.md", "changelog.md"}
 
 
 def test_options_are_all_explained() -> None:

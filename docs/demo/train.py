@@ -3,13 +3,12 @@
     python docs/demo/train.py [--steps N] [--out DIR] [--recipes NAME ...] [--inner inductor|aot_eager]
 
 The text is the Python standard library's own source code, byte by byte. Parameters are float32 under bfloat16
-autocast in every run; seeds and batches are the same. Writes loss_curves.png, report.html and results.json.
+autocast in every run; seeds and batches are the same. Writes loss_curves.svg, report.html and results.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import hashlib
 import json
@@ -27,16 +26,7 @@ from model import Transformer
 from torch import Tensor
 
 import fxquant
-from fxquant import (
-    CustomRecipe,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    QuantizerRole,
-    Report,
-    factories,
-)
+from fxquant import CustomRecipe, Report, factories
 from fxquant.report import html as report_html
 from fxquant.report.text import aligned
 
@@ -59,17 +49,6 @@ CPU = Config(dim=128, depth=2, heads=4, hidden=384, batch=4, length=128, steps=3
 GPU = Config(dim=1024, depth=4, heads=16, hidden=2816, batch=16, length=1024, steps=600, lr=6e-4)
 
 
-def mxfp8_forward_nvfp4_backward(role: QuantizerRole) -> fxquant.Quantizer:
-    """A factory: MXFP8 for fprop (the rowwise halves), NVFP4 for dgrad and wgrad."""
-    if role.module_type != "linear":
-        return IdentityQuantizer()
-    if role.tensor_type == "grad_output":
-        return NVFP4Quantizer()
-    # dgrad then multiplies by the weight that fprop multiplied by, up to one more rounding
-    source = "rowwise_dequantized" if role.tensor_type == "weight" else "original"
-    return HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source=source)
-
-
 RECIPES: dict[str, Any] = {
     "bf16": None,
     "current_scaling": "current_scaling",
@@ -77,7 +56,7 @@ RECIPES: dict[str, Any] = {
     "float8_blockwise": "float8_blockwise",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
-    "mxfp8 fwd, nvfp4 bwd": CustomRecipe(qfactory=mxfp8_forward_nvfp4_backward),
+    "mxfp8 fwd, nvfp4 bwd": CustomRecipe(qfactory=factories.mxfp8_fwd_nvfp4_bwd),
 }
 
 
@@ -133,8 +112,8 @@ def main() -> None:
         name, report = list(reports.items())[-1]
         print(f"\nevery operand of one layer under {name!r}:")
         print(report.table(r"^blocks\.\d+\.mlp\.up$", collapse=True))
-    plot(runs, config, out / "loss_curves.png")
-    (out / "report.html").write_text(html(config, table, reports, out / "loss_curves.png", device), encoding="utf-8")
+    plot(runs, config, out / "loss_curves.svg")
+    (out / "report.html").write_text(html(config, table, reports, out / "loss_curves.svg", device), encoding="utf-8")
     results = {
         "config": asdict(config),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -144,7 +123,7 @@ def main() -> None:
         "runs": [asdict(run) for run in runs],
     }
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    print("\nwrote " + ", ".join(str(out / name) for name in ("loss_curves.png", "report.html", "results.json")))
+    print("\nwrote " + ", ".join(str(out / name) for name in ("loss_curves.svg", "report.html", "results.json")))
 
 
 def _parse(config: Config) -> argparse.Namespace:
@@ -320,6 +299,12 @@ def row(run: Run) -> list[str]:
     ]
 
 
+INK, PAPER = "#222222", "#fefefe"
+DARK = f"""@media (prefers-color-scheme: dark) {{ [style*="fill: {PAPER}"] {{ fill: #1b1f27 !important }}
+[style*="fill: {INK}"] {{ fill: #e4e7eb !important }} [style*="stroke: {INK}"] {{ stroke: #e4e7eb !important }} }}"""
+"""The colors of text and paper in the curves, and what they are where the reader's scheme is dark."""
+
+
 def plot(runs: list[Run], config: Config, path: Path) -> None:
     """Loss curves, smoothed over 20 steps, and the gap of each to bf16."""
     import matplotlib
@@ -327,7 +312,10 @@ def plot(runs: list[Run], config: Config, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colors = ["#222222", "#1f77b4", "#17a2b8", "#4d9a2a", "#d99000", "#d1495b", "#7b4fb5"]
+    plt.rcParams.update({name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor")})
+    plt.rcParams.update({"xtick.color": INK, "ytick.color": INK, "figure.facecolor": PAPER, "axes.facecolor": PAPER})
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fxquant", "font.family": "sans-serif"})
+    colors = [INK, "#1f77b4", "#17a2b8", "#4d9a2a", "#d99000", "#d1495b", "#7b4fb5"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=130)
     smoothed = {run.name: _smooth(run.losses) for run in runs}
     base = smoothed.get("bf16")
@@ -339,14 +327,16 @@ def plot(runs: list[Run], config: Config, path: Path) -> None:
             right.plot(steps, [a - b for a, b in zip(curve, base, strict=True)], color=color, lw=1.3, label=run.name)
     left.set(xlabel="step", ylabel="nats per byte", title="training loss")
     right.set(xlabel="step", ylabel="nats per byte", title="gap to bf16")
-    right.axhline(0, color="#222222", lw=1)
+    right.axhline(0, color=INK, lw=1)
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, fontsize=9)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+    drawn = path.read_text(encoding="utf-8")
+    path.write_text(drawn.replace("<defs>", f"<style>{DARK}</style><defs>", 1), encoding="utf-8")
 
 
 def _smooth(values: list[float], window: int = 20) -> list[float]:
@@ -360,14 +350,14 @@ def html(config: Config, table: list[list[str]], reports: dict[str, Report], pic
         "<tr>" + "".join(f"<td class='{'num' if i else ''}'>{escape(c)}</td>" for i, c in enumerate(line)) + "</tr>"
         for line in table[1:]
     )
-    encoded = base64.b64encode(picture.read_bytes()).decode()
+    curves = picture.read_text(encoding="utf-8")
     parts = [
         "<h1>One transformer, one recipe after another</h1>",
         f"<p class='soft'>{config.depth} blocks of width {config.dim}, {config.steps} steps of {config.batch} x "
         f"{config.length} bytes of Python source on {device}, torch {torch.__version__}, same seed and batches</p>",
         f"<div class='scroll' style='margin:16px 0'><table><thead><tr>{head}</tr></thead>",
         f"<tbody>{body}</tbody></table></div>",
-        f"<img alt='loss curves' src='data:image/png;base64,{encoded}'>",
+        curves[curves.index("<svg") :],
         "<h2>What was quantized</h2>",
     ]
     parts += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -182,6 +183,15 @@ class Backend:
             tell_alone(self.records)
             return None
         return name_of_all()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """Returns a copy with states of its own, whose graphs count for this backend where none of its own has run."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied.records.copy_of = self.records.copy_of or self.records
+        if self.tells:
+            watch(copied.records)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings and states of a copy, which has compiled nothing yet."""

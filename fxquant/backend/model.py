@@ -126,7 +126,8 @@ class QuantizationState:
         load_state_dict(self._model, state)
 
 
-quantization_state_dict, load_quantization_state_dict = state_dict, load_state_dict
+quantization_state_dict = state_dict
+load_quantization_state_dict = load_state_dict
 """The same, under the names that the methods of a compiled model have."""
 
 

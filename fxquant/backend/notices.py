@@ -78,7 +78,8 @@ def _tell_at_exit() -> None:
     if hasattr(sys, "last_value"):  # the process ends by an error, maybe before the first call
         return
     _tell_what_ran()
-    hints = {records.what: _WHY for records in _untold if not records.whole}
+    alone = [records for records in _untold if records.copy_of is None and not records.elsewhere]
+    hints = {records.what: _WHY for records in alone if not records.whole}
     for name, hint in {**hints, **{calls.name: calls.hint for calls in _uncalled if not calls.ran()}}.items():
         text = f"no graph of {name} has run: if its model did, then as it was, unquantized. {hint}"
         tell(text, UnquantizedWarning)

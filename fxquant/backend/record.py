@@ -105,7 +105,8 @@ class Records:
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
     that ran no graph, and the first call had matmuls outside of graphs, which are `uncaptured`; `outside` names the
     layers that no call reaches. `limits` has the functions that torch does not compile any more. `what` names the
-    model, and `dispatch` says that the option `quantized_dispatch` was given.
+    model, and `dispatch` says that the option `quantized_dispatch` was given. Those of a copied backend know
+    the ones that they are a `copy_of`, which then count as run (`elsewhere`).
     """
 
     recipe: Recipe
@@ -122,12 +123,16 @@ class Records:
     told: bool = False
     told_plain: bool = False
     told_alone: bool = False
+    copy_of: Records | None = None
+    elsewhere: bool = False
 
     def run(self, graph: GraphRecord) -> None:
         """Counts a run of a graph."""
         self.runs += 1
         if not graph.in_use:
             graph.in_use = True
+            if self.copy_of is not None:
+                self.copy_of.elsewhere = True
             self.graphs.append(graph)
             self.graphs.sort(key=lambda graph: graph.first_site)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from fxquant.quantizers import value_text
 from fxquant.recipes import Recipe
 from fxquant.roles import TENSOR_TYPES, QuantizerRole
 
+Model = TypeVar("Model", bound=nn.Module)
 Blocks: TypeAlias = Iterable[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | str
 
 
@@ -35,13 +36,13 @@ Blocks: TypeAlias = Iterable[nn.Module] | type[nn.Module] | tuple[type[nn.Module
     },
 )
 def compile_blocks(
-    model: nn.Module,
+    model: Model,
     recipe: Recipe | str,
     blocks: Blocks | None = None,
     *,
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> nn.Module:
+) -> Model:
     """Compiles the repeated blocks of a model in place, each as a graph of its own, and returns the model.
 
     `blocks` are the modules, a class, or a regular expression for their whole names, such as ``layers\\.\\d+``; None

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from fxquant.checks import checked
 from fxquant.compat.private import isolated
 from fxquant.errors import ArgumentError
 from fxquant.recipes import Recipe
+
+Model = TypeVar("Model")
 
 
 class _Switch:
@@ -82,17 +84,22 @@ class _Switch:
         "options": "a dict of options of the backend",
     },
 )
-def compile(model: Any, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+def compile(model: Model, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Model:
     """`torch.compile` with fxquant as its backend.
 
     `model` is a module or function, `recipe` a name or a Recipe, `options` are the backend's, `kwargs` torch.compile's
-    (`dynamic`, `fullgraph`, `mode`). The result has more methods: `set_recipe(recipe)`, `report()`, `clear_cache()` for
-    cached weights, and `quantization_state_dict()` and `load_quantization_state_dict(state)` for the state of delayed
-    scaling and stochastic rounding, which is never among the model's keys. Raises RecipeError and OptionError for
-    unknown recipes and options.
+    (`dynamic`, `fullgraph`, `mode`). Type checkers see the type of the model. The result has more methods:
+    `set_recipe(recipe)`, `report()`, `clear_cache()` for cached weights, and `quantization_state_dict()` and
+    `load_quantization_state_dict(state)` for the state of delayed scaling and stochastic rounding, which is never among
+    the model's keys. Raises RecipeError and OptionError for unknown recipes and options.
     """
     check_arguments(model, recipe, options, kwargs, called="fxquant.compile")
-    switch = _Switch(model, recipe, options or {}, kwargs)
+    return cast(Model, _compiled(model, recipe, options or {}, kwargs))
+
+
+def _compiled(model: Any, recipe: Recipe | str, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the model with the methods of `compile`."""
+    switch = _Switch(model, recipe, options, kwargs)
     run = switch.get(switch.controls.recipe)
     if isinstance(run, nn.Module):
         compiled: Any = run
@@ -137,6 +144,6 @@ def _compiled_again(
     model: nn.Module, recipe: Recipe, options: Mapping[str, Any], kwargs: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> Any:
     """A copy of a compiled model, with its recipe and state."""
-    compiled = compile(model, recipe, options=options, **kwargs)
+    compiled = _compiled(model, recipe, options, kwargs)
     compiled.load_quantization_state_dict(state)
     return compiled

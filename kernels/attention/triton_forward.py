@@ -253,7 +253,7 @@ class _Config:
 
 
 def _config(head_dim: int, *, lagged: bool, plain: bool) -> _Config:
-    """Returns the quickest of those tried on an H100 (docs/performance.md); `plain`: no masks, no scales of blocks."""
+    """Returns the quickest of those on an H100 (docs/measurements/attention.md); `plain`: no masks, no block scales."""
     if head_dim == 256:
         return _Config(block_n=64)
     if plain:

@@ -358,7 +358,7 @@ def _launch(source: _Source, rowwise: _Side, columnwise: _Side, record: Record |
 def tile_layout(row: QuantSpec | None, column: QuantSpec | None) -> tuple[int, int, int, int, int]:
     """Returns LAYOUT: threads across and down, warps across and down, and rows of a thread (16 or 8).
 
-    The quickest of those tried (docs/performance.md).
+    The quickest of those tried (docs/measurements/linear.md).
     """
     families = {spec.row.family for spec in (row, column) if spec is not None}
     if "block" in families:

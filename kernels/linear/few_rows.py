@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, *, casts: bool) -> Tiles:
-        """The fastest for weights of 4096 x 14336 and 8192 x 28672 (docs/performance.md).
+        """The fastest for weights of 4096 x 14336 and 8192 x 28672 (docs/measurements/decode.md).
 
         `casts` says that the GEMM quantizes its tokens. At least two programs share a multiprocessor: stages are what
         its memory has room for.

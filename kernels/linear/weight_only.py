@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, size_n: int, spec: QuantSpec) -> Tiles:
-        """The fastest for weights of 4096 x 14336, 8192 x 28672 and 14336 x 4096 (docs/performance.md)."""
+        """The fastest for weights of 4096 x 14336, 8192 x 28672 and 14336 x 4096 (docs/measurements/decode.md)."""
         m = max(8, 1 << (rows - 1).bit_length())
         n, k = (32, 128) if m <= 16 else (64, 64)
         return cls(m, n, k // 2 if is_packed(spec) else k, 4, 3)
@@ -79,7 +79,7 @@ class Direct(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, size_n: int, row_bytes: int, spec: QuantSpec) -> Direct | None:
-        """The tiles where they are faster than `Tiles`, by the times in docs/performance.md; None elsewhere."""
+        """The tiles where they are faster than `Tiles`, by the times in docs/measurements/decode.md; None elsewhere."""
         packed = is_packed(spec)
         if rows > 16 or size_n * row_bytes > _MOST_BYTES // (2 if packed else 1):
             return None

@@ -207,7 +207,7 @@ def _groups(producer: Producer, sites: Sequence[_Site]) -> Iterator[list[_Site]]
 
 
 def _loss(producer: Producer, site: _Site) -> str:
-    """Returns why a fusion moves no fewer bytes, empty if it does; `docs/performance.md` has the times.
+    """Returns why a fusion moves no fewer bytes, empty if it does; `docs/measurements/linear.md` has the times.
 
     An element that is written, and read by its cast, costs 4 bytes, and 2 more where amaxes of its lines are taken
     first. Unless blocks have the scales or they are given, the fused kernel comes after amaxes of what is not written:

@@ -239,6 +239,17 @@ def test_tools_keep_the_recipe_that_they_are_given() -> None:
         assert fxquant.explain(net, "mxfp8", x).coverage == 1
 
 
+def test_a_backend_whose_copy_ran_is_not_told_of_at_exit(monkeypatch: Any) -> None:
+    monkeypatch.setattr(notices, "_untold", [])
+    backend, idle = (fxquant.Backend("mxfp8", **EAGER) for _ in range(2))
+    copied, _ = copy.deepcopy(backend), copy.deepcopy(copy.deepcopy(idle))
+    torch.compile(model(), backend=copied)(torch.randn(16, 64))
+    assert copied.report().coverage == 1 and not backend.report().decisions
+    with pytest.warns(UnquantizedWarning) as told:
+        notices._tell_at_exit()
+    assert [str(warning.message).partition(" has run")[0] for warning in told] == ["no graph of fxquant.Backend(mxfp8)"]
+
+
 def test_a_copy_of_a_backend_keeps_the_chosen_recipe() -> None:
     backend, x = eager_backend("delayed_scaling"), torch.randn(32, 64)
     torch.compile(model(), backend=backend)(x).sum().backward()

@@ -114,7 +114,7 @@ OVER_CUDNN = {
     (4096, False): ((1.11, 1.19), (0.99, 1.01)),
     (4096, True): ((1.05, 1.19), (0.97, 0.98)),
 }
-"""`python -m fxquant bench attention` (docs/performance.md)."""
+"""`python -m fxquant bench attention` (docs/measurements/attention.md)."""
 
 
 @pytest.mark.parametrize("case", OVER_CUDNN, ids=str)
@@ -127,7 +127,7 @@ def test_pays_as_measured(case: tuple[int, bool], monkeypatch: pytest.MonkeyPatc
 
 
 GLUON = {(16384, False): 1.02, (16384, True): 1.07, (4096, False): 1.13, (4096, True): 1.16}
-"""How much faster than the Triton kernel the forward in Gluon is (docs/performance.md)."""
+"""How much faster than the Triton kernel the forward in Gluon is (docs/measurements/attention.md)."""
 
 
 @pytest.mark.parametrize("case", GLUON, ids=str)

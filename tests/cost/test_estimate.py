@@ -78,7 +78,7 @@ EXPERTS = {
     ("float8_blockwise", True): (1645, 4768),
     ("current_scaling", False): (2131, 4053),
 }
-"""By recipe, and whether weights stay quantized (docs/performance.md)."""
+"""By recipe, and whether weights stay quantized (docs/measurements/linear.md)."""
 
 
 def linear(
