@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -14,15 +14,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["FXQUANT_VERIFY"] = "graphs"
 # Inductor compiles and loads a file for each instruction set in each process, to see that the compiler knows it
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would start a process in each process
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxquant-tests-")
 
 import torch
-import torch._dynamo.guards
-from ranks import Ranks
+from ranks import Ranks, quick_compiler
 
-torch.set_num_threads(1)
-torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # flushes the processor's caches at each compilation
+# pytest listens to it, for which torch would write each graph and event of a compilation as JSON
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,10 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the collector what is imported and collected, which stays, and most of its rounds."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
+    quick_compiler()
 
 
 def pytest_unconfigure() -> None:

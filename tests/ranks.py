@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.util
 import inspect
 import queue
@@ -18,8 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.guards
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._functorch._aot_autograd import graph_compile
 
 
 class Ranks:
@@ -81,8 +84,20 @@ class Ranks:
         assert ended == -signal.SIGKILL, f"{function.__name__}{args} was to kill the last rank: it ended with {ended}"
 
 
-def _serve(rank: int, world: int, store: str, orders: Any, results: Any) -> None:
+def quick_compiler() -> None:
+    """Has torch compile in one thread, and spares it logs, measurements, and most rounds of the collector."""
     torch.set_num_threads(1)
+    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # flushes the processor's caches
+    # the text of each graph, which is written whether something logs it or not
+    graph_compile._log_joint_graph = graph_compile._log_inference_graph = lambda *args: None
+    graph_compile._log_fw_bw_graphs = lambda *args: (None, None)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+
+
+def _serve(rank: int, world: int, store: str, orders: Any, results: Any) -> None:
+    quick_compiler()
     warnings.filterwarnings("ignore", module="torch")
     wait = datetime.timedelta(seconds=30)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import defaultdict
 
 from torch import nn
 
@@ -13,21 +13,24 @@ def outermost(module: nn.Module) -> nn.Module:
 
     Where several hold it, the search ends: a block of two models has no name of its own in one of them.
     """
-    seen = {id(module)}
+    holders, seen = _holders(), {id(module)}
     while True:
-        holders = {id(holder): holder for holder in _holders(module)}
-        if len(holders) != 1 or not seen.isdisjoint(holders):
+        around = holders[id(module)]
+        if len(around) != 1 or not seen.isdisjoint(around):
             return module
-        seen |= holders.keys()
-        (module,) = holders.values()
+        seen |= around.keys()
+        (module,) = around.values()
 
 
-def _holders(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that have a module as a child; nothing but the collector knows them."""
-    for children in gc.get_referrers(module):
-        if isinstance(children, dict) and any(child is module for child in children.values()):
-            for owner in gc.get_referrers(children):
-                owners = gc.get_referrers(owner) if isinstance(owner, dict) else [owner]
-                for holder in owners:
-                    if isinstance(holder, nn.Module) and vars(holder).get("_modules") is children:
-                        yield holder
+def _holders() -> dict[int, dict[int, nn.Module]]:
+    """The modules that have a module as a child, by the ids of the child and of the holder.
+
+    Nothing but the collector knows them. It is asked once for all modules: who refers to a block, to the block around
+    it and so on takes a walk over all objects each.
+    """
+    holders: dict[int, dict[int, nn.Module]] = defaultdict(dict)
+    for holder in gc.get_objects():
+        if issubclass(type(holder), nn.Module):
+            for child in vars(holder).get("_modules", {}).values():
+                holders[id(child)][id(holder)] = holder
+    return holders

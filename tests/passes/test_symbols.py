@@ -34,7 +34,7 @@ def held(env: ShapeEnv) -> tuple[Any, ...]:
     """What a shape environment holds a graph to."""
     symbols = len(env.var_to_range)
     asserts = sum(map(len, env.deferred_runtime_asserts.values()))
-    return [str(guard.expr) for guard in env.guards], dict(env.replacements), symbols, asserts
+    return [guard.expr for guard in env.guards], dict(env.replacements), symbols, asserts
 
 
 def assert_leaves_nothing(run: Callable[..., Any], label: str, *args: Any) -> Any:
@@ -51,6 +51,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     places: list[str] = []
     before: dict[ShapeEnv, tuple[Any, ...]] = {}
     initialize, check = ShapeEnv.__init__, pipeline.check
+    ENVIRONMENTS.clear()
 
     def register(self: ShapeEnv, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
@@ -217,6 +218,7 @@ def test_kernels_of_both_directions_leave_nothing(name: str, device: str, dynami
     with mode, enable_python_dispatcher():
         graph = make_fx(step, decomposition_table=dict(inductor_decompositions()))(x, up, down, dy).graph
     on_device(graph, device)
+    ENVIRONMENTS.clear()
     ENVIRONMENTS.add(mode.shape_env)
     for stage in (JOINT, SPLIT):
         for each in stage:
