@@ -26,11 +26,11 @@ demo: $(VENV)/.demo
 
 test: lint $(VENV)/.test
 	@echo "==> running the tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 sweep: $(VENV)/.test
 	@echo "==> running the tests that take long"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m sweep
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m sweep
 
 TOOL ?= memcheck
 sanitize: $(VENV)/.test
