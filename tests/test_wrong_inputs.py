@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def x(*shape: int, **kwargs: Any) -> Tensor:
     return torch.randn(*(shape or (32, 64)), **kwargs)
 
 
+@functools.cache
 def program() -> torch.export.ExportedProgram:
     return torch.export.export(Model().eval(), (x(),))
 
@@ -82,6 +84,7 @@ def compiled() -> Any:
     return fxquant.compile(Model(), "delayed_scaling", options=EAGER)
 
 
+@functools.cache
 def report() -> fxquant.Report:
     return fxquant.explain(Model(), "mxfp8", x())
 

@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +29,43 @@ FP8 = {tl.float8e4nv: "e4m3", tl.float8e5: "e5m2"}
 
 def run_interpreted(script: str | Path) -> None:
     """Runs a script in a process of its own, since Triton decides at import whether it interprets."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as output:
+        server.stdin.write(json.dumps([str(script), output.name]) + "\n")
+        server.stdin.flush()
+        status = server.stdout.readline().strip()
+        assert status == "0", f"{script} ended with {status}\n" + output.read()[-3000:]
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that imports torch and the kernels once, from which each script gets one; it ends with this one."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, __file__], env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        script, output = json.loads(line)
+        if (child := os.fork()) == 0:
+            _run(script, output)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _run(script: str, output: str) -> None:
+    """Runs a script as Python would, with its output in a file, and ends the process."""
+    file, status = os.open(output, os.O_WRONLY), 1
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        runpy.run_path(script, run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 class Launcher:
@@ -49,6 +88,7 @@ def interpret(*modules: Any) -> None:
     for module in modules:
         module.wrap_triton = Launcher
     convert, patch = interpreter._convert_float, interpreter._patch_lang_tensor
+    patch_all, patched = interpreter._patch_lang, set[Any]()
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -66,6 +106,16 @@ def interpret(*modules: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def patch_language(function: Any) -> Any:
+        parts = {value for value in function.__globals__.values() if value is tl or value is tl.core}
+        if parts <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(parts)
+        scope = patch_all(function)
+        restore = scope.restore
+        scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
     def dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
         floats = [
             interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
@@ -79,3 +129,8 @@ def interpret(*modules: Any) -> None:
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     interpreter._patch_lang_tensor = patch_tensor
+    interpreter._patch_lang = patch_language
+
+
+if __name__ == "__main__":
+    _serve()
