@@ -64,7 +64,9 @@ class ReportData:
     is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the passes
     behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from a cache
     has none; `sent_quantized` has what they let ranks exchange quantized. `uncompiled` says what ran as it was, in no
-    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when.
+    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when. A
+    report that was read from JSON has the estimates as they were written (`estimated`), and says the same under other
+    rates.
     """
 
     recipe: str
@@ -81,10 +83,11 @@ class ReportData:
     uncompiled: list[str] = field(default_factory=list)
     recompilations: list[str] = field(default_factory=list)
     header: Header = field(default_factory=Header)
+    estimated: dict[int, Estimate] = field(default_factory=dict)
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""
-        return estimate(self.decisions, self.card)
+        return self.estimated or estimate(self.decisions, self.card)
 
     def slower(self) -> list[str]:
         """The layers that are estimated to be slower than in high precision."""

@@ -127,11 +127,6 @@ def page(title: str, body: str) -> str:
     )
 
 
-def fragment(report: ReportData) -> str:
-    """The report as a part of a page, such as a notebook."""
-    return f'<style>{STYLE}</style><div class="fxq">{section(report)}</div><script>{SCRIPT}</script>'
-
-
 def section(report: ReportData) -> str:
     """The report without style and script, for `page`."""
     parts = [f"<h1>Recipe <span class='mono' style='font-size:.95em'>{escape(report.recipe)}</span></h1>"]

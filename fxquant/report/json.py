@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fxquant.cost.work import Work
+from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision
+from fxquant.report.codec import encode
 from fxquant.report.data import EpilogueGemm, ReportData, layer_pattern, result
 
 SCHEMA = 1
@@ -24,13 +26,15 @@ def content(report: ReportData, layer: str = "", *, collapse: bool = False, grap
 
     Lists by layer hold the layers in whose name the regular expression `layer` is found; `collapse` folds those that
     differ only in numbers of their names into one with ``layers``, their count. The summary and the estimate are the
-    whole report's. Without `graphs` the texts of the graphs are left out.
+    whole report's. Without `graphs` the texts of the graphs are left out. ``schema.json`` beside this file describes
+    every field, and `Report.from_json` reads what is not folded.
     """
-    pattern = layer_pattern(layer)
+    pattern, layers = layer_pattern(layer), report.layers(layer, collapse=collapse)
     return {
         "schema": SCHEMA,
         "header": asdict(report.header),
         "recipe": report.recipe,
+        "card": report.card,
         "summary": report.summary(),
         "unused": report.unused,
         "breaks": report.breaks,
@@ -48,9 +52,10 @@ def content(report: ReportData, layer: str = "", *, collapse: bool = False, grap
         "losses": [asdict(loss) for loss in report.losses if pattern.search(loss.layer)],
         "decisions": [
             _plain(d) | ({"layer": name} | _times(repeats, collapse) if collapse else {})
-            for name, repeats, decisions in report.layers(layer, collapse=collapse)
+            for name, repeats, decisions in layers
             for d in decisions
         ],
+        "products": _products(report, [d for _, _, decisions in layers for d in decisions]),
         "graphs": report.graphs if graphs else {},
     }
 
@@ -65,9 +70,23 @@ def _work(work: Work) -> dict[str, Any]:
     return {"what": work.what, "kernel": work.kernel, **times}
 
 
-def _epilogue(gemm: EpilogueGemm, card: str) -> dict[str, str]:
+def _epilogue(gemm: EpilogueGemm, card: str) -> dict[str, Any]:
     sizes = {"size": gemm.problem.size, "epilogue": gemm.problem.epilogue}
-    return {"layer": gemm.layer, "graph": gemm.graph, **sizes, "kernel": str(gemm.chosen(card))}
+    facts = {"card": gemm.card, "problem": encode(gemm.problem)}
+    return {"layer": gemm.layer, "graph": gemm.graph, **sizes, "kernel": str(gemm.chosen(card)), **facts}
+
+
+def _products(report: ReportData, decisions: Sequence[Decision]) -> list[dict[str, Any]]:
+    """The facts that decide the time of each product, and what its time was estimated to be."""
+    estimates, first = report.estimates(), {d.site: d for d in reversed(decisions)}
+    return [_product(first[site], estimates.get(site)) for site in sorted(first)]
+
+
+def _product(decision: Decision, estimate: Estimate | None) -> dict[str, Any]:
+    facts = {"site": decision.site, "matmul": encode(decision.matmul), "attention": encode(decision.attention)}
+    if estimate is None:
+        return {**facts, "work": None, "reference": ""}
+    return {**facts, "work": [_work(work) for work in estimate.work], "reference": estimate.reference}
 
 
 def _plain(decision: Decision) -> dict[str, Any]:
@@ -81,9 +100,12 @@ def _plain(decision: Decision) -> dict[str, Any]:
         "direction": str(decision.direction),
         "shape": list(decision.shape),
         "quantizer": None if decision.quantizer is None else result(decision),
+        "spec": None if decision.quantizer is None else str(decision.quantizer.spec(decision.direction)),
         "skip_reason": decision.skip_reason and str(decision.skip_reason),
         "detail": decision.detail,
         "form": decision.form,
         "site": decision.site,
         "flops": decision.flops,
+        "shared": decision.shared,
+        "bits": decision.bits,
     }

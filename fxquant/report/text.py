@@ -77,6 +77,20 @@ def _kernels(report: ReportData) -> list[str]:
 
 def overview(report: ReportData) -> str:
     """One row for each kind of layer, folded as by `collapse`: sizes, time where it is known, and operands."""
+    rows = overview_rows(report)
+    hidden = len(rows) - MOST_ROWS
+    shown = aligned([overview_columns(rows), *rows[:MOST_ROWS]])
+    return f"{shown}\nand {hidden} more kinds of layers" if hidden > 0 else shown
+
+
+def overview_columns(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The names of the columns that `overview_rows` have."""
+    timed = len(rows[0]) == len(OVERVIEW_COLUMNS) if rows else False
+    return OVERVIEW_COLUMNS if timed else (*OVERVIEW_COLUMNS[:2], OVERVIEW_COLUMNS[-1])
+
+
+def overview_rows(report: ReportData) -> list[tuple[str, ...]]:
+    """The rows of `overview`, all of them; without the times where none is known."""
     estimates, rows = report.estimates(), []
     for name, _, decisions in report.layers(collapse=True):
         for site in dict.fromkeys(d.site for d in decisions):
@@ -84,12 +98,8 @@ def overview(report: ReportData) -> str:
             estimated = estimates.get(site)
             times = ("", "") if estimated is None else (us_text(estimated.unquantized), us_text(estimated.quantized))
             rows.append((name, _size_text(operands), *times, _operands_text(operands)))
-    rows = list(dict.fromkeys(rows))
-    hidden = len(rows) - MOST_ROWS
-    rows = rows[:MOST_ROWS]
     timed = any(row[2] or row[3] for row in rows)
-    shown = aligned([row if timed else (*row[:2], row[-1]) for row in (OVERVIEW_COLUMNS, *rows)])
-    return f"{shown}\nand {hidden} more kinds of layers" if hidden > 0 else shown
+    return list(dict.fromkeys(row if timed else (*row[:2], row[-1]) for row in rows))
 
 
 def _size_text(operands: Sequence[Decision]) -> str:

@@ -20,6 +20,7 @@ from fxquant.cost.work import Estimate
 from fxquant.decisions import Decision, Matmul
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, IdentityQuantizer
 from fxquant.recipes import AutoRecipe, Recipe
+from fxquant.report.html import section
 from fxquant.report.report import Report
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
@@ -388,5 +389,5 @@ def test_json_and_html_hold_the_estimate(heads: Report) -> None:
     content = json.loads(heads.on("H100").to_json())
     assert content["estimate"]["card"] == H100 and content["estimate"]["quantized_us"] > 0
     assert content["work"][0]["kernel"] == "cuBLAS _scaled_mm, rowwise" and content["work"][0]["layer"] == "q"
-    html = heads.on("H100")._repr_html_()
+    html = section(heads.on("H100"))
     assert "<h2>Kernels and times</h2>" in html and "class='warning'" in html and "class='sum worse'" in html

@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 
 from fxquant import Backend
 from fxquant.decisions import NotFused
+from fxquant.report.html import section
 from fxquant.report.report import Report
 
 
@@ -42,7 +43,7 @@ not fused: 1 x cuBLAS _scaled_mm, per tensor (no measured rates for cpu), withou
     assert "fuse_producers: layer down: %hybrid_quantize" in caplog.text
     assert sum(report.summary()["not_fused"].values()) == len(json.loads(report.to_json())["not_fused"])
     assert {left.layer for left in report.not_fused} == {"gate", "up", "down"}
-    assert "<summary>Not fused</summary>" in report._repr_html_()
+    assert "<summary>Not fused</summary>" in section(report)
 
 
 def test_reasons_are_counted() -> None:
@@ -53,4 +54,4 @@ def test_reasons_are_counted() -> None:
     assert json.loads(report.to_json())["not_fused"][2] == {
         "layer": "0.fc1", "operator": "quantize 2", "reason": "why", "step": "b",
     }  # fmt: skip
-    assert "Not fused" not in Report(recipe="mxfp8")._repr_html_()
+    assert "Not fused" not in section(Report(recipe="mxfp8"))

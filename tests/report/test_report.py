@@ -8,6 +8,7 @@ import pytest
 from fxquant.decisions import Decision, SkipReason
 from fxquant.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from fxquant.report.data import plain_spec
+from fxquant.report.html import section
 from fxquant.report.report import Report
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
@@ -147,7 +148,7 @@ def test_report_without_matmuls_is_covered_and_prints() -> None:
     report = Report(recipe="mxfp8")
     assert report.coverage == report.explained == 1.0
     assert str(report) == "recipe: mxfp8\nno matmuls"
-    assert "<h2>Layers" not in report._repr_html_()
+    assert "<h2>Layers" not in section(report)
 
 
 def test_roles_outside_linear_name_their_module_type() -> None:
@@ -168,11 +169,14 @@ def test_json_holds_every_decision(report: Report) -> None:
         "direction": "rowwise",
         "shape": [64, 32],
         "quantizer": "mxfp8_e4m3",
+        "spec": "mxfp8_e4m3",
         "skip_reason": None,
         "detail": "",
         "form": "",
         "site": 0,
         "flops": 2 * 64 * 32 * 128,
+        "shared": False,
+        "bits": 0.0,
     }
     assert content["decisions"][-1]["skip_reason"] == "TOO_SMALL"
 
@@ -202,15 +206,15 @@ def test_html_is_one_file_and_escapes_what_it_shows(report: Report, tmp_path) ->
 )
 def test_html_colours_cells_by_format_family(quantizer: Quantizer, family: str, tmp_path) -> None:
     report = Report(recipe="r", decisions=matmul(0, "fc", quantizer))
-    assert report._repr_html_().count(f"class='cell {family}'") == 6 + 1  # the legend is the seventh
+    assert section(report).count(f"class='cell {family}'") == 6 + 1  # the legend is the seventh
 
 
 def test_inference_leaves_backward_cells_empty(tmp_path) -> None:
     decisions = [d for d in matmul(0, "fc", MXFP8Quantizer()) if d.gemm == Gemm.FPROP]
     trained = matmul(1, "head", MXFP8Quantizer())
-    both = Report(recipe="r", decisions=decisions + trained)._repr_html_()
+    both = section(Report(recipe="r", decisions=decisions + trained))
     assert both.count("<td class='edge'></td><td></td>") == 2 and both.count(">dgrad<") > 2
-    alone = Report(recipe="r", decisions=decisions)._repr_html_()
+    alone = section(Report(recipe="r", decisions=decisions))
     assert "<td class='edge'></td>" not in alone and "dgrad" not in alone and ">fprop<" in alone
 
 
