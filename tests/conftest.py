@@ -15,6 +15,7 @@ os.environ["FXQUANT_VERIFY"] = "graphs"
 # Inductor compiles and loads a file for each instruction set in each process, to see that the compiler knows it
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would start a process in each process
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # the collector has rounds of its own
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxquant-tests-")
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import runpy
 import subprocess
+import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -289,3 +295,17 @@ def assembled(ptx: str) -> str:
         ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
         command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def refusal(script: Path, *arguments: str) -> str:
+    """What a script says that ends with status 2, run in this process."""
+    error = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [str(script), *arguments]),
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        contextlib.redirect_stderr(error),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 2
+    return error.getvalue()

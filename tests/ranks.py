@@ -34,7 +34,9 @@ class Ranks:
 
     def start(self) -> None:
         context = mp.get_context("forkserver")  # which imports torch once
-        context.set_forkserver_preload(["torch.distributed.checkpoint", "fxquant.backend.backend"])
+        context.set_forkserver_preload(
+            ["torch.distributed.checkpoint", "torch._inductor.compile_fx", "fxquant.backend.backend"]
+        )
         self.results = context.Queue()
         self.orders = [context.Queue() for _ in range(self.world)]
         store = tempfile.mktemp(prefix="fxquant-ranks-")
@@ -93,7 +95,7 @@ def quick_compiler() -> None:
     graph_compile._log_fw_bw_graphs = lambda *args: (None, None)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
+    gc.set_threshold(50_000, 20, 100)
 
 
 def _serve(rank: int, world: int, store: str, orders: Any, results: Any) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import refusal
 
 EMBED = Path(__file__).parents[1] / "docs" / "embed" / "embed.py"
 
@@ -28,7 +29,4 @@ def test_quantized_embeddings_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 def test_unknown_recipes_are_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EMBED), "--recipes", "int3"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and "invalid choice: 'int3'" in done.stderr
+    assert "invalid choice: 'int3'" in refusal(EMBED, "--recipes", "int3")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import dataclasses
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,11 +26,14 @@ from helpers import (
     recorded_story,
     train_step,
 )
+from ranks import Ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import fxquant
 from fxquant import CustomRecipe, MXFP8Quantizer, OptionError, RecipeError, SkipReason
+from fxquant.report.header import Header
 
 MX = MXFP8Quantizer()
 
@@ -618,46 +620,46 @@ def test_inductor_agrees_with_aot_eager(name: str) -> None:
         assert (got[key] - eager[key]).norm() / eager[key].norm() < 1e-2, key
 
 
-PROGRAM = """
-import dataclasses, json, sys, torch, fxquant
-from torch import nn
-from torch._dynamo.utils import counters
-custom = fxquant.CustomRecipe(qfactory=fxquant.Rules([fxquant.Rule(fxquant.Float8CurrentScalingQuantizer())]))
-for name in sys.argv[1:]:
-    counters.clear()
-    torch.manual_seed(0)
-    model, x = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
-    run = fxquant.compile(model, {"custom": custom}.get(name, name))
-    outputs = []
-    for _ in range(2):
-        y = run(x)
-        y.square().sum().backward()
-        outputs += y.sum(1).tolist()
-    aot, inductor = counters["aot_autograd"], counters["inductor"]
-    state = {key: tensor.tolist() for key, tensor in run.quantization_state_dict().items()}
-    print(json.dumps({
-        "aot": [aot["autograd_cache_hit"], aot["autograd_cache_miss"], aot["autograd_cache_bypass"]],
-        "fx": [inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"], inductor["fxgraph_cache_bypass"]],
-        "got": [outputs, model.weight.grad.tolist(), state, dataclasses.replace(run.report(), graphs={}).to_json()],
-    }))
-"""
+def found_in(folder: str, recipes: Sequence[str]) -> list[dict[str, Any]]:
+    """Two steps of a layer under each recipe: what torch's caches in a folder had, and what came of it."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    rules = fxquant.Rules([fxquant.Rule(fxquant.Float8CurrentScalingQuantizer())])
+    results = []
+    for name in recipes:
+        counters.clear()
+        torch.manual_seed(0)
+        model, x = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
+        run = fxquant.compile(model, fxquant.CustomRecipe(qfactory=rules) if name == "custom" else name)
+        outputs = []
+        for _ in range(2):
+            y = run(x)
+            y.square().sum().backward()
+            outputs += y.sum(1).tolist()
+        caches = [
+            [counters[cache][f"{key}_{what}"] for what in ("hit", "miss", "bypass")]
+            for cache, key in (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
+        ]
+        state = {key: tensor.tolist() for key, tensor in run.quantization_state_dict().items()}
+        report = dataclasses.replace(run.report(), graphs={}, header=Header()).to_json()
+        results.append({"caches": caches, "got": [outputs, model.weight.grad.tolist(), state, report]})
+    return results
 
 
 @pytest.mark.slow
-def test_a_second_process_finds_both_caches_and_another_recipe_does_not(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
+def test_a_second_process_finds_both_caches_and_another_recipe_does_not(tmp_path) -> None:
     def ran(*recipes: str) -> list[dict[str, Any]]:
-        done = subprocess.run([sys.executable, "-c", PROGRAM, *recipes], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        process = Ranks(world=1)
+        (results,) = process.run(found_in, str(tmp_path), recipes)
+        process.end()
+        return results
 
     recipes = ("current_scaling", "delayed_scaling", "float8_blockwise")
     for name, cold, warm in zip(recipes, ran(*recipes), (found := ran(*recipes, "custom")), strict=False):
-        assert cold["aot"] == [0, 1, 0] and cold["fx"] == [0, 2, 0], name
-        assert warm["aot"] == [1, 0, 0] and warm["fx"] == [2, 0, 0], name
+        assert cold["caches"] == [[0, 1, 0], [0, 2, 0]], name
+        assert warm["caches"] == [[1, 0, 0], [2, 0, 0]], name
         assert warm["got"] == cold["got"], name
-    assert found[-1]["aot"] == [0, 1, 0] and found[-1]["fx"][0] == 0, "the fingerprint is part of the key"
+    (aot, (hits, *_)) = found[-1]["caches"]
+    assert aot == [0, 1, 0] and hits == 0, "the fingerprint is part of the key"
 
 
 def test_compiling_warns_of_nothing() -> None:
