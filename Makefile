@@ -79,7 +79,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	@echo "==> installing fxquant and what the tests need"
-	@$(PIP) -e ".[demo,test,corpus,trainers,docs]"
+	@$(PIP) -e ".[demo,test,corpus,trainers,docs,browser]"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml

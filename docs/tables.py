@@ -238,7 +238,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe-settings": recipe_settings,
     "formats": lambda: markdown(format_rows()),
     "elements": lambda: markdown(element_rows()),
-    "skip-reasons": lambda: markdown([{"reason": f"`{r}`", "meaning": r.meaning} for r in SkipReason]),
+    "skip-reasons": lambda: markdown(
+        [{"reason": f"`{r}`", "meaning": r.meaning, "what to do": r.remedy} for r in SkipReason]
+    ),
     "ranges": lambda: markdown(range_rows()),
     "passes": lambda: markdown(pass_rows()),
     "stored": lambda: markdown(stored_rows()),

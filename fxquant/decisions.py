@@ -40,6 +40,11 @@ class SkipReason(str, Enum):
     def meaning(self) -> str:
         return _MEANINGS[self]
 
+    @property
+    def remedy(self) -> str:
+        """What to do about it, in a sentence or two."""
+        return _REMEDIES[self]
+
     def __str__(self) -> str:
         return self.value
 
@@ -61,6 +66,36 @@ _MEANINGS = {
     "STATE": "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach",
     "NOT_PROFITABLE": "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized",
     "NOT_CAPTURED": "torch.compile left it out of its graphs: a graph break, or a disabled function or layer",
+}
+
+_REMEDIES = {
+    "HIGH_PRECISION": "Nothing, if it is meant. Otherwise name a quantizer for it: named recipes answer for linear "
+    "layers and experts, for attention with fp8_dpa=True, and for other products a CustomRecipe does.",
+    "TOO_SMALL": "Nothing: it is a small part of the work. A layer that is wanted needs at least 16 features on both "
+    "sides.",
+    "DTYPE": "Compute in bfloat16, float16 or float32: convert the model, or train under torch.autocast. For float64 "
+    "set the option allow_float64.",
+    "LAYOUT": "Make the tensor dense, by to_dense() or dequantize(), before the product.",
+    "PLACEMENT": "Place the parts by columns or rows, as parallelize_module does, or redistribute the tensor before "
+    "it.",
+    "GROUPED": "Give experts weights [experts, in, out] in one product, as torch.nn.functional.grouped_mm takes them, "
+    "and a quantizer of the library.",
+    "GATHERED_WEIGHT": "Let rows go to experts in groups: experts_implementation='grouped_mm' in transformers, "
+    "torch.nn.functional.grouped_mm elsewhere.",
+    "ATTENTION": "Call torch.nn.functional.scaled_dot_product_attention, without what the detail names. Or let a "
+    "CustomRecipe quantize its products, with module_type 'matmul'.",
+    "CONVOLUTION": "Nothing, where little of the work is in it. A kernel of 1, or as large as its stride, is "
+    "quantized.",
+    "BILINEAR": "Write it as a product of two, followed by another.",
+    "MULTI_PRODUCT": "Write the products one by one, (x @ a) @ b.",
+    "UNSUPPORTED_FORM": "Write it as a matmul, with sums and diagonals taken before or behind it.",
+    "OPAQUE": "Write the operator's work in torch's functions. torch's fused inference of nn.TransformerEncoderLayer "
+    "goes by torch.backends.mha.set_fastpath_enabled(False).",
+    "STATE": "Use a recipe without state there, such as current_scaling or mxfp8, or take the layer out of the loop "
+    "or conditional.",
+    "NOT_PROFITABLE": "Nothing: quantized it would take longer. The recipe without auto() quantizes it all the same.",
+    "NOT_CAPTURED": "Mend the graph breaks that the report lists, with file and line, or take away "
+    "torch.compiler.disable; a layer that torch.compile does not capture needs another implementation.",
 }
 
 
@@ -190,5 +225,30 @@ class SentQuantized:
     dequantized: bool
 
 
-Considered = NotFused | SentQuantized
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The bytes that a forward keeps for its backward, besides its inputs and parameters.
+
+    `quantized` of the `total` are payloads and scales; `instead` is the size of the tensors that they are made of, as
+    far as these would be kept.
+    """
+
+    total: int
+    quantized: int
+    instead: int
+
+    @property
+    def unquantized(self) -> int:
+        """The bytes that a forward in high precision would keep in their place."""
+        return self.total - self.quantized + self.instead
+
+    def __add__(self, other: Saved) -> Saved:
+        return Saved(
+            total=self.total + other.total,
+            quantized=self.quantized + other.quantized,
+            instead=self.instead + other.instead,
+        )
+
+
+Considered = NotFused | SentQuantized | Saved
 """The outcomes that passes behind autograd leave for a report."""

@@ -65,6 +65,7 @@ from fxquant.passes.exported import (
     to_aten,
 )
 from fxquant.passes.graph.considered import considered
+from fxquant.passes.graph.saved import saved
 from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.dispatch_payloads import dispatch_payloads
 from fxquant.passes.joint.gather_payloads import gather_payloads
@@ -247,6 +248,7 @@ class Partition(CustomPartitionerFn):
         for half in halves:
             if drop_unused(half.graph):
                 half.recompile()
+        self.reasons.append(saved(halves[0].graph, kwargs["num_fwd_outputs"]))
         return halves
 
     def uuid(self) -> Any:

@@ -26,6 +26,7 @@ from fxquant.formats import FORMATS, IDENTITY, QuantSpec, is_mixed
 from fxquant.kernels.cast import reference
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
+from fxquant.report.html import section
 
 ID = IdentityQuantizer()
 QUANTIZERS: dict[str, Quantizer] = {
@@ -150,9 +151,7 @@ def test_the_report_of_weights_alone_says_what_became_of_them(recipe: str, text:
     assert report.coverage == 0 and report.one_sided == report.explained == 1
     assert "0.0% of matmul FLOPs with both operands quantized, 100.0% with one; " + text in str(report)
     summary = json.loads(report.to_json())["summary"]
-    assert (
-        summary["weights"] == report.weights and summary["one_sided"] == 1 and text.split()[1] in report._repr_html_()
-    )
+    assert summary["weights"] == report.weights and summary["one_sided"] == 1 and text.split()[1] in section(report)
     assert report.weights["unquantized"] == 2 * (2 * 80 * 160 + 160 * 30)
     program = fxquant.quantize_program(torch.export.export(model, (x,)), recipe)
     stored = sum(t.nbytes for key, t in {**program.state_dict, **program.constants}.items() if "weight" in key)

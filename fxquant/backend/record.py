@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
-from fxquant.decisions import Considered, Decision, NotFused, SentQuantized
+from fxquant.decisions import Considered, Decision, NotFused, Saved, SentQuantized
 from fxquant.recipes import Recipe
 from fxquant.report.header import header_of
 from fxquant.report.report import Report
@@ -160,6 +160,13 @@ class Records:
         considered = dict.fromkeys(outcome for graph in self.graphs for outcome in graph.considered)
         report.not_fused = [outcome for outcome in considered if isinstance(outcome, NotFused)]
         report.sent_quantized = [outcome for outcome in considered if isinstance(outcome, SentQuantized)]
+        kept = [
+            outcome
+            for graph in self.graphs
+            for outcome in graph.considered * max(1, len(graph.runners))
+            if isinstance(outcome, Saved)
+        ]
+        report.saved = sum(kept[1:], kept[0]) if kept else None
         for graph in self.graphs:
             for name, texts in graph.texts.items():
                 report.graphs[name] = "\n\n".join([report.graphs[name], *texts] if name in report.graphs else texts)

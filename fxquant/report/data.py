@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
 from fxquant.cost.work import Estimate, Work
-from fxquant.decisions import Decision, Matmul, NotFused, SentQuantized
+from fxquant.decisions import Decision, Matmul, NotFused, Saved, SentQuantized
 from fxquant.errors import OptionError
 from fxquant.report.header import Header
-from fxquant.roles import Gemm
+from fxquant.roles import Direction, Gemm
 
 if TYPE_CHECKING:
     from fxquant.kernels.linear.choice import GemmKernel
@@ -64,9 +65,9 @@ class ReportData:
     is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the passes
     behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from a cache
     has none; `sent_quantized` has what they let ranks exchange quantized. `uncompiled` says what ran as it was, in no
-    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when. A
-    report that was read from JSON has the estimates as they were written (`estimated`), and says the same under other
-    rates.
+    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when;
+    `saved` is what all forwards keep for their backwards, None where none was differentiated. A report that was
+    read from JSON has the estimates as they were written (`estimated`), and says the same under other rates.
     """
 
     recipe: str
@@ -84,6 +85,7 @@ class ReportData:
     recompilations: list[str] = field(default_factory=list)
     header: Header = field(default_factory=Header)
     estimated: dict[int, Estimate] = field(default_factory=dict)
+    saved: Saved | None = None
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""
@@ -302,6 +304,22 @@ def plain_spec(text: str) -> str:
     return re.sub(r"custom\(([^()]*),key=([^()]*)-\w+\)", r"\2(\1)", named)
 
 
+def operand_bytes(decision: Decision) -> tuple[int, int] | None:
+    """The bytes of an operand in high precision, and as it was decided; None where its sizes are not known."""
+    facts, shape = decision.matmul or decision.attention, decision.shape
+    sizes = [size for size in shape if isinstance(size, int)]
+    if facts is None or len(sizes) != len(shape) or len(sizes) < 2:
+        return None
+    count, (rows, columns) = math.prod(sizes[:-2]), sizes[-2:]
+    before = count * rows * columns * facts.dtype.itemsize
+    if decision.quantizer is None:
+        return before, before
+    if decision.bits:
+        return before, int(count * rows * columns * decision.bits / 8)
+    turned = (rows, columns) if decision.direction is Direction.ROWWISE else (columns, rows)
+    return before, count * decision.quantizer.spec(decision.direction).stored_bytes(*turned)
+
+
 def _weight_bytes(decision: Decision, matmul: Matmul) -> tuple[int, int]:
     """The bytes of a weight in high precision, and as it was decided."""
     count, elements = matmul.groups or matmul.batch, matmul.n * matmul.k
@@ -332,14 +350,14 @@ def _fold(layers: dict[str, list[Decision]]) -> list[Layer]:
         for members in groups.values():
             parts, count, rows = members[0]
             if len(members) > 1:
-                numbers = _ranges([int(member[0][position]) for member in members])
+                numbers = ranges([int(member[0][position]) for member in members])
                 parts = [*parts[:position], numbers, *parts[position + 1 :]]
             folded.append((parts, count * len(members), rows))
     return [Layer(".".join(parts) or MODEL, count, rows) for parts, count, rows in folded]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ``{0..11}`` or ``{0,2,5..7}``."""
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in short, ``{0..11}`` or ``{0,2,5..7}``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

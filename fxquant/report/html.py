@@ -1,109 +1,35 @@
-"""The HTML view of a `Report`: one file, no other resources, light and dark."""
+"""The HTML view of a report: one file that needs no other, with the model as a tree; its data are JSON in the page.
+
+`page.css` and `page.js` beside this file are its style and its script.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from html import escape
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote
 
-from fxquant.decisions import Decision
+from fxquant.decisions import Decision, SkipReason
 from fxquant.formats import FORMATS, HEAD_FORMATS
-from fxquant.report.data import MODEL, Layer, ReportData, result, role_text, shape_text
+from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_text, shape_text
 from fxquant.report.text import (
-    COLUMNS,
-    NOT_FUSED_COLUMNS,
-    WORK_COLUMNS,
-    aligned,
+    EPILOGUE_COLUMNS,
     bytes_text,
-    loss_table,
+    epilogue_rows,
     sent_text,
-    totals,
-    us_text,
+    size_text,
+    some,
+    time_text,
     verdict,
 )
-from fxquant.roles import GEMM_OPERANDS, Gemm
-
-STYLE = """
-.fxq { --ink:#1c2430; --soft:#5b6676; --line:#dde2ea; --card:#fff; --page:#f5f7fa; --hatch:#e6eaf0; --accent:#2563c9;
-  --warn:#fdeacb; --bad:#c2410c;
-  --per_tensor:#cfe3fb; --per_row:#bfe9ec; --block:#d6ebc4; --mxfp8:#fbe3b5; --nvfp4:#f8cfc4; --own:#e3d3f5;
-  color:var(--ink); font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif; }
-@media (prefers-color-scheme: dark) { .fxq { --ink:#e4e9f1; --soft:#98a4b5; --line:#323b49; --card:#1b222c;
-  --page:#12171e; --hatch:#2a323e; --accent:#7fb0ff;
-  --warn:#54390b; --bad:#ff9566;
-  --per_tensor:#1f4a7d; --per_row:#14595f; --block:#355d1d; --mxfp8:#6b4d0b; --nvfp4:#74321f; --own:#50327a; } }
-body.fxq { margin:0; background:var(--page); }
-.fxq main { max-width:1280px; margin:0 auto; padding:28px 20px 60px; }
-.fxq h1 { font-size:24px; margin:0 0 4px; letter-spacing:-.01em; overflow-wrap:anywhere; }
-.fxq h2 { font-size:16px; margin:30px 0 10px; }
-.fxq p { margin:6px 0; } .fxq .soft { color:var(--soft); }
-.fxq .cards { display:flex; flex-wrap:wrap; gap:12px; margin:16px 0; }
-.fxq .card { background:var(--card); border:1px solid var(--line); border-radius:10px; padding:12px 16px;
-  flex:1 1 150px; min-width:0; }
-.fxq .card b { display:block; font-size:23px; line-height:1.25; font-weight:650; font-variant-numeric:tabular-nums; }
-.fxq .bar { height:5px; border-radius:3px; background:var(--hatch); margin-top:8px; overflow:hidden; }
-.fxq .bar i { display:block; height:100%; background:var(--accent); }
-.fxq .scroll { overflow:auto; max-height:560px; background:var(--card); border:1px solid var(--line);
-  border-radius:10px; }
-.fxq table { border-collapse:separate; border-spacing:0; width:100%; font-size:13px; margin:0; color:inherit; }
-.fxq th { text-align:left; font-weight:600; color:var(--soft); background:var(--card); position:sticky; top:0;
-  padding:7px 10px; border-bottom:1px solid var(--line); white-space:nowrap; z-index:1; }
-.fxq td { padding:5px 10px; border-bottom:1px solid var(--line); text-align:left; vertical-align:middle;
-  background:transparent; }
-.fxq tr:last-child td { border-bottom:0; }
-.fxq td.num, .fxq th.num { text-align:right; font-variant-numeric:tabular-nums; }
-.fxq code, .fxq .mono, .fxq pre { font:12px/1.5 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace; }
-.fxq .matrix th { text-align:center; } .fxq .matrix th:first-child { text-align:left; }
-.fxq .matrix thead tr:nth-child(2) th { top:33px; font-weight:400; padding-top:4px; }
-.fxq .matrix td { padding:4px 3px; } .fxq .matrix td:first-child { padding:4px 12px; white-space:nowrap; }
-.fxq .matrix td.edge, .fxq .matrix th.edge { border-left:1px solid var(--line); }
-.fxq .cell { display:block; border-radius:5px; padding:2px 7px;  text-align:center; cursor:default;
-  white-space:nowrap; }
-.fxq .skipped { color:var(--soft); background:repeating-linear-gradient(135deg,var(--hatch) 0 5px,transparent 5px 10px);
-  outline:1px dashed var(--line); outline-offset:-1px; }
-.fxq .per_tensor { background:var(--per_tensor); } .fxq .per_row { background:var(--per_row); }
-.fxq .block { background:var(--block); } .fxq .mxfp8 { background:var(--mxfp8); }
-.fxq .nvfp4 { background:var(--nvfp4); } .fxq .own { background:var(--own); }
-.fxq .warning { background:var(--warn); border-radius:8px; padding:9px 14px; margin:12px 0; }
-.fxq .work td.mono, .fxq .work td.what { white-space:nowrap; } .fxq .work .sum td { border-top:1px solid var(--line); }
-.fxq .work td { border-bottom:0; padding:3px 10px; } .fxq .work td.track { width:20%; min-width:110px; }
-.fxq .work i { display:block; height:6px; border-radius:3px; margin:2px 0; min-width:1px; }
-.fxq .work i.was { background:var(--soft); opacity:.45; } .fxq .work i.now { background:var(--accent); }
-.fxq .work .sum td { font-weight:600; } .fxq .work .worse i.now { background:var(--bad); }
-.fxq .untimed .num, .fxq .untimed .track { display:none; }
-.fxq .work .worse td.now { color:var(--bad); }
-.fxq .times { color:var(--soft); margin-left:8px; }
-.fxq .legend { display:flex; flex-wrap:wrap; gap:8px; margin:10px 0 0; font-size:12px; }
-.fxq .tools { display:flex; flex-wrap:wrap; gap:8px; margin-bottom:8px; align-items:center; }
-.fxq input, .fxq select { font:inherit; color:inherit; background:var(--card); border:1px solid var(--line);
-  border-radius:7px; padding:5px 10px; }
-.fxq input { flex:0 1 320px; min-width:0; }
-.fxq details { margin:8px 0; background:var(--card); border:1px solid var(--line); border-radius:10px; }
-.fxq details > summary { cursor:pointer; padding:9px 14px; font-weight:600; }
-.fxq details > div { padding:0 16px 16px; }
-.fxq pre { margin:0; padding:4px 14px 14px; overflow:auto; max-height:600px; background:transparent; color:inherit; }
-.fxq img { max-width:100%; height:auto; border-radius:10px; border:1px solid var(--line); background:#fff; }
-"""
-
-SCRIPT = """
-for (const box of document.querySelectorAll('.fxq .rows')) {
-  const text = box.querySelector('input'), kind = box.querySelector('select'), shown = box.querySelector('output');
-  const rows = [...box.querySelectorAll('tbody tr')];
-  const update = () => {
-    const words = text.value.toLowerCase().split(/\\s+/).filter(Boolean);
-    let count = 0;
-    for (const row of rows) {
-      const match = (!kind.value || row.dataset.kind === kind.value)
-        && words.every(word => row.textContent.toLowerCase().includes(word));
-      row.hidden = !match;
-      count += match;
-    }
-    shown.textContent = count + ' of ' + rows.length + ' rows';
-  };
-  text.oninput = kind.onchange = update;
-  update();
-}
-"""
+from fxquant.report.tree import Leaf, Node, title, tree
 
 FAMILIES = {
     "per_tensor": "FP8, one scale per tensor",
@@ -113,111 +39,431 @@ FAMILIES = {
     "mxfp8": "MXFP8, one scale per 32",
     "nvfp4": "NVFP4, one scale per 16",
     "own": "a quantizer of your own",
-    "skipped": "high precision (hover for the reason)",
+    "skipped": "high precision",
 }
 
+COLUMNS = (
+    ("name", "Layer", ""), ("", "Operands", ""), ("", "M x K x N", "num size"),
+    ("flops", "FLOP", "num"), ("bytes", "Weight", "num"),
+)  # fmt: skip
+ORDERS = {
+    "model": "as in the model", "time": "longest first", "saved": "most time saved first", "flops": "most FLOPs first",
+    "bytes": "largest weights first", "error": "largest error first", "name": "by name",
+}  # fmt: skip
 
-def page(title: str, body: str) -> str:
-    """A whole HTML document around `body`."""
+
+def page(heading: str, body: str) -> str:
+    """A whole HTML document around `body`, such as sections of reports."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
-        f'<body class="fxq"><main>\n{body}\n</main><script>{SCRIPT}</script></body></html>\n'
+        f"<title>{escape(heading)}</title><style>{_resource('page.css')}</style></head>\n"
+        f'<body class="fxq"><main>\n{body}\n</main><script>{_resource("page.js")}</script></body></html>\n'
     )
 
 
-def section(report: ReportData) -> str:
-    """The report without style and script, for `page`."""
-    parts = [f"<h1>Recipe <span class='mono' style='font-size:.95em'>{escape(report.recipe)}</span></h1>"]
-    parts += [f"<p class='soft'>{escape(totals(report))}</p>", _cards(report)]
-    parts += _notes('Computed again in the backward with save="least", besides casts', report.again)
-    parts += _notes("Sent quantized", [*map(sent_text, report.sent_quantized)])
-    parts += _notes("Unused in the recipe", report.unused) + _notes("Graph breaks", report.breaks)
-    parts += _notes("Compiled again", report.recompilations) + _notes("Not compiled", report.uncompiled)
+def section(report: ReportData, pictures: Mapping[str, str] | None = None) -> str:
+    """The report without style and script, for `page`; `pictures` are drawings (SVG) of layers by their names."""
+    report = replace(report, estimated=report.estimates())
+    root = tree(report)
+    leaves = [(path, count, leaf) for path, count, leaf in root.walk()]
+    parts = ['<div class="report">', _header(report), _cards(report, leaves), *_warnings(report)]
     if report.decisions:
-        parts += [_matrix(report.layers(collapse=True)), _work(report), _rows(report)]
-    if report.not_fused:
-        rows = [(fusion.layer or MODEL, fusion.step, fusion.operator, fusion.reason) for fusion in report.not_fused]
-        parts.append(_folded("Not fused", aligned([NOT_FUSED_COLUMNS, *rows])))
-    if report.losses:
-        parts.append(f"<h2>Losses</h2><pre>{escape(loss_table(report))}</pre>")
-    if report.graphs:
-        parts.append("<h2>Rewritten graphs</h2>")
-        parts += [_folded(name, text) for name, text in report.graphs.items()]
+        parts += [_unquantized(report, leaves), _model(report, root, leaves, pictures or {})]
+    parts += [*_notes(report), "</div>"]
     return "\n".join(parts)
 
 
-def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+def _resource(name: str) -> str:
+    return files("fxquant.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _cards(report: ReportData) -> str:
-    s = report.summary()
-    operands = s["quantized_operands"] / s["operands"] if s["operands"] else 1.0
-    cards = [
-        _card(str(s["matmuls"]), "matmuls"),
-        _card(f"{s['quantized_operands']} / {s['operands']}", "operands quantized", operands),
-        _card(f"{100 * s['coverage']:.1f}%", f"of {_si(s['flops']['total'])}FLOP quantized", s["coverage"]),
-        _card(f"{100 * s['explained']:.1f}%", "quantized or explained", s["explained"]),
-    ]
-    if s["one_sided"]:
-        cards.append(_card(f"{100 * s['one_sided']:.1f}%", "of FLOP with one operand quantized", s["one_sided"]))
-        cards.append(_card(bytes_text(s["weights"]["quantized"]), "of weights as GEMMs read them"))
-    time = report.time()
-    if time["quantized_us"]:
-        speedup = time["unquantized_us"] / time["quantized_us"]
-        cards.append(_card(f"{speedup:.2f}x", "estimated speed-up of matmuls"))
+def _header(report: ReportData) -> str:
+    """The model, the recipe, versions, device and date."""
+    header = report.header
+    size = f"<small>{_parameters(header.parameters)} parameters</small>" if header.parameters else ""
+    device = header.device or report.time()["card"]
+    estimated = f", estimated for {report.card}" if report.card and report.card != device else ""
+    facts = {
+        "recipe": _short(report.recipe, 60),
+        "device": device + estimated,
+        **header.versions,
+        "made": _date(header.date),
+    }
+    meta = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text)
+    shown = " open" if len(report.recipe) > 60 else ""
+    python = f"<details{shown}><summary>The recipe as Python</summary><pre>{escape(header.recipe)}</pre></details>"
+    return (
+        "<header><div class='overline'><span>fxquant report</span>"
+        "<button class='theme' type='button' hidden aria-label='colours'></button></div>"
+        f"<h1>{escape(header.model or report.recipe)} {size}</h1><dl class='meta'>{meta}</dl>"
+        f"{python if header.recipe else ''}</header>"
+    )
+
+
+def _parameters(count: int) -> str:
+    """The number of parameters, billions as ``B``."""
+    return _si(count).strip().replace("G", "B")
+
+
+def _date(text: str) -> str:
+    return f"{datetime.fromisoformat(text):%d %B %Y, %H:%M}".lstrip("0") if text else ""
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+Leaves = Sequence[tuple[str, int, Leaf]]
+"""Leaves of the tree, each with the path of its layer and its count."""
+
+
+def _cards(report: ReportData, leaves: Leaves) -> str:
+    """The answers to the first questions: how much is quantized, what it saves, what takes the time."""
+    cards = [_card("Quantized", *_quantized_card(report))]
+    missing = _by_reason(leaves)
+    if missing:
+        flops = sum(skipped.flops for skipped in missing.values())
+        parts = [f"{name} {_percent(s.flops, report.flops['total'])}" for name, s in list(missing.items())[:3]]
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        under = f"{_si(flops)}FLOP: {', '.join(parts)}{more}. <a href='#why'>Why, and what to do</a>"
+        cards.append(_card("Not quantized", _percent(flops, report.flops["total"]), under))
+    before, after = report.weights["unquantized"], report.weights["quantized"]
+    if before:
+        change = f"{abs(100 * (1 - after / before)):.0f}% {'less' if after < before else 'more'}"
+        change = change if after != before else "as they are without quantization"
+        cards.append(_card("Weights, as GEMMs read them", _from_to(bytes_text(before), bytes_text(after)), change))
+    if report.saved is not None:
+        saved = report.saved
+        under = f"{bytes_text(saved.quantized)} of it quantized, which was {bytes_text(saved.instead)}"
+        under = under if saved.quantized else "nothing of it in a format of the library"
+        under += "; on meta, where attention keeps its scores" if report.header.device == "meta" else ""
+        number = _from_to(bytes_text(saved.unquantized), bytes_text(saved.total))
+        cards.append(_card("Saved for the backward", number, under))
+    cards += _time_card(report, leaves) + _error_card(leaves)
     return f"<div class='cards'>{''.join(cards)}</div>"
 
 
-def _work(report: ReportData) -> str:
-    """Kernels and estimated times, layer by layer."""
-    sentences = verdict(report)
-    if not sentences:
-        return ""
-    estimates = report.estimates()
-    layers = [
-        (layer, [estimates[site] for site in dict.fromkeys(d.site for d in layer.decisions) if site in estimates])
-        for layer in report.layers(collapse=True)
+def _quantized_card(report: ReportData) -> tuple[str, str]:
+    s = report.summary()
+    bar = f"<div class='bar'><i style='width:{100 * s['coverage']:.2f}%'></i>"
+    bar += f"<i class='half' style='width:{100 * s['one_sided']:.2f}%'></i></div>"
+    under = f"of {_si(s['flops']['total'])}FLOP in {s['matmuls']} matmuls, with both operands"
+    if s["one_sided"]:
+        under += f"; {100 * s['one_sided']:.1f}% with one"
+    return f"{100 * s['coverage']:.1f}%", f"{bar}{under}; {s['quantized_operands']} of {s['operands']} operands"
+
+
+def _time_card(report: ReportData, leaves: Leaves) -> list[str]:
+    time = report.time()
+    if not time["card"]:
+        return []
+    if time["quantized_us"] is None:
+        under = 'No rates for this device: <code>report.on("H100")</code> estimates for a card. '
+        flops, path, leaf = max(
+            ((leaf.flops * count, path, leaf) for path, count, leaf in leaves), key=lambda item: item[0]
+        )
+        under += f"Most FLOPs: {_link(path, leaf)}, {_percent(flops, report.flops['total'])}" if flops else ""
+        return [_card("Time of matmuls", "not known", under)]
+    before, after = time["unquantized_us"], time["quantized_us"]
+    timed = [
+        (leaf.estimate.quantized * count, path, leaf)
+        for path, count, leaf in leaves
+        if leaf.estimate is not None and leaf.estimate.quantized is not None
     ]
-    longest = max((estimate.longest for _, of_layer in layers for estimate in of_layer), default=0.0)
-    body = []
-    for layer, of_layer in layers:
-        for estimate in of_layer:
-            worse = " worse" if estimate.slower else ""
-            body.append(
-                _work_row(_name(layer), "all", "", (estimate.unquantized, estimate.quantized), longest, f"sum{worse}")
-            )
-            for work in estimate.work:
-                body.append(_work_row("", work.what, work.kernel, (work.unquantized, work.quantized), longest, ""))
-    head = "".join(f"<th class='{'num' if name.endswith(' us') else ''}'>{name}</th>" for name in WORK_COLUMNS)
-    notes = [f"<p class='soft'>{escape(sentences[0])}</p>"]
-    notes += [f"<p class='warning'>{escape(line)}</p>" for line in sentences[1:]]
+    longest, path, leaf = max(timed, key=lambda item: item[0])
+    under = f"{before / after:.2f}x, estimated for {escape(time['card'])}. "
+    under += f"Longest: {_link(path, leaf)}, {_percent(longest, after)}"
+    counted = {id(leaf) for _, _, leaf in timed}
+    untimed = [title(path, leaf) for path, _, leaf in leaves if leaf.flops and id(leaf) not in counted]
+    under += f". Without a time: {escape(some(untimed, 2))}" if untimed else ""
+    return [_card("Time of matmuls and casts", _from_to(time_text(before), time_text(after)), under)]
+
+
+def _error_card(leaves: Leaves) -> list[str]:
+    losses = [(loss.error, path, leaf) for path, _, leaf in leaves for loss in leaf.losses]
+    if not losses:
+        return []
+    error, path, leaf = max(losses, key=lambda item: item[0])
+    return [_card("Largest measured error", f"{error:.2%}", f"relative, of {_link(path, leaf)}")]
+
+
+def _link(path: str, leaf: Leaf) -> str:
+    return f"<a href='#{_anchor(title(path, leaf))}'>{escape(title(path, leaf))}</a>"
+
+
+def _card(label: str, number: str, under: str) -> str:
+    head = f"<span class='label'>{escape(label)}</span><b>{number}</b>"
+    return f"<div class='card'>{head}<div class='soft'>{under}</div></div>"
+
+
+def _from_to(before: str, after: str) -> str:
+    return after if before == after else f"{before}<span class='to'> → </span>{after}"
+
+
+def _warnings(report: ReportData) -> list[str]:
+    lines = [f"Not compiled: {text}" for text in report.uncompiled] + verdict(report)[1:]
+    return [f"<p class='warning' role='note'>{escape(line[0].upper() + line[1:])}</p>" for line in lines]
+
+
+class _Skipped:
+    """The GEMMs that one reason keeps in high precision: FLOPs, and by leaf the operands and details."""
+
+    def __init__(self) -> None:
+        self.flops = self.half = 0
+        self.matmuls = 0
+        self.rows: dict[tuple[str, int], tuple[int, dict[str, None], dict[str, None]]] = {}
+
+    def add(self, place: tuple[str, int], operands: Sequence[Decision], flops: int) -> None:
+        total, roles, details = self.rows.get(place, (0, {}, {}))
+        for d in operands:
+            if d.skip_reason is not None:
+                roles[f"{d.role.tensor_type}"] = None
+                details.update({d.detail: None} if d.detail else {})
+        self.rows[place] = (total + flops, roles, details)
+        self.flops += flops
+        self.half += flops if any(d.quantizer is not None for d in operands) else 0
+
+
+def _by_reason(leaves: Leaves) -> dict[str, _Skipped]:
+    """What is not quantized, by the reason of the first operand of each GEMM; most FLOPs first."""
+    groups: dict[str, _Skipped] = defaultdict(_Skipped)
+    for path, count, leaf in leaves:
+        for operands in leaf.products().values():
+            reasons = [str(d.skip_reason) for d in operands if d.skip_reason is not None]
+            if reasons:
+                groups[reasons[0]].add((title(path, leaf), count), operands, operands[0].flops * count)
+    return dict(sorted(groups.items(), key=lambda item: -item[1].flops))
+
+
+def _unquantized(report: ReportData, leaves: Leaves) -> str:
+    """What is not quantized by reason: the layers, how many FLOPs, why, and what to do."""
+    groups, total = _by_reason(leaves), report.flops["total"]
+    if not groups:
+        return "<h2 id='why'>Not quantized</h2><p>Every operand of every matmul is quantized.</p>"
+    parts = [
+        "<h2 id='why'>Not quantized</h2>",
+        f"<p class='soft'>{_percent(sum(s.flops for s in groups.values()), total)} of all FLOPs, by reason.</p>",
+    ]
+    for i, (name, skipped) in enumerate(groups.items()):
+        reason = SkipReason(name)
+        layers = sum(count for _, count in skipped.rows)
+        half = f"; {_percent(skipped.half, total)} with the other operand quantized" if skipped.half else ""
+        rows = sorted(skipped.rows.items(), key=lambda item: -item[1][0])
+        detailed = any(details for _, (_, _, details) in rows)
+        lines = "".join(
+            f"<tr><td><a class='mono' href='#{_anchor(path)}'>{escape(path)}</a>{_times(count)}</td>"
+            f"<td>{escape(', '.join(roles))}</td>{_detail(details) if detailed else ''}"
+            f"<td class='num'>{_si(flops)}FLOP, {_percent(flops, total)}</td></tr>"
+            for (path, count), (flops, roles, details) in rows
+        )
+        parts.append(
+            f"<details class='group'{' open' if i < 3 and len(rows) < 40 else ''}><summary><b>{name}</b>"
+            f"<span class='soft'>{_count(layers, 'layer')}</span><span class='num'>{_si(skipped.flops)}FLOP, "
+            f"{_percent(skipped.flops, total)}{half}</span></summary><div><dl class='fact'><dt>Why</dt>"
+            f"<dd>{escape(_sentence(reason.meaning))}</dd><dt>What to do</dt><dd>{escape(reason.remedy)}</dd></dl>"
+            "<div class='scroll'><table class='list why'><thead><tr><th scope='col'>layer</th>"
+            f"<th scope='col'>operands</th>{DETAIL_HEAD if detailed else ''}"
+            f"<th scope='col' class='num'>FLOPs</th></tr></thead><tbody>{lines}</tbody></table></div></div></details>"
+        )
+    return "".join(parts)
+
+
+DETAIL_HEAD = "<th scope='col'>detail</th>"
+
+
+def _detail(details: Iterable[str]) -> str:
+    return f"<td>{escape('; '.join(details))}</td>"
+
+
+def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Mapping[str, str]) -> str:
+    """The tree, whose rows the script makes from JSON."""
+    families = {_family(d) for d in report.decisions}
+    timed = any(leaf.estimate is not None and leaf.estimate.quantized is not None for _, _, leaf in leaves)
+    measured = any(leaf.losses for _, _, leaf in leaves)
+    data = {
+        "nodes": _nodes(root, "", 1, pictures),
+        "all": len({d.site for d in report.decisions}),
+        "timed": timed,
+        "measured": measured,
+        "reasons": {
+            str(d.skip_reason): (d.skip_reason.meaning, d.skip_reason.remedy)
+            for d in report.decisions
+            if d.skip_reason is not None
+        },
+    }
+    columns = [
+        *COLUMNS,
+        *([("time", "Time", "num")] if timed else []),
+        *([("error", "Error", "num")] if measured else []),
+    ]
+    hidden = (set() if timed else {"time", "saved"}) | (set() if measured else {"error"})
+    head = "".join(
+        f"<th scope='col' class='{kind}' data-key='{key}' aria-sort='none'><button type='button'>{name}<span></span>"
+        "</button></th>" if key else f"<th scope='col' class='{kind}'>{name}</th>"
+        for key, name, kind in columns
+    )  # fmt: skip
+    orders = "".join(f"<option value='{key}'>{text}</option>" for key, text in ORDERS.items() if key not in hidden)
+    kinds = {"": "all", "unquantized": "not quantized", "quantized": "quantized"}
+    kinds |= {"slower": "slower than unquantized"} if timed else {}
+    kinds |= {"measured": "measured"} if measured else {}
+    shown = "".join(f"<option value='{key}'>{text}</option>" for key, text in kinds.items())
+    legend = "".join(f"<span class='chip {key}'>{text}</span>" for key, text in FAMILIES.items() if key in families)
+    drawn = {leaf.layers[0]: pictures[leaf.layers[0]] for _, _, leaf in leaves if leaf.layers[0] in pictures}
     return (
-        f"<h2>Kernels{' and times' if longest else ''}</h2>{''.join(notes)}<div class='scroll'>"
-        f"<table class='work{'' if longest else ' untimed'}'><thead><tr>{head}<th class='track'></th></tr></thead>"
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        "<h2>Model</h2><p class='soft'>Modules as they nest; equal ones stand once, with their count, and FLOPs, "
+        "weights and times are those of all of them. A row opens.</p>"
+        "<noscript><p class='warning'>The tree needs JavaScript.</p></noscript>"
+        "<div class='tools'><input type='search' aria-label='filter' "
+        "placeholder='filter: layers.1 mlp, wgrad, TOO_SMALL, a kernel …'>"
+        f"<select class='kind' aria-label='which rows'>{shown}</select>"
+        f"<select class='sort' aria-label='order'>{orders}</select>"
+        "<button type='button' class='open'>Open all</button><button type='button' class='close'>Close all</button>"
+        "<output></output></div><div class='frame' hidden><table class='tree' role='treegrid' aria-label='layers'>"
+        f"<thead><tr>{head}</tr></thead><tbody></tbody></table>"
+        "<p class='none' hidden>No layer has all of these words.</p>"
+        f"<button type='button' class='more' hidden></button></div><div class='legend'>{legend}</div>"
+        f"{_script('data', data)}{_script('pictures', drawn) if drawn else ''}"
     )
 
 
-def _work_row(
-    layer: str, what: str, kernel: str, times: tuple[float | None, float | None], scale: float, kind: str
-) -> str:
-    """A row of times without and with quantization, a bar for each; `scale` is the time of a full bar."""
-    bars = numbers = ""
-    for name, us in zip(("was", "now"), times, strict=True):
-        bars += f"<i class='{name}' style='width:{100 * us / scale:.2f}%'></i>" if us is not None and scale else ""
-        numbers += f"<td class='num {name}'>{us_text(us)}</td>"
+def _script(name: str, data: Any) -> str:
+    """Data in the page; no text in it can end the element."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return f'<script type="application/json" class="{name}">{text}</script>'
+
+
+def _nodes(node: Node, path: str, count: int, pictures: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The rows in a module: its own matmuls, then the modules in it."""
+    rows = [_leaf(leaf, path, leaf.label or MODEL, count) for leaf in node.leaves]
+    for inner in node.nodes:
+        here, many = f"{path}.{inner.name}".strip("."), count * inner.count
+        if len(inner.leaves) == 1 and not inner.nodes:
+            rows.append(_leaf(inner.leaves[0], here, f"{inner.name} {inner.leaves[0].label}".strip(), many))
+        else:
+            inside = _nodes(inner, here, many, pictures)
+            rows.append({"name": inner.name, "path": here, "times": inner.count, "nodes": inside})
+        rows[-1]["times"] = inner.count
+    return rows
+
+
+def _leaf(leaf: Leaf, path: str, name: str, count: int) -> dict[str, Any]:
+    products, estimate = leaf.products(), leaf.estimate
+    weights = [(d, operand_bytes(d)) for operands in products.values() for d in operands
+               if d.role.tensor_type == "weight" and d.gemm == "fprop"]  # fmt: skip
+    sizes = [size for _, size in weights if size is not None]
+    times = None if estimate is None else (estimate.unquantized, estimate.quantized)
+    work = () if estimate is None else estimate.work
+    return {
+        "name": name,
+        "path": title(path, leaf),
+        "count": count,
+        "times": 1,
+        "form": leaf.decisions[0].form,
+        "size": size_text(leaf.decisions),
+        "flops": leaf.flops,
+        "done": sum(ops[0].flops for ops in products.values() if all(d.quantizer is not None for d in ops)),
+        "weight": [sum(size[i] for size in sizes) for i in (0, 1)] if sizes else None,
+        "us": times if times and None not in times else None,
+        "reference": "" if estimate is None else estimate.reference,
+        "gemms": [
+            [ops[0].part if leaf.is_attention else "", str(gemm), [_operand(d) for d in ops], ops[0].flops]
+            for (_, gemm), ops in products.items()
+        ],
+        "work": [[w.what, w.kernel, w.unquantized, w.quantized] for w in work],
+        "reasons": list(dict.fromkeys(str(d.skip_reason) for d in leaf.decisions if d.skip_reason is not None)),
+        "errors": [
+            [loss.layer or MODEL, loss.error, ", ".join(f"{name} {share:.1%}" for name, share in loss.lost.items())]
+            for loss in sorted(leaf.losses, key=lambda loss: -loss.error)
+        ],
+        "error": max((loss.error for loss in leaf.losses), default=0.0),
+        "picture": leaf.layers[0],
+    }
+
+
+def _operand(d: Decision) -> list[Any]:
+    """An operand as the script reads it: role, direction, shape, format or reason, family, bytes, detail."""
+    before, after = operand_bytes(d) or (None, None)
+    text = str(d.skip_reason) if d.skip_reason is not None else re.split(r" \(", result(d), maxsplit=1)[0]
+    bits = f"{d.bits:.4g} bits an element" if d.bits else ""
+    detail = "; ".join(filter(None, (bits, d.detail)))
+    return [role_text(d), str(d.direction), shape_text(d), text, _family(d), before, after, detail]
+
+
+def _family(decision: Decision) -> str:
+    if decision.skip_reason is not None:
+        return "skipped"
+    name = re.split(r"[( ]", result(decision), maxsplit=1)[0]
+    row = FORMATS.get(name) or HEAD_FORMATS.get(name)
+    return "own" if row is None else row.family
+
+
+def _notes(report: ReportData) -> list[str]:
+    """What else is to know: breaks, recompilations, unused rules, what was not fused, epilogues."""
+    lists = (
+        ("Graph breaks", "where torch.compile left its graph; what stands between is not quantized", report.breaks),
+        ("Compiled again", "why torch compiled the same code again", report.recompilations),
+        ("Unused in the recipe", "parts of the recipe that matched no operand", report.unused),
+        ("Sent quantized", "what ranks exchange as payload and scales", [*map(sent_text, report.sent_quantized)]),
+        ('Computed again with save="least"', "besides casts, by the backward", [n or MODEL for n in report.again]),
+    )
+    parts = [_note(name, meaning, _listed(texts), len(texts)) for name, meaning, texts in lists if texts]
+    if report.not_fused:
+        counts = Counter((fusion.reason, fusion.step) for fusion in report.not_fused)
+        rows = [(str(count), step, reason, _layers_of(report, reason, step))
+                for (reason, step), count in counts.most_common()]  # fmt: skip
+        table = _table(("times", "pass", "reason", "operators"), rows)
+        parts.append(
+            _note("Not fused", "fusions that passes considered and did not take", table, len(report.not_fused))
+        )
+    epilogues = epilogue_rows(report)
+    if epilogues:
+        table = _table(EPILOGUE_COLUMNS, epilogues)
+        parts.append(
+            _note("Epilogues", "what GEMMs add, activate or measure, and in which kernel", table, len(epilogues))
+        )
+    return ["<h2>Also</h2>", *parts] if parts else []
+
+
+def _layers_of(report: ReportData, reason: str, step: str) -> str:
+    fusions = [f for f in report.not_fused if (f.reason, f.step) == (reason, step)]
+    texts = list(dict.fromkeys(f"{f.operator} in {f.layer or MODEL}" for f in fusions))
+    return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _note(name: str, meaning: str, inner: str, count: int) -> str:
+    unfolded = " open" if count <= 8 else ""
     return (
-        f"<tr class='{kind}'><td class='mono'>{layer}</td><td class='what'>{what}</td><td>{escape(kernel)}</td>"
-        f"{numbers}<td class='track'>{bars}</td></tr>"
+        f"<details class='group'{unfolded}><summary><b>{escape(name)}</b><span class='soft'>{escape(meaning)}</span>"
+        f"<span class='num'>{count}</span></summary><div>{inner}</div></details>"
     )
 
 
-def _card(number: str, label: str, share: float | None = None) -> str:
-    bar = "" if share is None else f"<div class='bar'><i style='width:{100 * share:.1f}%'></i></div>"
-    return f"<div class='card'><b>{escape(number)}</b><span class='soft'>{escape(label)}</span>{bar}</div>"
+def _listed(texts: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class='scroll'><table class='list'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _anchor(path: str) -> str:
+    return quote(path, safe="")
+
+
+def _times(count: int) -> str:
+    return f"<span class='times'>×{count}</span>" if count > 1 else ""
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}.".replace("`", "")
+
+
+def _percent(part: float, whole: float) -> str:
+    share = 100 * part / whole if whole else 0.0
+    return "<0.1%" if 0 < share < 0.05 else f"{share:.1f}%"
 
 
 def _si(number: float) -> str:
@@ -226,85 +472,5 @@ def _si(number: float) -> str:
     return f"{number / 1000**power:.3g} {'kMGTP'[power - 1] if power else ''}"
 
 
-def _notes(title: str, notes: Sequence[str]) -> list[str]:
-    return [f"<p><b>{title}:</b> {escape('; '.join(notes))}</p>"] if notes else []
-
-
-def _matrix(layers: Sequence[Layer]) -> str:
-    """Layers by the operands of the three GEMMs, coloured by format."""
-    run = {d.gemm for layer in layers for d in layer.decisions}
-    gemms = {gemm: operands for gemm, operands in GEMM_OPERANDS.items() if gemm in run}
-    top = "".join(f"<th colspan='2' class='edge'>{gemm}</th>" for gemm in gemms)
-    under = "".join(
-        f"<th class='{'' if i else 'edge'}'>{operand}.{direction.removesuffix('wise').replace('umn', '')}</th>"
-        for operands in gemms.values()
-        for i, (operand, direction) in enumerate(operands)
-    )
-    body = []
-    for layer in layers:
-        for site in dict.fromkeys(d.site for d in layer.decisions):
-            cells = "".join(_cells(gemm, [d for d in layer.decisions if d.site == site]) for gemm in gemms)
-            body.append(f"<tr><td class='mono'>{_name(layer)}</td>{cells}</tr>")
-    kinds = {_family(d) for layer in layers for d in layer.decisions}
-    legend = "".join(
-        f"<span class='cell {family}'>{meaning}</span>" for family, meaning in FAMILIES.items() if family in kinds
-    )
-    return (
-        f"<h2>Layers</h2><div class='scroll'><table class='matrix'><thead><tr><th></th>{top}</tr>"
-        f"<tr><th></th>{under}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-        f"<div class='legend'>{legend}</div>"
-    )
-
-
-def _name(layer: Layer) -> str:
-    return escape(layer.name) + (f"<span class='times'>×{layer.repeats}</span>" if layer.repeats > 1 else "")
-
-
-def _cells(gemm: Gemm, decisions: Sequence[Decision]) -> str:
-    """The cells of one GEMM of one matmul, left operand then right; empty if the GEMM does not run."""
-    operands = [d for d in decisions if d.gemm == gemm]
-    if not operands:
-        return "<td class='edge'></td><td></td>"
-    return "".join(
-        f"<td class='{'' if i else 'edge'}'><span class='cell {_family(d)}' title='{escape(_explained(d))}'>"
-        f"{escape(_short(d))}</span></td>"
-        for i, d in enumerate(operands)
-    )
-
-
-def _explained(decision: Decision) -> str:
-    reason = f"\n{decision.skip_reason.meaning}" if decision.skip_reason else ""
-    return f"{role_text(decision)} {decision.direction} {shape_text(decision)}: {result(decision)}{reason}"
-
-
-def _short(decision: Decision) -> str:
-    if decision.skip_reason is not None:
-        return decision.skip_reason.replace("_", " ").lower()
-    return re.split(r"[( ]", result(decision), maxsplit=1)[0]
-
-
-def _family(decision: Decision) -> str:
-    if decision.skip_reason is not None:
-        return "skipped"
-    name = _short(decision)
-    row = FORMATS.get(name) or HEAD_FORMATS.get(name)
-    return "own" if row is None else row.family
-
-
-def _rows(report: ReportData) -> str:
-    """Every decision, with a filter."""
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    body = "".join(
-        f"<tr data-kind='{'skipped' if d.skip_reason else 'quantized'}'><td class='mono'>{escape(layer.name)}</td>"
-        f"<td>{escape(role_text(d))}</td><td>{d.gemm}</td><td>{d.direction}</td><td>{escape(shape_text(d))}</td>"
-        f"<td>{escape(result(d))}</td></tr>"
-        for layer in report.layers()
-        for d in layer.decisions
-    )
-    return (
-        "<div class='rows'><h2>Every operand of every GEMM</h2><div class='tools'>"
-        "<input type='search' placeholder='filter: layer, role, format …' aria-label='filter'>"
-        "<select aria-label='kind'><option value=''>all</option><option>quantized</option><option>skipped</option>"
-        "</select><output class='soft'></output></div>"
-        f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></div>"
-    )
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

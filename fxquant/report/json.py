@@ -46,6 +46,7 @@ def content(report: ReportData, layer: str = "", *, collapse: bool = False, grap
             for name, repeats, work in report.work(layer, collapse=collapse)
         ],
         "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues if pattern.search(gemm.layer)],
+        "saved": report.saved and asdict(report.saved),
         "again": [name for name in report.again if pattern.search(name)],
         "not_fused": [asdict(fusion) for fusion in report.not_fused if pattern.search(fusion.layer)],
         "sent_quantized": [asdict(sent) for sent in report.sent_quantized if any(map(pattern.search, sent.layers))],

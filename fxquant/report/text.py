@@ -48,7 +48,7 @@ def _summary(report: ReportData, most: int) -> list[str]:
     lines += _first("sent quantized", [*map(sent_text, report.sent_quantized)], most)
     lines += _first("not fused", not_fused, most)
     if report.again:
-        layer_names = _some([name or MODEL for name in report.again])
+        layer_names = some([name or MODEL for name in report.again])
         lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')
     lines += _first("unused in the recipe", report.unused, most)
     lines += _first("graph break", report.breaks, most)
@@ -72,7 +72,7 @@ def _first(kind: str, reasons: Sequence[str], most: int) -> list[str]:
 def _kernels(report: ReportData) -> list[str]:
     """One line: how many products run in each kernel."""
     counts = Counter(work.kernel for _, _, work in report.work() if not work.what.startswith("cast"))
-    return [f"kernels: {_some([f'{count} x {kernel}' for kernel, count in counts.most_common()])}"] if counts else []
+    return [f"kernels: {some([f'{count} x {kernel}' for kernel, count in counts.most_common()])}"] if counts else []
 
 
 def overview(report: ReportData) -> str:
@@ -97,13 +97,13 @@ def overview_rows(report: ReportData) -> list[tuple[str, ...]]:
             operands = [d for d in decisions if d.site == site]
             estimated = estimates.get(site)
             times = ("", "") if estimated is None else (us_text(estimated.unquantized), us_text(estimated.quantized))
-            rows.append((name, _size_text(operands), *times, _operands_text(operands)))
+            rows.append((name, size_text(operands), *times, _operands_text(operands)))
     timed = any(row[2] or row[3] for row in rows)
     return list(dict.fromkeys(row if timed else (*row[:2], row[-1]) for row in rows))
 
 
-def _size_text(operands: Sequence[Decision]) -> str:
-    """The sizes of a product, ``32 of M x K x N`` for one in a batch; the operands' where it is not known."""
+def size_text(operands: Sequence[Decision]) -> str:
+    """The sizes of a product as text, ``32 of M x K x N`` for one in a batch; the operands' where it is not known."""
     left, right = (d.shape for d in operands[:2])
     if min(len(left), len(right)) < 2 or left[-1] != right[-1]:
         return " and ".join(shape_text(d) for d in operands[:2])
@@ -156,12 +156,17 @@ def epilogue_table(report: ReportData, layer: str = "") -> str:
 
     Triton fuses the epilogue into the GEMM. Beside cuBLAS it is part of a kernel that Inductor makes.
     """
-    rows = [
+    rows = epilogue_rows(report, layer)
+    return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
+
+
+def epilogue_rows(report: ReportData, layer: str = "") -> list[tuple[str, ...]]:
+    """The rows of `epilogue_table`."""
+    return [
         (gemm.layer or MODEL, gemm.graph, gemm.problem.size, gemm.problem.epilogue, str(gemm.chosen(report.card)))
         for gemm in report.epilogues
         if gemm.problem.fuses and (report.card or gemm.card != "cpu") and layer_pattern(layer).search(gemm.layer)
     ]
-    return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
 
 
 def loss_table(report: ReportData, layer: str = "", *, most: int = sys.maxsize) -> str:
@@ -192,7 +197,7 @@ def verdict(report: ReportData) -> list[str]:
     line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
     line += f"{time_text(after)} quantized ({before / after:.2f}x)"
     if time["unknown"]:
-        line += f"; without {_some(time['unknown'])}, for which no rates were measured"
+        line += f"; without {some(time['unknown'])}, for which no rates were measured"
     return [line, *_warnings(report)]
 
 
@@ -201,11 +206,11 @@ def _warnings(report: ReportData) -> list[str]:
     warnings = []
     if slow:
         lost = time_text(sum((estimate.quantized or 0) - (estimate.unquantized or 0) for estimate in slow.values()))
-        layers = _some(report.layers_of(slow))
+        layers = some(report.layers_of(slow))
         warnings.append(f"estimated to be slower than unquantized, by {lost}: {layers}")
     for reason, names in report.unkernelled().items():
         warnings.append(
-            f"no FP8 kernel for the attention of {_some(names)} ({reason}): the reference keeps its scores in "
+            f"no FP8 kernel for the attention of {some(names)} ({reason}): the reference keeps its scores in "
             "float32 in memory, many times slower"
         )
     return [f"warning: {warning}; recipes.auto(recipe) leaves them as they are" for warning in warnings]
@@ -230,7 +235,7 @@ def totals(report: ReportData) -> str:
 
 def _no_such_layer(report: ReportData, layer: str) -> str:
     names = [folded.name for folded in report.layers(collapse=True)]
-    return f"no layer's name has {layer!r} in it; the layers are {_some(names, 20)}"
+    return f"no layer's name has {layer!r} in it; the layers are {some(names, 20)}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -258,7 +263,7 @@ def us_text(us: float | None) -> str:
     return "" if us is None else f"{us:.1f}" if us else "-"
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
+def some(names: Sequence[str], most: int = 5) -> str:
     """The names, or the first of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -43,7 +43,7 @@ not fused: 1 x cuBLAS _scaled_mm, per tensor (no measured rates for cpu), withou
     assert "fuse_producers: layer down: %hybrid_quantize" in caplog.text
     assert sum(report.summary()["not_fused"].values()) == len(json.loads(report.to_json())["not_fused"])
     assert {left.layer for left in report.not_fused} == {"gate", "up", "down"}
-    assert "<summary>Not fused</summary>" in section(report)
+    assert "<summary><b>Not fused</b>" in section(report)
 
 
 def test_reasons_are_counted() -> None:

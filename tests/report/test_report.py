@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fxquant.decisions import Decision, SkipReason
-from fxquant.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
+from fxquant.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8HeadQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 from fxquant.report.data import plain_spec
-from fxquant.report.html import section
+from fxquant.report.html import FAMILIES, page, section
 from fxquant.report.report import Report
 from fxquant.roles import GEMM_OPERANDS, Gemm, QuantizerRole
 
@@ -148,7 +156,7 @@ def test_report_without_matmuls_is_covered_and_prints() -> None:
     report = Report(recipe="mxfp8")
     assert report.coverage == report.explained == 1.0
     assert str(report) == "recipe: mxfp8\nno matmuls"
-    assert "<h2>Layers" not in section(report)
+    assert "<h2>Model" not in section(report)
 
 
 def test_roles_outside_linear_name_their_module_type() -> None:
@@ -181,41 +189,65 @@ def test_json_holds_every_decision(report: Report) -> None:
     assert content["decisions"][-1]["skip_reason"] == "TOO_SMALL"
 
 
+def leaves(report: Report) -> list[dict[str, Any]]:
+    """The rows of matmuls in the page, from its data."""
+    found = re.search(r'<script type="application/json" class="data">(.*?)</script>', section(report))
+    assert found is not None
+    nodes = json.loads(found[1])["nodes"]
+    for node in nodes:
+        nodes += node.get("nodes", ())  # the list grows while it is read
+    return [node for node in nodes if "gemms" in node]
+
+
 def test_html_is_one_file_and_escapes_what_it_shows(report: Report, tmp_path) -> None:
     report.recipe = "<b>&mine"
-    report.graphs = {"forward": "def forward(self, x):\n    return x < 1"}
+    report.decisions += matmul(3, "</script><b>", MXFP8Quantizer())
     path = tmp_path / "report.html"
     report.to_html(path)
     text = path.read_text(encoding="utf-8")
-    assert "&lt;b&gt;&amp;mine" in text and "<b>&mine" not in text
-    assert "return x &lt; 1" in text
-    for outside in ("http:", "https:", "src='", "href="):
-        assert outside not in text
-    assert text.count("<tr data-kind='quantized'>") == 12
-    assert text.count("<tr data-kind='skipped'>") == 6
-    assert "layers.{0..1}.fc" in text and "×2" in text
+    assert "&lt;b&gt;&amp;mine" in text and "<b>&mine" not in text and "</script><b>" not in text
+    assert not re.search(r"https?:|(src|href)=['\"](?!#)|@import|url\(", text)
+    rows = {row["path"]: row for row in leaves(report)}
+    assert list(rows) == ["layers.{0..1}.fc", "router", "</script><b>"]
+    assert [row["count"] for row in rows.values()] == [2, 1, 1] and rows["router"]["reasons"] == ["TOO_SMALL"]
+    for said in ("TOO_SMALL", "N=8", SkipReason.TOO_SMALL.remedy, "rule 1: name=&#x27;lyers.*&#x27;", "97.0%"):
+        assert said in text
 
 
 @pytest.mark.parametrize(
     ("quantizer", "family"),
     [
         (Float8CurrentScalingQuantizer(), "per_tensor"),
+        (Float8HeadQuantizer(), "per_head"),
         (MXFP8Quantizer(scale_mode="floor"), "mxfp8"),
         (NVFP4Quantizer(with_2d_quantization=True), "nvfp4"),
     ],
 )
-def test_html_colours_cells_by_format_family(quantizer: Quantizer, family: str, tmp_path) -> None:
+def test_html_colours_operands_by_format_family(quantizer: Quantizer, family: str) -> None:
     report = Report(recipe="r", decisions=matmul(0, "fc", quantizer))
-    assert section(report).count(f"class='cell {family}'") == 6 + 1  # the legend is the seventh
+    families = [operand[4] for _, _, operands, _ in leaves(report)[0]["gemms"] for operand in operands]
+    assert families == [family] * 6 and f"<span class='chip {family}'>{FAMILIES[family]}" in section(report)
+    assert f".fxq .{family} {{" in page("", "") and f"--{family}:" in page("", "")
 
 
-def test_inference_leaves_backward_cells_empty(tmp_path) -> None:
+def test_inference_has_one_gemm_in_the_page() -> None:
     decisions = [d for d in matmul(0, "fc", MXFP8Quantizer()) if d.gemm == Gemm.FPROP]
-    trained = matmul(1, "head", MXFP8Quantizer())
-    both = section(Report(recipe="r", decisions=decisions + trained))
-    assert both.count("<td class='edge'></td><td></td>") == 2 and both.count(">dgrad<") > 2
-    alone = section(Report(recipe="r", decisions=decisions))
-    assert "<td class='edge'></td>" not in alone and "dgrad" not in alone and ">fprop<" in alone
+    rows = leaves(Report(recipe="r", decisions=decisions + matmul(1, "head", MXFP8Quantizer())))
+    assert [[gemm for _, gemm, _, _ in row["gemms"]] for row in rows] == [["fprop"], ["fprop", "dgrad", "wgrad"]]
+
+
+def test_equal_modules_stand_once_in_the_page() -> None:
+    """Blocks that differ in one layer are apart, also where a detail names a layer of the block itself."""
+    decisions, site = [], 0
+    for i in range(4):
+        for name in ("attn.q", "attn.k", "mlp"):
+            detail = f"as layers.{i}.attn quantized it" if name == "mlp" else ""
+            skip = SkipReason.TOO_SMALL if (i, name) == (3, "attn.k") else None
+            decisions += matmul(site, f"m.layers.{i}.{name}", None if skip else MXFP8Quantizer(), skip, detail)
+            site += 1
+    rows = leaves(Report(recipe="r", decisions=decisions))
+    names = [f"m.layers.{block}.{name}" for block in ("{0..2}", "3") for name in ("mlp", "attn.q", "attn.k")]
+    assert [(row["path"], row["count"]) for row in rows] == [*zip(names, [3, 3, 3, 1, 1, 1], strict=True)]
 
 
 def test_specs_are_shown_without_what_only_tells_layers_and_processes_apart() -> None:
