@@ -14,8 +14,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ import torch
 import fxquant
 from fxquant import factories, recipes
 from fxquant.checks import article, did_you_mean
-from fxquant.compat.private import failures_unlogged, in_short
 from fxquant.cost.rates import find_card
 from fxquant.errors import FxQuantError
 from fxquant.files import check_outputs
@@ -31,6 +30,7 @@ from fxquant.formats import FORMATS
 from fxquant.report.data import plain_spec
 from fxquant.report.json import SCHEMA
 from fxquant.report.text import aligned
+from fxquant.tools.target import attribute, load, one_sentence, origin, sources
 
 PLACES = ("Hopper", "the CPU")
 
@@ -82,69 +82,6 @@ def environment() -> dict[str, Any]:
         place = "Hopper" if capability[0] == 9 else place
     content["recipes"] = {name: recipes.runs_as(recipe, place) for name, recipe in recipes.RECIPES.items()}
     return content
-
-
-def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) from ``package.module:function``.
-
-    The function takes nothing and returns (model, args), (model, kwargs) or (model, args, kwargs). Raises FxQuantError
-    for anything else.
-    """
-    function = _attribute(target)
-    if not callable(function):
-        raise FxQuantError(f"{_origin(target)} has no function {target.partition(':')[2]!r}")
-    with _one_sentence(f"{target}()"):
-        made_by_user = function()
-    match made_by_user:
-        case (model, tuple() | list() as args) if callable(model):
-            return model, tuple(args), {}
-        case (model, dict() as kwargs) if callable(model):
-            return model, (), kwargs
-        case (model, tuple() | list() as args, dict() as kwargs) if callable(model):
-            return model, tuple(args), kwargs
-    raise FxQuantError(f"{target}() must return (model, args), (model, kwargs) or (model, args, kwargs)")
-
-
-def _attribute(target: str) -> Any:
-    """The object of ``package.module:name``, None if the module does not have it."""
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise FxQuantError(f"cannot import {module!r}: {error}") from error
-    except Exception as error:
-        raise FxQuantError(f"cannot import {module!r}: {_sentence(error)}") from error
-
-
-def _origin(target: str) -> str:
-    return target.partition(":")[0]
-
-
-def _sources(*targets: str) -> list[str]:
-    """The files of the modules that targets name."""
-    modules = (sys.modules.get(_origin(target)) for target in targets)
-    return [path for module in modules if (path := getattr(module, "__file__", None))]
-
-
-def _sentence(error: Exception) -> str:
-    """The kind of an error and what it says, in short."""
-    text = in_short(error)[:500] if str(error).strip() else ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
-    """A scope of the user's code, whose errors become one sentence; FXQUANT_TRACEBACK=1 shows the whole."""
-    if os.environ.get("FXQUANT_TRACEBACK") == "1":
-        yield
-        return
-    try:
-        with failures_unlogged():
-            yield
-    except FxQuantError:
-        raise
-    except Exception as error:
-        raise FxQuantError(f"{what} failed: {_sentence(error)} (FXQUANT_TRACEBACK=1 shows where)") from error
 
 
 def _note(text: str) -> None:
@@ -211,14 +148,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: explain my_models:make --recipe mxfp8 --layer mlp --html report.html",
     )
     _add_target(explain, recipe)
-    explain.add_argument("--full", action="store_true", help="print every operand and kernel instead of an overview")
-    explain.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
-    explain.add_argument(
-        "--card", metavar="NAME", default="", help="tell kernels and times of this card, such as H100, instead of here"
-    )
-    explain.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
+    _add_views(explain)
     explain.set_defaults(run=_explain)
 
+    _add_report(commands)
     measure = commands.add_parser(
         "measure",
         help="the errors of a model's quantized products",
@@ -273,6 +206,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_report(commands: Any) -> None:
+    """Adds the command for saved reports."""
+    report = commands.add_parser(
+        "report",
+        help="a report that was saved, as text or a page",
+        description="Prints a report that explain --json or Report.save wrote, or writes its page.",
+        epilog="example: report report.json -o report.html",
+    )
+    report.add_argument("report", metavar="REPORT.json", help="the report as JSON")
+    report.add_argument("-o", "--html", metavar="PATH", type=_path, help="write the page there instead of printing")
+    report.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
+    _add_views(report)
+    report.set_defaults(run=_report)
+
+
 def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown: bool = True) -> None:
     """Adds the arguments of commands that take a model of the user's, and of those that show a report of it."""
     command.add_argument(
@@ -286,6 +234,16 @@ def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown:
         return
     command.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
     command.add_argument("--html", metavar="PATH", type=_path, help="also write an HTML report, of all layers")
+
+
+def _add_views(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments that choose what is shown of a report."""
+    command.add_argument("--full", action="store_true", help="print every operand and kernel instead of an overview")
+    command.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
+    command.add_argument(
+        "--card", metavar="NAME", default="", help="tell kernels and times of this card, such as H100, instead of here"
+    )
+    command.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
 
 
 def _target(text: str) -> str:
@@ -317,7 +275,7 @@ def _recipe(name: str) -> recipes.Recipe:
     if wrapped := re.fullmatch(r"auto\((.*)\)", name):
         return recipes.auto(_recipe(wrapped[1]))
     if re.fullmatch(r"[\w.]+:\w+", name):
-        return _own_recipe(name, _attribute(name))
+        return _own_recipe(name, attribute(name))
     kind, _, factory = name.rpartition(".")
     if kind != "factories":
         return recipes.get(name)
@@ -333,7 +291,7 @@ def _own_recipe(name: str, answer: Any) -> recipes.Recipe:
     if isinstance(answer, recipes.Recipe | str):
         return recipes.resolve(answer)
     if answer is None:
-        raise FxQuantError(f"{_origin(name)} has no object {name.partition(':')[2]!r}")
+        raise FxQuantError(f"{origin(name)} has no object {name.partition(':')[2]!r}")
     if not callable(answer):
         raise FxQuantError(
             f"{name} is {article(type(answer).__name__)}: a recipe or a factory of quantizers is expected"
@@ -350,7 +308,25 @@ def _explain(options: argparse.Namespace) -> str:
 
     if options.card:
         find_card(options.card)
-    report = _reported(options, run)
+    return _shown(_reported(options, run), options)
+
+
+def _report(options: argparse.Namespace) -> str:
+    from fxquant.report.report import Report
+
+    check_outputs([options.html] if options.html else [], [options.report])
+    if options.card:
+        find_card(options.card)
+    report = Report.load(options.report)
+    report = report.on(options.card) if options.card else report
+    if not options.html:
+        return _shown(report, options)
+    report.to_html(options.html)
+    return f"{options.html}: {report.totals()}"
+
+
+def _shown(report: Any, options: argparse.Namespace) -> str:
+    """A report as the options ask for it."""
     if options.full and (options.json or options.layer or options.collapse):
         _note("--full has no effect: with --json, --layer or --collapse every operand is there")
     if options.json:
@@ -381,10 +357,10 @@ def _bisect(options: argparse.Namespace) -> str:
     recipe, check = _recipe(options.recipe), options.check
     if bound := re.fullmatch(rf"({'|'.join(CHECKS[1:])})=([\d.eE+-]+)", check):
         check = {bound[1]: float(bound[2])}
-    elif ":" in check and not callable(check := _attribute(check)):
+    elif ":" in check and not callable(check := attribute(check)):
         raise FxQuantError(f"{options.check} is no function: a check is one of (model, batch)")
     model, args, kwargs = load(options.target)
-    with _one_sentence(options.target):
+    with one_sentence(options.target):
         operands = bisect(model, Batch(args, kwargs), recipe, check)
     rows = [operand._asdict() for operand in operands]
     if options.json:
@@ -399,11 +375,11 @@ def _reported(options: argparse.Namespace, run: Callable[..., Any]) -> Any:
     from fxquant.tools.progress import progress
 
     recipe, outputs = _recipe(options.recipe), [options.html] if options.html else []
-    _attribute(options.target)
-    check_outputs(outputs, _sources(options.target, options.recipe))
+    attribute(options.target)
+    check_outputs(outputs, sources(options.target, options.recipe))
     with progress(options.target, lambda: "making the model"):
         model, args, kwargs = load(options.target)
-    with _one_sentence(options.target):
+    with one_sentence(options.target):
         report = run(model, recipe, *args, **kwargs)
     if options.html:
         report.to_html(options.html)
@@ -418,7 +394,7 @@ def _quantize(options: argparse.Namespace) -> str:
     from fxquant.tools.progress import progress
 
     recipe, work = _recipe(options.recipe), "loading"
-    inputs = [options.program, *filter(None, [options.calibrate]), *_sources(options.recipe)]
+    inputs = [options.program, *filter(None, [options.calibrate]), *sources(options.recipe)]
     check_outputs(list(filter(None, (options.output, options.report))), inputs)
     with progress("quantize", lambda: work):
         source = load_program(options.program)

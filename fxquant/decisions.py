@@ -42,7 +42,7 @@ class SkipReason(str, Enum):
 
     @property
     def remedy(self) -> str:
-        """What to do about it, in a sentence or two."""
+        """The way out, in a sentence or two."""
         return _REMEDIES[self]
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytes
     content = json.loads(capsys.readouterr().out)
     assert content["summary"]["matmuls"] == 2
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_report_writes_the_page_of_saved_json(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, page = tmp_path / "report.json", tmp_path / "report.html"
+    assert main(["explain", f"{models}:with_args", "--recipe", "nvfp4"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["explain", f"{models}:with_args", "--recipe", "nvfp4", "--json", "--html", str(page)]) == 0
+    saved.write_text(capsys.readouterr().out)
+    first = page.read_text()
+    assert main(["report", str(saved), "-o", str(page)]) == 0
+    made = r"<dt>made</dt><dd>[^<]*"
+    assert re.sub(made, "", page.read_text()) == re.sub(made, "", first) and "2 matmuls" in capsys.readouterr().out
+    assert main(["report", str(saved)]) == 0 and capsys.readouterr().out == printed
+    assert main(["report", str(saved), "--json", "--card", "H100"]) == 0
+    assert "H100" in json.loads(capsys.readouterr().out)["estimate"]["card"]
+    assert main(["report", str(page)]) == 1 and "is not JSON" in capsys.readouterr().err
+    assert main(["report", str(saved), "-o", str(saved)]) == 1
 
 
 def test_filters_hold_for_json_too(models: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,7 @@ class _Skipped:
 
 
 def _by_reason(leaves: Leaves) -> dict[str, _Skipped]:
-    """What is not quantized, by the reason of the first operand of each GEMM; most FLOPs first."""
+    """The GEMMs that are not quantized, by the reason of their first such operand; most FLOPs first."""
     groups: dict[str, _Skipped] = defaultdict(_Skipped)
     for path, count, leaf in leaves:
         for operands in leaf.products().values():
@@ -237,7 +237,7 @@ def _by_reason(leaves: Leaves) -> dict[str, _Skipped]:
 
 
 def _unquantized(report: ReportData, leaves: Leaves) -> str:
-    """What is not quantized by reason: the layers, how many FLOPs, why, and what to do."""
+    """The part that says which layers are not quantized, how many FLOPs that is, why, and what to do."""
     groups, total = _by_reason(leaves), report.flops["total"]
     if not groups:
         return "<h2 id='why'>Not quantized</h2><p>Every operand of every matmul is quantized.</p>"
@@ -399,7 +399,7 @@ def _family(decision: Decision) -> str:
 
 
 def _notes(report: ReportData) -> list[str]:
-    """What else is to know: breaks, recompilations, unused rules, what was not fused, epilogues."""
+    """The rest of what is to know: breaks, recompilations, unused rules, what was not fused, epilogues."""
     lists = (
         ("Graph breaks", "where torch.compile left its graph; what stands between is not quantized", report.breaks),
         ("Compiled again", "why torch compiled the same code again", report.recompilations),
