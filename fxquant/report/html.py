@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from html import escape
 from importlib.resources import files
 from typing import Any
-from urllib.parse import quote
 
-from fxquant.decisions import Decision, SkipReason
+from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_text, shape_text
+from fxquant.report.markup import anchor, percent, si, table
 from fxquant.report.text import (
     EPILOGUE_COLUMNS,
     bytes_text,
@@ -30,6 +30,7 @@ from fxquant.report.text import (
     verdict,
 )
 from fxquant.report.tree import Leaf, Node, title, tree
+from fxquant.report.why import Leaves, by_reason, unquantized
 
 FAMILIES = {
     "per_tensor": "FP8, one scale per tensor",
@@ -52,6 +53,10 @@ ORDERS = {
 }  # fmt: skip
 
 
+Pictures = Mapping[str, Mapping[str, str]]
+"""Drawings of layers, of equal ones the first, by their names and ``forward`` or ``backward``."""
+
+
 def page(heading: str, body: str) -> str:
     """A whole HTML document around `body`, such as sections of reports."""
     return (
@@ -62,14 +67,14 @@ def page(heading: str, body: str) -> str:
     )
 
 
-def section(report: ReportData, pictures: Mapping[str, str] | None = None) -> str:
-    """The report without style and script, for `page`; `pictures` are drawings (SVG) of layers by their names."""
+def section(report: ReportData, pictures: Pictures | None = None) -> str:
+    """The report without style and script, for `page`; `pictures` are SVGs by layer and graph."""
     report = replace(report, estimated=report.estimates())
     root = tree(report)
     leaves = [(path, count, leaf) for path, count, leaf in root.walk()]
     parts = ['<div class="report">', _header(report), _cards(report, leaves), *_warnings(report)]
     if report.decisions:
-        parts += [_unquantized(report, leaves), _model(report, root, leaves, pictures or {})]
+        parts += [unquantized(report, leaves), _model(report, root, leaves, pictures or {})]
     parts += [*_notes(report), "</div>"]
     return "\n".join(parts)
 
@@ -103,7 +108,7 @@ def _header(report: ReportData) -> str:
 
 def _parameters(count: int) -> str:
     """The number of parameters, billions as ``B``."""
-    return _si(count).strip().replace("G", "B")
+    return si(count).strip().replace("G", "B")
 
 
 def _date(text: str) -> str:
@@ -114,20 +119,16 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-Leaves = Sequence[tuple[str, int, Leaf]]
-"""Leaves of the tree, each with the path of its layer and its count."""
-
-
 def _cards(report: ReportData, leaves: Leaves) -> str:
     """The answers to the first questions: how much is quantized, what it saves, what takes the time."""
     cards = [_card("Quantized", *_quantized_card(report))]
-    missing = _by_reason(leaves)
+    missing = by_reason(leaves)
     if missing:
         flops = sum(skipped.flops for skipped in missing.values())
-        parts = [f"{name} {_percent(s.flops, report.flops['total'])}" for name, s in list(missing.items())[:3]]
+        parts = [f"{name} {percent(s.flops, report.flops['total'])}" for name, s in list(missing.items())[:3]]
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        under = f"{_si(flops)}FLOP: {', '.join(parts)}{more}. <a href='#why'>Why, and what to do</a>"
-        cards.append(_card("Not quantized", _percent(flops, report.flops["total"]), under))
+        under = f"{si(flops)}FLOP: {', '.join(parts)}{more}. <a href='#why'>Why, and what to do</a>"
+        cards.append(_card("Not quantized", percent(flops, report.flops["total"]), under))
     before, after = report.weights["unquantized"], report.weights["quantized"]
     if before:
         change = f"{abs(100 * (1 - after / before)):.0f}% {'less' if after < before else 'more'}"
@@ -146,9 +147,11 @@ def _cards(report: ReportData, leaves: Leaves) -> str:
 
 def _quantized_card(report: ReportData) -> tuple[str, str]:
     s = report.summary()
+    if not report.decisions:
+        return "nothing", "no matmuls"
     bar = f"<div class='bar'><i style='width:{100 * s['coverage']:.2f}%'></i>"
     bar += f"<i class='half' style='width:{100 * s['one_sided']:.2f}%'></i></div>"
-    under = f"of {_si(s['flops']['total'])}FLOP in {s['matmuls']} matmuls, with both operands"
+    under = f"of {si(s['flops']['total'])}FLOP in {s['matmuls']} matmuls, with both operands"
     if s["one_sided"]:
         under += f"; {100 * s['one_sided']:.1f}% with one"
     return f"{100 * s['coverage']:.1f}%", f"{bar}{under}; {s['quantized_operands']} of {s['operands']} operands"
@@ -163,7 +166,7 @@ def _time_card(report: ReportData, leaves: Leaves) -> list[str]:
         flops, path, leaf = max(
             ((leaf.flops * count, path, leaf) for path, count, leaf in leaves), key=lambda item: item[0]
         )
-        under += f"Most FLOPs: {_link(path, leaf)}, {_percent(flops, report.flops['total'])}" if flops else ""
+        under += f"Most FLOPs: {_link(path, leaf)}, {percent(flops, report.flops['total'])}" if flops else ""
         return [_card("Time of matmuls", "not known", under)]
     before, after = time["unquantized_us"], time["quantized_us"]
     timed = [
@@ -173,7 +176,7 @@ def _time_card(report: ReportData, leaves: Leaves) -> list[str]:
     ]
     longest, path, leaf = max(timed, key=lambda item: item[0])
     under = f"{before / after:.2f}x, estimated for {escape(time['card'])}. "
-    under += f"Longest: {_link(path, leaf)}, {_percent(longest, after)}"
+    under += f"Longest: {_link(path, leaf)}, {percent(longest, after)}"
     counted = {id(leaf) for _, _, leaf in timed}
     untimed = [title(path, leaf) for path, _, leaf in leaves if leaf.flops and id(leaf) not in counted]
     under += f". Without a time: {escape(some(untimed, 2))}" if untimed else ""
@@ -189,7 +192,7 @@ def _error_card(leaves: Leaves) -> list[str]:
 
 
 def _link(path: str, leaf: Leaf) -> str:
-    return f"<a href='#{_anchor(title(path, leaf))}'>{escape(title(path, leaf))}</a>"
+    return f"<a href='#{anchor(title(path, leaf))}'>{escape(title(path, leaf))}</a>"
 
 
 def _card(label: str, number: str, under: str) -> str:
@@ -206,77 +209,7 @@ def _warnings(report: ReportData) -> list[str]:
     return [f"<p class='warning' role='note'>{escape(line[0].upper() + line[1:])}</p>" for line in lines]
 
 
-class _Skipped:
-    """The GEMMs that one reason keeps in high precision: FLOPs, and by leaf the operands and details."""
-
-    def __init__(self) -> None:
-        self.flops = self.half = 0
-        self.matmuls = 0
-        self.rows: dict[tuple[str, int], tuple[int, dict[str, None], dict[str, None]]] = {}
-
-    def add(self, place: tuple[str, int], operands: Sequence[Decision], flops: int) -> None:
-        total, roles, details = self.rows.get(place, (0, {}, {}))
-        for d in operands:
-            if d.skip_reason is not None:
-                roles[f"{d.role.tensor_type}"] = None
-                details.update({d.detail: None} if d.detail else {})
-        self.rows[place] = (total + flops, roles, details)
-        self.flops += flops
-        self.half += flops if any(d.quantizer is not None for d in operands) else 0
-
-
-def _by_reason(leaves: Leaves) -> dict[str, _Skipped]:
-    """The GEMMs that are not quantized, by the reason of their first such operand; most FLOPs first."""
-    groups: dict[str, _Skipped] = defaultdict(_Skipped)
-    for path, count, leaf in leaves:
-        for operands in leaf.products().values():
-            reasons = [str(d.skip_reason) for d in operands if d.skip_reason is not None]
-            if reasons:
-                groups[reasons[0]].add((title(path, leaf), count), operands, operands[0].flops * count)
-    return dict(sorted(groups.items(), key=lambda item: -item[1].flops))
-
-
-def _unquantized(report: ReportData, leaves: Leaves) -> str:
-    """The part that says which layers are not quantized, how many FLOPs that is, why, and what to do."""
-    groups, total = _by_reason(leaves), report.flops["total"]
-    if not groups:
-        return "<h2 id='why'>Not quantized</h2><p>Every operand of every matmul is quantized.</p>"
-    parts = [
-        "<h2 id='why'>Not quantized</h2>",
-        f"<p class='soft'>{_percent(sum(s.flops for s in groups.values()), total)} of all FLOPs, by reason.</p>",
-    ]
-    for i, (name, skipped) in enumerate(groups.items()):
-        reason = SkipReason(name)
-        layers = sum(count for _, count in skipped.rows)
-        half = f"; {_percent(skipped.half, total)} with the other operand quantized" if skipped.half else ""
-        rows = sorted(skipped.rows.items(), key=lambda item: -item[1][0])
-        detailed = any(details for _, (_, _, details) in rows)
-        lines = "".join(
-            f"<tr><td><a class='mono' href='#{_anchor(path)}'>{escape(path)}</a>{_times(count)}</td>"
-            f"<td>{escape(', '.join(roles))}</td>{_detail(details) if detailed else ''}"
-            f"<td class='num'>{_si(flops)}FLOP, {_percent(flops, total)}</td></tr>"
-            for (path, count), (flops, roles, details) in rows
-        )
-        parts.append(
-            f"<details class='group'{' open' if i < 3 and len(rows) < 40 else ''}><summary><b>{name}</b>"
-            f"<span class='soft'>{_count(layers, 'layer')}</span><span class='num'>{_si(skipped.flops)}FLOP, "
-            f"{_percent(skipped.flops, total)}{half}</span></summary><div><dl class='fact'><dt>Why</dt>"
-            f"<dd>{escape(_sentence(reason.meaning))}</dd><dt>What to do</dt><dd>{escape(reason.remedy)}</dd></dl>"
-            "<div class='scroll'><table class='list why'><thead><tr><th scope='col'>layer</th>"
-            f"<th scope='col'>operands</th>{DETAIL_HEAD if detailed else ''}"
-            f"<th scope='col' class='num'>FLOPs</th></tr></thead><tbody>{lines}</tbody></table></div></div></details>"
-        )
-    return "".join(parts)
-
-
-DETAIL_HEAD = "<th scope='col'>detail</th>"
-
-
-def _detail(details: Iterable[str]) -> str:
-    return f"<td>{escape('; '.join(details))}</td>"
-
-
-def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Mapping[str, str]) -> str:
+def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures) -> str:
     """The tree, whose rows the script makes from JSON."""
     families = {_family(d) for d in report.decisions}
     timed = any(leaf.estimate is not None and leaf.estimate.quantized is not None for _, _, leaf in leaves)
@@ -333,7 +266,7 @@ def _script(name: str, data: Any) -> str:
     return f'<script type="application/json" class="{name}">{text}</script>'
 
 
-def _nodes(node: Node, path: str, count: int, pictures: Mapping[str, str]) -> list[dict[str, Any]]:
+def _nodes(node: Node, path: str, count: int, pictures: Pictures) -> list[dict[str, Any]]:
     """The rows in a module: its own matmuls, then the modules in it."""
     rows = [_leaf(leaf, path, leaf.label or MODEL, count) for leaf in node.leaves]
     for inner in node.nodes:
@@ -412,16 +345,15 @@ def _notes(report: ReportData) -> list[str]:
         counts = Counter((fusion.reason, fusion.step) for fusion in report.not_fused)
         rows = [(str(count), step, reason, _layers_of(report, reason, step))
                 for (reason, step), count in counts.most_common()]  # fmt: skip
-        table = _table(("times", "pass", "reason", "operators"), rows)
+        fusions = table(("times", "pass", "reason", "operators"), rows)
         parts.append(
-            _note("Not fused", "fusions that passes considered and did not take", table, len(report.not_fused))
+            _note("Not fused", "fusions that passes considered and did not take", fusions, len(report.not_fused))
         )
     epilogues = epilogue_rows(report)
     if epilogues:
-        table = _table(EPILOGUE_COLUMNS, epilogues)
-        parts.append(
-            _note("Epilogues", "what GEMMs add, activate or measure, and in which kernel", table, len(epilogues))
-        )
+        rows_of_gemms = table(EPILOGUE_COLUMNS, epilogues)
+        meaning = "what GEMMs add, activate or measure, and in which kernel"
+        parts.append(_note("Epilogues", meaning, rows_of_gemms, len(epilogues)))
     return ["<h2>Also</h2>", *parts] if parts else []
 
 
@@ -441,36 +373,3 @@ def _note(name: str, meaning: str, inner: str, count: int) -> str:
 
 def _listed(texts: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table class='list'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _anchor(path: str) -> str:
-    return quote(path, safe="")
-
-
-def _times(count: int) -> str:
-    return f"<span class='times'>×{count}</span>" if count > 1 else ""
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}.".replace("`", "")
-
-
-def _percent(part: float, whole: float) -> str:
-    share = 100 * part / whole if whole else 0.0
-    return "<0.1%" if 0 < share < 0.05 else f"{share:.1f}%"
-
-
-def _si(number: float) -> str:
-    """A number with three digits and the prefix of its unit."""
-    power = min((len(str(int(number))) - 1) // 3, 5)
-    return f"{number / 1000**power:.3g} {'kMGTP'[power - 1] if power else ''}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

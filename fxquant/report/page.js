@@ -278,10 +278,10 @@ function fxqTree(root) {
       const lines = leaf.errors.map(([layer, error, lost]) => line([make("td", "mono", layer), make("td", "num", FXQ.percent(error)), lost]));
       inner.append(block("Measured errors", table([["layer"], ["relative error", "num"], ["elements that became zero"]], lines, "list")));
     }
-    if (leaf.picture in pictures) {
+    for (const [graph, svg] of Object.entries(pictures[leaf.picture] || {})) {
       const slot = make("div", "picture");
-      slot.innerHTML = pictures[leaf.picture];
-      inner.append(block("In the graph", slot));
+      slot.innerHTML = svg;
+      inner.append(block(`In the ${graph} graph`, slot));
     }
     if (leaf.form) inner.append(make("p", "soft", `Written as ${leaf.form}`));
     td.append(inner);

@@ -118,14 +118,35 @@ def _leaves(report: ReportData) -> list[Leaf]:
     groups: dict[int, list[Decision]] = defaultdict(list)
     for decision in report.decisions:
         groups[decision.weighed].append(decision)
-    leaves = []
+    by_layer: dict[str, list[Leaf]] = defaultdict(list)
     for site, decisions in groups.items():
         layer = decisions[0].layer
-        attention = decisions[0].attention is not None
-        label = "attention" if attention else names[decisions[0].site].removeprefix(layer or MODEL).strip(" .")
-        kept = [loss for loss in losses[layer] if (loss.what == "attention") == attention]
-        leaves.append(Leaf(label=label, layers=[layer], decisions=decisions, estimate=estimates.get(site), losses=kept))
-    return leaves
+        label = names[decisions[0].site].removeprefix(layer or MODEL).strip(" .")
+        leaf = Leaf(label=label, layers=[layer], decisions=decisions, estimate=estimates.get(site), losses=[])
+        leaf.label = "attention" if leaf.is_attention else label
+        by_layer[layer].append(leaf)
+    for layer, leaves in by_layer.items():
+        _number(leaves)
+        for is_attention in (True, False):
+            alike = [leaf for leaf in leaves if leaf.is_attention == is_attention]
+            _give_losses(alike, [loss for loss in losses[layer] if (loss.what == "attention") == is_attention])
+    return [leaf for leaves in by_layer.values() for leaf in leaves]
+
+
+def _number(leaves: Sequence[Leaf]) -> None:
+    """Tells the matmuls of a layer apart that have one label."""
+    same: dict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        same[leaf.label].append(leaf)
+    for label, alike in same.items():
+        for i, leaf in enumerate(alike, 1):
+            leaf.label = f"{label} #{i}".strip() if len(alike) > 1 else label
+
+
+def _give_losses(leaves: Sequence[Leaf], losses: Sequence[Loss]) -> None:
+    """Gives each matmul of a layer its loss, in order; all of them to all, where some were not measured."""
+    for i, leaf in enumerate(leaves):
+        leaf.losses = [losses[i]] if len(losses) == len(leaves) else [*losses]
 
 
 def _module(modules: dict[str, Node], path: str) -> Node:

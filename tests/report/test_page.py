@@ -290,10 +290,13 @@ def test_attention_and_experts_have_their_own_names(moe: Report, show: Open) -> 
 
 
 def test_pictures_stand_in_the_rows_of_their_layers(broken: Report, show: Open) -> None:
-    drawn = {"second": "<svg width='20' height='20'><title>second</title><rect width='9' height='9'/></svg>"}
+    drawn = {
+        "second": {"forward": "<svg width='20' height='20'><title>second</title><rect width='9' height='9'/></svg>"}
+    }
     tab = show(page("pictures", section(broken, drawn)))
     tab.click("tr.row:has-text('second')")
     assert tab.locator("tr.detail svg rect").count() == 1
+    assert "In the forward graph" in tab.locator("tr.detail").inner_text()
     tab.click("tr.row:has-text('head')")
     assert tab.locator("tr.detail").count() == 2 and tab.locator(".picture").count() == 1
 
