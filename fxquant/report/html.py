@@ -18,7 +18,7 @@ from typing import Any
 from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_text, shape_text
-from fxquant.report.markup import anchor, percent, si, table
+from fxquant.report.markup import anchor, count_text, percent, si, table
 from fxquant.report.text import (
     EPILOGUE_COLUMNS,
     bytes_text,
@@ -96,11 +96,10 @@ def _header(report: ReportData) -> str:
         "made": _date(header.date),
     }
     meta = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text)
-    shown = " open" if len(report.recipe) > 60 else ""
-    python = f"<details{shown}><summary>The recipe as Python</summary><pre>{escape(header.recipe)}</pre></details>"
+    python = f"<details><summary>The recipe as Python</summary><pre>{escape(header.recipe)}</pre></details>"
     return (
         "<header><div class='overline'><span>fxquant report</span>"
-        "<button class='theme' type='button' hidden aria-label='colours'></button></div>"
+        "<button class='theme' type='button' hidden></button></div>"
         f"<h1>{escape(header.model or report.recipe)} {size}</h1><dl class='meta'>{meta}</dl>"
         f"{python if header.recipe else ''}</header>"
     )
@@ -206,7 +205,10 @@ def _from_to(before: str, after: str) -> str:
 
 def _warnings(report: ReportData) -> list[str]:
     lines = [f"Not compiled: {text}" for text in report.uncompiled] + verdict(report)[1:]
-    return [f"<p class='warning' role='note'>{escape(line[0].upper() + line[1:])}</p>" for line in lines]
+    parts = [f"<p class='warning' role='note'>{escape(line[0].upper() + line[1:])}</p>" for line in lines]
+    counts = [(report.breaks, "graph break"), (report.unused, "unused rule"), (report.recompilations, "recompilation")]
+    counted = [count_text(len(texts), noun) for texts, noun in counts if texts]
+    return parts + ([f"<p class='warning' role='note'><a href='#also'>{', '.join(counted)}</a></p>"] * bool(counted))
 
 
 def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures) -> str:
@@ -354,7 +356,7 @@ def _notes(report: ReportData) -> list[str]:
         rows_of_gemms = table(EPILOGUE_COLUMNS, epilogues)
         meaning = "what GEMMs add, activate or measure, and in which kernel"
         parts.append(_note("Epilogues", meaning, rows_of_gemms, len(epilogues)))
-    return ["<h2>Also</h2>", *parts] if parts else []
+    return ["<h2 id='also'>Also</h2>", *parts] if parts else []
 
 
 def _layers_of(report: ReportData, reason: str, step: str) -> str:

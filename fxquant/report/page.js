@@ -2,7 +2,7 @@
 for (const box of document.querySelectorAll(".fxq .theme")) {
   const root = box.closest(".fxq"), dark = matchMedia("(prefers-color-scheme: dark)");
   const shown = () => root.dataset.theme || (dark.matches ? "dark" : "light");
-  const name = () => { box.textContent = shown() === "dark" ? "Light" : "Dark"; };
+  const name = () => { box.textContent = `${shown() === "dark" ? "Light" : "Dark"} theme`; };
   box.hidden = false;
   box.onclick = () => { root.dataset.theme = shown() === "dark" ? "light" : "dark"; name(); };
   dark.addEventListener("change", name);

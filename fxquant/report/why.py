@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from html import escape
 
 from fxquant.decisions import Decision, SkipReason
@@ -15,23 +16,36 @@ Leaves = Sequence[tuple[str, int, Leaf]]
 """Leaves of the tree, each with the path of its layer and its count."""
 
 
+@dataclass
+class Row:
+    """A layer in which a reason holds, with its `count`: FLOPs, the operands and what is said of them."""
+
+    path: str
+    count: int
+    flops: int = 0
+    operands: dict[str, None] = field(default_factory=dict)
+    details: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass
 class Skipped:
-    """The GEMMs that one reason keeps in high precision: FLOPs, and by leaf the operands and details."""
+    """The GEMMs that one reason keeps in high precision, by layer; `half` of the FLOPs have one operand quantized."""
 
-    def __init__(self) -> None:
-        self.flops = self.half = 0
-        self.matmuls = 0
-        self.rows: dict[tuple[str, int], tuple[int, dict[str, None], dict[str, None]]] = {}
+    flops: int = 0
+    half: int = 0
+    rows: dict[str, Row] = field(default_factory=dict)
 
-    def add(self, place: tuple[str, int], operands: Sequence[Decision], flops: int) -> None:
-        total, roles, details = self.rows.get(place, (0, {}, {}))
-        for d in operands:
-            if d.skip_reason is not None:
-                roles[f"{d.role.tensor_type}"] = None
-                details.update({d.detail: None} if d.detail else {})
-        self.rows[place] = (total + flops, roles, details)
+    def add(self, path: str, count: int, leaf: Leaf, operands: Sequence[Decision]) -> None:
+        """Adds one GEMM of a matmul."""
+        row = self.rows.setdefault(path, Row(path, count))
+        skipped = [d for d in operands if d.skip_reason is not None]
+        whole = all(d.skip_reason is not None for d in leaf.decisions)
+        row.operands.update({"all": None} if whole else {d.role.tensor_type: None for d in skipped})
+        row.details.update({d.detail: None for d in skipped if d.detail})
+        flops = operands[0].flops * count
+        row.flops += flops
         self.flops += flops
-        self.half += flops if any(d.quantizer is not None for d in operands) else 0
+        self.half += flops if len(skipped) < len(operands) else 0
 
 
 def by_reason(leaves: Leaves) -> dict[str, Skipped]:
@@ -41,7 +55,7 @@ def by_reason(leaves: Leaves) -> dict[str, Skipped]:
         for operands in leaf.products().values():
             reasons = [str(d.skip_reason) for d in operands if d.skip_reason is not None]
             if reasons:
-                groups[reasons[0]].add((title(path, leaf), count), operands, operands[0].flops * count)
+                groups[reasons[0]].add(title(path, leaf), count, leaf, operands)
     return dict(sorted(groups.items(), key=lambda item: -item[1].flops))
 
 
@@ -56,19 +70,19 @@ def unquantized(report: ReportData, leaves: Leaves) -> str:
     ]
     for i, (name, skipped) in enumerate(groups.items()):
         reason = SkipReason(name)
-        layers = sum(count for _, count in skipped.rows)
+        rows = sorted(skipped.rows.values(), key=lambda row: -row.flops)
         half = f"; {percent(skipped.half, total)} with the other operand quantized" if skipped.half else ""
-        rows = sorted(skipped.rows.items(), key=lambda item: -item[1][0])
-        detailed = any(details for _, (_, _, details) in rows)
+        count = count_text(sum(row.count for row in rows), "layer")
+        detailed = any(row.details for row in rows)
         lines = "".join(
-            f"<tr><td><a class='mono' href='#{anchor(path)}'>{escape(path)}</a>{times(count)}</td>"
-            f"<td>{escape(', '.join(roles))}</td>{_detail(details) if detailed else ''}"
-            f"<td class='num'>{si(flops)}FLOP, {percent(flops, total)}</td></tr>"
-            for (path, count), (flops, roles, details) in rows
+            f"<tr><td><a class='mono' href='#{anchor(row.path)}'>{escape(row.path)}</a>{times(row.count)}</td>"
+            f"<td>{escape(', '.join(row.operands))}</td>{_detail(row.details) if detailed else ''}"
+            f"<td class='num'>{si(row.flops)}FLOP, {percent(row.flops, total)}</td></tr>"
+            for row in rows
         )
         parts.append(
             f"<details class='group'{' open' if i < 3 and len(rows) < 40 else ''}><summary><b>{name}</b>"
-            f"<span class='soft'>{count_text(layers, 'layer')}</span><span class='num'>{si(skipped.flops)}FLOP, "
+            f"<span class='soft'>{count}</span><span class='num'>{si(skipped.flops)}FLOP, "
             f"{percent(skipped.flops, total)}{half}</span></summary><div><dl class='fact'><dt>Why</dt>"
             f"<dd>{escape(sentence(reason.meaning))}</dd><dt>What to do</dt><dd>{escape(reason.remedy)}</dd></dl>"
             "<div class='scroll'><table class='list why'><thead><tr><th scope='col'>layer</th>"

@@ -274,10 +274,13 @@ def test_the_page_alone_answers(llama: Report, unet: Report, broken: Report, sho
     text = tab.locator("main").inner_text()
     for said in ("CONVOLUTION", "kernel 3x3", "up.1", "Most FLOPs", "A kernel of 1, or as large as its stride"):
         assert said in text
-    text = show(broken).locator("main").inner_text()
+    tab = show(broken)
+    text = tab.locator("main").inner_text()
     for said in ("Broken", "Graph breaks", "a look at <values>", "Unused in the recipe", "lyers.*", "TOO_SMALL", "N=8"):
         assert said in text
-    assert "recipe = CustomRecipe(" in text and torch.__version__ in text
+    assert "1 graph break, 1 unused rule" in text and torch.__version__ in text
+    tab.click("summary:has-text('Python')")
+    assert "recipe = CustomRecipe(" in tab.locator("header pre").inner_text()
 
 
 def test_attention_and_experts_have_their_own_names(moe: Report, show: Open) -> None:
