@@ -21,6 +21,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the
 
 import torch
 from ranks import Ranks, quick_compiler
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 
 # pytest listens to it, for which torch would write each graph and event of a compilation as JSON
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
@@ -57,3 +59,11 @@ def ranks() -> Iterator[Ranks]:
     processes = Ranks()
     yield processes
     processes.end()
+
+
+@pytest.fixture
+def without_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inductor writes its C++ kernels and does not compile them, for tests that ask for no number."""
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *args: lambda *pointers: None)
+    yield
+    PyCodeCache.cache_clear()

@@ -114,9 +114,11 @@ def backward(run: Any, way: str, step: int, parts: int) -> list[Tensor]:
             run.zero_grad()
     for parameter, *gradients in zip(parameters, *by_hand, strict=True) if by_hand else ():
         parameter.grad = sum(gradients[1:], start=gradients[0])
-        if dist.is_initialized():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= 2
+    if by_hand and dist.is_initialized():
+        mean = torch.cat([parameter.grad.flatten() for parameter in parameters])
+        dist.all_reduce(mean)
+        for parameter, part in zip(parameters, (mean / 2).split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
     return losses
 
 

@@ -66,6 +66,7 @@ def test_an_error_reaches_the_user_as_it_is(door: str) -> None:
     assert type(caught.value) is RecipeError and caught.value.args == (text,)
 
 
+@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_an_error_behind_autograd_does_too(inner: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,7 @@ def test_inputs_beyond_the_recompile_limit_are_told() -> None:
             assert "not compiled: new inputs, since" in str(reported.report())
 
 
+@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_the_report_of_a_trained_model_has_its_graphs(inner: str) -> None:
     model, x = nn.Linear(64, 64), torch.randn(32, 64)

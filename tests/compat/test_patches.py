@@ -59,6 +59,7 @@ def test_a_graph_without_quantization_is_compiled_by_torch_as_it_is() -> None:
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.usefixtures("without_cpp")
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [True, False])
 def test_changes_act_in_the_forward_and_the_backward_of_quantized_graphs(

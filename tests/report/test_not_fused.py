@@ -27,6 +27,7 @@ class Block(nn.Module):
         return x + self.down(silu(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.usefixtures("without_cpp")
 def test_a_compiled_model_says_why_kernels_were_not_fused(caplog: pytest.LogCaptureFixture) -> None:
     """A CPU stands in for the GPU."""
     backend = Backend("current_scaling")
