@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from fxquant.tools.bisect import bisect
     from fxquant.tools.explain import explain
     from fxquant.tools.measure import measure
+    from fxquant.tools.search import search
     from fxquant.weights.agree import precompute_scales
     from fxquant.weights.prepare import prepare_fsdp
     from fxquant.weights.state import payload_state_dict
@@ -103,6 +104,7 @@ _LAZY = {
     "bisect": "fxquant.tools.bisect",
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
+    "search": "fxquant.tools.search",
     "Report": "fxquant.report.report",
     "payload_state_dict": "fxquant.weights.state",
     "precompute_scales": "fxquant.weights.agree",
@@ -225,6 +227,7 @@ __all__ = [
     "recipes",
     "report",
     "report_of",
+    "search",
     "set_recipe",
     "state_dict",
 ]

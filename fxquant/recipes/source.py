@@ -56,6 +56,10 @@ def _parts(value: object) -> tuple[str, list[tuple[str, object]], str]:
         return "partial(", [*named, *value.keywords.items()], ")"
     if isinstance(value, Enum):
         return f"{type(value).__name__}.{value.name}", [], ""
+    if isinstance(value, str):
+        plain = '"' not in value and value.isprintable() and not value.endswith("\\")
+        raw = "r" if "\\" in value else ""
+        return f'{raw}"{value}"' if plain else repr(value), [], ""
     return _call(value)
 
 

@@ -58,7 +58,7 @@ def test_the_source_of_a_factory_stands_before_its_recipe() -> None:
     for factory in (keep_heads, functools.partial(keep_heads, head="lm_head")):
         text = python_of(CustomRecipe(qfactory=factory))
         assert text.startswith("from fxquant import CustomRecipe\n\n\ndef keep_heads(") and "== head" in text
-    assert text.endswith("recipe = CustomRecipe(qfactory=partial(keep_heads, head='lm_head'))")
+    assert text.endswith('recipe = CustomRecipe(qfactory=partial(keep_heads, head="lm_head"))')
 
 
 def test_the_header_says_what_was_asked_and_when() -> None:

@@ -1,0 +1,113 @@
+"""The result of a search: a recipe, the front of all choices that were measured, and the effect of every operand."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fxquant.recipes import CustomRecipe
+from fxquant.recipes.operands import Operand
+from fxquant.recipes.source import python_of
+from fxquant.report.text import aligned
+
+
+@dataclass(frozen=True)
+class Point:
+    """A choice that was measured.
+
+    `cost` has its bits and memory, and its time where the budget is one; `gap` is the share by which the loss is above
+    that in high precision, `quantized` the share of FLOPs in GEMMs both of whose operands are quantized. `name` is that
+    of a recipe that was measured as it runs.
+    """
+
+    cost: Mapping[str, float]
+    loss: float
+    gap: float
+    quantized: float
+    chosen: Mapping[Operand, int] = field(repr=False)
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The effect of a candidate on one operand.
+
+    `error` is that of the product, relative in the norm, `effect` the estimated change of the loss. Where it was
+    `measured`, that has the shares by which the loss grows with this operand alone quantized, and by which it falls
+    when this operand alone is left out of the cheapest choice.
+    """
+
+    layer: str
+    role: str
+    direction: str
+    candidate: str
+    error: float
+    effect: float
+    measured: tuple[float, float] | None = None
+
+
+def pareto(points: Sequence[Point], kind: str) -> list[Point]:
+    """The points that no other one beats in both cost and loss, the cheapest first."""
+    kind = "bits" if kind == "loss" else kind
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.cost[kind], point.loss)):
+        if not front or point.loss < front[-1].loss:
+            front.append(point)
+    return front
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """A recipe that a search has found; ``str(result)`` is Python that makes it, to be kept in a repository.
+
+    `loss` is measured with the recipe as it runs, `plain` in high precision, `gap` the share between them. `front` has
+    the best choices that were measured, `uniform` each candidate everywhere, `effects` the estimates for all operands,
+    the largest first. `chosen` has the candidate of each operand; those that are missing stay in high precision.
+    """
+
+    recipe: CustomRecipe
+    front: list[Point]
+    uniform: list[Point]
+    loss: float
+    plain: float
+    gap: float
+    cost: Mapping[str, float]
+    coverage: float
+    effects: list[Effect]
+    chosen: Mapping[Operand, str]
+    runs: int
+    budget: Mapping[str, float]
+
+    @property
+    def kept(self) -> list[Operand]:
+        """The operands that stay in high precision although a candidate would quantize them."""
+        operands = dict.fromkeys(Operand(e.layer, e.role, e.direction) for e in self.effects)
+        return sorted(operand for operand in operands if operand not in self.chosen)
+
+    def __str__(self) -> str:
+        ((kind, limit),) = self.budget.items()
+        costs = ", ".join(f"{value:.3g} {'bits' if name == 'bits' else name}" for name, value in self.cost.items())
+        about = (
+            f"fxquant.search under {kind} {limit:g}: loss {self.loss:.5g}, {self.gap:+.2%} of {self.plain:.5g} in high "
+            f"precision; {self.coverage:.0%} of FLOPs quantized; {costs}; {self.runs} runs"
+        )
+        lines = [f"# {line}" for line in textwrap.wrap(about, 86)]
+        lines += [f"#   {line}" for line in self.front_table().splitlines()]
+        return "\n".join([*lines, python_of(self.recipe), ""])
+
+    def front_table(self) -> str:
+        """The front, and each candidate everywhere, as text."""
+        rows = [["bits", "memory", "loss", "gap", "quantized", "recipe"]]
+        for p in [*self.front, *(point for point in self.uniform if point not in self.front)]:
+            numbers = [f"{p.cost['bits']:.2f}", f"{p.cost['memory']:.2f}", f"{p.loss:.5g}", f"{p.gap:+.2%}"]
+            rows.append([*numbers, f"{p.quantized:.0%}", p.name or "a choice"])
+        return aligned(rows)
+
+    def table(self, most: int = 20) -> str:
+        """The operands with the largest effects, as text."""
+        rows = [["layer", "role", "direction", "candidate", "error", "effect", "alone", "left out"]]
+        for e in self.effects[:most]:
+            measured = ["", ""] if e.measured is None else [f"{e.measured[0]:+.2%}", f"{-e.measured[1]:+.2%}"]
+            rows.append([e.layer, e.role, e.direction, e.candidate, f"{e.error:.3g}", f"{e.effect:.3g}", *measured])
+        return aligned(rows)

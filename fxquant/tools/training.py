@@ -1,0 +1,94 @@
+"""A short training, or an evaluation, whose loss says what a recipe does to a model."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.errors import OptionError
+from fxquant.tools.trials import call, loss_in
+
+_MODEL_NAMES = ("model", "module", "compiled", "net", "network", "m")
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with a learning rate of 1e-3."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The steps of a training over batches, one after another and again from the first.
+
+    Its loss is the mean of the second half of the steps; without steps, the mean over the batches, without training.
+    """
+
+    model: Any
+    batches: Sequence[Any]
+    loss: Callable[..., Any] | None
+    steps: int
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+
+    def run(self, compiled: Any, seen: Callable[[int], None] = lambda step: None) -> list[float]:
+        """The losses of all steps; they end with the first that is not finite. `seen` is called before each step."""
+        if not self.steps:
+            with torch.no_grad():
+                return [float(loss_of(self.loss, compiled, batch)) for batch in self.batches]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer, losses = self.optimizer(parameters), list[float]()
+        for step in range(self.steps):
+            seen(step)
+            loss = loss_of(self.loss, compiled, self.batches[step % len(self.batches)])
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                break
+            torch.autograd.backward([loss])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return losses
+
+    def score(self, losses: Sequence[float]) -> float:
+        """The loss of a run; infinite where one was not finite."""
+        if not losses or not math.isfinite(losses[-1]):
+            return math.inf
+        last = losses[self.steps // 2 :] if self.steps else losses
+        return sum(last) / len(last)
+
+
+def loss_of(loss: Callable[..., Any] | None, model: Any, batch: Any) -> Tensor:
+    """The loss of a batch, a scalar: the model's own; or by a function of the output and target, or model and batch.
+
+    Raises OptionError where there is none.
+    """
+    if loss is None:
+        value = loss_in(call(model, batch))
+    else:
+        value = _by_function(loss, model, batch)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise OptionError(
+            "the loss must be a tensor with one element: pass loss=, a function of (output, target) for batches "
+            "(input, target), or of (model, batch)"
+        )
+    return value.sum()
+
+
+def _by_function(loss: Callable[..., Any], model: Any, batch: Any) -> Any:
+    try:
+        parameters = [p for p in inspect.signature(loss).parameters.values() if p.default is p.empty]
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except (TypeError, ValueError):
+        names = ["output", "target"]
+    if len(names) == 1 and names[0] not in _MODEL_NAMES:
+        return loss(call(model, batch))
+    if names and names[0] in _MODEL_NAMES:
+        return loss(model, batch) if len(names) > 1 else loss(model)
+    if isinstance(batch, tuple) and len(batch) > 1:
+        *inputs, target = batch
+        return loss(model(*inputs), target)
+    return loss(call(model, batch), batch)

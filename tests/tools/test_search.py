@@ -1,0 +1,143 @@
+"""`fxquant.search`: formats under a budget, a recipe as Python, and what was planted is protected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxquant
+from fxquant import QuantizerRole, recipes
+from fxquant.errors import ArgumentError, OptionError
+from fxquant.recipes.operands import Operand
+from fxquant.recipes.source import python_of
+from fxquant.tools.patterns import name_pattern, recipe_of
+from fxquant.tools.result import SearchResult
+
+LAYERS = [f"blocks.{i}.{end}" for i in range(6) for end in ("attn.q", "attn.k", "mlp.up", "mlp.down")] + ["head"]
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        (["blocks.1.mlp.up", "blocks.3.mlp.up"], r"blocks\.(1|3)\.mlp\.up"),
+        ([f"blocks.{i}.mlp.up" for i in range(6)], r"blocks\.\d+\.mlp\.up"),
+        ([f"blocks.{i}.attn.{end}" for i in range(6) for end in "qk"], r"blocks\.\d+\.attn\.(q|k)"),
+        (["head", "blocks.0.mlp.up", "blocks.0.mlp.down"], r"head|blocks\.0\.mlp\.(up|down)"),
+        (["blocks.2.mlp.down", "blocks.0.mlp.up"], r"blocks\.2\.mlp\.down|blocks\.0\.mlp\.up"),
+    ],
+)
+def test_names_have_a_pattern(names: list[str], pattern: str) -> None:
+    others = set(LAYERS) - set(names)
+    assert name_pattern(names, others) == pattern
+    assert all(re.fullmatch(pattern, name) for name in names)
+    assert not any(re.fullmatch(pattern, name) for name in others)
+
+
+def test_choices_become_rules_that_answer_alike() -> None:
+    """What is usual needs no name, and the text of the recipe makes an equal one."""
+    candidates = [recipes.get("nvfp4"), recipes.get("mxfp8")]
+    roles = {
+        Operand(layer, role, direction): QuantizerRole("linear", role, layer)
+        for layer in LAYERS
+        for role in ("input", "weight", "grad_output")
+        for direction in ("rowwise", "columnwise")
+    }
+    chosen: dict[Operand, int | None] = dict.fromkeys(roles, 0)
+    chosen[Operand("blocks.1.mlp.up", "input", "rowwise")] = None
+    for direction in ("rowwise", "columnwise"):
+        chosen[Operand("head", "weight", direction)] = chosen[Operand("head", "input", direction)] = 1
+    recipe = recipe_of(candidates, chosen, roles)
+    for operand, index in chosen.items():
+        answer = recipe.quantizer(roles[operand])
+        assert isinstance(answer, fxquant.Quantizer)
+        direction = fxquant.Direction(operand.direction)
+        wanted = None if index is None else candidates[index].quantizer(roles[operand])
+        assert str(answer.spec(direction)) == ("identity" if wanted is None else str(wanted.spec(direction)))  # type: ignore[union-attr]
+    scope: dict[str, Any] = {}
+    exec(python_of(recipe), scope)
+    assert scope["recipe"] == recipe and len(recipe.qfactory.rules) == 2  # type: ignore[attr-defined]
+
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """A residual block, some channels of whose input are larger, and their weights smaller."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.scale[::8] = factor
+        with torch.no_grad():
+            self.up.weight.div_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x) * self.scale)))
+
+
+def planted(*places: int, depth: int = 2) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(2.0**8 if i in places else 1.0) for i in range(depth)))
+    teacher = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
+    inputs = [torch.randn(64, WIDTH) for _ in range(8)]
+    return model, [(x, teacher(x).detach() + 0.3 * torch.randn(64, WIDTH)) for x in inputs]
+
+
+def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:
+    candidates = settings.pop("candidates", ["nvfp4"])
+    return fxquant.search(model, data, F.mse_loss, candidates, budget, **{"steps": 12, **settings})
+
+
+def test_planted_outliers_are_protected(tmp_path: Path) -> None:
+    """By a search that goes on from its file, and gives an equal recipe, as Python too."""
+    model, data = planted(1)
+    before = [p.clone() for p in model.parameters()]
+    result = searched(model, data, {"loss": 0.05}, file=tmp_path / "search.jsonl")
+    assert {operand.layer for operand in result.kept} == {"1.up"}
+    assert {operand.role for operand in result.kept} <= {"input", "weight"}
+    assert result.gap < 0.05 and result.coverage > 0.8
+    assert [point.name for point in result.uniform] == ["nvfp4"] and result.uniform[0].loss > result.loss
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    scope: dict[str, Any] = {}
+    exec(str(result), scope)
+    assert scope["recipe"] == result.recipe
+    lines = (tmp_path / "search.jsonl").read_text().splitlines()
+    again = searched(model, data, {"loss": 0.05}, file=tmp_path / "search.jsonl")
+    assert again.recipe == result.recipe and again.runs == 0
+    assert (tmp_path / "search.jsonl").read_text().splitlines() == lines
+    with pytest.raises(OptionError, match="is of another search"):
+        searched(model, data, {"loss": 0.05}, file=tmp_path / "search.jsonl", seed=1)
+
+
+def test_budgets_are_kept() -> None:
+    model, data = planted(depth=2)
+    result = searched(model, data, {"bits": 9.0}, candidates=["nvfp4", "mxfp8"], steps=4, exclude=r"0\.up")
+    assert 7.3 < result.cost["bits"] <= 9.0 and {o.layer for o in result.chosen} == {"0.down", "1.up", "1.down"}
+    assert result.recipe.quantizer(QuantizerRole("linear", "weight", "0.up")) == fxquant.IdentityQuantizer()
+    costs = [point.cost["bits"] for point in result.front]
+    assert costs == sorted(costs) and "bits" in result.front_table() and "1.up" in result.table()
+    with pytest.raises(OptionError, match="no rates are known"):
+        searched(model, data, {"time": 0.9}, steps=2)
+    with pytest.raises(OptionError, match=r"no choice of these candidates has bits 3: the least is"):
+        searched(model, data, {"bits": 3.0}, steps=0)
+
+
+def test_what_cannot_be_searched_is_said() -> None:
+    model, data = planted(depth=1)
+    for budget in ({"bit": 4.0}, {"bits": 4.0, "loss": 0.1}, {"bits": 0.0}, 6.0):
+        with pytest.raises(ArgumentError, match=r"fxquant\.search: "):
+            searched(model, data, budget)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="did you mean 'exclude'"):
+        searched(model, data, {"bits": 6.0}, excludes="head")
+    with pytest.raises(OptionError, match="the loss must be a tensor with one element"):
+        fxquant.search(model, [x for x, _ in data])
+    with pytest.raises(ArgumentError, match="needs candidates"):
+        searched(model, data, {"bits": 6.0}, candidates=["high_precision"])
