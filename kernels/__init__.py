@@ -9,6 +9,7 @@ linear     GEMMs of linear layers
 grouped    casts and GEMMs in groups, as experts have them
 attention  attention in low precision
 custom     users' own quantizers
+switched   products whose quantization is chosen when they run
 onnx       the operators in ONNX
 """
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fxquant.quantizers.base import QuantizedOperand
 from fxquant.recipes import Recipe
 from fxquant.recipes.operands import Operand
 from fxquant.roles import Direction, QuantizerRole
+from fxquant.tools.trials import Trials
 
 ROLES = ("linear", "matmul")
 """The modules whose products are run so: experts and attention have kernels of their own."""
@@ -200,7 +202,31 @@ class Sensitivity(Emulation):
                 effect = float(change.sum().abs() + change.square().sum() * change.numel() / 2)
                 self.forward[key] += effect if effect == effect else float("inf")
 
+    def finish(self) -> None:
+        """Compares the products of a forward without a backward."""
+        for pairs in self._waiting.values():
+            for a, b in pairs:
+                self._compare(a, b, a[0].float() @ b[0].float().mT, None)
+        self.forget()
+
     def forget(self) -> None:
         """Drops the operands of products whose results have had no gradient."""
         self._waiting.clear()
         self._compared.clear()
+
+
+def errors_of(trials: Trials, recipe: Recipe, run: Callable[[Any], object]) -> dict[Operand, float]:
+    """The relative errors of products with each operand quantized by a recipe, while `run` runs a model."""
+    numbered = Switchable()
+
+    def use(compiled: Any) -> dict[Operand, float]:
+        with Emulation(numbered).running():
+            run(compiled)  # captures the graphs, and numbers all operands
+        options = {number: {0: spec_of(recipe, numbered.roles[o])} for o, number in numbered.operands.items()}
+        watcher = Sensitivity(numbered, options)
+        with watcher.running():
+            run(compiled)
+        watcher.finish()
+        return {operand: watcher.errors[number, 0] for operand, number in numbered.operands.items()}
+
+    return trials.run(numbered, use)

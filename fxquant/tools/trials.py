@@ -87,12 +87,17 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def is_batch(data: Any) -> bool:
+    """Returns True for one batch: a tensor, a tuple of arguments or a dict of keywords."""
+    return isinstance(data, Tensor | tuple | Mapping)
+
+
 def batches_of(data: Any) -> list[Any]:
     """The batches in `data`: a list of them, or any iterable but a tensor, a tuple and a dict, which are one batch.
 
     Raises OptionError for data without a batch, and for what is none.
     """
-    if isinstance(data, Tensor | tuple | Mapping):
+    if is_batch(data):
         return [data]
     try:
         batches = list(data)
