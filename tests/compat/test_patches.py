@@ -106,7 +106,9 @@ def test_data_is_what_it_was_and_noted_where_a_memory_is_watched(monkeypatch: py
     watched = Memory(other, list)
     assert weight.data is not weight and noted == [id(weight)]
     weight.data = other
-    assert noted == [id(weight), id(weight), id(other)] and watched.unchanged(other)
+    assert noted == [id(weight), id(weight), id(other)] and not watched.unchanged(other), "it is shared"
+    del weight
+    assert watched.unchanged(other)
 
 
 def test_processes_that_compile_kernels_know_how_they_will_be_launched() -> None:
