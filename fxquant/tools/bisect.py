@@ -118,12 +118,15 @@ class _Search:
         if hasattr(self.data, "__next__"):  # the check's own
             return units
         try:
-            batches = [self.data] if is_batch(self.data) else [next(iter(self.data))]
-            errors = errors_of(self.trials, self.recipe, lambda compiled: _results(compiled, None, batches))
+            errors = errors_of(self.trials, self.recipe, lambda compiled: _results(compiled, None, self.first_batch()))
         except Exception as error:
             log.info("bisect: operands are tried in the model's order, since a batch does not run: %s", error)
             return units
         return sorted(units, key=lambda unit: -max(errors.get(operand, 0.0) for operand in unit))
+
+    def first_batch(self) -> list[Any]:
+        """The first batch alone; it is drawn in a run, behind which the random state is as before."""
+        return [self.data] if is_batch(self.data) else [next(iter(self.data))]
 
     def breaks(self, units: Sequence[Unit]) -> bool:
         """Returns True if the check breaks with these operands quantized and no others."""

@@ -95,6 +95,8 @@ def is_batch(data: Any) -> bool:
 def batches_of(data: Any) -> list[Any]:
     """The batches in `data`: a list of them, or any iterable but a tensor, a tuple and a dict, which are one batch.
 
+    A batch that is a list, as a DataLoader has it, becomes a tuple.
+
     Raises OptionError for data without a batch, and for what is none.
     """
     if is_batch(data):
@@ -106,7 +108,7 @@ def batches_of(data: Any) -> list[Any]:
         raise OptionError(f"data is {kinds}, not {article(type(data).__name__)}") from None
     if not batches:
         raise OptionError("data has no batch")
-    return batches
+    return [tuple(batch) if isinstance(batch, list) else batch for batch in batches]
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:

@@ -119,6 +119,7 @@ def test_planted_outliers_are_protected(tmp_path: Path) -> None:
 
 def test_budgets_are_kept() -> None:
     model, data = planted(depth=2)
+    data = [[*batch] for batch in data]  # as a DataLoader has them
     result = searched(model, data, {"bits": 9.0}, candidates=["nvfp4", "mxfp8"], steps=4, exclude=r"0\.up")
     assert 7.3 < result.cost["bits"] <= 9.0 and {o.layer for o in result.chosen} == {"0.down", "1.up", "1.down"}
     assert result.recipe.quantizer(QuantizerRole("linear", "weight", "0.up")) == fxquant.IdentityQuantizer()
