@@ -214,7 +214,7 @@ def fp8_e5m2_gradients(role: QuantizerRole) -> Quantizer:
     return Float8CurrentScalingQuantizer(fp8_dtype=Format.HYBRID.dtype(role.tensor_type))
 
 
-_NOT_QUANTIZED_BY_DEEPSEEK = re.compile(r"(.*\.)?(lm_head|head|router|gate)")
+_NOT_QUANTIZED_BY_DEEPSEEK = re.compile(r"(.*\.)?(lm_head|head|router)")
 
 
 @_paper
@@ -223,8 +223,8 @@ def deepseek_v3(role: QuantizerRole) -> Quantizer:
 
     DeepSeek-V3 (arXiv 2412.19437), section 3.3.2; wgrad sees inputs that are quantized a second time, in tiles of
     128x1, from those of the forward (section 3.5.2). The output head and the gates of experts stay in high precision
-    (section 3.3.1): layers with the last name ``lm_head``, ``head``, ``router`` or ``gate``. The paper's power-of-two
-    scales of some inputs, and its promotion of partial sums, are not part of it.
+    (section 3.3.1): layers with the last name ``lm_head``, ``head`` or ``router``; `by_name` keeps others. The paper's
+    power-of-two scales of some inputs, and its promotion of partial sums, are not part of it.
     """
     if _NOT_QUANTIZED_BY_DEEPSEEK.fullmatch(role.name):
         return IdentityQuantizer()
