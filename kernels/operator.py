@@ -96,6 +96,11 @@ class Facts:
         """True if the device has instructions that convert to FP8."""
         return self.capability >= (8, 9)
 
+    @property
+    def reads_block_scales(self) -> bool:
+        """True if tensor cores take the scales of MX and NVFP4 blocks with the elements: those of Blackwell."""
+        return self.capability >= (10, 0)
+
 
 K = TypeVar("K", bound=Kernel)
 

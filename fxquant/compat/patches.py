@@ -424,11 +424,35 @@ def must_save(node: fx.Node) -> None:
     node.meta.update({"recompute": CheckpointPolicy.MUST_SAVE, _SAVED: True})
 
 
+_SCALED_MM = torch.ops.aten._scaled_mm_v2.default
+
+
+def _by_torchs_operator(call: Callable[..., Any], lowering: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    lowerings: Any = importlib.import_module("torch._inductor.lowering")
+    args, kwargs = lowerings.constrain_to_fx_strides(lowering.current_node, *args, **kwargs)
+    return lowerings.fallback_handler(target, add_to_fallback_set=False)(*args, **kwargs)
+
+
+SWIZZLED_SCALES = Patch(
+    "torch._inductor.graph",
+    "GraphLowering.call_function",
+    defect="Inductor has no GEMM with scales in the order of Blackwell's tensor cores: torch 2.13 stops at an "
+    "assertion that no scale is swizzled.",
+    upstream="https://github.com/pytorch/pytorch/pull/186384",
+    fixed_in=(2, 14),
+    still_needed=lambda: not hasattr(importlib.import_module("torch._inductor.kernel.mm"), "scaled_mm_v2_fallback"),
+    change=_by_torchs_operator,
+    acts=lambda lowering, target, args, kwargs: target is _SCALED_MM and any(map(any, (args[4], args[7]))),
+)
+
+
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
     """Calls `compile_fx` with settings that hold for the forward and the (possibly later) backward compilation."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    for patch in (LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE):
+    for patch in (
+        LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE, SWIZZLED_SCALES,
+    ):  # fmt: skip
         apply(patch)
     # around each half, since a backward may be compiled when it runs first
     compile_half = own_errors()(compile_fx_inner)
@@ -446,5 +470,5 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
 
 PATCHES = (
     LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS,
-    RECOMPUTABLE, TENSORS_BESIDE, MEMORY_BUDGET, memory.DATA,
+    RECOMPUTABLE, TENSORS_BESIDE, MEMORY_BUDGET, SWIZZLED_SCALES, memory.DATA,
 )  # fmt: skip

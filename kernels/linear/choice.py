@@ -18,6 +18,8 @@ GEMM = ("auto", "cublas", "triton", "autotune")
 """The ways to decide between cuBLAS and Triton where both have a GEMM: by rates, for one of them, or by measuring."""
 
 
+NO_FP8 = "no FP8 GEMM on this device"
+"""The reason why no scaled GEMM multiplies on cards before compute capability 8.9."""
 MIXED = "emulated: no GEMM takes the two formats together"
 """The reason why a pair of two quantized formats is emulated."""
 
@@ -30,6 +32,8 @@ class GemmKernel(Kernel):
     WEIGHT_ONLY = "Triton, few rows, the weight dequantized as it is read"
     PER_ROW = "cuBLAS _scaled_mm, rowwise"
     PER_TENSOR = "cuBLAS _scaled_mm, per tensor"
+    MXFP8 = "cuBLAS scaled_mm, MXFP8"
+    NVFP4 = "cuBLAS scaled_mm, NVFP4"
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     TRITON = "Triton GEMM"
@@ -146,7 +150,44 @@ def _no_long_scales(facts: GemmFacts) -> str:
         return "the reference"
     if not facts.matrices:
         return "a batch of matrices"
-    return "" if facts.a.row.family in ("per_tensor", "per_row") else "scales of blocks"
+    if facts.a.row.family not in ("per_tensor", "per_row"):
+        return "scales of blocks"
+    return "" if facts.makes_fp8 else NO_FP8
+
+
+def mxfp8(facts: GemmFacts) -> str:
+    """Returns why tensor cores do not multiply MXFP8 with its scales."""
+    return _no_tensor_core_scales(facts) or ("" if facts.a.row.family == "mxfp8" else "scales of NVFP4")
+
+
+def nvfp4(facts: GemmFacts) -> str:
+    """Returns why tensor cores do not multiply NVFP4 with its scales."""
+    return _no_tensor_core_scales(facts) or ("" if facts.a.row.family == "nvfp4" else "scales of MXFP8")
+
+
+def _no_tensor_core_scales(facts: GemmFacts) -> str:
+    """Returns why tensor cores do not read the scales of the operands' blocks themselves, as those of Blackwell do.
+
+    Columns of the result, which are padded to a multiple of 16, have to be known, and packages hold no such GEMM.
+    """
+    if is_mixed(facts.a, facts.b):
+        return _why_emulated(facts)
+    if not facts.on_cuda:
+        return "the reference"
+    if not facts.matrices:
+        return "a batch of matrices"
+    family = facts.a.row.family
+    if family not in ("mxfp8", "nvfp4"):
+        return "scales of no tensor core"
+    if not facts.reads_block_scales:
+        return f"no FP8 GEMM for {family} scales"
+    if not facts.launches:
+        return f"no GEMM for {family} scales in a package"
+    if not isinstance(facts.n, int):
+        return "dynamic sizes"
+    if facts.k is None or not statically_known_true(facts.k > 0):
+        return "a sum of nothing"
+    return "" if facts.n > 0 else "an empty result"
 
 
 def tiles(facts: GemmFacts) -> str:
@@ -172,8 +213,10 @@ def _no_block_mm(facts: GemmFacts) -> str:
         return "the reference"
     if not facts.matrices:
         return "a batch of matrices"
+    if a.row.family in ("mxfp8", "nvfp4"):
+        return _no_tensor_core_scales(facts) or "multiplied by tensor cores"
     if a.row.family != "block":
-        return f"no FP8 GEMM for {a.row.family} scales" if a.row.family in ("mxfp8", "nvfp4") else "no FP8 GEMM"
+        return "no FP8 GEMM" if facts.makes_fp8 else NO_FP8
     if a.row.block != (1, 128):
         return "the left operand is scaled in tiles"
     for spec in (a, b):
@@ -199,8 +242,13 @@ def emulated(facts: GemmFacts) -> str:
     """Returns why bfloat16 does not hold the values of both operands."""
     if is_mixed(facts.a, facts.b):
         return _why_emulated(facts)
-    exact = facts.on_cuda and all(map(exact_in_bfloat16, (facts.a, facts.b)))
+    exact = facts.on_cuda and all(exact_in_bfloat16(spec) or _scaled_after(facts, spec) for spec in (facts.a, facts.b))
     return "" if exact else "values that bfloat16 rounds"
+
+
+def _scaled_after(facts: GemmFacts, spec: QuantSpec) -> bool:
+    """Returns True if bfloat16 holds the elements, whose scales the result gets: on cards without an FP8 GEMM."""
+    return not facts.makes_fp8 and facts.matrices and spec.row.family in ("per_tensor", "per_row")
 
 
 def exact_in_bfloat16(spec: QuantSpec) -> bool:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fxquant.compat.private import ScalingType, torch_scaled_mm
+from fxquant.compat.private import ScalingType, SwizzleType, torch_scaled_mm
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.cast.swizzle import swizzle
 from fxquant.kernels.linear import choice
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
@@ -67,6 +68,56 @@ def _fp8_mm(
         )  # fmt: skip
     out = out[:, :features] if spare else out
     return out.to(out_dtype) if bias is None or fused_bias is not None else (out + bias).to(out_dtype)
+
+
+@scaled_mm.implementation(GemmKernel.MXFP8, when=choice.mxfp8)
+@scaled_mm.implementation(GemmKernel.NVFP4, when=choice.nvfp4)
+def _tensor_core_mm(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """A GEMM whose tensor cores read the scales of blocks, which they want in the order of `swizzle`.
+
+    NVFP4's global factors are those of the result, where a row of an operand has one of its own; else torch has them.
+    """
+    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    features, kind = b[0].shape[0], specs[0].row
+    factors = [p[2] / spec.unit_amax for p, spec in zip((a, b), specs, strict=True) if kind.has_global_amax]
+    by_row = any(spec.row_scaled for spec in specs)
+    block = ScalingType.BlockWise1x16 if kind.has_global_amax else ScalingType.BlockWise1x32
+    kinds, swizzles = [block], [SwizzleType.SWIZZLE_32_4_4]
+    scales = [[_swizzled(p, spec)] for p, spec in zip((a, b), specs, strict=True)]
+    if factors and not by_row:
+        scales = [[scale[0], factor] for scale, factor in zip(scales, factors, strict=True)]
+        kinds, swizzles = [block, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
+    spare = -features % 16
+    fuses = bias is not None and out_dtype == bias.dtype == torch.bfloat16 and not spare and not by_row
+    last = bias is None or fuses
+    out = torch.nn.functional.scaled_mm(
+        _payload(a, specs[0]), _payload(b, specs[1], spare).t(), scales[0], kinds, scales[1], kinds, swizzles, swizzles,
+        bias if fuses else None, out_dtype if last and not by_row else torch.float32,
+    )  # fmt: skip
+    out = out.narrow(1, 0, features) if spare else out
+    if by_row:
+        out = out * factors[0].reshape(-1, 1) * factors[1].reshape(1, -1)
+    return (out if last or bias is None else out + bias.float()).to(out_dtype)
+
+
+def _payload(parts: Parts, spec: QuantSpec, rows: int = 0) -> Tensor:
+    """The elements of an operand by rows, with so many `rows` of zeros behind them, whole units of 16 bytes wide."""
+    data = parts[0].contiguous().view(torch.uint8)
+    spare = -data.shape[1] % 16
+    if rows or not statically_known_true(spare == 0):
+        data = torch.nn.functional.pad(data, (0, spare, 0, rows))
+    element = spec.row.element
+    assert element is not None
+    return data.view(element.dtype)
+
+
+def _swizzled(parts: Parts, spec: QuantSpec) -> Tensor:
+    """The scales of an operand in the order of `swizzle`, in the dtype by which torch knows them."""
+    dtype = spec.row.scale_dtype
+    assert dtype is not None
+    return swizzle(parts[1]).view(dtype)
 
 
 @scaled_mm.implementation(GemmKernel.TILES, when=choice.tiles)
@@ -134,13 +185,21 @@ def _one_sided_mm(
 def _bfloat16_mm(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    """One GEMM of the elements times their block scales, accumulated in float32; NVFP4's global factors come after."""
+    """One GEMM of the elements times their block scales, accumulated in float32.
+
+    NVFP4's global factors come after, and scales of tensors and rows.
+    """
     factors: list[Tensor] = []
     sides: list[Tensor] = []
     for parts, spec in ((a, QuantSpec.parse(a_spec)), (b, QuantSpec.parse(b_spec))):
-        if spec.row.has_global_amax:
-            factor = parts[2] / spec.unit_amax
+        long = spec.row.family in ("per_tensor", "per_row")
+        if long or spec.row.has_global_amax:
+            factor = parts[1] if long else parts[2] / spec.unit_amax
             factors.append(factor.mT if sides and factor.ndim > 1 else factor)  # of the right operand: one a column
+        if long:
+            sides.append(parts[0].to(torch.bfloat16))
+            continue
+        if spec.row.has_global_amax:
             parts = [*parts[:2], torch.full_like(parts[2], spec.unit_amax)]
         sides.append(reference.dequantize(parts, spec).to(torch.bfloat16))
     if len(factors) == 2 and all(factor.ndim == 1 for factor in factors):

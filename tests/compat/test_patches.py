@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.exc import InductorError
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxquant import Backend, aoti_compile_and_package, quantize_program
 from fxquant.compat import OLDEST_TORCH, memory, patches, torch_version
 from fxquant.compat.memory import DATA, Memory
 from fxquant.compat.patch import Patch, apply, compiles_quantized_graph
-from fxquant.compat.private import inductor_config
+from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx
 from fxquant.passes.pipeline import Lowering
 from fxquant.passes.settings import Settings
 
@@ -168,3 +172,31 @@ def test_nan_assertions_look_at_what_they_can_ask(cpp_wrapper: bool) -> None:
     if not cpp_wrapper:  # in C++ torch 2.11 asserts nothing
         with pytest.raises(AssertionError):
             model(x.fill_(torch.inf))
+
+
+@pytest.mark.parametrize(("kind", "block", "element"), [(3, 32, torch.float8_e4m3fn), (2, 16, torch.float4_e2m1fn_x2)])
+def test_inductor_leaves_gemms_with_swizzled_scales_to_torch(kind: int, block: int, element: torch.dtype) -> None:
+    """In a backward too, where it asks more of the operands of operators that it does not know."""
+    apply(patches.SWIZZLED_SCALES)
+    scale_type = torch.float8_e8m0fnu if kind == 3 else torch.float8_e4m3fn
+    width = 128 if kind == 3 else 64
+
+    def gemm(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+        left, right = (a + 1).view(element), b.view(element).t()
+        scales = [[scale.view(scale_type)] for scale in (a_scale + 1, b_scale)]
+        return torch.ops.aten._scaled_mm_v2(
+            left, right, scales[0], [kind], [1], scales[1], [kind], [1], None, torch.bfloat16
+        )
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        shapes = ((40, width), (48, width), (128, 128 // block), (128, 128 // block))
+        inputs = [torch.empty(shape, device="cuda", dtype=torch.uint8) for shape in shapes]
+        traced = make_fx(gemm, decomposition_table=inductor_decompositions())(*inputs)
+    lowering = GraphLowering(traced, example_inputs=inputs, shape_env=mode.shape_env, is_backward=True)
+    with V.set_graph_handler(lowering), V.set_fake_mode(mode):
+        lowering.run(*inputs)
+    (call,) = (step for step in lowering.operations if type(step).__name__ == "FallbackKernel")
+    assert call.op_overload is torch.ops.aten._scaled_mm_v2.default
+    strides = [list(operand.get_stride()) for operand in call.inputs]
+    assert strides == [[width, 1], [1, width], [128 // block, 1], [128 // block, 1]]
