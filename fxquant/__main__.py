@@ -32,8 +32,6 @@ from fxquant.report.json import SCHEMA
 from fxquant.report.text import aligned
 from fxquant.tools.target import attribute, load, one_sentence, origin, sources
 
-PLACES = ("Hopper", "the CPU")
-
 
 def format_rows() -> list[dict[str, str]]:
     """One row per format, as text."""
@@ -44,8 +42,7 @@ def format_rows() -> list[dict[str, str]]:
             "one scale for": _block_text(row.block) if row.element else "-",
             "scale": str(row.scale_dtype).removeprefix("torch.") if row.scale_dtype else "-",
             "bits/element": f"{8 * row.bytes_per_element:g}" if row.element else "-",
-            "on Hopper": row.hopper,
-            "on the CPU": row.cpu,
+            **recipes.format_columns(row),
         }
         for row in FORMATS.values()
     ]
@@ -64,7 +61,7 @@ def factory_rows() -> list[dict[str, str]]:
 
 def _row(name: str, recipe: recipes.Recipe) -> dict[str, str]:
     specs = {operand: plain_spec(str(q.operand_spec())) for operand, q in recipes.of_operands(recipe).items()}
-    return {"recipe": name, **specs, **{f"on {place}": recipes.runs_as(recipe, place) for place in PLACES}}
+    return {"recipe": name, **specs, **recipes.recipe_columns(recipe)}
 
 
 def environment() -> dict[str, Any]:
@@ -75,12 +72,12 @@ def environment() -> dict[str, Any]:
         content["triton"] = importlib.import_module("triton").__version__
     except ImportError:
         content["triton"] = "not installed"
-    place, content["device"] = "the CPU", "cpu"
+    capability, content["device"] = (0, 0), "cpu"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         content |= {"device": torch.cuda.get_device_name(), "capability": "sm{}{}".format(*capability)}
-        place = "Hopper" if capability[0] == 9 else place
-    content["recipes"] = {name: recipes.runs_as(recipe, place) for name, recipe in recipes.RECIPES.items()}
+    content["recipes"] = {name: recipes.runs_as(recipe, capability) for name, recipe in recipes.RECIPES.items()}
+    content["generations"] = {name: recipes.recipe_columns(recipe) for name, recipe in recipes.RECIPES.items()}
     return content
 
 
@@ -428,8 +425,10 @@ def _env(options: argparse.Namespace) -> str:
     content = environment()
     if options.json:
         return _json(content)
-    ways = content.pop("recipes")
-    return aligned([*content.items(), ("recipes", ""), *((f"  {name}", way) for name, way in ways.items())])
+    ways, everywhere = content.pop("recipes"), content.pop("generations")
+    table = [("recipe", "here", *recipes.PLACES)]
+    table += [(name, way, *(everywhere[name][place] for place in recipes.PLACES)) for name, way in ways.items()]
+    return f"{aligned(list(content.items()))}\n\n{aligned(table)}"
 
 
 def _json(content: dict[str, Any]) -> str:

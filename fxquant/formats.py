@@ -88,12 +88,6 @@ SCALES: dict[str, torch.dtype] = {
 """The scales of blocks by name; those in e4m3 stand under one float32 amax of the tensor."""
 
 
-_BF16, _FLOAT32 = "emulated: dequantized, then bf16 matmul", "emulated: dequantized, then float32 matmul"
-_PER_TENSOR, _ROWWISE = (f"native: _scaled_mm, {scales} scales" for scales in ("per-tensor", "rowwise"))
-_BLOCKS, _HEADS = "native in whole tiles: _scaled_mm, block scales", "native for e4m3: a Triton kernel"
-_SAME_DTYPE = "native: the GEMM of the original dtype"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A way of scaling one element format.
@@ -110,8 +104,6 @@ class Format:
     scale_dtype: torch.dtype | None
     alignment: int
     has_global_amax: bool = False
-    hopper: str
-    cpu: str = _FLOAT32
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -137,31 +129,28 @@ class Format:
 
 
 def _rows() -> Iterator[Format]:
-    yield Format(
-        name="identity", family="identity", element=None, block=(0, 0), scale_dtype=None, alignment=1,
-        hopper=_SAME_DTYPE, cpu=_SAME_DTYPE,
-    )  # fmt: skip
+    yield Format(name="identity", family="identity", element=None, block=(0, 0), scale_dtype=None, alignment=1)
     f32, e8m0 = torch.float32, torch.float8_e8m0fnu
-    table: tuple[tuple[str, Family, tuple[int, int], torch.dtype, int, str, str], ...] = (
-        ("per_tensor", "per_tensor", (0, 0), f32, 16, _PER_TENSOR, _PER_TENSOR),
-        ("per_row", "per_row", (1, 0), f32, 16, _ROWWISE, _ROWWISE),
-        ("block_1x128", "block", (1, 128), f32, 128, _BLOCKS, _BF16),
-        ("block_128x128", "block", (128, 128), f32, 128, _BLOCKS, _BF16),
-        ("mxfp8", "mxfp8", (1, 32), e8m0, 32, _BF16, _BF16),
-        ("mxfp8_2d", "mxfp8", (32, 32), e8m0, 32, _BF16, _BF16),
-        ("per_head", "per_head", (0, 0), f32, 16, _HEADS, _HEADS),
-        ("per_head_128", "per_head", (128, 0), f32, 16, _FLOAT32, _FLOAT32),
+    table: tuple[tuple[str, Family, tuple[int, int], torch.dtype, int], ...] = (
+        ("per_tensor", "per_tensor", (0, 0), f32, 16),
+        ("per_row", "per_row", (1, 0), f32, 16),
+        ("block_1x128", "block", (1, 128), f32, 128),
+        ("block_128x128", "block", (128, 128), f32, 128),
+        ("mxfp8", "mxfp8", (1, 32), e8m0, 32),
+        ("mxfp8_2d", "mxfp8", (32, 32), e8m0, 32),
+        ("per_head", "per_head", (0, 0), f32, 16),
+        ("per_head_128", "per_head", (128, 0), f32, 16),
     )
     for element in ("e4m3", "e5m2"):
-        for name, family, block, scale_dtype, alignment, e4m3, e5m2 in table:
+        for name, family, block, scale_dtype, alignment in table:
             yield Format(
                 name=f"{name}_{element}", family=family, element=ELEMENTS[element], block=block,
-                scale_dtype=scale_dtype, alignment=alignment, hopper=e4m3 if element == "e4m3" else e5m2,
+                scale_dtype=scale_dtype, alignment=alignment,
             )  # fmt: skip
     for name, block in (("nvfp4", (1, 16)), ("nvfp4_2d", (16, 16))):
         yield Format(
             name=name, family="nvfp4", element=ELEMENTS["e2m1"], block=block, scale_dtype=torch.float8_e4m3fn,
-            alignment=16, has_global_amax=True, hopper=_BF16,
+            alignment=16, has_global_amax=True,
         )  # fmt: skip
 
 
@@ -170,10 +159,7 @@ FORMATS: dict[str, Format] = {row.name: row for row in _rows() if row.family != 
 HEAD_FORMATS: dict[str, Format] = {row.name: row for row in _rows() if row.family == "per_head"}
 """The scalings that only attention has: a scale for each entry of the batch and key head, or 128 positions of it."""
 
-CUSTOM = Format(
-    name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1,
-    hopper="the quantizer's own code", cpu="the quantizer's own code",
-)  # fmt: skip
+CUSTOM = Format(name="custom", family="custom", element=None, block=(0, 0), scale_dtype=None, alignment=1)
 """The format of a user's own quantizer."""
 
 

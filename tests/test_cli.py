@@ -363,12 +363,20 @@ def test_recipes_and_env_say_how_each_recipe_runs(capsys: pytest.CaptureFixture[
     assert list(rows) == [*RECIPES, *(f"factories.{name}" for name in (*FACTORIES, *PAPERS))]
     assert rows["factories.high_precision_fwd_mxfp8_bwd"]["input"] == "identity|mxfp8_e4m3"
     assert rows["factories.mxfp8_fwd_high_precision_bwd"]["weight"] == "mxfp8_e4m3>identity"
-    assert rows["high_precision"]["on the CPU"] == "native"
-    assert rows["rowwise"]["on Hopper"] == "native"
-    assert rows["nvfp4"]["on Hopper"] == "emulated"
+    assert rows["high_precision"]["CPU"] == "native" and rows["high_precision"]["because"] == ""
+    places = ("8.0", "8.9", "9.0", "10.0", "12.0", "CPU")
+    ways = {name: "".join(rows[name][place][0] for place in places) for name in RECIPES}
+    assert [ways[name] for name in ("rowwise", "float8_blockwise", "mxfp8", "nvfp4")] == [
+        "ennnne",
+        "eeneee",
+        "eeenne",
+        "eeenne",
+    ]
+    assert ways["weight_only_fp8"] == "eeeeee"
+    assert rows["mxfp8"]["because"] == "8.0, 8.9, 9.0: no FP8 GEMM for mxfp8 scales; CPU: a float32 GEMM"
     assert main(["env", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert list(content["recipes"]) == list(RECIPES) and content["schema"] == 1
+    assert list(content["recipes"]) == list(content["generations"]) == list(RECIPES) and content["schema"] == 1
     assert main(["env"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("fxquant ")
 

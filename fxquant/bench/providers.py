@@ -63,7 +63,7 @@ def gemms(provider: str, device: str) -> str:
         return "dequantized as read" if hopper else "emulated"
     if name not in QUANTIZED:
         return "native"
-    return recipes.runs_as(recipes.get(name), "Hopper" if hopper else "the CPU")
+    return recipes.runs_as(recipes.get(name), torch.cuda.get_device_capability() if device == "cuda" else (0, 0))
 
 
 def _recipe_name(provider: str) -> str:

@@ -15,7 +15,6 @@ from fxquant.recipes.base import (
     get,
     of_operands,
     resolve,
-    runs_as,
 )
 from fxquant.recipes.custom import CustomRecipe, Rule, Rules, ask
 from fxquant.recipes.named import (
@@ -30,8 +29,10 @@ from fxquant.recipes.named import (
     NVFP4WeightOnly,
     QParams,
 )
+from fxquant.recipes.places import PLACES, format_columns, recipe_columns, runs_as
 
 __all__ = [
+    "PLACES",
     "RECIPES",
     "Answer",
     "AutoRecipe",
@@ -53,8 +54,10 @@ __all__ = [
     "Rules",
     "ask",
     "auto",
+    "format_columns",
     "get",
     "of_operands",
+    "recipe_columns",
     "resolve",
     "runs_as",
 ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from fxquant.checks import article, checked, did_you_mean
 from fxquant.errors import RecipeError
-from fxquant.formats import LINEAR_OPERANDS, is_mixed
+from fxquant.formats import LINEAR_OPERANDS
 from fxquant.quantizers import (
     DelayedScalingRequest,
     Float8Quantizer,
@@ -20,7 +20,7 @@ from fxquant.quantizers import (
     Quantizer,
     value_text,
 )
-from fxquant.roles import GEMM_OPERANDS, Direction, QuantizerRole
+from fxquant.roles import Direction, QuantizerRole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -186,16 +186,6 @@ def of_operands(recipe: Recipe) -> dict[str, Quantizer]:
             answer = Float8Quantizer(answer.fp8_format.dtype(operand), 0)
         quantizers[operand] = answer
     return quantizers
-
-
-def runs_as(recipe: Recipe, place: str) -> str:
-    """``native`` if ``Hopper`` or ``the CPU`` has instructions for the GEMMs of all its formats, else ``emulated``."""
-    quantizers = of_operands(recipe)
-    formats = [quantizer.spec(direction).row for quantizer in quantizers.values() for direction in Direction]
-    kinds = {(row.hopper if place == "Hopper" else row.cpu).partition(":")[0] for row in formats}
-    pairs = ([quantizers[operand].spec(side) for operand, side in sides] for sides in GEMM_OPERANDS.values())
-    by_hand = any(row.family == "custom" for row in formats)
-    return "emulated" if by_hand or "emulated" in kinds or any(is_mixed(*pair) for pair in pairs) else "native"
 
 
 def is_attention(role: QuantizerRole) -> bool:
