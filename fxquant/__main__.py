@@ -27,6 +27,7 @@ from fxquant.cost.rates import find_card
 from fxquant.errors import FxQuantError
 from fxquant.files import check_outputs
 from fxquant.formats import FORMATS
+from fxquant.recipes import places
 from fxquant.report.data import plain_spec
 from fxquant.report.json import SCHEMA
 from fxquant.report.text import aligned
@@ -42,7 +43,7 @@ def format_rows() -> list[dict[str, str]]:
             "one scale for": _block_text(row.block) if row.element else "-",
             "scale": str(row.scale_dtype).removeprefix("torch.") if row.scale_dtype else "-",
             "bits/element": f"{8 * row.bytes_per_element:g}" if row.element else "-",
-            **recipes.format_columns(row),
+            **places.format_columns(row),
         }
         for row in FORMATS.values()
     ]
@@ -61,7 +62,7 @@ def factory_rows() -> list[dict[str, str]]:
 
 def _row(name: str, recipe: recipes.Recipe) -> dict[str, str]:
     specs = {operand: plain_spec(str(q.operand_spec())) for operand, q in recipes.of_operands(recipe).items()}
-    return {"recipe": name, **specs, **recipes.recipe_columns(recipe)}
+    return {"recipe": name, **specs, **places.recipe_columns(recipe)}
 
 
 def environment() -> dict[str, Any]:
@@ -76,8 +77,8 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         content |= {"device": torch.cuda.get_device_name(), "capability": "sm{}{}".format(*capability)}
-    content["recipes"] = {name: recipes.runs_as(recipe, capability) for name, recipe in recipes.RECIPES.items()}
-    content["generations"] = {name: recipes.recipe_columns(recipe) for name, recipe in recipes.RECIPES.items()}
+    content["recipes"] = {name: places.runs_as(recipe, capability) for name, recipe in recipes.RECIPES.items()}
+    content["generations"] = {name: places.recipe_columns(recipe) for name, recipe in recipes.RECIPES.items()}
     return content
 
 
@@ -426,8 +427,8 @@ def _env(options: argparse.Namespace) -> str:
     if options.json:
         return _json(content)
     ways, everywhere = content.pop("recipes"), content.pop("generations")
-    table = [("recipe", "here", *recipes.PLACES)]
-    table += [(name, way, *(everywhere[name][place] for place in recipes.PLACES)) for name, way in ways.items()]
+    table = [("recipe", "here", *places.PLACES)]
+    table += [(name, way, *(everywhere[name][place] for place in places.PLACES)) for name, way in ways.items()]
     return f"{aligned(list(content.items()))}\n\n{aligned(table)}"
 
 

@@ -106,6 +106,11 @@ class Format:
     has_global_amax: bool = False
 
     @property
+    def packed(self) -> int:
+        """Elements in one element of the payload."""
+        return 1 if self.element is None else self.element.packed
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of payload, scale and global amax in graphs: bytes where torch computes with nothing finer."""
         if self.element is None or self.scale_dtype is None:
@@ -175,7 +180,8 @@ class QuantSpec:
     `pow2` rounds a float32 scale down to a power of two. `eps` is the least amax. `torchao` takes torchao's scale
     formula, computed in float64 with amax floored at 1e-12. `mode` is the rounding of MX scales. `rht` applies the
     16-point randomized Hadamard transform before quantizing (columnwise NVFP4 only), `random_signs` its sign mask.
-    `nonfinite` is that of a gradient: what is not finite stays so (`QuantSpec.shown`).
+    `nonfinite` is that of a gradient: what is not finite stays so (`QuantSpec.shown`). With `swizzled` MX and NVFP4
+    scales lie as tensor cores read them (`fxquant.kernels.cast.swizzle`).
     Amaxes are the largest `over` process groups, joined by ``+``. `dtype` is the cast of an identity, empty for none.
     `slot` is the place of a delayed scale in the state of its graph, -1 where the scale comes from the tensor itself.
     `key` finds a user's own quantizer (format ``custom``) in `fxquant.kernels.custom`.
@@ -198,6 +204,7 @@ class QuantSpec:
     four_over_six: str = ""
     e4m3_max: int = 448
     nonfinite: bool = False
+    swizzled: bool = False
     over: str = ""
     dtype: str = ""
     slot: int = -1

@@ -73,6 +73,7 @@ from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import save_column_amaxes, save_scales
 from fxquant.passes.joint.share_amaxes import drop_unused, share_amaxes
+from fxquant.passes.joint.swizzle_scales import swizzle_scales
 from fxquant.passes.lower.amax_before_views import amax_before_views
 from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.epilogues import fuse_epilogues
@@ -144,6 +145,7 @@ JOINT = (
     Pass(mark_recompute, "reads what will be saved: all scales are in the graph", training_only=True),
     Pass(save_state_itself, "marks inputs alone, whose writes no pass before changes", training_only=True),
     Pass(compute_once, "the partitioner, which comes next, does the same in older versions of torch"),
+    Pass(swizzle_scales, "asks who reads a scale, in the forward and the backward: all of them are there, each once"),
 )
 MEANING = (
     Pass(dispatch_payloads, "without a backward there is no joint graph"),
@@ -159,6 +161,7 @@ SPLIT = (
          portable=False, training_only=True),
     Pass(split_scales, "kernels that are fused below take scales as tensors of their own"),
     Pass(reuse_attention_payload, "before pairs: one direction may be reused, and the other not"),
+    Pass(swizzle_scales, "without a backward there is no joint graph; pairs and fusions take the spec as it is"),
     Pass(pair_directions, "the partitioner has placed each direction; fusions below serve both at once"),
     Pass(fuse_producers, "knows by now which directions of a tensor one kernel writes", portable=False),
     Pass(fuse_epilogues, "takes amaxes that no producer has taken", portable=False),

@@ -9,6 +9,7 @@ import torch
 
 from fxquant import recipes
 from fxquant.quantizers import Float8HeadQuantizer
+from fxquant.recipes import places
 
 QUANTIZED = ("current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 CACHED = ("rowwise cached", "float8_blockwise cached")
@@ -63,7 +64,7 @@ def gemms(provider: str, device: str) -> str:
         return "dequantized as read" if hopper else "emulated"
     if name not in QUANTIZED:
         return "native"
-    return recipes.runs_as(recipes.get(name), torch.cuda.get_device_capability() if device == "cuda" else (0, 0))
+    return places.runs_as(recipes.get(name), torch.cuda.get_device_capability() if device == "cuda" else (0, 0))
 
 
 def _recipe_name(provider: str) -> str:

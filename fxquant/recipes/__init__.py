@@ -29,10 +29,8 @@ from fxquant.recipes.named import (
     NVFP4WeightOnly,
     QParams,
 )
-from fxquant.recipes.places import PLACES, format_columns, recipe_columns, runs_as
 
 __all__ = [
-    "PLACES",
     "RECIPES",
     "Answer",
     "AutoRecipe",
@@ -54,10 +52,7 @@ __all__ = [
     "Rules",
     "ask",
     "auto",
-    "format_columns",
     "get",
     "of_operands",
-    "recipe_columns",
     "resolve",
-    "runs_as",
 ]

@@ -129,13 +129,14 @@ def triton(facts: CastFacts) -> str:
     """Returns why no Triton kernel quantizes a tensor.
 
     Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor or of a tile of
-    several rows comes between, and stores transposed payloads a byte at a time.
+    several rows comes between, and stores transposed payloads a byte at a time. Swizzled scales it writes twice.
     """
     if reason := _no_triton(facts):
         return reason
     first = facts.specs[0]
     amax_between = first.row.family == "per_tensor" and facts.after_amax
-    if facts.column is None and not amax_between and first.row.block[0] <= 1:
+    tiled = first.row.block[0] > 1 or (first.swizzled and facts.in_memory)
+    if facts.column is None and not amax_between and not tiled:
         return "fused with what makes the tensor"
     unknown = [str(spec) for spec in facts.specs if not supports(spec)]
     if unknown:

@@ -21,6 +21,7 @@ from fxquant.kernels.cast import choice, reference
 from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction, register_casts
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.cast.rounded import rounded
+from fxquant.kernels.cast.swizzle import padded_sizes
 from fxquant.kernels.operator import Dim, Parts, Side, States, Traits, operator, runs_beside
 from fxquant.kernels.state import reference as delayed
 from fxquant.kernels.state.step import STATELESS, StepState
@@ -54,7 +55,9 @@ def fake_operand(
     else:
         covered = rows if tile_rows is None else tile_rows
         tiled = row.family == "block" and block_rows > 1
-        scale_shape = [*batch, (covered + block_rows - 1) // block_rows if tiled else rows, padded // block_columns]
+        down = (covered + block_rows - 1) // block_rows if tiled else rows
+        down, across = padded_sizes(down, padded // block_columns) if spec.swizzled else (down, padded // block_columns)
+        scale_shape = [*batch, down, across]
     shapes: list[Any] = [
         [*batch, rows, padded // row.element.packed],
         scale_shape,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
 from fxquant.formats import Element, QuantSpec, check_parts, check_state, is_mixed
 from fxquant.kernels.cast import philox
+from fxquant.kernels.cast.swizzle import swizzle, unswizzle
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
@@ -61,6 +63,9 @@ def quantize(
     amax (NVFP4) against the amaxes of its blocks.
     """
     check_state(state, spec)
+    if spec.swizzled:
+        data, scale, *rest = quantize(x, replace(spec, swizzled=False), state, global_amax)
+        return [data, swizzle(scale), *rest]
     row = spec.row
     if x.dtype == torch.float64:
         x = x.float()
@@ -112,6 +117,8 @@ def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
     check_parts(parts, spec)
     row = spec.row
     data, scale = parts[0], parts[1]
+    if spec.swizzled:
+        scale = unswizzle(scale, data.shape[-2], data.shape[-1] * row.packed // row.block[1])
     if row.family in ("per_tensor", "per_row"):
         return data.float() * scale
     if row.family == "nvfp4":

@@ -26,6 +26,7 @@ from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_producers
 from fxquant.kernels.cast.producers import PRODUCERS
+from fxquant.kernels.cast.swizzle import padded_sizes
 from fxquant.kernels.cast.triton_producers import load_pair, load_tile
 from fxquant.kernels.cast.triton_scales import AT_KIND, AT_MANTISSA, AT_SHOWN, PER_ROW, side_constants, side_factors
 from fxquant.kernels.cast.triton_tile import (
@@ -341,7 +342,10 @@ def _launch(source: _Source, rowwise: _Side, columnwise: _Side, record: Record |
     specs = [spec for spec in (rowwise.spec, columnwise.spec) if spec is not None]
     # scales of blocks, or of lines, take the registers that a second result would
     at_once = source.results > 1 and all(spec.row.family == "per_tensor" for spec in specs)
-    tiles_down = triton.cdiv(16 * column_units, thread_rows * lanes_m * warps_m)
+    rows = 16 * column_units
+    if any(spec.swizzled for spec in specs):
+        rows = padded_sizes(rows, 0)[0]  # tiles of scales are written whole
+    tiles_down = triton.cdiv(rows, thread_rows * lanes_m * warps_m)
     tiles = tiles_down * triton.cdiv(16 * row_units, 4 * lanes_k * warps_k)
     recorded = step = source.unread
     if record is not None:
@@ -411,6 +415,11 @@ def _make_side(
     repeated = row.family == "mxfp8"
     scale_rows = rows if repeated or block_rows == 1 else triton.cdiv(rows, block_rows)
     scale_columns = padded // block_columns
+    if spec.swizzled:
+        scale_rows, scale_columns = padded_sizes(scale_rows, scale_columns)
+        scale = torch.empty((results * scale_rows, scale_columns), dtype=torch.uint8, device=x.device)
+        sizes = (scale_columns, scale_rows) if columnwise else (scale_rows, scale_columns)
+        return _Side(data, scale, source.unread, spec, constants, (*sizes, 0, 0), False, results)
     # what lies beside each other in a tile lies so in memory: sectors shared with other tiles cost more than payloads
     transposed = repeated or block_rows == 1
     shape = (results * scale_columns, scale_rows) if transposed else (results * scale_rows, scale_columns)

@@ -24,9 +24,11 @@ _RCEIL, _FLOOR, _CEIL, _EVEN = (tl.constexpr(i) for i in range(4))
 assert MX_MODES == ("rceil", "floor", "ceil", "even")
 AT_KIND, AT_P, AT_Q, AT_FMAX, AT_LOG, AT_MANTISSA, AT_MODE = (tl.constexpr(i) for i in range(7))
 AT_LARGEST, AT_EPS, AT_POW2, AT_BELOW, AT_MOST, AT_NAN, AT_SHOWN = (tl.constexpr(i) for i in range(7, 14))
+AT_SWIZZLED = tl.constexpr(14)
 """The places in SIDE of the numbers that describe a side; its blocks have P rows and Q columns of the tile.
 
 NAN: an infinite amax gives a scale of NaN. SHOWN: infinite elements are NaN, under a scale that is not of their amax.
+SWIZZLED: scales lie in the order of `fxquant.kernels.cast.swizzle`.
 """
 
 
@@ -134,12 +136,21 @@ def _block_scale(amax, SIDE: tl.constexpr):
 
 
 @triton.jit
+def swizzled_place(row, column, columns):
+    """Returns where the scale of a row and a column of blocks lies, of so many columns; each may be a tensor."""
+    tile = (row // 128).to(tl.int64) * (columns // 4) + column // 4
+    return tile * 512 + (row % 32) * 16 + (row // 32) % 4 * 4 + column % 4
+
+
+@triton.jit
 def _store_scales(
-    v, scale, first_row, first_column, rows, columns, row_step, column_step, DOWN: tl.constexpr, ACROSS: tl.constexpr
-):
+    v, scale, first_row, first_column, rows, columns, row_step, column_step, lines, DOWN: tl.constexpr,
+    ACROSS: tl.constexpr, SWIZZLED: tl.constexpr, COLUMN: tl.constexpr,
+):  # fmt: skip
     """Stores scales v [LK, LM, WK, WM, R, 2, 2], the last axes for four columns, from a row and a column on.
 
-    Each stands in DOWN rows and ACROSS columns.
+    Each stands in DOWN rows and ACROSS columns. SWIZZLED ones are zero behind the `lines` of the operand, which are
+    those of the tile's columns for COLUMN.
     """
     A: tl.constexpr = v.shape[3] * v.shape[1] * v.shape[4]
     B: tl.constexpr = v.shape[2] * v.shape[0] * v.shape[5] * v.shape[6]
@@ -150,7 +161,15 @@ def _store_scales(
         v = tl.reshape(tl.broadcast_to(v, (A, DOWN, B, ACROSS)), (A * DOWN, B * ACROSS))
         row = first_row + tl.arange(0, A * DOWN)[:, None]
         column = first_column + tl.arange(0, B * ACROSS)[None, :]
-    place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
+    if SWIZZLED:
+        if COLUMN:
+            place = swizzled_place(column, row, rows)
+            v = tl.where(column < lines, v, 0)
+        else:
+            place = swizzled_place(row, column, columns)
+            v = tl.where(row < lines, v, 0)
+    else:
+        place = row.to(tl.int64) * row_step + column.to(tl.int64) * column_step
     tl.store(scale + place, v, mask=(row < rows) & (column < columns))
 
 
@@ -212,7 +231,10 @@ def side_factors(
         ACROSS: tl.constexpr = Q if KIND == MX and P > 1 and COLUMN else 1
         rows, columns, row_step, column_step = scale_place
         row, column = first_row // P * DOWN, first_column // Q * ACROSS
-        _store_scales(stored, scale, row, column, rows, columns, row_step, column_step, DOWN, ACROSS)
+        _store_scales(
+            stored, scale, row, column, rows, columns, row_step, column_step, K if COLUMN else M, DOWN, ACROSS,
+            SIDE[AT_SWIZZLED], COLUMN,
+        )  # fmt: skip
     return factors
 
 
@@ -233,5 +255,5 @@ def side_constants(
     return (
         kind.value, max(p, 1), max(q, 1), element.max, int(math.log2(element.max)), element.mantissa_bits,
         MX_MODES.index(spec.mode), largest, spec.eps, spec.pow2, below, most,
-        spec.nonfinite, spec.nonfinite and spec.is_delayed,
+        spec.nonfinite, spec.nonfinite and spec.is_delayed, spec.swizzled,
     )  # fmt: skip

@@ -117,7 +117,8 @@ def _swizzled(parts: Parts, spec: QuantSpec) -> Tensor:
     """The scales of an operand in the order of `swizzle`, in the dtype by which torch knows them."""
     dtype = spec.row.scale_dtype
     assert dtype is not None
-    return swizzle(parts[1]).view(dtype)
+    scale = parts[1].contiguous()
+    return (scale if spec.swizzled else swizzle(scale)).view(dtype)
 
 
 @scaled_mm.implementation(GemmKernel.TILES, when=choice.tiles)

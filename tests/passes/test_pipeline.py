@@ -32,8 +32,9 @@ def test_no_name_lies_in_another() -> None:
 def test_the_order_of_the_last_stage() -> None:
     assert [step.name for step in SPLIT] == [
         "dispatch_payloads", "gather_payloads",
-        "batch_amaxes", "advance_state", "split_scales", "reuse_attention_payload", "pair_directions", "fuse_producers",
-        "fuse_epilogues", "amax_before_views", "record_in_kernel", "few_rows", "lower", "materialize_shared_inputs",
+        "batch_amaxes", "advance_state", "split_scales", "reuse_attention_payload", "swizzle_scales",
+        "pair_directions", "fuse_producers", "fuse_epilogues",
+        "amax_before_views", "record_in_kernel", "few_rows", "lower", "materialize_shared_inputs",
     ]  # fmt: skip
 
 
@@ -47,8 +48,8 @@ def test_a_way_in_is_a_stage() -> None:
 def test_portable_stages_contain_no_training_passes() -> None:
     kept = [step for step in SPLIT if step.runs(Settings(portable=True))]
     assert [step.name for step in kept] == [
-        "dispatch_payloads", "gather_payloads", "split_scales", "reuse_attention_payload", "pair_directions",
-        "amax_before_views", "few_rows", "lower", "materialize_shared_inputs",
+        "dispatch_payloads", "gather_payloads", "split_scales", "reuse_attention_payload", "swizzle_scales",
+        "pair_directions", "amax_before_views", "few_rows", "lower", "materialize_shared_inputs",
     ]  # fmt: skip
     assert not any(step.training_only for step in kept)
 

@@ -1,0 +1,104 @@
+"""Whole models lowered for Blackwell without such a card: their GEMMs and casts, and what they compute."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import llama, tokens
+from tensor_cores import SCALED_MM, OnTensorCores, described
+from torch import Tensor, fx, nn
+
+from fxquant import Backend
+from fxquant.backend.record import phase
+from fxquant.compat.private import aot_autograd, make_boxed_func, triton_kernel_wrapper_functional
+from fxquant.kernels import operator
+from fxquant.kernels.cast import choice as casts
+from fxquant.kernels.linear import choice as gemms
+from fxquant.passes.pipeline import SPLIT, Partition, run
+from fxquant.passes.settings import Settings
+
+
+class Lowered(Backend):
+    """A backend that lowers graphs as Inductor's are, and runs them; with Triton `kernels` it only keeps them."""
+
+    def __init__(self, recipe: str, kernels: bool) -> None:
+        super().__init__(recipe, inner="aot_eager")
+        self.graphs: dict[str, fx.GraphModule] = {}
+        self.kernels = kernels
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def lowered(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            run(SPLIT, module.graph, Settings(kernels=self.kernels))
+            module.recompile()
+            self.graphs[phase(module)] = module
+            return make_boxed_func(zeros(module) if self.kernels else OnTensorCores(module).run)
+
+        compilers = dict.fromkeys(("fw_compiler", "bw_compiler", "inference_compiler"), lowered)
+        return aot_autograd(**compilers, partition_fn=Partition(self.settings))(gm, list(example_inputs))
+
+
+def zeros(module: fx.GraphModule) -> Callable[..., Any]:
+    """A function that gives zeros in the place of the results of a graph."""
+    values = fx.node.map_arg(module.graph.output_node().args[0], lambda node: node.meta["val"])
+    return lambda *inputs: [torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for v in values]
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every tensor seem to lie on a card of compute capability 10.0."""
+    for module in (operator, casts, gemms):
+        monkeypatch.setattr(module, "capability", lambda device: (10, 0))
+
+
+def step(model: nn.Module, batch: Any, backend: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.compiler.reset()
+    loss = torch.compile(model, backend=backend)(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_llama_learns_on_tensor_cores_what_it_learns_emulated(recipe: str, request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(0)
+    model, batch = llama(num_hidden_layers=1), tokens()
+    expected = step(model, batch, Backend(recipe, inner="aot_eager"))
+    model.zero_grad()
+    request.getfixturevalue("blackwell")
+    backend = Lowered(recipe, kernels=False)
+    loss, gradients = step(model, batch, backend)
+    calls = {
+        name: len(gm.graph.find_nodes(op="call_function", target=SCALED_MM)) for name, gm in backend.graphs.items()
+    }
+    assert calls == {"forward": 8, "backward": 16}
+    torch.testing.assert_close(loss, expected[0])
+    assert gradients.keys() == expected[1].keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[1][name], msg=name)
+
+
+def listing(gm: fx.GraphModule) -> str:
+    """The calls for tensor cores, and the tensors that launches of Triton kernels write, each with its number."""
+    launches = [n for n in gm.graph.nodes if n.target is triton_kernel_wrapper_functional]
+    texts = [",".join(node.kwargs["tensors_to_clone"]) for node in launches]
+    texts += [described(node) for node in gm.graph.find_nodes(op="call_function", target=SCALED_MM)]
+    return "\n".join(f"{count} x {text}" for text, count in Counter(texts).items())
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_llama_lowered(recipe: str) -> None:
+    """As `blackwell_llama_<recipe>.txt` has it; FXQUANT_WRITE_SNAPSHOTS=1 writes it anew."""
+    backend = Lowered(recipe, kernels=True)
+    step(llama(num_hidden_layers=1).bfloat16(), tokens(), backend)
+    text = "".join(f"{name}\n{listing(gm)}\n" for name, gm in backend.graphs.items())
+    path = Path(__file__).with_name(f"blackwell_llama_{recipe}.txt")
+    if os.environ.get("FXQUANT_WRITE_SNAPSHOTS") == "1":
+        path.write_text(text)
+    assert text == path.read_text()

@@ -1,0 +1,92 @@
+"""Tensor cores that read the scales of blocks, as NVIDIA documents them, where there is no such card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxquant.compat.private import ScalingType, SwizzleType, tree_map_only
+
+SCALED_MM = torch.ops.aten._scaled_mm_v2.default
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""OCP MX v1.0, section 5.3.3."""
+
+
+def documented(payload: Tensor, scale: Tensor, block: int) -> Tensor:
+    """The values [R, C] of elements with one scale for each `block`, read at their addresses one by one.
+
+    The scale of row r and block c stands at byte 512 t + 16 (r % 32) + 4 (r // 32 % 4) + c % 4, where t is the number
+    of its tile of 128 x 4 scales. (cuBLAS documentation, "1D block scaling factors layout".)
+    """
+    rows, width = payload.shape
+    if payload.dtype == torch.float4_e2m1fn_x2:
+        codes = payload.view(torch.uint8)
+        width = 2 * width
+        nibbles = torch.stack((codes & 15, codes >> 4), -1).reshape(rows, width).long()
+        elements = torch.tensor([*E2M1, *(-value for value in E2M1)])[nibbles]
+    else:
+        elements = payload.float()
+    r, c = torch.arange(rows)[:, None], torch.arange(-(-width // block))[None, :]
+    tile = r // 128 * -(-(width // block) // 4) + c // 4
+    flat = scale.flatten()
+    assert flat.numel() == -(-rows // 128) * 128 * -(-(width // block) // 4) * 4
+    taken = flat.view(torch.uint8)[512 * tile + 16 * (r % 32) + 4 * (r // 32 % 4) + c % 4]
+    values = 2.0 ** (taken.double() - 127) if scale.dtype == torch.float8_e8m0fnu else taken.view(scale.dtype).double()
+    return (elements.double() * values.repeat_interleave(block, 1)[:, :width]).float()
+
+
+def tensor_core_mm(
+    a: Tensor, b: Tensor, scale_a: Sequence[Tensor], kinds_a: Sequence[Any], scale_b: Sequence[Tensor],
+    kinds_b: Sequence[Any], swizzle_a: Sequence[Any], swizzle_b: Sequence[Any], bias: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.scaled_mm` of operands as hardware reads them."""
+    block = {ScalingType.BlockWise1x32: 32, ScalingType.BlockWise1x16: 16}[kinds_a[0]]
+    assert kinds_a == kinds_b and len(swizzle_a) == len(swizzle_b) == len(scale_a) == len(kinds_a)
+    assert swizzle_a[0] == swizzle_b[0] == SwizzleType.SWIZZLE_32_4_4
+    assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0 and b.stride(0) == 1, "what cuBLAS wants"
+    out = documented(a, scale_a[0], block) @ documented(b.t(), scale_b[0], block).t()
+    for factor in scale_a[1:]:
+        assert kinds_a[1] == ScalingType.TensorWise
+        out = out * (factor * scale_b[1])
+    return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def described(node: fx.Node) -> str:
+    """A call with the dtype, sizes and strides of its tensors."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(text, value))}]"
+        if not isinstance(value, fx.Node):
+            return str(value).removeprefix("torch.")
+        t = value.meta["val"]
+        return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{list(t.stride())}"
+
+    return " ".join(map(text, node.args))
+
+
+class OnTensorCores(fx.Interpreter):
+    """Runs a lowered graph on the CPU, its GEMMs with block scales as tensor cores do.
+
+    Torch's meta function has to take each of them for a CUDA device, and gives the result the same sizes.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not SCALED_MM:
+            return super().call_function(target, args, kwargs)
+        with FakeTensorMode():
+            fake = SCALED_MM(*tree_map_only(Tensor, _on_a_card, args))
+        a, b, a_scale, a_kind, a_swizzle, b_scale, b_kind, b_swizzle, bias, dtype = args
+        kinds = [[*map(ScalingType, kind)] for kind in (a_kind, b_kind)]
+        swizzles = [[*map(SwizzleType, swizzle)] for swizzle in (a_swizzle, b_swizzle)]
+        out = tensor_core_mm(a, b, a_scale, kinds[0], b_scale, kinds[1], *swizzles, bias, dtype)
+        assert (out.shape, out.dtype, out.stride()) == (fake.shape, fake.dtype, fake.stride())
+        return out
+
+
+def _on_a_card(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
