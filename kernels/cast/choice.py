@@ -105,6 +105,16 @@ def supports(spec: QuantSpec) -> bool:
     return not spec.torchao or (row.family != "block" and not spec.eps)
 
 
+def supports_nvfp4(spec: QuantSpec) -> bool:
+    """Returns True if the Triton casts to NVFP4 know a format with its options."""
+    return spec.row.family == "nvfp4" and not spec.row_scaled and not spec.four_over_six
+
+
+def _knows(facts: CastFacts, spec: QuantSpec) -> bool:
+    """Returns True for a format with a Triton cast: to NVFP4 where tensor cores multiply it."""
+    return supports(spec) or (facts.reads_block_scales and supports_nvfp4(spec))
+
+
 def supports_groups(spec: QuantSpec, *, ragged: bool) -> bool:
     """Returns True if the Triton casts of groups know a format, for `ragged` groups or a batch of matrices."""
     if not supports(spec) or (ragged and spec.row.block[0] > 1):
@@ -129,16 +139,17 @@ def triton(facts: CastFacts) -> str:
     """Returns why no Triton kernel quantizes a tensor.
 
     Inductor fuses a rowwise cast into the producer of its tensor, unless the amax of the whole tensor or of a tile of
-    several rows comes between, and stores transposed payloads a byte at a time. Swizzled scales it writes twice.
+    several rows comes between, and stores transposed payloads a byte at a time. Swizzled scales it writes twice. The
+    global amax of NVFP4 always comes between, or elements are packed behind a transform.
     """
     if reason := _no_triton(facts):
         return reason
     first = facts.specs[0]
     amax_between = first.row.family == "per_tensor" and facts.after_amax
-    tiled = first.row.block[0] > 1 or (first.swizzled and facts.in_memory)
+    tiled = first.row.block[0] > 1 or first.row.family == "nvfp4" or (first.swizzled and facts.in_memory)
     if facts.column is None and not amax_between and not tiled:
         return "fused with what makes the tensor"
-    unknown = [str(spec) for spec in facts.specs if not supports(spec)]
+    unknown = [str(spec) for spec in facts.specs if not _knows(facts, spec)]
     if unknown:
         return f"no Triton cast to {unknown[0]}"
     matrix = len(facts.shape) == 2 and 0 not in facts.shape and facts.dtype != torch.float64

@@ -161,10 +161,20 @@ def _quantize_few_rows(
 def _triton_quantize(
     sides: Callable[..., list[Side]], measure: Callable[[Tensor], Tensor], x: Tensor, *args: Any
 ) -> list[Tensor]:
-    from fxquant.kernels.cast import triton_cast
+    from fxquant.kernels.cast import triton_cast, triton_nvfp4
 
     (row, row_state), (column, column_state) = by_direction(sides(x, *args))
-    return triton_cast.quantize(x, row, column, row_state, column_state, measure)
+    in_four_bits = [spec.row.family == "nvfp4" for spec in (row, column) if spec is not None]
+    if len(set(in_four_bits)) > 1:  # a kernel for each direction
+        parts = [_triton_quantize(one_direction, measure, x, *side) for side in map(_arguments, sides(x, *args))]
+        return [part for of_side in parts for part in of_side]
+    cast = triton_nvfp4.quantize if in_four_bits[0] else triton_cast.quantize
+    return cast(x, row, column, row_state, column_state, measure)
+
+
+def _arguments(side: Side) -> tuple[str, str, Tensor | None]:
+    """The arguments of `quantize` behind its tensor."""
+    return side.spec, side.direction, side.state
 
 
 register_casts(

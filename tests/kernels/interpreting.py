@@ -81,9 +81,10 @@ class Launcher:
 def interpret(*modules: Any) -> None:
     """Has the launches of modules run in the interpreter, with what it does otherwise than a GPU mended.
 
-    Its conversions of float32 to FP8 and bfloat16 do not round to nearest even, and its NaN of FP8 is 480, so torch's
-    stand in for them. Its maximum is NaN where either side is, which on a GPU is the other side. It multiplies the bits
-    of bfloat16 matrices. With NumPy 2.4 Triton 3.6 cannot use a number of its own as the end of a range.
+    Its conversions of float32 to FP8 and bfloat16 do not round to nearest even, that of bfloat16's subnormals to
+    float32 gives other numbers, and its NaN of FP8 is 480, so torch's stand in for them. Its maximum is NaN where
+    either side is, which on a GPU is the other side. It multiplies the bits of bfloat16 matrices. With NumPy 2.4 Triton
+    3.6 cannot use a number of its own as the end of a range.
     """
     for module in modules:
         module.wrap_triton = Launcher
@@ -95,6 +96,8 @@ def interpret(*modules: Any) -> None:
         if source in FP8 and target == tl.float32:
             codes = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8))
             return codes.view(ELEMENTS[FP8[source]].dtype).float().numpy().view(np.uint32).reshape(values.shape)
+        if source == tl.bfloat16 and target == tl.float32:
+            return np.ascontiguousarray(values).view(np.uint16).astype(np.uint32).reshape(values.shape) << 16
         if source != tl.float32 or target not in (*FP8, tl.bfloat16):
             return convert(values, source, target, rounding)
         floats = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))

@@ -27,7 +27,7 @@ from fxquant.passes.lower.lower import facts_of, lower
 from fxquant.passes.settings import Settings
 
 
-@pytest.mark.parametrize("name", ["cast", "producers", "delayed"])
+@pytest.mark.parametrize("name", ["cast", "nvfp4", "producers", "delayed"])
 def test_bytes_in_the_interpreter(name: str) -> None:
     run_interpreted(Path(__file__).with_name(f"interpreted_{name}.py"))
 
