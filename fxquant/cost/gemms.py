@@ -167,9 +167,13 @@ def _quantized_us(
         return unquantized + len(dequantized) * rates.launch + moved / (rates.rowwise * rates.copy) / 1e6
     if kernel not in rates.gemm:
         return None
-    read = (sizes[0], sizes[1]) if kernel in (GemmKernel.WEIGHT_ONLY, GemmKernel.WEIGHT_ONLY_DIRECT) else (1, 1)
+    read = (sizes[0], sizes[1]) if kernel in _READ_AS_STORED else (1, 1)
     time = _gemm_us(rates, rates.gemm[kernel], matmul, gemm, read)
     return time + (2 * rates.launch if matmul.groups else 0.0)  # zeros where no group wrote, or a table of tiles
+
+
+_READ_AS_STORED = (GemmKernel.WEIGHT_ONLY, GemmKernel.WEIGHT_ONLY_DIRECT, GemmKernel.MXFP8, GemmKernel.NVFP4)
+"""Kernels whose operands are not a byte an element, or that read scales of blocks too."""
 
 
 def spec_of(decision: Decision) -> QuantSpec | None:

@@ -1,4 +1,7 @@
-"""The measured rates of cards on random data, one row of `RATES` a card. Other cards have no estimate."""
+"""The rates of cards on random data, one row of `RATES` a card, measured or computed from what its maker publishes.
+
+Other cards have no estimate.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ class AttentionRates:
 class CardRates:
     """The rates of one kind of card.
 
-    `source` says how, when and with which versions the rates were measured. `copy` is in TB/s, bytes read and written.
+    `source` says how, when and with which versions the rates were measured; or what they were computed from, where they
+    are `published` alone, by which nothing is decided. `copy` is in TB/s, bytes read and written.
     GEMMs run in the steady state under the card's power limit; a multiprocessor reaches `headroom` times its part of
     their rates while others are idle. Shares of the copy rate: `casts` by scaling family, with ``_2d`` for tiles,
     `rowwise` of Inductor's fused casts, `transposed` of its columnwise casts, `amax` of reading a tensor for its amax.
@@ -85,6 +89,7 @@ class CardRates:
     amax: float
     ragged: float
     attention: Mapping[int, AttentionRates]
+    published: bool = False
 
 
 RATES: dict[str, CardRates] = {
@@ -140,6 +145,42 @@ RATES: dict[str, CardRates] = {
             ),
         },
     ),
+    "NVIDIA B200": CardRates(
+        source="NVIDIA's data sheet of HGX B200 (dense TFLOP/s: 2250 bfloat16, 4500 FP8, 9000 FP4; 8 TB/s; 148 "
+        "multiprocessors) times the part of its own data sheet that the H100 above reached, with its starts of kernels",
+        published=True,
+        capability=(10, 0),
+        multiprocessors=148,
+        copy=7.2,
+        gemm_start=3.3,
+        launch=1.8,
+        amax_start=3.5,
+        lines_start=7.5,
+        headroom=1.25,
+        bf16=GemmRate(1630, 1630, 1630, 0.95),
+        bf16_grouped=GemmRate(1730, 1730, 1730, 0.95, group=0.73),
+        gemm={
+            GemmKernel.PER_TENSOR: GemmRate(2900, 2900, 2900, 0.95),
+            GemmKernel.PER_ROW: GemmRate(2900, 2900, 2900, 0.82, (128, 128)),
+            GemmKernel.MXFP8: GemmRate(2900, 2900, 2900, 0.9, (128, 128)),
+            GemmKernel.NVFP4: GemmRate(5800, 5800, 5800, 0.9, (128, 128)),
+        },
+        casts={
+            "per_tensor": CastRate(0.96, 0.95),
+            "per_row": CastRate(0.93, 0.95),
+            "block": CastRate(0.92, 0.95),
+            "block_2d": CastRate(0.96, 0.97),
+            "mxfp8": CastRate(0.92, 0.93),
+            "mxfp8_2d": CastRate(0.92, 0.93),
+            "nvfp4": CastRate(0.92, 0.93),
+            "nvfp4_2d": CastRate(0.92, 0.93),
+        },
+        rowwise=0.80,
+        transposed=0.37,
+        amax=1.0,
+        ragged=0.88,
+        attention={},
+    ),
 }
 
 
@@ -148,5 +189,5 @@ def find_card(text: str) -> str:
     asked = text.lower() if isinstance(text, str) else ""
     cards = [name for name in RATES if asked and asked in name.lower()]
     if text not in RATES and len(cards) != 1:
-        raise OptionError(f"no measured rates for {text!r}; known cards: {', '.join(RATES)}")
+        raise OptionError(f"no rates for {text!r}; known cards: {', '.join(RATES)}")
     return text if text in RATES else cards[0]

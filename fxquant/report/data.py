@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
+from fxquant.cost.rates import RATES
 from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, Matmul, NotFused, Saved, SentQuantized
 from fxquant.errors import OptionError
@@ -110,7 +111,8 @@ class ReportData:
     def time(self) -> dict[str, Any]:
         """The estimate by name: ``card``, microseconds of all matmuls and their casts, and the layers without one.
 
-        ``unquantized_us`` and ``quantized_us`` are None on a device without measured rates.
+        ``published`` says that the card's rates were not measured. ``unquantized_us`` and ``quantized_us`` are None on
+        a device without rates.
         """
         timed = {site: estimated for site, estimated in self.estimates().items() if estimated.quantized is not None}
         problems = [(d, d.matmul or d.attention) for d in self.decisions]
@@ -121,8 +123,10 @@ class ReportData:
             if (isinstance(problem, Matmul) or (problem is not None and problem.spec is not None))
             and d.weighed not in timed
         )
+        card = self.card or ", ".join(sorted(devices))
         return {
-            "card": self.card or ", ".join(sorted(devices)),
+            "card": card,
+            "published": card in RATES and RATES[card].published,
             "unquantized_us": sum(work.unquantized or 0 for work in timed.values()) if timed else None,
             "quantized_us": sum(work.quantized or 0 for work in timed.values()) if timed else None,
             "unknown": list(dict.fromkeys(missing)),

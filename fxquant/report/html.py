@@ -174,7 +174,8 @@ def _time_card(report: ReportData, leaves: Leaves) -> list[str]:
         if leaf.estimate is not None and leaf.estimate.quantized is not None
     ]
     longest, path, leaf = max(timed, key=lambda item: item[0])
-    under = f"{before / after:.2f}x, estimated for {escape(time['card'])}. "
+    basis = " from published rates, not measured," if time["published"] else ""
+    under = f"{before / after:.2f}x, estimated{basis} for {escape(time['card'])}. "
     under += f"Longest: {_link(path, leaf)}, {percent(longest, after)}"
     counted = {id(leaf) for _, _, leaf in timed}
     untimed = [title(path, leaf) for path, _, leaf in leaves if leaf.flops and id(leaf) not in counted]

@@ -194,7 +194,9 @@ def verdict(report: ReportData) -> list[str]:
         subject = unrated or f"{time['card']} (known: {', '.join(RATES)})"
         return [f"estimate: none, no measured rates for {subject}", *_warnings(report)]
     before, after = time["unquantized_us"], time["quantized_us"]
-    line = f"estimate for {time['card']}: matmuls and casts {time_text(before)} unquantized, "
+    card = RATES.get(time["card"])
+    basis = " (computed from published rates, not measured)" if card is not None and card.published else ""
+    line = f"estimate for {time['card']}{basis}: matmuls and casts {time_text(before)} unquantized, "
     line += f"{time_text(after)} quantized ({before / after:.2f}x)"
     if time["unknown"]:
         line += f"; without {some(time['unknown'])}, for which no rates were measured"

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fxquant.cost.estimate import estimate
+from fxquant.cost.rates import RATES
 from fxquant.cost.work import Estimate
-from fxquant.decisions import SkipReason
+from fxquant.decisions import Decision, SkipReason
 from fxquant.passes.find.facts import Match, Resolved, decisions_of
 
 
@@ -19,10 +20,20 @@ def weigh(matches: Sequence[Match]) -> list[Match]:
     """Returns the matches; those that are slower when quantized become high precision."""
     matches = list(matches)
     while True:
-        slower = {site: cost for site, cost in estimate(decisions_of(matches)).items() if cost.slower}
+        decisions = decisions_of(matches)
+        published = {d.weighed for d in decisions if _is_published(d)}
+        costs = estimate(decisions).items()
+        slower = {site: cost for site, cost in costs if cost.slower and (cost.reference or site not in published)}
         if not slower:
             return matches
         matches = [_weighed(match, slower) for match in matches]
+
+
+def _is_published(decision: Decision) -> bool:
+    """Returns True if the rates of a decision's card were not measured."""
+    problem = decision.matmul or decision.attention
+    card = None if problem is None else RATES.get(problem.device)
+    return card is not None and card.published
 
 
 def _weighed(match: Match, slower: Mapping[int, Estimate]) -> Match:

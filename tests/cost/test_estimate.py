@@ -250,9 +250,24 @@ def test_kernels_are_those_of_the_device(heads: Report) -> None:
     assert here == {"float32 GEMM of dequantized operands (the reference)"}
     assert "unquantized us" not in heads.work_table()
     assert heads.verdict() == [f"estimate: none, no measured rates for meta (known: {', '.join(RATES)})"]
-    with pytest.raises(OptionError, match="no measured rates for 'A100'; known cards: NVIDIA H100"):
+    with pytest.raises(OptionError, match="no rates for 'A100'; known cards: NVIDIA H100"):
         heads.on("A100")
     assert find_card("H100") == H100
+
+
+@pytest.mark.parametrize(("recipe", "kernel", "least"), [("mxfp8", "MXFP8", 1.2), ("nvfp4", "NVFP4", 1.5)])
+def test_rates_that_were_published_and_not_measured_are_told_and_decide_nothing(
+    recipe: str, kernel: str, least: float
+) -> None:
+    """Kernels are those of the card, their times computed from its maker's numbers."""
+    decisions = linear(recipe, 16384, 4096, 14336)
+    report = Report(recipe=recipe, decisions=decisions).on("B200")
+    assert {work.kernel for _, _, work in report.work() if "cast" not in work.what} == {f"cuBLAS scaled_mm, {kernel}"}
+    (line,) = report.verdict()
+    assert line.startswith("estimate for NVIDIA B200 (computed from published rates, not measured): ")
+    time = report.time()
+    assert time["published"] and least < time["unquantized_us"] / time["quantized_us"] < 4
+    assert "not measured" not in Report(recipe=recipe, decisions=decisions).verdict()[0]
 
 
 def test_blocks_that_are_no_whole_tiles_are_emulated_and_say_so() -> None:
