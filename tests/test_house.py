@@ -29,7 +29,7 @@ OF_KERNELS = {
     "find": (),
     "plan": (),
     "insert": ("operator", "cast.ops", "grouped.ops"),
-    "joint": ("operator", "linear.few_rows"),
+    "joint": ("operator", "cast.swizzle", "linear.choice", "linear.few_rows"),
     "export": ("cast.reference", "custom"),
 }
 """The modules of kernels that each folder may import, none with code for a device; `lower` alone imports such."""

@@ -35,7 +35,11 @@ _SIXTH = tl.constexpr(1 / 6)
 _NEGATIVE = tl.constexpr(0xD7E8)
 """Bit i is set where the sign vector of the transform is -1."""
 AT_TILED, AT_RHT, AT_SIGNS, AT_STOCHASTIC, AT_STREAM, AT_NAN, AT_SWIZZLED = (tl.constexpr(i) for i in range(7))
-"""The places in SIDE of what describes a side; see `_constants`."""
+"""The places in SIDE of what describes a side.
+
+TILED: scales of tiles of 16x16. SIGNS: those of the transform RHT. NAN: blocks with NaN are NaN as a whole. SWIZZLED:
+scales lie in the order of `fxquant.kernels.cast.swizzle`.
+"""
 
 
 @triton.jit
@@ -193,7 +197,7 @@ def transformed_amax_kernel(
 
 
 def _constants(spec: QuantSpec) -> tuple[Any, ...]:
-    """What describes a side: tiles of 16x16, the transform and its signs, random numbers and their stream, ..."""
+    """Returns SIDE of the kernels, in the order of `AT_TILED` on."""
     tiled = spec.row.block[0] > 1
     return tiled, spec.rht, spec.random_signs, spec.stochastic, spec.stream % 2, spec.nonfinite, spec.swizzled
 

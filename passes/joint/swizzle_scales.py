@@ -22,7 +22,7 @@ from fxquant.compat.values import on_fakes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.swizzle import padded_sizes
 from fxquant.kernels.linear.choice import GemmKernel
-from fxquant.kernels.linear.ops import scaled_mm
+from fxquant.kernels.operator import operator_of
 from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
@@ -46,8 +46,10 @@ def swizzle_scales(graph: fx.Graph, settings: Settings) -> int:
 
 
 def _is_native(node: fx.Node, settings: Settings) -> bool:
-    facts = scaled_mm.facts_of(*fx.node.map_arg(node.args, val))
-    return scaled_mm.choose(replace(facts, launches=not settings.portable)).kernel in _TENSOR_CORES
+    called = operator_of(node.target)
+    assert called is not None
+    facts = called.facts_of(*fx.node.map_arg(node.args, val))
+    return called.choose(replace(facts, launches=not settings.portable)).kernel in _TENSOR_CORES
 
 
 def _reads_scale(user: fx.Node, scale: fx.Node, native: dict[fx.Node, bool]) -> bool:
