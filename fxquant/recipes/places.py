@@ -50,7 +50,8 @@ def _of_format(row: Format, capability: tuple[int, int]) -> str:
         pair = partner.replace("128x128", "1x128"), row.name
     else:
         pair = row.name, partner
-    return why_emulated(*(QuantSpec(format=name) for name in pair), capability)
+    a, b = (QuantSpec(format=name) for name in pair)
+    return why_emulated(a, b, capability)
 
 
 def format_columns(row: Format) -> dict[str, str]:
@@ -82,11 +83,12 @@ def recipe_columns(recipe: Recipe) -> dict[str, str]:
 def _whys(recipe: Recipe, capability: tuple[int, int]) -> dict[str, str]:
     """Why each GEMM with a quantized operand does not run in its formats."""
     quantizers = of_operands(recipe)
-    pairs = {
-        str(gemm): [quantizers[operand].spec(side) for operand, side in sides] for gemm, sides in GEMM_OPERANDS.items()
-    }
-    quantized = {gemm: pair for gemm, pair in pairs.items() if not all(spec.is_identity for spec in pair)}
-    return {gemm: why_emulated(*pair, capability) for gemm, pair in quantized.items()}
+    whys = {}
+    for gemm, sides in GEMM_OPERANDS.items():
+        a, b = (quantizers[operand].spec(side) for operand, side in sides)
+        if not (a.is_identity and b.is_identity):
+            whys[str(gemm)] = why_emulated(a, b, capability)
+    return whys
 
 
 def _by_reason(whys: Mapping[str, str]) -> str:

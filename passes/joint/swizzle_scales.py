@@ -60,7 +60,8 @@ def _reads_scale(user: fx.Node, scale: fx.Node, native: dict[fx.Node, bool]) -> 
 
 
 def _operands(node: fx.Node) -> Iterator[list[Any]]:
-    yield from (list(parts) for parts in node.args[: 1 if is_fxquant(node, "dequantize") else 2])  # type: ignore[union-attr]
+    operands: Any = node.args[: 1 if is_fxquant(node, "dequantize") else 2]
+    yield from map(list, operands)
 
 
 def _swizzle(node: fx.Node, scales: list[fx.Node]) -> None:
