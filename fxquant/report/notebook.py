@@ -56,7 +56,8 @@ def _cards(report: ReportData) -> list[tuple[str, str]]:
         cards.append((f"{bytes_text(before)} → {bytes_text(after)}", "weights, as GEMMs read them"))
     if time["quantized_us"]:
         times = f"{time_text(time['unquantized_us'])} → {time_text(time['quantized_us'])}"
-        cards.append((times, f"matmuls and casts, estimated for {time['card']}"))
+        basis = " from published rates" if time["published"] else ""
+        cards.append((times, f"matmuls and casts, estimated{basis} for {time['card']}"))
     return cards
 
 
