@@ -16,5 +16,6 @@ onnx       the operators in ONNX
 from fxquant.kernels.attention import autograd as _attention  # noqa: F401  these imports register operators and kernels
 from fxquant.kernels.grouped import autograd as _grouped  # noqa: F401
 from fxquant.kernels.grouped import fp8 as _grouped_gemms  # noqa: F401
+from fxquant.kernels.grouped import tensor_cores as _grouped_scales  # noqa: F401
 from fxquant.kernels.linear import autograd as _linear  # noqa: F401
 from fxquant.kernels.linear import cublas as _gemms  # noqa: F401

@@ -779,7 +779,7 @@ def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyP
     """Layouts and scales that the device's GEMMs get, with their meaning in the place of them."""
     monkeypatch.setattr(grouped_gemm, "torch_scaled_grouped_mm", scaled_grouped_mm)
     for conditions in (choice, linear_choice):
-        monkeypatch.setattr(conditions, "capability", lambda device: (8, 9))
+        monkeypatch.setattr(conditions, "capability", lambda device: (10, 0) if name != "mxfp8" else (8, 9))
     tensor = Float8CurrentScalingQuantizer()
     recipe = RECIPES.get(name) or per_role(input=tensor, weight=tensor, grad_output=tensor)
     roles = {t: QuantizerRole("grouped_linear", t, "") for t in ("input", "weight", "grad_output")}

@@ -52,6 +52,12 @@ torch_grouped_mm = torch._grouped_mm
 torch_scaled_grouped_mm = torch._scaled_grouped_mm
 torch_scaled_mm = torch._scaled_mm
 
+
+def knows_grouped_kinds() -> bool:
+    """Returns True if torch traces a grouped GEMM that is told the kinds of its scales: since 2.15."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_grouped_mm_v2", "Meta")
+
+
 DENSE = "dislike_padding"
 """A key of `node.meta`: Inductor pads no strides of this node's memory.
 

@@ -48,6 +48,17 @@ def portable(facts: GroupedGemmFacts) -> str:
     return "runs beside fxquant" if facts.launches else ""
 
 
+def mxfp8(facts: GroupedGemmFacts) -> str:
+    """Returns why tensor cores do not multiply groups of MXFP8 with its scales: torch has e4m3 on 10.0 alone."""
+    if reason := _no_kernel(facts):
+        return reason
+    if facts.a.row.family != "mxfp8":
+        return "scales of no tensor core"
+    if facts.capability[0] != 10:
+        return "no grouped FP8 GEMM for mxfp8 scales"
+    return "" if all(_is_e4m3(spec) for spec in (facts.a, facts.b)) else "not e4m3 by e4m3"
+
+
 def torchs(facts: GroupedGemmFacts) -> str:
     """Returns why `_scaled_grouped_mm` does not multiply: it takes e4m3, and on Hopper gives bfloat16."""
     return _torchs(facts) or ("" if fast(facts) else "Triton is faster")
@@ -63,6 +74,8 @@ def _torchs(facts: GroupedGemmFacts) -> str:
         return reason
     if not (facts.long_scales and all(_is_e4m3(spec) for spec in (facts.a, facts.b))):
         return "not e4m3 with long scales"
+    if facts.capability[0] not in (9, 10):
+        return "no grouped FP8 GEMM on this device"
     return "" if facts.dtype == torch.bfloat16 or not facts.on_hopper else "no bfloat16"
 
 
@@ -72,13 +85,15 @@ def rows(facts: GroupedGemmFacts) -> str:
         return reason
     if not facts.long_scales:
         return f"no grouped FP8 GEMM for {facts.a.row.family} scales"
-    return "" if facts.on_hopper else "no FP8 GEMM of e5m2 groups"
+    return "" if facts.on_hopper else _torchs(facts) or "torch has it"
 
 
 def blocks(facts: GroupedGemmFacts) -> str:
     """Returns why Triton does not multiply operands with scales of blocks."""
     if (reason := _no_kernel(facts)) or facts.long_scales:
         return reason or rows(facts) or "scales of rows"
+    if facts.a.row.family == "mxfp8":
+        return mxfp8(facts) or "multiplied by tensor cores"
     one_by_128 = facts.a.row.block[0] == 1 and (not facts.wgrad or facts.b.row.block[0] == 1)
     fits = facts.a.row.family == "block" and one_by_128 and facts.on_hopper
     return "" if fits else f"no grouped FP8 GEMM for {facts.a.row.family} scales"

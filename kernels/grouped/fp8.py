@@ -81,17 +81,17 @@ def _fp8(
         left, right.mT, a_scale.contiguous(), b_scale.contiguous(), offs=ends, out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )  # fmt: skip
-    return _cleared(out[..., :features] if spare else out, offs).to(out_dtype)
+    return cleared(out[..., :features] if spare else out, offs).to(out_dtype)
 
 
 def _multiplied(a: Tensor, b: Tensor, offs: Tensor, alignment: int) -> Tensor:
     """`grouped_mm` for one device."""
     if a.is_cuda:
-        return _cleared(unmasked_grouped_mm(a, b, offs, alignment), offs)
+        return cleared(unmasked_grouped_mm(a, b, offs, alignment), offs)
     return grouped_mm(a, b, offs, alignment)
 
 
-def _cleared(out: Tensor, offs: Tensor) -> Tensor:
+def cleared(out: Tensor, offs: Tensor) -> Tensor:
     """The result of a GEMM with zeros where no group has written, which is as the memory was."""
     if out.is_cuda and out.is_contiguous():
         from fxquant.kernels.grouped.triton_cast import clear

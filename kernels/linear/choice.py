@@ -38,6 +38,7 @@ class GemmKernel(Kernel):
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     TRITON = "Triton GEMM"
     GROUPED_PORTABLE = "bf16 GEMMs that every device has"
+    GROUPED_MXFP8 = "scaled_grouped_mm, MXFP8"
     GROUPED = "_scaled_grouped_mm"
     GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"

@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from models import llama, tokens
-from tensor_cores import SCALED_MM, OnTensorCores, described
+from models import llama, qwen3_moe_model, tokens
+from tensor_cores import SCALED_MM, OnTensorCores, accepted, described
 from torch import Tensor, fx, nn
 
 from fxquant import Backend
 from fxquant.backend.record import phase
-from fxquant.compat.private import aot_autograd, make_boxed_func, triton_kernel_wrapper_functional
+from fxquant.compat.private import (
+    aot_autograd,
+    knows_grouped_kinds,
+    make_boxed_func,
+    triton_kernel_wrapper_functional,
+)
 from fxquant.kernels import operator
 from fxquant.kernels.cast import choice as casts
+from fxquant.kernels.grouped import choice as groups
 from fxquant.kernels.linear import choice as gemms
+from fxquant.passes.graph.names import op_name
 from fxquant.passes.pipeline import SPLIT, Partition, run
 from fxquant.passes.settings import Settings
 
@@ -52,7 +59,7 @@ def zeros(module: fx.GraphModule) -> Callable[..., Any]:
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every tensor seem to lie on a card of compute capability 10.0."""
-    for module in (operator, casts, gemms):
+    for module in (operator, casts, gemms, groups):
         monkeypatch.setattr(module, "capability", lambda device: (10, 0))
 
 
@@ -64,8 +71,11 @@ def step(model: nn.Module, batch: Any, backend: Any) -> tuple[Tensor, dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_llama_learns_on_tensor_cores_what_it_learns_emulated(recipe: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("recipe", "most"), [("mxfp8", 1e-5), ("nvfp4", 0.02)])
+def test_llama_learns_on_tensor_cores_what_it_learns_emulated(
+    recipe: str, most: float, request: pytest.FixtureRequest
+) -> None:
+    """NVFP4's global factors come behind the product, and what differs in a last bit may round to another code."""
     torch.manual_seed(0)
     model, batch = llama(num_hidden_layers=1), tokens()
     expected = step(model, batch, Backend(recipe, inner="aot_eager"))
@@ -77,28 +87,41 @@ def test_llama_learns_on_tensor_cores_what_it_learns_emulated(recipe: str, reque
         name: len(gm.graph.find_nodes(op="call_function", target=SCALED_MM)) for name, gm in backend.graphs.items()
     }
     assert calls == {"forward": 8, "backward": 16}
-    torch.testing.assert_close(loss, expected[0])
+    torch.testing.assert_close(loss, expected[0], rtol=most, atol=0)
     assert gradients.keys() == expected[1].keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[1][name], msg=name)
+        difference = (gradient - expected[1][name]).norm() / expected[1][name].norm()
+        assert difference <= most, (name, difference)
 
 
 def listing(gm: fx.GraphModule) -> str:
     """The calls for tensor cores, and the tensors that launches of Triton kernels write, each with its number."""
     launches = [n for n in gm.graph.nodes if n.target is triton_kernel_wrapper_functional]
     texts = [",".join(node.kwargs["tensors_to_clone"]) for node in launches]
-    texts += [described(node) for node in gm.graph.find_nodes(op="call_function", target=SCALED_MM)]
+    calls = [node for node in gm.graph.nodes if node.target is SCALED_MM or "scaled_grouped_mm" in str(node.target)]
+    assert all(accepted(node) == tuple(node.meta["val"].shape) for node in calls), "by torch's meta functions"
+    texts += [f"{op_name(node).split('::')[-1]} {described(node)}" for node in calls]
     return "\n".join(f"{count} x {text}" for text, count in Counter(texts).items())
 
 
 @pytest.mark.usefixtures("blackwell")
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_llama_lowered(recipe: str) -> None:
-    """As `blackwell_llama_<recipe>.txt` has it; FXQUANT_WRITE_SNAPSHOTS=1 writes it anew."""
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("llama", "mxfp8"), ("llama", "nvfp4"),
+        pytest.param("qwen3_moe", "mxfp8", marks=pytest.mark.skipif(knows_grouped_kinds(), reason="another operator")),
+    ],
+)  # fmt: skip
+def test_lowered(name: str, recipe: str) -> None:
+    """As `blackwell_<name>_<recipe>.txt` has it; FXQUANT_WRITE_SNAPSHOTS=1 writes it anew.
+
+    Kinds 2 and 3 are 1x16 and 1x32, 0 is of the whole tensor; swizzle 1 is 32_4_4.
+    """
     backend = Lowered(recipe, kernels=True)
-    step(llama(num_hidden_layers=1).bfloat16(), tokens(), backend)
-    text = "".join(f"{name}\n{listing(gm)}\n" for name, gm in backend.graphs.items())
-    path = Path(__file__).with_name(f"blackwell_llama_{recipe}.txt")
+    model = llama(num_hidden_layers=1) if name == "llama" else qwen3_moe_model(num_hidden_layers=1, num_experts=4)
+    step(model.bfloat16(), tokens(), backend)
+    text = "".join(f"{half}\n{listing(gm)}\n" for half, gm in backend.graphs.items())
+    path = Path(__file__).with_name(f"blackwell_{name}_{recipe}.txt")
     if os.environ.get("FXQUANT_WRITE_SNAPSHOTS") == "1":
         path.write_text(text)
     assert text == path.read_text()

@@ -88,5 +88,13 @@ class OnTensorCores(fx.Interpreter):
         return out
 
 
+def accepted(node: fx.Node) -> tuple[int, ...]:
+    """The sizes that torch gives the result of a call for a CUDA device, whose operands it has checked."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with FakeTensorMode():
+        out = node.target(*tree_map_only(Tensor, _on_a_card, args), **tree_map_only(Tensor, _on_a_card, kwargs))  # type: ignore[operator]
+    return tuple(out.shape)
+
+
 def _on_a_card(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
