@@ -110,10 +110,12 @@ def attention(scaling: Any) -> None:
     q, k = matrix(1, 4, 512, 128), matrix(1, 2, 512, 128)
     parts = head_cast.quantize_qkv(q, k, k, scaling)
     operands = [parts[i : i + 2] for i in (0, 2, 4)]
-    head_cast.quantize_heads(q, torch.float8_e5m2, 2, scaling)
+    head_cast.quantize_heads(q, 2, True, scaling)
     triton_dequantize.dequantize_qkv(*operands, scaling, torch.bfloat16)
     for causal in (False, True):
-        triton_forward.forward(operands, Scores(scale=0.1, causal=causal), scaling, torch.bfloat16)
+        scores = Scores(scale=0.1, causal=causal)
+        o, lse = triton_forward.forward(operands, scores, torch.bfloat16, scaling=scaling)
+        triton_backward.backward(q, operands, o, lse, scores, scaling)
 
 
 CASES: dict[str, Callable[[], object]] = {

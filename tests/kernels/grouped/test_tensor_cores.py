@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import same
-from tensor_cores import accepted, documented
+from tensor_cores import accepted, documented, tensor_core_mm
 from torch import Tensor
 
 from fxquant.compat.private import make_fx
@@ -17,6 +19,7 @@ from fxquant.kernels.cast.swizzle import swizzle
 from fxquant.kernels.grouped import choice, ops, tensor_cores
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
+from fxquant.kernels.linear import choice as linear_choice
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
@@ -139,3 +142,17 @@ def test_cards() -> None:
     rows = QuantSpec(format="per_row_e4m3")
     assert says(rows, rows, (10, 0)) == "_scaled_grouped_mm"
     assert says(rows, rows, (8, 9)) == says(rows, rows, (12, 0)) == f"{emulated} (no grouped FP8 GEMM on this device)"
+
+
+def test_the_script_for_a_card_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GEMMs, with what it was not run on yet in the place of a card."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "gpu" / "blackwell.py"))
+    monkeypatch.setattr(Tensor, "cuda", lambda x: x)
+    monkeypatch.setattr(linear_choice, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", tensor_core_mm)
+    monkeypatch.setattr(tensor_cores, "torch_scaled_grouped_mm", grouped_mm)
+    monkeypatch.setattr(tensor_cores, "knows_grouped_kinds", lambda: False)
+    script["SIZES"][:] = [(5, 64, 41)]
+    script["gemms"]()
+    script["groups"]()
+    assert not script["FAILED"]
