@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import capability
+from fxquant.compat.private import knows_grouped_kinds
 from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.linear.choice import MIXED, exact_in_bfloat16
 from fxquant.kernels.operator import Facts, Parts
@@ -50,13 +51,26 @@ def portable(facts: GroupedGemmFacts) -> str:
 
 def mxfp8(facts: GroupedGemmFacts) -> str:
     """Returns why tensor cores do not multiply groups of MXFP8 with its scales: torch has e4m3 on 10.0 alone."""
+    if reason := _no_tensor_core_scales(facts, "mxfp8"):
+        return reason
+    return "" if all(_is_e4m3(spec) for spec in (facts.a, facts.b)) else "not e4m3 by e4m3"
+
+
+def nvfp4(facts: GroupedGemmFacts) -> str:
+    """Returns why tensor cores do not multiply groups of NVFP4 with its scales: torch has it on 10.0 alone."""
+    if reason := _no_tensor_core_scales(facts, "nvfp4"):
+        return reason
+    if facts.a.row_scaled or facts.b.row_scaled:
+        return "a global amax for each row"
+    return "" if knows_grouped_kinds() else "torch before 2.15 does not trace its grouped GEMM of nvfp4"
+
+
+def _no_tensor_core_scales(facts: GroupedGemmFacts, family: str) -> str:
     if reason := _no_kernel(facts):
         return reason
-    if facts.a.row.family != "mxfp8":
-        return "scales of no tensor core"
-    if facts.capability[0] != 10:
-        return "no grouped FP8 GEMM for mxfp8 scales"
-    return "" if all(_is_e4m3(spec) for spec in (facts.a, facts.b)) else "not e4m3 by e4m3"
+    if facts.a.row.family != family:
+        return f"no scales of {family}"
+    return "" if facts.capability[0] == 10 else f"no grouped FP8 GEMM for {family} scales"
 
 
 def torchs(facts: GroupedGemmFacts) -> str:
@@ -92,8 +106,8 @@ def blocks(facts: GroupedGemmFacts) -> str:
     """Returns why Triton does not multiply operands with scales of blocks."""
     if (reason := _no_kernel(facts)) or facts.long_scales:
         return reason or rows(facts) or "scales of rows"
-    if facts.a.row.family == "mxfp8":
-        return mxfp8(facts) or "multiplied by tensor cores"
+    if facts.a.row.family in ("mxfp8", "nvfp4"):
+        return (mxfp8 if facts.a.row.family == "mxfp8" else nvfp4)(facts) or "multiplied by tensor cores"
     one_by_128 = facts.a.row.block[0] == 1 and (not facts.wgrad or facts.b.row.block[0] == 1)
     fits = facts.a.row.family == "block" and one_by_128 and facts.on_hopper
     return "" if fits else f"no grouped FP8 GEMM for {facts.a.row.family} scales"

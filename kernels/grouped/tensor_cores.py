@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,41 +59,72 @@ def _positions(count: Any, ends: Tensor) -> Tensor:
     return torch.arange(count, dtype=ends.dtype, device=ends.device)
 
 
-def _moved(scale: Tensor, place: Tensor, ends: Tensor, padded: Tensor, axis: int) -> Tensor:
-    """Scales whose groups end at `ends` along an axis, at places where they end at `padded`, with zeros between."""
+def _moved(x: Tensor, place: Tensor, ends: Tensor, padded: Tensor, axis: int) -> Tensor:
+    """Moves groups, which end at `ends` along an axis, to places where they end at `padded`, with zeros between."""
     group = group_of(padded, place.shape[0]).clamp(max=ends.shape[0] - 1)
     within = place - starts(padded)[group]
     taken = within < (ends - starts(ends))[group]
-    source = (within + starts(ends)[group]).clamp(0, max(scale.shape[axis] - 1, 0)).long()
-    raw = scale.view(torch.uint8).index_select(axis, source)
-    return torch.where(taken.unsqueeze(1 - axis), raw, 0).view(scale.dtype)
+    source = (within + starts(ends)[group]).clamp(0, max(x.shape[axis] - 1, 0)).long()
+    raw = x.view(torch.uint8) if x.itemsize == 1 else x
+    return torch.where(taken.unsqueeze(1 - axis), raw.index_select(axis, source), 0).view(x.dtype)
+
+
+def _in_units(data: Tensor, ends: Tensor) -> Tensor:
+    """NVFP4 columns [R, C / 2] whose groups end at multiples of 16 elements, at multiples of 32: of 16 bytes."""
+    words = data.view(torch.int64)
+    places = padded_ends(ends, 2)
+    column = _positions(padded_rows(words.shape[1], ends.shape[0], 2), ends)
+    return _moved(words, column, ends, places, 1).view(torch.uint8)
 
 
 @grouped_scaled_mm.implementation(GemmKernel.GROUPED_MXFP8, when=choice.mxfp8)
-def _mxfp8(
+@grouped_scaled_mm.implementation(GemmKernel.GROUPED_NVFP4, when=choice.nvfp4)
+def _on_tensor_cores(
     a: Parts, b: Parts, offs: Tensor, a_spec: str, b_spec: str, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     offs, spec = offs.to(torch.int32), QuantSpec.parse(a_spec)
-    weight_gradient, features = b[0].ndim == 2, b[0].shape[-2]
+    weight_gradient, features, in_four_bits = b[0].ndim == 2, b[0].shape[-2], spec.row.has_global_amax
     ends = padded_ends(offs, spec.row.alignment) if weight_gradient else offs
-    block = spec.row.block[1]
+    left, right = (parts[0].contiguous().view(torch.uint8) for parts in (a, b))
     if weight_gradient:
-        scales = [swizzle_columns(parts[1].contiguous(), ends // block) for parts in (a, b)]
+        blocks = ends // spec.row.block[1]
+        scales = [swizzle_columns(parts[1].contiguous(), blocks) for parts in (a, b)]
+        if in_four_bits:
+            left, right, ends = _in_units(left, blocks), _in_units(right, blocks), padded_ends(blocks, 2) * 16
     else:
-        of_weights = swizzle(b[1].contiguous())
-        scales = [swizzle_rows(a[1].contiguous(), offs), of_weights.flatten(1)]
-    a_scale, b_scale = (scale.view(torch.float8_e8m0fnu) for scale in scales)
-    left, right = a[0].contiguous(), b[0].contiguous()
+        scales = [swizzle_rows(a[1].contiguous(), offs), swizzle(b[1].contiguous()).flatten(1)]
+    left, right = (_padded(data, 0) for data in (left, right))
     spare = -features % 16
-    if not statically_known_true(spare == 0):  # rows of the result start at aligned addresses
-        right = torch.nn.functional.pad(right.view(torch.uint8), (0, 0, 0, spare)).view(right.dtype)
-    if knows_grouped_kinds():
-        kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-        functional: Any = torch.nn.functional
-        out = functional.scaled_grouped_mm(
-            left, right.mT, a_scale, kind, b_scale, kind, order, order, offs=ends, output_dtype=torch.bfloat16
-        )
-    else:  # by the older operator, which knows these scales by their dtype
-        out = torch_scaled_grouped_mm(left, right.mT, a_scale, b_scale, offs=ends, out_dtype=torch.bfloat16)
+    right = _padded(right, spare)  # rows of the result start at aligned addresses
+    element, dtype = spec.row.element, spec.row.scale_dtype
+    assert element is not None and dtype is not None
+    a_scale, b_scale = (scale.view(dtype) for scale in scales)
+    factors = [p[2] / QuantSpec.parse(text).unit_amax for p, text in ((a, a_spec), (b, b_spec)) if in_four_bits]
+    out = _multiplied(left.view(element.dtype), right.view(element.dtype).mT, a_scale, b_scale, factors, ends)
     out = out if statically_known_true(spare == 0) else out.narrow(-1, 0, features)
     return cleared(out, offs).to(out_dtype)
+
+
+def _padded(data: Tensor, rows: Any) -> Tensor:
+    """Bytes in whole units of 16, with rows of zeros behind."""
+    columns = -data.shape[-1] % 16
+    if statically_known_true(rows == 0) and statically_known_true(columns == 0):
+        return data
+    return torch.nn.functional.pad(data, (0, columns, 0, rows))
+
+
+def _multiplied(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, factors: Sequence[Tensor], ends: Tensor
+) -> Tensor:
+    """torch's grouped GEMM in bfloat16; NVFP4 has a factor of each group for both operands."""
+    if not factors and not knows_grouped_kinds():  # the older operator knows scales by their dtype
+        return torch_scaled_grouped_mm(a, b, a_scale, b_scale, offs=ends, out_dtype=torch.bfloat16)
+    kinds, orders = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
+    scales = [[a_scale], [b_scale]]
+    if factors:
+        kinds, orders = [ScalingType.BlockWise1x16, ScalingType.TensorWise], [*orders, SwizzleType.NO_SWIZZLE]
+        scales = [[a_scale, factors[0]], [b_scale, factors[1]]]
+    functional: Any = torch.nn.functional
+    return functional.scaled_grouped_mm(  # type: ignore[no-any-return]
+        a, b, scales[0], kinds, scales[1], kinds, orders, orders, offs=ends, output_dtype=torch.bfloat16
+    )

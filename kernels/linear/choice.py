@@ -39,6 +39,7 @@ class GemmKernel(Kernel):
     TRITON = "Triton GEMM"
     GROUPED_PORTABLE = "bf16 GEMMs that every device has"
     GROUPED_MXFP8 = "scaled_grouped_mm, MXFP8"
+    GROUPED_NVFP4 = "scaled_grouped_mm, NVFP4"
     GROUPED = "_scaled_grouped_mm"
     GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"

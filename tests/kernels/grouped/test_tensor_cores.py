@@ -39,55 +39,85 @@ def up(size: int, to: int) -> int:
 
 def grouped_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: Any) -> Tensor:
     """torch's grouped GEMM as tensor cores read operands: each group's scales begin where the last one's end."""
+    return product(a, b, a_scale, b_scale, offs).to(out_dtype)
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, a_scale: Any, a_kinds: Any, b_scale: Any, b_kinds: Any, a_order: Any, b_order: Any, *,
+    offs: Tensor, output_dtype: Any,
+) -> Tensor:  # fmt: skip
+    """The same as `torch.nn.functional.scaled_grouped_mm`, with a factor of each group behind it."""
+    assert len(a_scale) == len(a_kinds) == len(a_order) == len(b_scale) and a_kinds == b_kinds and a_order == b_order
+    out = product(a, b, a_scale[0], b_scale[0], offs)
+    if len(a_scale) > 1:
+        assert a_scale[1].shape == b_scale[1].shape == offs.shape
+        factor = a_scale[1] * b_scale[1]
+        starts = [0, *offs.tolist()]
+        for group, (start, end) in enumerate(itertools.pairwise(starts)):
+            part = out[start:end] if b.ndim == 3 else out[group]
+            part *= factor[group]
+    return out.to(output_dtype)
+
+
+def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
+    """The float32 product of groups; of four bits two elements are in a byte."""
+    packed = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
+    block = 32 // packed
     ends = [0, *offs.tolist()]
     assert a_scale.ndim == 2 and a_scale.is_contiguous() and b_scale.is_contiguous() and b.stride(-2) == 1
     assert a.shape[-1] % 16 == b.shape[-2] % 16 == b.shape[-1] % 16 == 0 and a.is_contiguous()
     groups, at, b_at = itertools.pairwise(ends), 0, 0
     if b.ndim == 3:
         out = torch.full((a.shape[0], b.shape[2]), torch.nan)
-        width = up(a.shape[1] // 32, 4)
+        width = up(a.shape[1] * packed // block, 4)
         assert b_scale.shape == (b.shape[0], up(b.shape[2], 128) * width)
         for group, (start, end) in enumerate(groups):
             size = up(end - start, 128) * width
-            values = documented(a[start:end], a_scale.flatten()[at : at + size], 32) if end > start else a[:0].float()
+            if end > start:
+                rows = documented(a[start:end], a_scale.flatten()[at : at + size], block)
+                out[start:end] = rows @ documented(b[group].t(), b_scale[group], block).t()
             at += size
-            out[start:end] = values @ documented(b[group].t(), b_scale[group], 32).t()
-        return out.to(out_dtype)
+        return out
     out = torch.full((len(offs), a.shape[0], b.shape[1]), torch.nan)
     for group, (start, end) in enumerate(groups):
-        width = up((end - start) // 32, 4)
+        assert start % 32 == 0
+        width = up((end - start) // block, 4)
         sizes = up(a.shape[0], 128) * width, up(b.shape[1], 128) * width
+        first, last = start // packed, end // packed
         if end > start:
-            left = documented(a[:, start:end], a_scale.flatten()[at : at + sizes[0]], 32)
-            right = documented(b.t()[:, start:end], b_scale.flatten()[b_at : b_at + sizes[1]], 32)
-            out[group] = left @ right.t()
+            rows = documented(a[:, first:last], a_scale.flatten()[at : at + sizes[0]], block)
+            out[group] = rows @ documented(b.t()[:, first:last], b_scale.flatten()[b_at : b_at + sizes[1]], block).t()
         at, b_at = at + sizes[0], b_at + sizes[1]
-    return out.to(out_dtype)
+    return out
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("n", [64, 41])
+@pytest.mark.parametrize(("spec", "kinds"), [(SPEC, False), (SPEC, True), ("nvfp4", True)])
 def test_documented_gemm_gives_what_the_emulated_path_gives(
-    ends: list[int], n: int, monkeypatch: pytest.MonkeyPatch
+    spec: str, kinds: bool, ends: list[int], n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of fprop, dgrad and wgrad: ragged rows and columns, empty groups, rows behind the last one."""
     monkeypatch.setattr(tensor_cores, "torch_scaled_grouped_mm", grouped_mm)
-    monkeypatch.setattr(tensor_cores, "knows_grouped_kinds", lambda: False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", scaled_grouped_mm)
+    for module in (tensor_cores, choice):
+        monkeypatch.setattr(module, "knows_grouped_kinds", lambda: kinds)
     offs = torch.tensor(ends, dtype=torch.int32)
     x, w, dy = torch.randn(ends[-1] + 5, 50), torch.randn(len(ends), n, 50), torch.randn(ends[-1] + 5, n)
 
     def quantized(t: Tensor, o: Tensor | None, direction: str) -> list[Tensor]:
-        return ops.split_quantize(t, o, SPEC, direction)
+        return ops.split_quantize(t, o, spec, direction)
 
     for a, b in (
         (quantized(x, offs, "rowwise"), quantized(w, None, "rowwise")),
         (quantized(dy, offs, "rowwise"), quantized(w, None, "columnwise")),
         (quantized(dy, offs, "columnwise"), quantized(x, offs, "columnwise")),
     ):
-        facts = GroupedGemmFacts.of(a, b, offs, SPEC, SPEC, torch.bfloat16, False)
-        assert grouped_scaled_mm.choose(facts).kernel is GemmKernel.GROUPED_MXFP8
-        expected = ops.grouped_scaled_mm(a, b, offs, SPEC, SPEC, torch.bfloat16, False)
-        got = grouped_scaled_mm.best(a, b, offs, SPEC, SPEC, torch.bfloat16, False)
+        facts = GroupedGemmFacts.of(a, b, offs, spec, spec, torch.bfloat16, False)
+        native = GemmKernel.GROUPED_MXFP8 if spec == SPEC else GemmKernel.GROUPED_NVFP4
+        assert grouped_scaled_mm.choose(facts).kernel is native
+        expected = ops.grouped_scaled_mm(a, b, offs, spec, spec, torch.bfloat16, False)
+        got = grouped_scaled_mm.best(a, b, offs, spec, spec, torch.bfloat16, False)
         assert got.shape == expected.shape
         torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=1e-3)
 
@@ -126,7 +156,7 @@ def test_what_torch_is_given() -> None:
         assert dtypes.count(torch.float8_e8m0fnu) == dtypes.count(torch.float8_e4m3fn) == 2
 
 
-def test_cards() -> None:
+def test_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     mx, e5m2 = QuantSpec(format=SPEC), QuantSpec(format="mxfp8_e5m2")
 
     def says(a: QuantSpec, b: QuantSpec, capability: tuple[int, int], **facts: Any) -> str:
@@ -138,6 +168,13 @@ def test_cards() -> None:
     assert says(mx, mx, (10, 0)) == says(mx, mx, (10, 3)) == "scaled_grouped_mm, MXFP8"
     assert says(mx, mx, (12, 0)) == f"{emulated} (no grouped FP8 GEMM for mxfp8 scales)"
     assert says(e5m2, mx, (10, 0)) == f"{emulated} (not e4m3 by e4m3)"
+    nvfp4, by_row = QuantSpec(format="nvfp4"), QuantSpec(format="nvfp4", row_scaled=True)
+    monkeypatch.setattr(choice, "knows_grouped_kinds", lambda: True)
+    assert says(nvfp4, nvfp4, (10, 0)) == "scaled_grouped_mm, NVFP4"
+    assert says(by_row, nvfp4, (10, 0)) == f"{emulated} (a global amax for each row)"
+    assert says(nvfp4, nvfp4, (12, 0)) == f"{emulated} (no grouped FP8 GEMM for nvfp4 scales)"
+    monkeypatch.setattr(choice, "knows_grouped_kinds", lambda: False)
+    assert "before 2.15" in says(nvfp4, nvfp4, (10, 0))
     assert says(mx, mx, (10, 0), batch=True) == f"{emulated} (a batch of matrices)"
     rows = QuantSpec(format="per_row_e4m3")
     assert says(rows, rows, (10, 0)) == "_scaled_grouped_mm"
