@@ -172,7 +172,10 @@ def _quantized_us(
     return time + (2 * rates.launch if matmul.groups else 0.0)  # zeros where no group wrote, or a table of tiles
 
 
-_READ_AS_STORED = (GemmKernel.WEIGHT_ONLY, GemmKernel.WEIGHT_ONLY_DIRECT, GemmKernel.MXFP8, GemmKernel.NVFP4)
+_READ_AS_STORED = (
+    GemmKernel.WEIGHT_ONLY, GemmKernel.WEIGHT_ONLY_DIRECT, GemmKernel.MXFP8, GemmKernel.NVFP4,
+    GemmKernel.GROUPED_MXFP8, GemmKernel.GROUPED_NVFP4,
+)  # fmt: skip
 """Kernels whose operands are not a byte an element, or that read scales of blocks too."""
 
 

@@ -164,6 +164,9 @@ RATES: dict[str, CardRates] = {
             GemmKernel.PER_ROW: GemmRate(2900, 2900, 2900, 0.82, (128, 128)),
             GemmKernel.MXFP8: GemmRate(2900, 2900, 2900, 0.9, (128, 128)),
             GemmKernel.NVFP4: GemmRate(5800, 5800, 5800, 0.9, (128, 128)),
+            GemmKernel.GROUPED: GemmRate(2800, 2400, 2900, 0.85, group=1.46),
+            GemmKernel.GROUPED_MXFP8: GemmRate(2800, 2400, 2900, 0.85, group=1.46),
+            GemmKernel.GROUPED_NVFP4: GemmRate(5600, 4800, 5800, 0.85, group=1.46),
         },
         casts={
             "per_tensor": CastRate(0.96, 0.95),
