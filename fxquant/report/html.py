@@ -218,7 +218,8 @@ def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures) -
     timed = any(leaf.estimate is not None and leaf.estimate.quantized is not None for _, _, leaf in leaves)
     measured = any(leaf.losses for _, _, leaf in leaves)
     data = {
-        "nodes": _nodes(root, "", 1, pictures),
+        "nodes": _nodes(root, "", 1),
+        "unfused": _unfused(report, leaves),
         "all": len({d.site for d in report.decisions}),
         "timed": timed,
         "measured": measured,
@@ -269,7 +270,7 @@ def _script(name: str, data: Any) -> str:
     return f'<script type="application/json" class="{name}">{text}</script>'
 
 
-def _nodes(node: Node, path: str, count: int, pictures: Pictures) -> list[dict[str, Any]]:
+def _nodes(node: Node, path: str, count: int) -> list[dict[str, Any]]:
     """The rows in a module: its own matmuls, then the modules in it."""
     rows = [_leaf(leaf, path, leaf.label or MODEL, count) for leaf in node.leaves]
     for inner in node.nodes:
@@ -277,10 +278,19 @@ def _nodes(node: Node, path: str, count: int, pictures: Pictures) -> list[dict[s
         if len(inner.leaves) == 1 and not inner.nodes:
             rows.append(_leaf(inner.leaves[0], here, f"{inner.name} {inner.leaves[0].label}".strip(), many))
         else:
-            inside = _nodes(inner, here, many, pictures)
+            inside = _nodes(inner, here, many)
             rows.append({"name": inner.name, "path": here, "times": inner.count, "nodes": inside})
         rows[-1]["times"] = inner.count
     return rows
+
+
+def _unfused(report: ReportData, leaves: Leaves) -> dict[str, list[tuple[str, str, str]]]:
+    """The fusions that were considered and not taken, by layer; of equal layers those of the first."""
+    fusions: dict[str, list[tuple[str, str, str]]] = {leaf.layers[0]: [] for _, _, leaf in leaves}
+    for fusion in report.not_fused:
+        if fusion.layer in fusions:
+            fusions[fusion.layer].append((fusion.step, fusion.operator, fusion.reason))
+    return {layer: reasons for layer, reasons in fusions.items() if reasons}
 
 
 def _leaf(leaf: Leaf, path: str, name: str, count: int) -> dict[str, Any]:
@@ -313,7 +323,7 @@ def _leaf(leaf: Leaf, path: str, name: str, count: int) -> dict[str, Any]:
             for loss in sorted(leaf.losses, key=lambda loss: -loss.error)
         ],
         "error": max((loss.error for loss in leaf.losses), default=0.0),
-        "picture": leaf.layers[0],
+        "layer": leaf.layers[0],
     }
 
 

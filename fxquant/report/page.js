@@ -1,13 +1,13 @@
 "use strict";
-for (const box of document.querySelectorAll(".fxq .theme")) {
-  const root = box.closest(".fxq"), dark = matchMedia("(prefers-color-scheme: dark)");
-  const shown = () => root.dataset.theme || (dark.matches ? "dark" : "light");
-  const name = () => { box.textContent = `${shown() === "dark" ? "Light" : "Dark"} theme`; };
+const fxqThemes = [...document.querySelectorAll(".fxq .theme")], fxqDark = matchMedia("(prefers-color-scheme: dark)");
+const fxqTheme = box => box.closest(".fxq").dataset.theme || (fxqDark.matches ? "dark" : "light");
+const fxqNames = () => fxqThemes.forEach(box => { box.textContent = fxqTheme(box) === "dark" ? "Light theme" : "Dark theme"; });
+for (const box of fxqThemes) {
   box.hidden = false;
-  box.onclick = () => { root.dataset.theme = shown() === "dark" ? "light" : "dark"; name(); };
-  dark.addEventListener("change", name);
-  name();
+  box.onclick = () => { box.closest(".fxq").dataset.theme = fxqTheme(box) === "dark" ? "light" : "dark"; fxqNames(); };
 }
+fxqDark.addEventListener("change", fxqNames);
+fxqNames();
 const FXQ = {
   si(x) {
     if (!x) return "0 ";
@@ -32,7 +32,7 @@ function fxqTree(root) {
   const input = at("input"), kind = at(".kind"), sort = at(".sort"), output = at(".tools output"), body = at(".tree > tbody");
   const heads = [...root.querySelectorAll(".tree > thead th[data-key]")];
   const nodes = [], leaves = [], opened = new Set();
-  const MORE = 60;
+  const MORE = 40;
   let words = [], descending = true, most = MORE, chosen = null, visible = [];
 
   const add = (node, parent, level) => {
@@ -44,6 +44,7 @@ function fxqTree(root) {
       Object.assign(sums, {flops: node.flops * node.count, quantized: node.done * node.count, error: node.error || 0});
       if (node.us) { sums.was = node.us[0] * node.count; sums.now = node.us[1] * node.count; }
       if (node.weight) { sums.before = node.weight[0] * node.count; sums.after = node.weight[1] * node.count; }
+      node.unfused = data.unfused[node.layer] || [];
       node.parts = node.path.toLowerCase().split(/[ .]+(?![^{]*})/);
       node.text = facts(node).join(" ").toLowerCase();
       node.tokens = new Set(node.text.split(/[\s,;:()\[\]×]+/));
@@ -60,7 +61,7 @@ function fxqTree(root) {
   const facts = leaf => [leaf.form, leaf.size,
     ...leaf.gemms.flatMap(([part, gemm, operands]) =>
       [part, gemm, ...operands.flatMap(o => [o[0], o[1], o[2], o[3], o[7]])]),
-    ...leaf.work.flatMap(w => [w[0], w[1]]), ...leaf.reasons];
+    ...leaf.work.flatMap(w => [w[0], w[1]]), ...leaf.reasons, ...leaf.unfused.flat()];
   const total = {flops: 0, was: 0, now: 0};
   for (const node of data.nodes) {
     const of = add(node, null, 0);
@@ -163,16 +164,27 @@ function fxqTree(root) {
     if (names.size > 3) td.append(make("span", "soft", "+" + (names.size - 3)));
   }
 
+  const kept = new Map();
   function row(node, flat) {
+    const key = 2 * node.index + flat, tr = kept.get(key) || newRow(node, flat);
+    kept.set(key, tr);
+    const open = String(node.nodes ? node.open || words.length > 0 || kind.value !== "" : opened.has(node));
+    tr.tabIndex = node === chosen ? 0 : -1;
+    if (tr.getAttribute("aria-expanded") !== open) {
+      tr.setAttribute("aria-expanded", open);
+      tr.querySelector(".twist").textContent = open === "true" ? "▾" : "▸";
+    }
+    return tr;
+  }
+
+  function newRow(node, flat) {
     const leaf = !node.nodes, tr = make("tr", "row " + (leaf ? "leaf" : "module")), s = node.sums;
     tr.dataset.index = node.index;
-    tr.tabIndex = node === chosen ? 0 : -1;
     tr.setAttribute("role", "row");
     tr.setAttribute("aria-level", flat ? 1 : node.level + 1);
-    tr.setAttribute("aria-expanded", leaf ? opened.has(node) : node.open || words.length > 0 || kind.value !== "");
     const first = cell("first");
     first.style.setProperty("--level", flat ? 0 : node.level);
-    first.append(make("span", "twist", tr.getAttribute("aria-expanded") === "true" ? "▾" : "▸"));
+    first.append(make("span", "twist"));
     first.append(make("span", "name", flat ? node.path : node.name));
     const many = flat ? node.count : node.times;
     if (many > 1) first.append(make("span", "times", "×" + many));
@@ -278,7 +290,11 @@ function fxqTree(root) {
       const lines = leaf.errors.map(([layer, error, lost]) => line([make("td", "mono", layer), make("td", "num", FXQ.percent(error)), lost]));
       inner.append(block("Measured errors", table([["layer"], ["relative error", "num"], ["elements that became zero"]], lines, "list")));
     }
-    for (const [graph, svg] of Object.entries(pictures[leaf.picture] || {})) {
+    if (leaf.unfused.length) {
+      const lines = leaf.unfused.map(fusion => line(fusion));
+      inner.append(block("Not fused", table([["pass"], ["operator"], ["reason"]], lines, "list")));
+    }
+    for (const [graph, svg] of Object.entries(pictures[leaf.layer] || {})) {
       const slot = make("div", "picture");
       slot.innerHTML = svg;
       inner.append(block(`In the ${graph} graph`, slot));

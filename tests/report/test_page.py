@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fxquant
 from fxquant import CustomRecipe, IdentityQuantizer, NVFP4Quantizer, Rule, Rules
+from fxquant.decisions import NotFused
 from fxquant.report.html import page, section
 from fxquant.report.report import Report
 
@@ -218,7 +219,7 @@ def test_filter_takes_whole_numbers_and_finds_everything(layer: Report, show: Op
     ):  # fmt: skip
         tab.fill("input[type=search]", text)
         assert tab.locator(".tools output").inner_text() == f"{count} of 98 rows", text
-        assert tab.locator("tr.row.leaf").count() >= min(count, 40)
+        assert tab.locator("tr.row.leaf").count() >= min(count, 20)
     assert tab.locator(".none").is_visible()
     tab.keyboard.press("Escape")
     tab.select_option(".kind", "unquantized")
@@ -292,14 +293,16 @@ def test_attention_and_experts_have_their_own_names(moe: Report, show: Open) -> 
     assert "input" not in opened and {"experts", "gate_up_proj", "down_proj", "gate"} <= set(rows(tab))
 
 
-def test_pictures_stand_in_the_rows_of_their_layers(broken: Report, show: Open) -> None:
+def test_pictures_and_fusions_stand_in_the_rows_of_their_layers(broken: Report, show: Open) -> None:
     drawn = {
         "second": {"forward": "<svg width='20' height='20'><title>second</title><rect width='9' height='9'/></svg>"}
     }
-    tab = show(page("pictures", section(broken, drawn)))
+    left = NotFused(step="fuse_epilogues", layer="second", operator="scaled_mm", reason="no rates for + bias")
+    tab = show(page("pictures", section(replace(broken, not_fused=[left]), drawn)))
     tab.click("tr.row:has-text('second')")
     assert tab.locator("tr.detail svg rect").count() == 1
-    assert "In the forward graph" in tab.locator("tr.detail").inner_text()
+    opened = tab.locator("tr.detail").inner_text()
+    assert "In the forward graph" in opened and "no rates for + bias" in opened
     tab.click("tr.row:has-text('head')")
     assert tab.locator("tr.detail").count() == 2 and tab.locator(".picture").count() == 1
 
@@ -328,7 +331,7 @@ def test_size_and_speed(layer: Report, llama: Report, show: Open, tmp_path: Path
         tab = show(report)
         opened = time.perf_counter() - start
         assert (tmp_path / "report.html").stat().st_size < 1.5e6
-        keys = tab.evaluate("""() => [..."layers.1 mlp"].map((_, i, all) => Math.min(...[1, 2, 3].map(() => {
+        keys = tab.evaluate("""() => [..."layers.1 mlp"].map((_, i, all) => Math.min(...[1, 2, 3, 4].map(() => {
             const input = document.querySelector("input[type=search]"), start = performance.now();
             input.value = all.slice(0, i + 1).join("");
             input.dispatchEvent(new Event("input"));
@@ -338,4 +341,4 @@ def test_size_and_speed(layer: Report, llama: Report, show: Open, tmp_path: Path
         load = tab.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
         print(f"{(tmp_path / 'report.html').stat().st_size} bytes, load {load:.0f} ms, opened {opened:.2f} s, "
               f"keys {min(keys):.1f} to {max(keys):.1f} ms")  # fmt: skip
-        assert load < 3000 and max(keys) < 150
+        assert load < 3000 and sorted(keys)[len(keys) // 2] < 100 and max(keys) < 200
