@@ -6,7 +6,7 @@ import copyreg
 import pickle
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from fxquant.checks import article, checked, did_you_mean
@@ -47,10 +47,13 @@ class Recipe:
 
     def fingerprint(self) -> str:
         """A text that is equal for equal recipes, in every process."""
-        return value_text(self)
+        if is_dataclass(self):
+            return value_text(self)
+        settings = (f"{name}={value_text(value)}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     def __repr__(self) -> str:
-        return value_text(self)
+        return self.fingerprint()
 
     def __copy__(self) -> Self:
         return self  # nothing in a recipe changes

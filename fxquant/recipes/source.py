@@ -25,6 +25,7 @@ def python_of(recipe: Recipe) -> str:
     words = {name for name in re.findall(r"\b[A-Z]\w*", expression) if name in fxquant.__all__}
     words |= {"recipes"} if "recipes." in expression else set()
     imports = [f"import {name}" for name in ("fxquant", "torch") if re.search(rf"\b{name}\.", expression)]
+    imports += ["from functools import partial"] if re.search(r"\bpartial\(", expression) else []
     line = f"from fxquant import {', '.join(sorted(words))}"
     if len(line) > WIDTH:
         line = "from fxquant import (\n" + "".join(f"    {word},\n" for word in sorted(words)) + ")"
@@ -71,13 +72,20 @@ def _call(value: object) -> tuple[str, list[tuple[str, object]], str]:
         shown = [(name, item) for name, item in kept.items() if item != fields[name].default]
         first = type(value).__name__ in ("Rule", "Rules", "HybridQuantizer") and bool(shown)
         return f"{type(value).__name__}(", [("" if first and not i else n, v) for i, (n, v) in enumerate(shown)], ")"
-    if isinstance(value, Quantizer):
-        return f"{type(value).__name__}(..)", [], ""
-    text = value_text(value)
-    if callable(value):
-        library = text.startswith("fxquant.factories.")
-        text = text if library else text.rpartition(".")[2] if "<" not in text.rpartition(".")[2] else text
-    return text, [], ""
+    if isinstance(value, Quantizer | Recipe):
+        return f"{type(value).__name__}(...)", [], ""
+    return (_name(value) if callable(value) else value_text(value)), [], ""
+
+
+def _name(function: Callable[..., object]) -> str:
+    """The name of a function, method or object that can be called; a lambda's is written out by `_source`."""
+    name = getattr(function, "__name__", "")
+    if inspect.ismethod(function):
+        return f"{type(function.__self__).__name__}(...).{name}"
+    if not name:
+        return f"{type(function).__name__}(...)"
+    text = value_text(function)
+    return text if text.startswith("fxquant.factories.") else name.replace("<lambda>", "lambda role: ...")
 
 
 def _functions(value: object) -> list[Callable[..., object]]:
@@ -96,4 +104,6 @@ def _source(function: Callable[..., object]) -> str:
         text = textwrap.dedent(inspect.getsource(function)).rstrip()
     except (OSError, TypeError):
         return ""
-    return text if text.count("\n") < MOST_LINES and text.startswith(("def ", "@")) else ""
+    if text.count("\n") >= MOST_LINES:
+        return ""
+    return text if text.startswith(("def ", "@")) else textwrap.indent(text, "# ")

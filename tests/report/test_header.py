@@ -57,8 +57,27 @@ def test_a_recipe_reads_as_the_python_that_makes_it(recipe: Recipe) -> None:
 def test_the_source_of_a_factory_stands_before_its_recipe() -> None:
     for factory in (keep_heads, functools.partial(keep_heads, head="lm_head")):
         text = python_of(CustomRecipe(qfactory=factory))
-        assert text.startswith("from fxquant import CustomRecipe\n\n\ndef keep_heads(") and "== head" in text
+        assert "from fxquant import CustomRecipe\n\n\ndef keep_heads(" in text and "== head" in text
     assert text.endswith('recipe = CustomRecipe(qfactory=partial(keep_heads, head="lm_head"))')
+
+
+class Keep(Recipe):
+    def __init__(self, head: str) -> None:
+        self.head = head
+
+    def quantizer(self, role: fxquant.QuantizerRole) -> fxquant.Quantizer:
+        return keep_heads(role, self.head)
+
+
+def test_recipes_and_factories_that_python_cannot_write_are_named() -> None:
+    """A class of recipes that is no dataclass prints, and reports name it."""
+    recipe = Keep("0")
+    assert repr(recipe) == recipe.fingerprint() == "Keep(head='0')" and python_of(recipe) == "recipe = Keep(...)"
+    report = fxquant.explain(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipe, torch.randn(32, 64))
+    assert report.recipe == "Keep(head='0')" and report.coverage == pytest.approx(0.5, abs=0.1)
+    unnamed = python_of(CustomRecipe(qfactory=lambda role: NVFP4Quantizer()))
+    assert unnamed.endswith("recipe = CustomRecipe(qfactory=lambda role: ...)") and "\n# " in unnamed
+    assert python_of(CustomRecipe(qfactory=recipe.quantizer)).endswith("(qfactory=Keep(...).quantizer)")
 
 
 def test_the_header_says_what_was_asked_and_when() -> None:
