@@ -111,7 +111,8 @@ class Matmul:
     of their own, which can be `batch_weights`; in grouped ones `groups` weights share the rows M. `dtype` is the
     high-precision GEMM's. `input` and `weight` are equal for equal tensors of a model. A `stored` weight is kept
     quantized, and not cast in each call; no call takes the amax of a `calibrated` input. `device` is a card's name,
-    ``cpu`` or another type of device, with the `capability` of a CUDA one.
+    ``cpu`` or another type of device, with the `capability` of a CUDA one. `input_strides` and `weight_strides` are
+    those of a matrix that lies in memory otherwise than by rows.
     """
 
     m: int
@@ -127,6 +128,8 @@ class Matmul:
     weight: str = ""
     stored: bool = False
     calibrated: bool = False
+    input_strides: tuple[int, ...] = ()
+    weight_strides: tuple[int, ...] = ()
     device: str = "cpu"
     capability: tuple[int, int] = (0, 0)
 

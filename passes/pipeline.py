@@ -74,6 +74,7 @@ from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import save_column_amaxes, save_scales
 from fxquant.passes.joint.share_amaxes import drop_unused, share_amaxes
 from fxquant.passes.joint.swizzle_scales import swizzle_scales
+from fxquant.passes.look import show, watched
 from fxquant.passes.lower.amax_before_views import amax_before_views
 from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.epilogues import fuse_epilogues
@@ -190,9 +191,16 @@ LOWERED = (
     Pass(expect_dtypes, "operators of ATen take bits of any format"),
 )
 
+
+def before_lowering() -> tuple[Pass, ...]:
+    """The passes of `SPLIT` behind which a graph still has the operators of fxquant, fused as they will run."""
+    return SPLIT[: [step.run for step in SPLIT].index(lower)]
+
+
 BORDERS = {
     CAPTURED: verify.CAPTURED, BOUND: verify.BOUND, JOINT: verify.JOINT, MEANING: verify.MEANING, SPLIT: verify.SPLIT,
     EXPORTED: verify.EXPORTED, CALIBRATED: verify.CALIBRATED, PACKAGED: verify.PACKAGED, LOWERED: verify.LOWERED,
+    before_lowering(): verify.FUSED_ALONE,
 }  # fmt: skip
 """The forms of graphs around each stage."""
 
@@ -200,11 +208,14 @@ BORDERS = {
 def run(stage: tuple[Pass, ...], subject: S, settings: Settings) -> S:
     """Runs the passes of a stage on a graph, or on facts; returns what they have made of it.
 
-    Raises GraphVerificationError where graphs are checked, and one has not the form that its place asks for.
+    Whoever watches (`passes/look.py`) is shown what is there before the first and after every pass. Raises
+    GraphVerificationError where graphs are checked, and one has not the form that its place asks for.
     """
     border = BORDERS[stage] if verifies() else None
+    name = BORDERS[stage].stage if stage in BORDERS else "part of a stage"
     if border is not None:
         check(subject, border.before, settings, f"before the stage {border.stage}")
+    show(name, "", "", subject)
     for step in stage:
         if not step.runs(settings):
             continue
@@ -214,6 +225,7 @@ def run(stage: tuple[Pass, ...], subject: S, settings: Settings) -> S:
         else:
             subject, outcome = step.run(subject, settings), "done"
         log.debug("%s: %s in %.1f ms", step.name, outcome, (time.perf_counter() - start) * 1e3)
+        show(name, step.name, step.because, subject)
         if border is not None:
             form = border.after if step is stage[-1] else border.between
             check(subject, form, settings, f"behind the pass {step.name} of the stage {border.stage}")
@@ -264,7 +276,8 @@ class Partition(CustomPartitionerFn):
 class Lowering(QuantizedGraphPass):
     """The stage `SPLIT` as one Inductor pass, and behind it what the user had in the same place.
 
-    Adds the reasons of passes that did not fuse something to `reasons`, and shows the graph to `seen` before.
+    Adds the reasons of passes that did not fuse something to `reasons`, and shows the graph to `seen` before, and to
+    `fused` when all that is left to do is to choose kernels.
     """
 
     def __init__(
@@ -273,19 +286,26 @@ class Lowering(QuantizedGraphPass):
         after: Any = None,
         reasons: list[Considered] | None = None,
         seen: Callable[[fx.GraphModule], object] | None = None,
+        fused: Callable[[fx.Graph], object] | None = None,
     ) -> None:
         self.settings = settings
         self.seen = seen
+        self.fused = fused
         self.reasons = [] if reasons is None else reasons
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.seen is not None and graph.owning_module is not None:
             self.seen(graph.owning_module)
-        run(SPLIT, graph, self.settings)
+        with watched(self._watch):
+            run(SPLIT, graph, self.settings)
         self.reasons += considered(graph)
         for other in self.after:
             other(graph)
+
+    def _watch(self, stage: str, step: str, because: str, graph: fx.Graph) -> None:
+        if self.fused is not None and step == before_lowering()[-1].name:
+            self.fused(graph)
 
     def uuid(self) -> Any:
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.after]

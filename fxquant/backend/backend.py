@@ -292,14 +292,22 @@ class Backend:
         if self.options.inner == "aot_eager":
             partition = Partition(self.settings, reasons=self._record.considered)
             record = self._record
-            return compile_eager(gm, example_inputs, lambda module, _inputs: record.see(module), partition)
+            names = self._names()
+
+            def inner(module: fx.GraphModule, _inputs: Sequence[Any]) -> fx.GraphModule:
+                record.look(module.graph, names)
+                return record.see(module)
+
+            return compile_eager(gm, example_inputs, inner, partition)
         settings = self.inductor
         if quantizes(gm):  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or recomputes_activations(gm) or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
+            record = self._record
             settings = inductor_settings(
-                self.settings, settings, recomputed=recomputed, reasons=self._record.considered, seen=self._record.see
-            )
+                self.settings, settings, recomputed=recomputed, reasons=record.considered, seen=record.see,
+                fused=partial(record.look, names=self._names()),
+            )  # fmt: skip
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
     def _compile_quantization(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -15,10 +15,12 @@ from torch import fx, nn
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.decisions import Considered, Decision, NotFused, Saved, SentQuantized
+from fxquant.passes.look import half, snapshot
 from fxquant.recipes import Recipe
 from fxquant.report.header import header_of
 from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
+from fxquant.snapshots import Snapshot
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -26,12 +28,6 @@ def graph_text(gm: fx.GraphModule) -> str:
     lines = gm.print_readable(print_output=False).splitlines()
     text = [re.sub(r";\s+[\w\s=]*= None$", "", line.rstrip()) for line in lines if line.strip()]
     return "\n".join(line for line in text if not line.lstrip().startswith("#"))
-
-
-def phase(gm: fx.GraphModule) -> str:
-    """The half of a training step that a graph is: ``forward`` or ``backward``."""
-    backward = any(n.op == "placeholder" and n.name.startswith("tangents") for n in gm.graph.nodes)
-    return "backward" if backward else "forward"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,7 +38,8 @@ class GraphRecord:
     before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `others`
     are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles;
     `runners` are the modules, those it was captured for first.
-    `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``.
+    `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``;
+    `views` has the nodes of the first two.
     """
 
     first_site: int = 0
@@ -55,6 +52,7 @@ class GraphRecord:
     considered: list[Considered] = field(default_factory=list)
     in_use: bool = False
     texts: dict[str, list[str]] = field(default_factory=dict)
+    views: dict[str, list[Snapshot]] = field(default_factory=dict)
     breaks: Sequence[str] = ()
     recompiled: str = ""
 
@@ -88,8 +86,12 @@ class GraphRecord:
 
     def see(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Keeps the text of the forward or the backward, in which the operators of fxquant stand."""
-        self.texts.setdefault(phase(gm), []).append(graph_text(gm))
+        self.texts.setdefault(half(gm.graph), []).append(graph_text(gm))
         return gm
+
+    def look(self, graph: fx.Graph, names: Mapping[str, str]) -> None:
+        """Keeps the nodes of the forward or the backward, as they are when kernels are chosen."""
+        self.views.setdefault(half(graph), []).append(snapshot(graph, names))
 
 
 def _is_of(modules: Key, model: nn.Module | None, parts: set[int]) -> bool:
@@ -168,6 +170,8 @@ class Records:
         ]
         report.saved = sum(kept[1:], kept[0]) if kept else None
         for graph in self.graphs:
+            for name, views in graph.views.items():
+                report.views.setdefault(name, []).extend(views)
             for name, texts in graph.texts.items():
                 report.graphs[name] = "\n\n".join([report.graphs[name], *texts] if name in report.graphs else texts)
         report.breaks = [*dict.fromkeys(reason for graph in self.graphs for reason in graph.breaks)]

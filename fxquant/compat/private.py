@@ -37,6 +37,7 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils._dtype_abbrs import dtype_abbrs
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only

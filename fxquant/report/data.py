@@ -17,6 +17,7 @@ from fxquant.decisions import Decision, Matmul, NotFused, Saved, SentQuantized
 from fxquant.errors import OptionError
 from fxquant.report.header import Header
 from fxquant.roles import Direction, Gemm
+from fxquant.snapshots import Snapshot, Step
 
 if TYPE_CHECKING:
     from fxquant.kernels.linear.choice import GemmKernel
@@ -53,6 +54,8 @@ class Loss:
     what: str
     error: float
     lost: dict[str, float]
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The root of the mean square and the amax of each operand."""
 
 
 @dataclass(kw_only=True)
@@ -69,6 +72,12 @@ class ReportData:
     graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when;
     `saved` is what all forwards keep for their backwards, None where none was differentiated. A report that was
     read from JSON has the estimates as they were written (`estimated`), and says the same under other rates.
+    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when. A
+    report that was read from JSON has the estimates as they were written (`estimated`), and says the same under other
+    rates.
+    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when.
+    `views` has the nodes of the forward and backward graphs, `steps` those before and after each pass, where
+    `fxquant.explain(.., stages=True)` was asked for them; `drawn` has the pictures of a report that was read.
     """
 
     recipe: str
@@ -87,6 +96,9 @@ class ReportData:
     header: Header = field(default_factory=Header)
     estimated: dict[int, Estimate] = field(default_factory=dict)
     saved: Saved | None = None
+    views: dict[str, list[Snapshot]] = field(default_factory=dict, repr=False)
+    steps: list[Step] = field(default_factory=list, repr=False)
+    drawn: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
 
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""
@@ -266,12 +278,12 @@ class ReportData:
         return names
 
 
-def layer_pattern(layer: str) -> re.Pattern[str]:
-    """The filter for names of layers. Raises OptionError for what is no regular expression."""
+def layer_pattern(layer: str, argument: str = "layer") -> re.Pattern[str]:
+    """The filter for names of layers. Raises OptionError for what is no regular expression, as this `argument`."""
     try:
         return re.compile(layer)
     except (re.error, TypeError) as error:
-        raise OptionError(f"layer={layer!r} is not a regular expression: {error}") from error
+        raise OptionError(f"{argument}={layer!r} is not a regular expression: {error}") from error
 
 
 MODEL = "<model>"

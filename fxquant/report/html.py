@@ -17,8 +17,10 @@ from typing import Any
 
 from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
+from fxquant.report import stepper
 from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_text, shape_text
 from fxquant.report.markup import anchor, count_text, percent, si, table
+from fxquant.report.picture import RULES, pictures
 from fxquant.report.text import (
     EPILOGUE_COLUMNS,
     bytes_text,
@@ -62,20 +64,21 @@ def page(heading: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(heading)}</title><style>{_resource('page.css')}</style></head>\n"
-        f'<body class="fxq"><main>\n{body}\n</main><script>{_resource("page.js")}</script></body></html>\n'
+        f"<title>{escape(heading)}</title><style>{_resource('page.css')}{RULES}{stepper.STYLE}</style></head>\n"
+        f'<body class="fxq"><main>\n{body}\n</main><script>{_resource("page.js")}{stepper.SCRIPT}</script></body>'
+        "</html>\n"
     )
 
 
-def section(report: ReportData, pictures: Pictures | None = None) -> str:
-    """The report without style and script, for `page`; `pictures` are SVGs by layer and graph."""
+def section(report: ReportData) -> str:
+    """The report without style and script, for `page`."""
     report = replace(report, estimated=report.estimates())
     root = tree(report)
     leaves = [(path, count, leaf) for path, count, leaf in root.walk()]
     parts = ['<div class="report">', _header(report), _cards(report, leaves), *_warnings(report)]
     if report.decisions:
-        parts += [unquantized(report, leaves), _model(report, root, leaves, pictures or {})]
-    parts += [*_notes(report), "</div>"]
+        parts += [unquantized(report, leaves), _model(report, root, leaves, pictures(report))]
+    parts += [*_notes(report), stepper.section(report), "</div>"]
     return "\n".join(parts)
 
 

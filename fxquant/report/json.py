@@ -11,6 +11,7 @@ from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision
 from fxquant.report.codec import encode
 from fxquant.report.data import EpilogueGemm, ReportData, layer_pattern, result
+from fxquant.report.picture import pictures
 
 SCHEMA = 1
 """The version of the JSON: it grows when a field changes its meaning or goes, not when one is added."""
@@ -26,7 +27,7 @@ def content(report: ReportData, layer: str = "", *, collapse: bool = False, grap
 
     Lists by layer hold the layers in whose name the regular expression `layer` is found; `collapse` folds those that
     differ only in numbers of their names into one with ``layers``, their count. The summary and the estimate are the
-    whole report's. Without `graphs` the texts of the graphs are left out. ``schema.json`` beside this file describes
+    whole report's. Without `graphs` their texts and pictures are left out. ``schema.json`` beside this file describes
     every field, and `Report.from_json` reads what is not folded.
     """
     pattern, layers = layer_pattern(layer), report.layers(layer, collapse=collapse)
@@ -58,6 +59,7 @@ def content(report: ReportData, layer: str = "", *, collapse: bool = False, grap
         ],
         "products": _products(report, [d for _, _, decisions in layers for d in decisions]),
         "graphs": report.graphs if graphs else {},
+        "drawn": {name: svgs for name, svgs in pictures(report).items() if pattern.search(name)} if graphs else {},
     }
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from fxquant.cost.rates import find_card
 from fxquant.files import write_whole
-from fxquant.report import html, json, notebook
+from fxquant.report import html, json, notebook, stages
+from fxquant.report import picture as drawing
+from fxquant.report import repro as scripts
 from fxquant.report import text as views
 from fxquant.report.data import ReportData
 from fxquant.report.frame import to_dataframe
@@ -25,6 +27,9 @@ class Report(ReportData):
     loss_table = views.loss_table
     verdict = views.verdict
     totals = views.totals
+    stage = stages.stage
+    picture = drawing.picture
+    repro = scripts.repro
     to_json = json.dumps
     to_dataframe = to_dataframe
     _repr_html_ = notebook.fragment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxquant.backend.backend import Backend, compile_eager
 from fxquant.backend.options import check_model
-from fxquant.backend.record import graph_text, phase
+from fxquant.backend.record import graph_text
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import checked
 from fxquant.compat.device import card_name, kept_random_state
@@ -25,14 +25,18 @@ from fxquant.compat.private import (
 )
 from fxquant.compat.values import fake_mode_of
 from fxquant.errors import ArgumentError
+from fxquant.passes.graph.considered import considered
 from fxquant.passes.joint.repeat import products_to_repeat
+from fxquant.passes.look import Stages, half, snapshot, watched, with_epilogues
 from fxquant.passes.lower.epilogues import problems
 from fxquant.passes.pipeline import Partition
 from fxquant.passes.plan.layers import layer_name
+from fxquant.passes.preview import copy_of, fused
 from fxquant.recipes import Recipe
 from fxquant.report.data import EpilogueGemm
 from fxquant.report.header import header_of
 from fxquant.report.report import Report
+from fxquant.snapshots import Snapshot
 from fxquant.tools.progress import progress
 
 
@@ -47,7 +51,10 @@ class _Explainer(Backend):
 
     def __init__(self, recipe: Recipe | str, model: nn.Module | None) -> None:
         super().__init__(recipe, inner="aot_eager", model=model)
+        self.stages = Stages(self._names)
+        self._half: fx.GraphModule | None = None
         self.graphs: dict[str, list[str]] = {"forward": [], "backward": []}
+        self.views: dict[str, list[Snapshot]] = {}
         self.epilogues: list[EpilogueGemm] = []
         self.again: list[str] = []
         self.uncaptured = Uncaptured(self._names())
@@ -66,13 +73,20 @@ class _Explainer(Backend):
         count = len(original.graph.find_nodes(op="placeholder"))
 
         def record(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            name = phase(graph_module)
+            name = half(graph_module.graph)
             backward = name == "backward"
             self.graphs[name].append(graph_text(graph_module))
+            gemms = list(problems(graph_module.graph))
             self.epilogues += [
                 EpilogueGemm(layer_name(node, self._names()), name, problem, card_name(node.meta["val"].device))
-                for node, problem in problems(graph_module.graph)
+                for node, problem, _ in gemms
             ]
+            if self._half is not None:
+                graph = self._fused(self._half)
+                gemms = list(problems(graph))
+            else:
+                graph = graph_module.graph
+            self.views.setdefault(name, []).append(with_epilogues(snapshot(graph, self._names()), gemms))
             if not backward:
                 changed[:] = changed_inputs()
                 if changed and len(inputs) != len(example_inputs):  # aliases share one input: any may be written
@@ -97,6 +111,19 @@ class _Explainer(Backend):
                 return original(*inputs[:count])
 
         return run
+
+    def _fused(self, half: fx.GraphModule) -> fx.Graph:
+        """A forward or a backward with what the fusions of a GPU make of it."""
+        graph = fused(half, self.settings).graph
+        self._half = None
+        self._record.considered += considered(graph)
+        return graph
+
+    def watch(self, stage: str, step: str, because: str, subject: Any) -> None:
+        """Keeps what a pass has done, and a copy of what Inductor would get."""
+        self.stages(stage, step, because, subject)
+        if stage == "meaning" and not step:
+            self._half = copy_of(subject)
 
     def restore(self) -> None:
         """Gives inputs that graphs have written into the values that they had before."""
@@ -154,7 +181,7 @@ def _zeros(fake: Tensor) -> Tensor:
         "recipe": 'a name, such as fxquant.explain(model, "mxfp8", x), or a Recipe',
     },
 )
-def explain(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Report:
+def explain(model: Any, recipe: Recipe | str, *args: Any, stages: bool = False, **kwargs: Any) -> Report:
     """Captures `model(*args, **kwargs)` and reports every operand of every matmul under `recipe`.
 
     The model's graphs are captured, rewritten and differentiated. Nothing quantized runs: a captured graph runs once as
@@ -164,15 +191,16 @@ def explain(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Repo
     more than some seconds shows its progress on stderr.
 
     The report holds the decisions, the reasons for graph breaks, the parts of the recipe that matched nothing, and the
-    text of the rewritten forward and backward graphs. Raises RecipeError as compiling would, and OptionError for
-    what is no model.
+    text of the rewritten forward and backward graphs. With `stages` it keeps those before and after each pass too,
+    which `Report.stage` shows; a model's own argument of this name is given by position. Raises RecipeError as
+    compiling would, and OptionError for what is no model.
     """
     check_model(model, "explained")
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
     uncaptured = backend.uncaptured
     try:
         with progress("explain", backend.state), compile_to_look(), kept_random_state():
-            with graph_breaks() as breaks, uncaptured:
+            with graph_breaks() as breaks, uncaptured, watched(backend.watch) if stages else nullcontext():
                 compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False)
                 compiled(*args, **kwargs)
     finally:
@@ -182,5 +210,6 @@ def explain(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Repo
     report.decisions += uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
     report.breaks = breaks if backend.captured else [*breaks, "torch.compile captured no graph at all"]
     report.epilogues, report.again = backend.epilogues, backend.again
+    report.steps, report.views = backend.stages.steps, backend.views
     report.graphs = {name: "\n\n".join(texts) for name, texts in backend.graphs.items()}
     return report

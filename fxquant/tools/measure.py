@@ -133,7 +133,14 @@ class _Run(fx.Interpreter):
     ) -> None:
         error = (result.float() - exact).norm() / exact.norm().clamp_min(1e-30)
         lost = {name: _lost(*pair) for name, pair in pairs.items()}
-        self.losses.append(Loss(layer=layer_of(node), what=what, error=error.item(), lost=lost))
+        spread = {name: _spread(source) for name, (source, _) in pairs.items()}
+        self.losses.append(Loss(layer=layer_of(node), what=what, error=error.item(), lost=lost, spread=spread))
+
+
+def _spread(source: Tensor) -> tuple[float, float]:
+    """The root of the mean square, and the amax."""
+    x = source.float()
+    return (x.square().mean().sqrt().item(), x.abs().amax().item()) if x.numel() else (0.0, 0.0)
 
 
 def _lost(source: Tensor, seen: Tensor) -> float:
@@ -154,7 +161,8 @@ def measure(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Repo
     """Runs `model(*args, **kwargs)` under `recipe` without gradients, and reports the losses of each product.
 
     For every quantized linear, experts and attention `Report.losses` has the error of its result against the float32
-    one of the same tensors, relative in the norm, and the share of the elements of each operand that became zero. The
+    one of the same tensors, relative in the norm, and of each operand the share of the elements that became zero, the
+    root of its mean square and its amax. The
     sizes and values of the example count. Operators run one by one, far slower than the compiled model. Raises
     OptionError for what is no model, and for tensors on the meta device.
     """

@@ -10,7 +10,7 @@ import logging
 from torch import Tensor, fx
 
 from fxquant.decisions import Considered, NotFused, SentQuantized
-from fxquant.passes.graph.meta import layer_of
+from fxquant.passes.graph.meta import CONSIDERED, layer_of
 from fxquant.passes.graph.names import fxquant_op, op_name
 from fxquant.passes.graph.values import val
 
@@ -23,6 +23,7 @@ _KEY = "fxquant_not_fused"
 def allowed(node: fx.Node, step: str, reason: str) -> bool:
     """Returns True if nothing speaks against a fusion, or a kernel, for a node; leaves the reason of a pass if not."""
     if reason:
+        node.meta[CONSIDERED] = (*node.meta.get(CONSIDERED, ()), f"{step}: {reason}")
         log.debug("%s: layer %s: %s: %s", step, layer_of(node) or "<model>", node.format_node(), reason)
         if node.graph.owning_module is not None:
             reported = NotFused(step=step, layer=layer_of(node), operator=_text(node), reason=reason)

@@ -45,15 +45,17 @@ SITE = "fxquant_site"
 PART = "fxquant_part"
 """The place of a tensor among those that a user's own quantizer made."""
 
+CONSIDERED = "fxquant_considered"
+"""The reasons why passes did not take what they considered for a node."""
+
 OBSERVER = "fxquant_observer"
 """The number of the observer that calibration puts in front of a node."""
 
 _OF_CUSTOM = "fxquant"
 """The key in `CUSTOM` for the name of the layer that an operator was inserted for."""
 
-_OF_ONE_NODE = frozenset(
-    [VAL, EXAMPLE_VALUE, *OF_A_TRACE, "tensor_meta", "unbacked_bindings", "recompute", "ac_graph_id", "from_node"]
-)
+_OF_TORCH = ("tensor_meta", "unbacked_bindings", "recompute", "ac_graph_id", "from_node")
+_OF_ONE_NODE = frozenset([VAL, EXAMPLE_VALUE, CONSIDERED, *OF_A_TRACE, *_OF_TORCH])
 
 
 def inherited(node: fx.Node) -> dict[str, Any]:

@@ -114,8 +114,11 @@ def _kept_apart(epilogue: Epilogue) -> str:
     return "something else than a sum reads its result" if len(users) > 1 else "its sum has another shape or dtype"
 
 
-def problems(graph: fx.Graph) -> Iterator[tuple[fx.Node, Problem]]:
-    """The GEMMs that a Hopper GPU would have a choice for, wherever they are, each with all that can be fused."""
+def problems(graph: fx.Graph) -> Iterator[tuple[fx.Node, Problem, fx.Node]]:
+    """The GEMMs that a Hopper GPU would have a choice for, wherever they are, each with all that can be fused.
+
+    The last node of each is the result of that.
+    """
     taken: set[fx.Node] = set()
     for node in _gemms(graph):
         epilogue = _epilogue(node)
@@ -124,7 +127,7 @@ def problems(graph: fx.Graph) -> Iterator[tuple[fx.Node, Problem]]:
         taken.add(epilogue.root)
         problem = _problem(node, epilogue)
         if not problem.fast_accum or problem.m > MOST_TOKENS:
-            yield node, problem
+            yield node, problem, epilogue.root
 
 
 def _gemms(graph: fx.Graph) -> list[fx.Node]:

@@ -22,7 +22,7 @@ from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
 from fxquant.formats import LINEAR_OPERANDS, QuantSpec, gemm_mismatch, is_mixed
 from fxquant.passes.find.facts import Attention, Match, Product, Resolved, Skip, product_of
-from fxquant.passes.graph.values import value_of
+from fxquant.passes.graph.values import Dim, value_of
 from fxquant.passes.plan.attention import (
     CONTEXT,
     SCORES,
@@ -81,8 +81,19 @@ def _matmul(match: Match, product: Product, sources: Mapping[fx.Node, str], stor
         dynamic="".join(name for name, dim in dims.items() if not isinstance(dim, int)),
         dtype=match.autocast or (lhs.dtype if lhs.dtype.itemsize == 1 else torch.promote_types(lhs.dtype, rhs.dtype)),
         input=sources[tensor_of(product.lhs)], weight=sources[product.rhs], stored=stored and product.rhs_is_weight,
+        input_strides=_strides(lhs, product.m, product.k), weight_strides=_strides(rhs, product.n, product.k),
         device=card_name(lhs.device), capability=capability(lhs.device),
     )  # fmt: skip
+
+
+def _strides(matrix: Tensor, rows: Dim, columns: Dim) -> tuple[int, ...]:
+    """Returns the strides of a matrix [rows, columns] that is stored as one, maybe transposed; none if by rows."""
+    shape, strides = tuple(matrix.shape), tuple(matrix.stride())
+    if not all(isinstance(size, int) for size in (*shape, *strides, rows, columns)) or len(shape) != 2:
+        return ()
+    if shape != (rows, columns):
+        shape, strides = shape[::-1], strides[::-1]
+    return strides if shape == (rows, columns) and strides != (columns, 1) else ()
 
 
 def gemms(needs_grad: tuple[bool, bool]) -> list[Gemm]:

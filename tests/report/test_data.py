@@ -110,7 +110,8 @@ def test_json_is_read_back_whole(kind: str, reports: dict[str, Report], tmp_path
 
 def test_every_field_of_a_report_is_in_its_json(reports: dict[str, Report]) -> None:
     content = json.loads(reports["measured"].to_json())
-    assert {f.name for f in fields(ReportData)} - {"estimated"} <= set(content)  # products have the estimates
+    shown_otherwise = {"estimated", "views", "steps"}  # products have the estimates, pictures the nodes
+    assert {f.name for f in fields(ReportData)} - shown_otherwise <= set(content)
     assert reports["measured"].losses and reports["another card's"].time()["quantized_us"]
 
 

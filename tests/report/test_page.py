@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import fxquant
 from fxquant import CustomRecipe, IdentityQuantizer, NVFP4Quantizer, Rule, Rules
 from fxquant.decisions import NotFused
-from fxquant.report.html import page, section
 from fxquant.report.report import Report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -298,13 +297,27 @@ def test_pictures_and_fusions_stand_in_the_rows_of_their_layers(broken: Report, 
         "second": {"forward": "<svg width='20' height='20'><title>second</title><rect width='9' height='9'/></svg>"}
     }
     left = NotFused(step="fuse_epilogues", layer="second", operator="scaled_mm", reason="no rates for + bias")
-    tab = show(page("pictures", section(replace(broken, not_fused=[left]), drawn)))
+    tab = show(replace(broken, views={}, drawn=drawn, not_fused=[left]))
     tab.click("tr.row:has-text('second')")
     assert tab.locator("tr.detail svg rect").count() == 1
     opened = tab.locator("tr.detail").inner_text()
     assert "In the forward graph" in opened and "no rates for + bias" in opened
     tab.click("tr.row:has-text('head')")
     assert tab.locator("tr.detail").count() == 2 and tab.locator(".picture").count() == 1
+
+
+def test_the_stepper_goes_through_the_passes(show: Open) -> None:
+    x = torch.randn(32, 64, requires_grad=True)
+    tab = show(fxquant.explain(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), "mxfp8", x, stages=True))
+    assert tab.locator(".steps .because").inner_text() == "everything else reads matmuls as facts"
+    assert tab.locator(".steps .changed").count() == 1 and tab.locator(".steps button").first.is_disabled()
+    tab.locator(".steps select").select_option("captured: insert, captured, 3 changed")
+    assert "fxquant::linear" in tab.locator(".steps .new").inner_text() and tab.locator(".steps .gone").count() == 1
+    lines = tab.locator(".steps pre span").count()
+    tab.locator(".steps input").check()
+    assert tab.locator(".steps pre span").count() < lines
+    tab.locator(".steps button").last.click()
+    assert tab.locator(".steps select").input_value().startswith("joint: ")
 
 
 @pytest.mark.parametrize("name", ["llama", "moe", "unet", "broken"])
