@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fxquant.cost.gemms import HALVES, elements_of, spec_of
@@ -16,7 +16,7 @@ from fxquant.kernels.cast.ops import quantize
 from fxquant.kernels.grouped.ops import hybrid_split_quantize
 from fxquant.kernels.linear import few_rows
 from fxquant.kernels.linear.choice import GemmKernel
-from fxquant.kernels.operator import Operator
+from fxquant.kernels.operator import Facts, Operator
 from fxquant.roles import GEMM_OPERANDS, Direction, Gemm
 
 _Readers = dict[int, int]
@@ -82,11 +82,17 @@ class _Cast:
         batch = (matmul.groups,) if self.grouped and not self.ragged else (matmul.batch,) * (matmul.batch > 1)
         facts = CastFacts(
             capability=matmul.capability, in_memory=self.operand == "weight", shape=(*batch, *lines[self.operand]),
-            dtype=matmul.dtype, row=self.row, column=self.column, ragged=self.ragged,
+            dtype=matmul.dtype, row=self._as_read(self.row), column=self._as_read(self.column), ragged=self.ragged,
             after_amax=first.row.family == "per_tensor" and self.needs_amax(first),
         )  # fmt: skip
         called: Operator[..., Any] = hybrid_split_quantize if self.grouped else quantize
         return called.choose(facts).kernel is not CastKernel.FUSED
+
+    def _as_read(self, spec: QuantSpec | None) -> QuantSpec | None:
+        """The spec with its scales in the order of tensor cores, where these read them."""
+        if spec is None or spec.row.family not in ("mxfp8", "nvfp4") or self.grouped or self.matmul.batch > 1:
+            return spec
+        return replace(spec, swizzled=Facts(capability=self.matmul.capability).reads_block_scales)
 
     def kernel_and_us(self) -> tuple[str, float | None]:
         """The kernel of the cast, and its microseconds."""

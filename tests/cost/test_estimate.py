@@ -263,6 +263,8 @@ def test_rates_that_were_published_and_not_measured_are_told_and_decide_nothing(
     decisions = linear(recipe, 16384, 4096, 14336)
     report = Report(recipe=recipe, decisions=decisions).on("B200")
     assert {work.kernel for _, _, work in report.work() if "cast" not in work.what} == {f"cuBLAS scaled_mm, {kernel}"}
+    weights = [work.kernel for _, _, work in report.work() if work.what == "cast weight"]
+    assert all(text.startswith("Triton cast") for text in weights), "which lie in memory, with scales for tensor cores"
     (line,) = report.verdict()
     assert line.startswith("estimate for NVIDIA B200 (computed from published rates, not measured): ")
     time = report.time()
