@@ -94,6 +94,21 @@ def test_llama_learns_on_tensor_cores_what_it_learns_emulated(
         assert difference <= most, (name, difference)
 
 
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_the_number_of_rows_may_change(recipe: str) -> None:
+    """All three GEMMs, one of which sums over the rows, stay on tensor cores, in one compilation."""
+    layer, backend = nn.Linear(96, 64), Lowered(recipe, kernels=False)
+    compiled = torch.compile(layer, backend=backend, dynamic=True)
+    for rows in (40, 72, 33):
+        x = torch.randn(rows, 96, requires_grad=True)
+        y = compiled(x)
+        y.sum().backward()
+        assert (y - layer(x)).norm() < 0.2 * y.norm()
+    counts = [len(gm.graph.find_nodes(op="call_function", target=SCALED_MM)) for gm in backend.graphs.values()]
+    assert counts == [1, 2] and backend.captured == 1
+
+
 def listing(gm: fx.GraphModule) -> str:
     """The calls for tensor cores, and the tensors that launches of Triton kernels write, each with its number."""
     launches = [n for n in gm.graph.nodes if n.target is triton_kernel_wrapper_functional]

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from fxquant.compat.private import make_fx, triton_kernel_wrapper_functional
 from fxquant.formats import FORMATS, QuantSpec
-from fxquant.kernels.cast import triton_cast
+from fxquant.kernels.cast import choice, triton_cast
 from fxquant.kernels.cast.choice import CastKernel, supports
 from fxquant.kernels.cast.ops import quantize
 from fxquant.passes.lower.lower import facts_of, lower
@@ -151,9 +151,12 @@ def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
     assert lowered("per_row_e4m3", 64, 96) == ["column_amax", "column_data,column_scale"]
 
 
-@pytest.mark.parametrize("text", ["per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3"])
-def test_rows_may_be_a_symbol(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["per_row_e4m3", "block_1x128_e4m3", "mxfp8_e4m3", "mxfp8_e4m3(swizzled)", "nvfp4(swizzled)"]
+)
+def test_rows_may_be_a_symbol(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strides of what a launch writes, which stand before it, are not taken from what it returns."""
+    monkeypatch.setattr(choice, "capability", lambda device: (10, 0))
     mode = FakeTensorMode(shape_env=ShapeEnv())
     sizes: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC]
