@@ -85,7 +85,7 @@ def _on_tensor_cores(
     offs, spec = offs.to(torch.int32), QuantSpec.parse(a_spec)
     weight_gradient, features, in_four_bits = b[0].ndim == 2, b[0].shape[-2], spec.row.has_global_amax
     ends = padded_ends(offs, spec.row.alignment) if weight_gradient else offs
-    left, right = (parts[0].contiguous().view(torch.uint8) for parts in (a, b))
+    left, right = (parts[0].contiguous() for parts in (a, b))
     if weight_gradient:
         blocks = ends // spec.row.block[1]
         scales = [swizzle_columns(parts[1].contiguous(), blocks) for parts in (a, b)]
@@ -100,17 +100,18 @@ def _on_tensor_cores(
     assert element is not None and dtype is not None
     a_scale, b_scale = (scale.view(dtype) for scale in scales)
     factors = [p[2] / QuantSpec.parse(text).unit_amax for p, text in ((a, a_spec), (b, b_spec)) if in_four_bits]
-    out = _multiplied(left.view(element.dtype), right.view(element.dtype).mT, a_scale, b_scale, factors, ends)
+    left, right = (data if data.dtype == element.dtype else data.view(element.dtype) for data in (left, right))
+    out = _multiplied(left, right.mT, a_scale, b_scale, factors, ends)
     out = out if statically_known_true(spare == 0) else out.narrow(-1, 0, features)
     return cleared(out, offs).to(out_dtype)
 
 
 def _padded(data: Tensor, rows: Any) -> Tensor:
-    """Bytes in whole units of 16, with rows of zeros behind."""
+    """A payload in whole units of 16 bytes, with rows of zeros behind."""
     columns = -data.shape[-1] % 16
     if statically_known_true(rows == 0) and statically_known_true(columns == 0):
         return data
-    return torch.nn.functional.pad(data, (0, columns, 0, rows))
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, columns, 0, rows)).view(data.dtype)
 
 
 def _multiplied(

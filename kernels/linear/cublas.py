@@ -104,13 +104,12 @@ def _tensor_core_mm(
 
 def _payload(parts: Parts, spec: QuantSpec, rows: int = 0) -> Tensor:
     """The elements of an operand by rows, with so many `rows` of zeros behind them, whole units of 16 bytes wide."""
-    data = parts[0].contiguous().view(torch.uint8)
+    data, element = parts[0].contiguous(), spec.row.element
+    assert element is not None
     spare = -data.shape[1] % 16
     if rows or not statically_known_true(spare == 0):
-        data = torch.nn.functional.pad(data, (0, spare, 0, rows))
-    element = spec.row.element
-    assert element is not None
-    return data.view(element.dtype)
+        data = torch.nn.functional.pad(data.view(torch.uint8), (0, spare, 0, rows))
+    return data if data.dtype == element.dtype else data.view(element.dtype)
 
 
 def _swizzled(parts: Parts, spec: QuantSpec) -> Tensor:
