@@ -71,7 +71,7 @@ def step(model: nn.Module, batch: Any, backend: Any) -> tuple[Tensor, dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "most"), [("mxfp8", 1e-5), ("nvfp4", 0.02)])
+@pytest.mark.parametrize(("recipe", "most"), [("mxfp8", 1e-5), pytest.param("nvfp4", 0.02, marks=pytest.mark.sweep)])
 def test_llama_learns_on_tensor_cores_what_it_learns_emulated(
     recipe: str, most: float, request: pytest.FixtureRequest
 ) -> None:
@@ -95,7 +95,7 @@ def test_llama_learns_on_tensor_cores_what_it_learns_emulated(
 
 
 @pytest.mark.usefixtures("blackwell")
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", [pytest.param("mxfp8", marks=pytest.mark.sweep), "nvfp4"])
 def test_the_number_of_rows_may_change(recipe: str) -> None:
     """All three GEMMs, one of which sums over the rows, stay on tensor cores, in one compilation."""
     layer, backend = nn.Linear(96, 64), Lowered(recipe, kernels=False)
