@@ -17,14 +17,13 @@ SPECS = (
     "per_tensor_e4m3", "per_tensor_e5m2(pow2)", "per_tensor_e4m3(eps=0.015625)", "per_row_e4m3(pow2,torchao)",
     "per_row_e5m2", "block_1x128_e4m3(pow2)", "block_1x128_e5m2", "block_128x128_e4m3(pow2)", "mxfp8_e4m3",
     "mxfp8_e5m2(mode=even)", "mxfp8_e4m3(mode=floor)", "mxfp8_e4m3(mode=ceil)", "mxfp8_2d_e4m3",
-    "per_tensor_e5m2(nonfinite)", "block_1x128_e4m3(pow2,nonfinite)", "mxfp8_e4m3(swizzled)",
-    "mxfp8_2d_e4m3(swizzled)",
+    "per_tensor_e5m2(nonfinite)", "block_1x128_e4m3(pow2,nonfinite)",
 )  # fmt: skip
 MIXED = (
     ("block_128x128_e4m3(pow2)", "block_1x128_e4m3"), ("mxfp8_e4m3", None), (None, "per_row_e4m3"),
     ("per_tensor_e4m3", "per_tensor_e5m2"), ("per_row_e4m3", "mxfp8_2d_e4m3"),
-    ("block_128x128_e5m2(nonfinite)", "per_row_e5m2(nonfinite)"), ("mxfp8_e5m2(swizzled)", None),
-    ("mxfp8_2d_e4m3", "mxfp8_e4m3(mode=even,swizzled)"),
+    ("block_128x128_e5m2(nonfinite)", "per_row_e5m2(nonfinite)"), ("mxfp8_e5m2(swizzled)", "mxfp8_2d_e4m3(swizzled)"),
+    ("mxfp8_2d_e4m3(swizzled)", "mxfp8_e4m3(mode=even,swizzled)"),
 )  # fmt: skip
 GROUPED = (
     ("per_tensor_e4m3", "per_tensor_e5m2(pow2)"), ("per_row_e4m3(pow2,torchao)", "per_row_e5m2"),
