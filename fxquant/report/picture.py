@@ -206,7 +206,7 @@ class _Reader:
             source = self.units.of[name]
             self.roles.setdefault(source, role)
             if source.kind == "cast":
-                alone = not source.nodes[0].operator.startswith("fxquant::produce")
+                alone = not source.nodes[0].operator.startswith("fxquant::produce_quantize")
                 for below in list(source.reads)[:alone]:  # behind it come scales, and the ends of groups
                     self.roles.setdefault(below, role)
 
