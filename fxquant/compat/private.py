@@ -14,6 +14,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._compile import _disable_dynamo as uncaptured
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxquant.compat.private import tree_map_only
+from fxquant.compat.private import tree_map_only, uncaptured
 from fxquant.compat.subclass import is_allocated, no_torch_function, writes, written
 from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
@@ -280,6 +280,7 @@ class QuantizedWeight(HoldsQuantized):
         return whole, ()
 
     @classmethod
+    @uncaptured  # torch 2.15 would capture it below an FSDP module compiled in place, which it skips
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
