@@ -6,6 +6,7 @@ Each rank multiplies parts; together they have the results of one process that q
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -157,33 +158,39 @@ def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
 
 
+def linears_of(run: Any) -> list[tuple[Any, ...]]:
+    """What is quantized of linear layers."""
+    decisions = [d for d in run.report().decisions if d.role.module_type != "dpa"]
+    return [(d.layer, d.role, d.gemm, d.direction, d.quantizer) for d in decisions]
+
+
+@functools.cache
+def alone(compile: Callable[..., Any], recipe: str, bias: bool) -> tuple[dict[str, Tensor], list[tuple[Any, ...]]]:
+    """A step of the whole model, and what is quantized of it: the same beside every plan."""
+    torch.compiler.reset()
+    model = language(bias)
+    run = compile(model, recipe, options=EAGER)
+    return trained(run, model), linears_of(run)
+
+
 def beside_unsharded(plan: str, recipe: str, bias: bool, blocks: bool = False) -> tuple[float, Any, Any]:
     """How far a plan is from the whole model, what is quantized of both, and in which words."""
     compile = fxquant.compile_blocks if blocks else fxquant.compile
-    model, unsharded = language(bias), language(bias)
+    model = language(bias)
     PLANS[plan](model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     run = compile(model, recipe, options=EAGER)
     parallel = trained(run, model, plan == "loss")
-    torch.compiler.reset()
-    alone = compile(unsharded, recipe, options=EAGER)
-    far = distance(parallel, trained(alone, unsharded))
-    found = [
-        [
-            (d.layer, d.role, d.gemm, d.direction, d.quantizer)
-            for d in r.report().decisions
-            if d.role.module_type != "dpa"
-        ]
-        for r in (run, alone)
-    ]
-    return far, found, {(d.layer, d.role.tensor_type): (d.shape, d.detail) for d in run.report().decisions}
+    expected, quantized = alone(compile, recipe, bias)
+    details = {(d.layer, d.role.tensor_type): (d.shape, d.detail) for d in run.report().decisions}
+    return distance(parallel, expected), (linears_of(run), quantized), details
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8_blockwise", "current_scaling", "delayed_scaling"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_have_the_results_of_the_whole_model(plan: str, recipe: str, ranks: Ranks) -> None:
-    for far, (parallel, alone), _ in ranks.run(beside_unsharded, plan, recipe, True):
+    for far, (parallel, whole_model), _ in ranks.run(beside_unsharded, plan, recipe, True):
         assert far < 1e-5
-        assert parallel == alone
+        assert parallel == whole_model
 
 
 def reduced(recipe: Any, options: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Trains under one recipe after another, stops each halfway, goes on in a new process, and compares the bits.
+"""Trains under one recipe after another, goes on from the middle of each in a new process, and compares the bits.
 
     python docs/demo/resume.py [--steps N] [--recipes NAME ...] [--markdown FILE]
 
@@ -38,29 +38,25 @@ def main() -> int:
     torch.set_num_threads(1)
     config = replace(CPU, steps=options.steps)
     if options.resume is not None:
-        run, _ = train(options.recipes[0], config, read_text(), "cpu", "aot_eager", resume=options.resume, seed=SEED)
-        print(f"digest {run.digest}")
+        for i, name in enumerate(options.recipes):
+            kept = options.resume / f"{i}.pt"
+            run, _ = train(name, config, read_text(), "cpu", "aot_eager", resume=kept, seed=SEED)
+            print(f"digest {run.digest}")
         return 0
 
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, name in enumerate(options.recipes):
+            kept = Path(folder) / f"{i}.pt"
+            runs.append(train(name, config, read_text(), "cpu", "aot_eager", keep=kept, seed=SEED)[0])
+        command = [sys.executable, __file__, "--steps", str(options.steps), "--resume", folder]
+        again = subprocess.run([*command, "--recipes", *options.recipes], capture_output=True, text=True, check=False)
+    if again.returncode:
+        raise SystemExit(again.stderr)
+    digests = [line.split()[-1] for line in again.stdout.splitlines() if line.startswith("digest ")]
     table, failed, baseline = [list(TITLES)], False, float("nan")
-    for name in options.recipes:
-        with tempfile.TemporaryDirectory() as folder:
-            kept = Path(folder) / "half.pt"
-            run, _ = train(name, config, read_text(), "cpu", "aot_eager", keep=kept, seed=SEED)
-            command = [
-                sys.executable,
-                __file__,
-                "--recipes",
-                name,
-                "--steps",
-                str(options.steps),
-                "--resume",
-                str(kept),
-            ]
-            again = subprocess.run(command, capture_output=True, text=True, check=False)
-        if again.returncode:
-            raise SystemExit(again.stderr)
-        same = again.stdout.split()[-1] == run.digest
+    for name, run, resumed in zip(options.recipes, runs, digests, strict=True):
+        same = resumed == run.digest
         failed |= not same
         baseline = run.final if name == "bf16" else baseline
         table.append([name, f"{run.final:.4f}", f"{run.final - baseline:+.4f}", "identical" if same else "DIFFERENT"])
