@@ -1,9 +1,10 @@
-"""Benchmarks: training steps of Llama blocks, and single layers, beside bf16 Inductor and torchao.
+"""Benchmarks: training steps of Llama blocks, of a whole model, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench block | linear | grouped | decode | attention | export | cast | sharded
+    python -m fxquant bench block | model | linear | grouped | decode | attention | export | cast | sharded
                              [--providers NAME,NAME] ...
 
-A step is a forward and a backward of bfloat16 weights on random data, without an optimizer, compiled with static
+A step is a forward and a backward of bfloat16 weights on random data, without an optimizer (`model` has float32 weights
+and an optimizer), compiled with static
 shapes and without Inductor's caches. Providers are timed in turn, round after round; times are medians after a second
 of warm-up, from CUDA events. Decoding, exported blocks and attention are timed in CUDA graphs. The modules of the
 benchmarks say more. Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from fxquant.bench import attention, casts, decode, export, linear, ranks, sharded, training
+from fxquant.bench import attention, casts, decode, export, linear, model, ranks, sharded, training
 from fxquant.bench.providers import (
     ATTENTION,
     CACHED,
@@ -87,6 +88,12 @@ BENCHMARKS = {
         (training.LLAMA3_8B,),
         (training.TINY_STACK,),
         ("bf16", *QUANTIZED, LEAST[0], *TORCHAO, WITH_ATTENTION[0]),
+    ),
+    "model": Benchmark(
+        "training steps of a Hugging Face Llama of 1.1 B, float32 parameters under autocast, AdamW included",
+        (model.LLAMA,),
+        (model.TINY,),
+        ("bf16", *QUANTIZED, LEAST[0], *TORCHAO),
     ),
     "linear": Benchmark(
         "forward and backward of one linear layer",

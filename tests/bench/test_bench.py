@@ -20,6 +20,7 @@ from fxquant.bench import attention as bench_attention
 from fxquant.bench import casts, inference, linear, rounds, training
 from fxquant.bench import decode as bench_decode
 from fxquant.bench import export as bench_export
+from fxquant.bench import model as bench_model
 from fxquant.bench import run as bench
 from fxquant.bench.providers import CACHED, WEIGHT_ONLY, recipe_of
 
@@ -53,6 +54,22 @@ def test_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     titles = capsys.readouterr().out.splitlines()[0].split("  ")
     assert "step ms" in [title.strip() for title in titles]
     assert {row["command"] for row in rows} == {" ".join(["python -m fxquant bench", *arguments[:-2]])}
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_model_trains_one_set_of_parameters(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "model.csv"
+    assert bench.main(["model", "--device", "cpu", "--providers", "bf16,current_scaling", "--csv", str(path)]) == 0
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["provider"] for row in rows] == ["bf16", "current_scaling"]
+    assert all(float(row["ms"]) > 0 and row["compile_s"] for row in rows)
+    assert float(rows[1]["flops_quantized"].rstrip("%")) > 50
+    model, optimizer = bench_model._trained(bench_model.TINY, "cpu")
+    steps = {int(state["step"]) for state in optimizer.state.values()}
+    assert len(steps) == 1 and steps.pop() >= 2 * (2 + rounds.ROUNDS), "both providers stepped it"
+    assert len(optimizer.state) == len([*model.parameters()])
 
 
 @pytest.mark.usefixtures("uncompiled")
