@@ -23,7 +23,7 @@ import torch
 import fxquant
 from fxquant import factories, recipes
 from fxquant.checks import article, did_you_mean
-from fxquant.cost.rates import find_card
+from fxquant.cost.kept import find_card
 from fxquant.errors import FxQuantError
 from fxquant.files import check_outputs
 from fxquant.formats import FORMATS
@@ -191,6 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--report", metavar="PATH", type=_path, help="also write an HTML report")
     quantize.set_defaults(run=_quantize)
 
+    _add_rates(commands)
+
     tables = {
         "formats": (_formats, "every number format and its scaling"),
         "recipes": (_recipes, "recipes and factories, and where they run natively"),
@@ -217,6 +219,19 @@ def _add_report(commands: Any) -> None:
     report.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
     _add_views(report)
     report.set_defaults(run=_report)
+
+
+def _add_rates(commands: Any) -> None:
+    """Adds the command that measures a card."""
+    rates = commands.add_parser(
+        "rates",
+        help="measures this card for estimates, and keeps what it found",
+        description="Measures GEMMs, casts, attention and copies of the GPU at hand in less than 90 s, and keeps their "
+        "rates in the user's cache folder, where explain, auto recipes and estimates find them.",
+    )
+    rates.add_argument("--seconds", type=float, default=75.0, help="begin no probe after this time (default: 75)")
+    rates.add_argument("--dry-run", action="store_true", help="print the rates and keep none")
+    rates.set_defaults(run=_rates)
 
 
 def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown: bool = True) -> None:
@@ -333,6 +348,12 @@ def _shown(report: Any, options: argparse.Namespace) -> str:
     if options.graphs:
         text += "".join(f"\n\n{name} graph\n{graph}" for name, graph in report.graphs.items())
     return text
+
+
+def _rates(options: argparse.Namespace) -> str:
+    from fxquant.bench.rates import command
+
+    return command(options.seconds, dry=options.dry_run, json=options.json)
 
 
 def _measure(options: argparse.Namespace) -> str:

@@ -34,6 +34,7 @@ from fxquant.compat.private import (
     min_cut_rematerialization_partition,
     observed,
 )
+from fxquant.cost.kept import kept_text
 from fxquant.decisions import Considered
 from fxquant.kernels.linear import timing
 from fxquant.kernels.operator import OPERATORS
@@ -311,7 +312,7 @@ class Lowering(QuantizedGraphPass):
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.after]
         if None in others:
             return None
-        times = timing.all_remembered() if self.settings.gemm in ("auto", "autotune") else ""
+        times = timing.all_remembered() + kept_text() if self.settings.gemm in ("auto", "autotune") else ""
         return _key(self.settings, times, others)
 
 

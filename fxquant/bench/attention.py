@@ -90,7 +90,7 @@ def compiler(provider: str) -> Any:
 def prepare(provider: str, size: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], Any]:
     """One call to time."""
     if provider == KERNEL:
-        return _kernel(size, q, k, v)
+        return functools.partial(attention_forward.best, *kernel_arguments(size, q, k, v))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=size.causal, enable_gqa=size.heads != size.kv_heads)
@@ -102,11 +102,10 @@ def prepare(provider: str, size: Attention, q: Tensor, k: Tensor, v: Tensor, do:
     return lambda: torch.autograd.grad(run(*inputs), inputs, do)
 
 
-def _kernel(size: Attention, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
+def kernel_arguments(size: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """The arguments of `fxquant::attention_forward` for operands that are quantized by head."""
     head = QuantSpec(format="per_head_e4m3")
     steps = (Step("mul", size.width**-0.5), *([Step("causal")] if size.causal else []))
     parts = torch.ops.fxquant.quantize_qkv(q, k, v, str(head))
-    return functools.partial(
-        attention_forward.best, parts[:2], parts[2:4], parts[4:], [], None, None,
-        str(AttentionSpec(qkv=head, s=head, steps=steps)), size.width, q.dtype,
-    )  # fmt: skip
+    spec = str(AttentionSpec(qkv=head, s=head, steps=steps))
+    return parts[:2], parts[2:4], parts[4:], [], None, None, spec, size.width, q.dtype

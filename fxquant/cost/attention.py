@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fxquant.cost.rates import RATES, AttentionRate, AttentionRates
+from fxquant.cost.kept import rates_of
+from fxquant.cost.rates import AttentionRate, AttentionRates
 from fxquant.cost.work import Work
 from fxquant.decisions import Attended
 from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel
@@ -37,7 +38,7 @@ def attention_work(attention: Attended, training: bool) -> tuple[Work, ...]:
     for name, kernel, before, triton in zip(names, kernels, plain, fp8, strict=False):
         by_kernel = {AttentionKernel.TRITON: triton, AttentionKernel.GLUON: gluon, AttentionKernel.CUDNN: before}
         work.append(Work(name, str(kernel), before, by_kernel.get(kernel.kernel)))
-    card = RATES.get(attention.device)
+    card = rates_of(attention.device)
     for what, cast, moved, launches in _casts(attention, kernels):
         if rates is None or card is None:
             work.append(Work(what, cast))
@@ -77,7 +78,7 @@ def _rates(attention: Attended) -> AttentionRates | None:
     plain = all(step.kind in ("mul", "causal") for step in attention.steps) and attention.width == attention.features
     if not (attention.fused and half and plain):
         return None
-    card = RATES.get(attention.device)
+    card = rates_of(attention.device)
     return None if card is None else card.attention.get(attention.width)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fxquant.cost.gemms import HALVES, elements_of, spec_of
-from fxquant.cost.rates import RATES, CardRates
+from fxquant.cost.kept import rates_of
+from fxquant.cost.rates import CardRates
 from fxquant.cost.work import Work
 from fxquant.decisions import Decision, Matmul
 from fxquant.formats import QuantSpec
@@ -107,23 +108,28 @@ class _Cast:
         directions = "both directions" if len(specs) == 2 else "rowwise" if self.column is None else "columnwise"
         kernel = f"{triton if by_triton else 'fused by Inductor'}, {directions}"
         kernel += ", after its amaxes" if amax_first else ""
-        rates = RATES.get(matmul.device)
+        rates = rates_of(matmul.device)
         if rates is None or matmul.dtype not in HALVES:
             return kernel, None
         elements = elements_of(matmul)[self.operand]
         written = sum(spec.row.bytes_per_element for spec in specs)
         copy = rates.copy * (rates.ragged if self.ragged else 1.0)
-        us = rates.launch + elements * (2 + written) / (copy * self._share(rates, by_triton)) / 1e6
+        share = self._share(rates, by_triton)
+        if share is None:
+            return kernel, None
+        us = rates.launch + elements * (2 + written) / (copy * share) / 1e6
         if amax_first:
             us += rates.lines_start if self.needs_lines else rates.amax_start
             us += 2 * elements / (copy * rates.amax) / 1e6
         return kernel, us
 
-    def _share(self, rates: CardRates, by_triton: bool) -> float:
-        """The share of the copy rate."""
+    def _share(self, rates: CardRates, by_triton: bool) -> float | None:
+        """The share of the copy rate; None for a cast that was not measured on the card."""
         if not by_triton:
             return rates.rowwise if self.column is None else rates.transposed
         families = [f"{spec.row.family}_2d" if spec.row.block[0] > 1 else spec.row.family for spec in self.specs]
+        if not rates.casts.keys() >= set(families):
+            return None
         by_family = [rates.casts[family] for family in families]
         return min(rate.both if len(by_family) == 2 else rate.columnwise for rate in by_family)
 
@@ -172,7 +178,7 @@ def _parts(cast: _Cast, readers: _Readers) -> Iterator[tuple[int, Work]]:
 
 def _payload_move(matmul: Matmul, operand: str, direction: Direction) -> Work:
     """The kernel that brings bytes quantized by an attention into the order of a linear."""
-    rates, us = RATES.get(matmul.device), None
+    rates, us = rates_of(matmul.device), None
     if rates is not None:
         share = rates.rowwise if direction is Direction.ROWWISE else rates.transposed
         us = rates.launch + 2 * elements_of(matmul)[operand] / (rates.copy * share) / 1e6

@@ -6,7 +6,8 @@ launch adds a little. A linear counts all GEMMs that it runs: no wgrad for a fro
 tensor that several layers read is cast once, and they share the time by their FLOPs.
 
 An estimate leaves out biases and the operators between the matmuls, which are the same on both sides.
-`fxquant.cost.rates` has the measured rates; `fxquant.cost.attention` estimates an attention as a whole.
+`fxquant.cost.rates` has the measured rates, `fxquant.cost.kept` the user's own; `fxquant.cost.attention` estimates an
+attention as a whole.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 from fxquant.cost.attention import attention_work, runs_the_reference
 from fxquant.cost.casts import cast_work
 from fxquant.cost.gemms import gemm_work
-from fxquant.cost.rates import RATES, find_card
-from fxquant.cost.work import Estimate
+from fxquant.cost.kept import find_card, rates_of
+from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision
 from fxquant.roles import Gemm
 
@@ -37,12 +38,22 @@ def estimate(decisions: Sequence[Decision], card: str = "") -> dict[int, Estimat
         if decision.matmul is not None:
             sites[decision.site].append(decision)
     casts = cast_work(sites)
-    estimates = {site: Estimate((*gemm_work(of_site), *casts[site])) for site, of_site in sites.items()}
+    estimates = {site: _matmul(of_site, casts[site]) for site, of_site in sites.items()}
     attentions: dict[int, list[Decision]] = defaultdict(list)
     for decision in decisions:
         if decision.attention is not None:
             attentions[decision.weighed].append(decision)
     return estimates | {site: _attention(of_site) for site, of_site in attentions.items()}
+
+
+def _matmul(decisions: Sequence[Decision], casts: Sequence[Work]) -> Estimate:
+    gemms, matmul = gemm_work(decisions), decisions[0].matmul
+    assert matmul is not None
+    quantized = [work.emulated for work in gemms if work.emulated is not None]
+    native = not quantized or not all(quantized) or matmul.capability == (0, 0) or rates_of(matmul.device) is not None
+    major, minor = matmul.capability
+    where = "" if native else f"{matmul.device} (compute capability {major}.{minor})"
+    return Estimate((*gemms, *casts), emulated_on=where)
 
 
 def _attention(decisions: Sequence[Decision]) -> Estimate:
@@ -53,7 +64,9 @@ def _attention(decisions: Sequence[Decision]) -> Estimate:
 
 
 def _on_card(decision: Decision, card: str) -> Decision:
-    device: dict[str, Any] = {"device": card, "capability": RATES[card].capability}
+    rates = rates_of(card)
+    assert rates is not None
+    device: dict[str, Any] = {"device": card, "capability": rates.capability}
     matmul = None if decision.matmul is None else replace(decision.matmul, **device)
     attention = None if decision.attention is None else replace(decision.attention, **device)
     return replace(decision, matmul=matmul, attention=attention)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fxquant.cost.rates import RATES, CardRates, GemmRate
+from fxquant.cost.kept import rates_of
+from fxquant.cost.rates import CardRates, GemmRate
 from fxquant.cost.work import Work
 from fxquant.decisions import Decision, Matmul
 from fxquant.formats import IDENTITY, QuantSpec
@@ -47,12 +48,18 @@ def _gemm_us(rates: CardRates, rate: GemmRate, matmul: Matmul, gemm: Gemm, items
     if matmul.groups:  # half of the last tile of a group is used
         busy = 2 * (matmul.m + matmul.groups * _GROUP_TILE / 2) * matmul.k * matmul.n / tflops / 1e6
     else:
-        tiles = (rate.smallest, *_CUBLAS_TILES)
-        busy = min(_waves_us(rates, tflops, matmul.batch, m, k, n, tile) for tile in tiles)
+        busy = busy_us(rates, rate.smallest, tflops, matmul.batch, m, k, n)
     elements = elements_of(matmul)
     read = sum(size * elements[operand] for size, (operand, _) in zip(itemsizes, GEMM_OPERANDS[gemm], strict=True))
     moved = (read + 2 * elements[_RESULTS[gemm]]) / (rates.copy * rate.read) / 1e6
     return start + max(busy, moved)
+
+
+def busy_us(
+    rates: CardRates, smallest: tuple[int, int], tflops: float, batch: int, m: int, k: int, n: int
+) -> float:  # fmt: skip
+    """Microseconds of a GEMM's arithmetic, in the tiles that take the least."""
+    return min(_waves_us(rates, tflops, batch, m, k, n, tile) for tile in (smallest, *_CUBLAS_TILES))
 
 
 def _waves_us(rates: CardRates, tflops: float, batch: int, m: int, k: int, n: int, tile: tuple[int, int]) -> float:
@@ -64,6 +71,9 @@ def _waves_us(rates: CardRates, tflops: float, batch: int, m: int, k: int, n: in
     return (waves + last) * 2 * rows * columns * k * rates.multiprocessors / tflops / 1e6
 
 
+_EMULATED = (GemmKernel.EMULATED, GemmKernel.REFERENCE, GemmKernel.ONE_SIDED)
+_FIRST_FP8 = (8, 9)
+"""The first compute capability that multiplies FP8."""
 _GROUP_TILE = 128
 """Rows of a tile of a grouped GEMM."""
 HALVES = (torch.bfloat16, torch.float16)
@@ -72,7 +82,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def _unquantized_us(matmul: Matmul, gemm: Gemm) -> float | None:
     """Microseconds of a GEMM in high precision, or None if its dtype has no rate."""
-    rates = RATES.get(matmul.device)
+    rates = rates_of(matmul.device)
     if rates is None or matmul.dtype not in HALVES:
         return None
     return _gemm_us(rates, rates.bf16_grouped if matmul.groups else rates.bf16, matmul, gemm, (2, 2))
@@ -91,11 +101,12 @@ def _gemm(gemm: Gemm, operands: Sequence[Decision]) -> Work:
     if left.is_identity and right.is_identity:
         return Work(str(gemm), f"{str(matmul.dtype).removeprefix('torch.')} GEMM", unquantized, unquantized)
     chosen = _kernel(matmul, gemm, left, right)
-    rates = RATES.get(matmul.device)
+    rates = rates_of(matmul.device)
+    emulated = chosen.kernel in _EMULATED or matmul.capability < _FIRST_FP8
     if unquantized is None or rates is None:
-        return Work(str(gemm), str(chosen))
+        return Work(str(gemm), str(chosen), emulated=emulated)
     us = _quantized_us(rates, matmul, gemm, chosen.kernel, (left, right), unquantized)
-    return Work(str(gemm), str(chosen), unquantized, us)
+    return Work(str(gemm), str(chosen), unquantized, us, emulated)
 
 
 def choose_gemm(problem: Problem, card: str) -> Chosen[GemmKernel]:
@@ -103,7 +114,7 @@ def choose_gemm(problem: Problem, card: str) -> Chosen[GemmKernel]:
 
     An epilogue takes time: by measurements a residual 0.9 of a copy of the result, an amax 0.35 and GELU 0.7.
     """
-    rates = RATES.get(card)
+    rates = rates_of(card)
     if rates is None or GemmKernel.TRITON not in rates.gemm:
         return Chosen(problem.kernels[0], f"no measured rates for {card}")
     m, k, n = problem.m, problem.k, problem.n

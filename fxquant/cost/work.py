@@ -5,23 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+NOTHING_MULTIPLIES = "nothing multiplies these formats on"
+"""The beginning of the reason why a matmul stays in high precision on a card without rates."""
+
 
 @dataclass(frozen=True)
 class Work:
-    """A GEMM or a cast of one matmul: its kernel, and microseconds without and with quantization."""
+    """A GEMM or a cast of one matmul: its kernel, and microseconds without and with quantization.
+
+    A quantized GEMM is `emulated` if its operands are dequantized and multiplied in high precision.
+    """
 
     what: str
     kernel: str
     unquantized: float | None = None
     quantized: float | None = None
+    emulated: bool | None = None
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """All work of one matmul or attention; `reference` is the reason why an attention holds its scores in memory."""
+    """All work of one matmul or attention.
+
+    `reference` is the reason why an attention holds its scores in memory, `emulated_on` a card without rates on which
+    no quantized GEMM runs as such.
+    """
 
     work: tuple[Work, ...]
     reference: str = ""
+    emulated_on: str = ""
 
     @property
     def unquantized(self) -> float | None:
@@ -41,13 +53,15 @@ class Estimate:
     @property
     def slower(self) -> bool:
         """True if quantization is estimated to cost more than it saves."""
-        if self.reference:
+        if self.reference or self.emulated_on:
             return True
         return self.unquantized is not None and self.quantized is not None and self.quantized > self.unquantized
 
     def __str__(self) -> str:
         if self.reference:
             return f"no FP8 kernel: {self.reference}"
+        if self.emulated_on:
+            return f"{NOTHING_MULTIPLIES} {self.emulated_on}, where it could only be slower"
         return f"{self.unquantized:.3g} us in high precision, {self.quantized:.3g} us quantized"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
-from fxquant.cost.rates import RATES
+from fxquant.cost.kept import rates_of
 from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, Matmul, NotFused, Saved, SentQuantized
 from fxquant.errors import OptionError
@@ -138,7 +138,7 @@ class ReportData:
         card = self.card or ", ".join(sorted(devices))
         return {
             "card": card,
-            "published": card in RATES and RATES[card].published,
+            "published": (rates := rates_of(card)) is not None and rates.published,
             "unquantized_us": sum(work.unquantized or 0 for work in timed.values()) if timed else None,
             "quantized_us": sum(work.quantized or 0 for work in timed.values()) if timed else None,
             "unknown": list(dict.fromkeys(missing)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fxquant.cost.rates import find_card
+from fxquant.cost.kept import find_card
 from fxquant.files import write_whole
 from fxquant.report import html, json, notebook, stages
 from fxquant.report import picture as drawing

@@ -6,7 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from fxquant.cost.rates import RATES
+from fxquant.cost.kept import known_cards, rates_of
+from fxquant.cost.work import NOTHING_MULTIPLIES
 from fxquant.decisions import Decision, SentQuantized
 from fxquant.report.data import MODEL, ReportData, layer_pattern, result, role_text, shape_text
 
@@ -189,12 +190,14 @@ def verdict(report: ReportData) -> list[str]:
     time = report.time()
     if not time["card"]:
         return []
+    if unquantized := sorted({d.detail for d in report.decisions if d.detail.startswith(NOTHING_MULTIPLIES)}):
+        return [f"auto: {reason}" for reason in unquantized]
     if time["quantized_us"] is None:
-        unrated = f"these dtypes or kernels on {time['card']}" if time["card"] in RATES else ""
-        subject = unrated or f"{time['card']} (known: {', '.join(RATES)})"
+        unrated = f"these dtypes or kernels on {time['card']}" if time["card"] in known_cards() else ""
+        subject = unrated or f"{time['card']} (known: {', '.join(known_cards())})"
         return [f"estimate: none, no measured rates for {subject}", *_warnings(report)]
     before, after = time["unquantized_us"], time["quantized_us"]
-    card = RATES.get(time["card"])
+    card = rates_of(time["card"])
     basis = " (computed from published rates, not measured)" if card is not None and card.published else ""
     line = f"estimate for {time['card']}{basis}: matmuls and casts {time_text(before)} unquantized, "
     line += f"{time_text(after)} quantized ({before / after:.2f}x)"
@@ -204,8 +207,12 @@ def verdict(report: ReportData) -> list[str]:
 
 
 def _warnings(report: ReportData) -> list[str]:
-    slow = {site: e for site, e in report.estimates().items() if e.slower and not e.reference}
+    slower = {site: e for site, e in report.estimates().items() if e.slower and not e.reference}
+    slow = {site: e for site, e in slower.items() if not e.emulated_on}
     warnings = []
+    for where in sorted({e.emulated_on for e in slower.values()} - {""}):
+        names = report.layers_of({site: e for site, e in slower.items() if e.emulated_on == where})
+        warnings.append(f"{NOTHING_MULTIPLIES} {where}, where they are only emulated: {some(names)}")
     if slow:
         lost = time_text(sum((estimate.quantized or 0) - (estimate.unquantized or 0) for estimate in slow.values()))
         layers = some(report.layers_of(slow))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fxquant.cost.estimate import estimate
-from fxquant.cost.rates import RATES
+from fxquant.cost.kept import rates_of
 from fxquant.cost.work import Estimate
 from fxquant.decisions import Decision, SkipReason
 from fxquant.passes.find.facts import Match, Resolved, decisions_of
@@ -32,7 +32,7 @@ def weigh(matches: Sequence[Match]) -> list[Match]:
 def _is_published(decision: Decision) -> bool:
     """Returns True if the rates of a decision's card were not measured."""
     problem = decision.matmul or decision.attention
-    card = None if problem is None else RATES.get(problem.device)
+    card = None if problem is None else rates_of(problem.device)
     return card is not None and card.published
 
 
