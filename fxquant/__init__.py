@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from fxquant.tools.bisect import bisect
     from fxquant.tools.explain import explain
     from fxquant.tools.measure import measure
+    from fxquant.tools.probe import probe
+    from fxquant.tools.probe_log import ProbeLog
     from fxquant.tools.search import search
     from fxquant.weights.agree import precompute_scales
     from fxquant.weights.prepare import prepare_fsdp
@@ -105,6 +107,8 @@ _LAZY = {
     "explain": "fxquant.tools.explain",
     "measure": "fxquant.tools.measure",
     "search": "fxquant.tools.search",
+    "ProbeLog": "fxquant.tools.probe_log",
+    "probe": "fxquant.tools.probe",
     "Report": "fxquant.report.report",
     "payload_state_dict": "fxquant.weights.state",
     "precompute_scales": "fxquant.weights.agree",
@@ -188,6 +192,7 @@ __all__ = [
     "NVFP4WeightOnly",
     "NonFiniteWarning",
     "OptionError",
+    "ProbeLog",
     "ProgramError",
     "QParams",
     "QuantizationState",
@@ -220,6 +225,7 @@ __all__ = [
     "payload_state_dict",
     "precompute_scales",
     "prepare_fsdp",
+    "probe",
     "quantization_state_dict",
     "quantize_parameters",
     "quantize_program",

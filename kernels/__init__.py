@@ -8,6 +8,7 @@ state      updates the scales of delayed scaling
 linear     GEMMs of linear layers
 grouped    casts and GEMMs in groups, as experts have them
 attention  attention in low precision
+probe      what probes measure
 custom     users' own quantizers
 switched   products whose quantization is chosen when they run
 onnx       the operators in ONNX

@@ -22,14 +22,15 @@ from fxquant.passes.find.walk import find_matmuls
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.insert import bind_state as states
 from fxquant.passes.insert import cache_weights as weights
-from fxquant.passes.insert import linear, regions
+from fxquant.passes.insert import linear, observers, plain, regions
 from fxquant.passes.insert import localize as placed
 from fxquant.passes.plan import layers, reuse, weigh
 from fxquant.passes.plan import resolve as products
 from fxquant.passes.plan.attention import SLOTS
 from fxquant.passes.settings import Settings
+from fxquant.probes import Observed, Request
 from fxquant.quantizers import IdentityQuantizer
-from fxquant.recipes import Recipe
+from fxquant.recipes import HighPrecision, Recipe
 from fxquant.roles import QuantizerRole
 from fxquant.state import Slots, State
 
@@ -162,7 +163,9 @@ def predict_reuse(captured: C, settings: Settings) -> C:
 class Bound:
     """A rewritten graph with what it takes behind its own inputs: `tensors` of its states, then `parts` of weights.
 
-    One that is a step of `training` writes its states.
+    One that is a step of `training` writes its states. What is `observed` of a `request` to measure adds up in tensors
+    behind all these; of one that other modules run too (`shared`), it is everything. `names` and `autocast` are
+    those of `Captured`.
     """
 
     gm: fx.GraphModule
@@ -173,6 +176,11 @@ class Bound:
     tensors: Sequence[Tensor] = ()
     taken: Sequence[weights.Taken] = ()
     parts: Sequence[Tensor] = ()
+    request: Request | None = None
+    shared: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    autocast: Mapping[str, torch.dtype] | None = None
+    observed: Sequence[Observed] = ()
 
     def tensors_of(self, states: Sequence[State]) -> list[Tensor]:
         """The tensors of other states in the places of those that the graph was bound with."""
@@ -194,6 +202,31 @@ def cache_weights(bound: Bound, settings: Settings) -> Bound:
         return bound
     gm, taken, parts = weights.cache_weights(bound.gm)
     return replace(bound, gm=gm, taken=taken, parts=parts)
+
+
+def open_products(bound: Bound, settings: Settings) -> Bound:
+    """Writes what stays in high precision so that it can be measured, where that is asked for."""
+    request = bound.request
+    if request is None:
+        return bound
+    gm = observers.copied(bound.gm)
+    reached = states.stateful_graphs(gm)
+    matches = [
+        match
+        for match in layers.name_layers(find_matmuls(gm, autocast=bound.autocast), bound.names)
+        if match.module_type in plain.MODULE_TYPES and match.node.graph in reached
+    ]
+    wanted = [match for match in matches if bound.shared or request.wants(match.name)]
+    plain.open_products(gm, products.resolve(wanted, HighPrecision())[0])
+    return replace(bound, gm=gm)
+
+
+def add_observers(bound: Bound, settings: Settings) -> Bound:
+    """Has the products of a graph measured, where that is asked for."""
+    if bound.request is None:
+        return bound
+    gm, observed = observers.add_observers(bound.gm, bound.request, bound.shared)
+    return replace(bound, gm=gm, observed=observed)
 
 
 def quantizes(gm: fx.GraphModule, *, recomputed: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 captured   the graph of torch.compile before autograd
 bound      a copy of it with more inputs
+probed     a copy of that which is measured as well, where a probe asks for it
 joint      forward and backward in one graph, before torch cuts it
 meaning    the forward or the backward, for `inner="aot_eager"`: what runs are the operators' meanings
 split      the forward or the backward, inside Inductor
@@ -40,6 +41,7 @@ from fxquant.kernels.linear import timing
 from fxquant.kernels.operator import OPERATORS
 from fxquant.passes import verify
 from fxquant.passes.captured import (
+    add_observers,
     bind_state,
     cache_weights,
     drop_unprofitable,
@@ -48,6 +50,7 @@ from fxquant.passes.captured import (
     localize,
     name_layers,
     open_modules,
+    open_products,
     predict_reuse,
     resolve,
     share_regions,
@@ -135,6 +138,10 @@ BOUND = (
     Pass(bind_state, "the operators that take state are written; a copy of the graph has its tensors as inputs"),
     Pass(cache_weights, "a weight that is scaled by state differs in every step, and is left alone"),
 )
+PROBED = (
+    Pass(open_products, "the graph is the one that runs unmeasured, with all that is quantized in it"),
+    Pass(add_observers, "all products are operators of fxquant, and bound to all else that they take"),
+)
 JOINT = (
     Pass(
         dispatch_payloads, "rows that are exchanged are quantized by whoever has them, which others then need not ask"
@@ -199,9 +206,9 @@ def before_lowering() -> tuple[Pass, ...]:
 
 
 BORDERS = {
-    CAPTURED: verify.CAPTURED, BOUND: verify.BOUND, JOINT: verify.JOINT, MEANING: verify.MEANING, SPLIT: verify.SPLIT,
-    EXPORTED: verify.EXPORTED, CALIBRATED: verify.CALIBRATED, PACKAGED: verify.PACKAGED, LOWERED: verify.LOWERED,
-    before_lowering(): verify.FUSED_ALONE,
+    CAPTURED: verify.CAPTURED, BOUND: verify.BOUND, PROBED: verify.PROBED, JOINT: verify.JOINT, MEANING: verify.MEANING,
+    SPLIT: verify.SPLIT, EXPORTED: verify.EXPORTED, CALIBRATED: verify.CALIBRATED, PACKAGED: verify.PACKAGED,
+    LOWERED: verify.LOWERED, before_lowering(): verify.FUSED_ALONE,
 }  # fmt: skip
 """The forms of graphs around each stage."""
 
@@ -338,6 +345,7 @@ __all__ = [
     "LOWERED",
     "MEANING",
     "PACKAGED",
+    "PROBED",
     "SPLIT",
     "Lowering",
     "Partition",

@@ -65,6 +65,7 @@ _PROGRAM = Form(STATEFUL | FUSED, stripped=EXAMPLE_VALUE)
 
 CAPTURED = Border("captured", _FOUND, _FOUND, replace(_FOUND, written=True))
 BOUND = Border("bound", _FOUND, _STATED, _STATED)
+PROBED = Border("probed", _STATED, _STATED, _STATED)
 JOINT = Border("joint", _DIFFERENTIATED, _DIFFERENTIATED, _DIFFERENTIATED)
 MEANING = replace(JOINT, stage="meaning")
 SPLIT = Border("split", _DIFFERENTIATED, _FUSING, Form(computed=VAL, lowered=True))

@@ -32,8 +32,8 @@ assert len(FILES) > 100
 OUTSIDE_COMPAT = sorted(m for m in FILES if not m.startswith("fxquant.compat"))
 LAYERS = (
     ("errors", "checks", "spellings", "files"), ("formats", "roles"), ("compat",), ("kernels",), ("quantizers",),
-    ("recipes", "factories"), ("decisions", "snapshots", "state", "calibration"), ("weights",), ("cost",), ("passes",),
-    ("report",), ("backend",), ("integrations",), ("export",), ("tools",), ("bench",), ("__main__",),
+    ("recipes", "factories"), ("decisions", "snapshots", "state", "calibration", "probes"), ("weights",), ("cost",),
+    ("passes",), ("report",), ("backend",), ("integrations",), ("export",), ("tools",), ("bench",), ("__main__",),
 )  # fmt: skip
 """The parts of fxquant, each of which is imported by those behind it."""
 

@@ -22,6 +22,7 @@ from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import tell, tell_alone, watch
 from fxquant.backend.options import Options
 from fxquant.backend.outside import Quantizations
+from fxquant.backend.probing import Probed, Totals
 from fxquant.backend.record import GraphRecord, Records, graph_text
 from fxquant.backend.repeats import states_of_first_run, without_gradients
 from fxquant.backend.selective import ask_around, ask_inside
@@ -146,7 +147,11 @@ class Backend:
         if place is not None:
             blocks.look_at(place.root, example_inputs, self.controls.place_with)
         states = blocks.first[1]
-        bound = Bound(gm=gm, slots=slots, states=states, group=group)
+        shared = place is not None and bool(place.path)
+        names, autocast = self._names_here(place), _ambient_autocast(example_inputs)
+        bound = Bound(
+            gm=gm, slots=slots, states=states, group=group, shared=shared, names=names, autocast=autocast
+        )  # fmt: skip
         compile = partial(self._bound, record, blocks)
         if bound.training or not states:
             return compile(run(BOUND, bound, self.settings), example_inputs)
@@ -159,6 +164,7 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compiles a graph for the inputs that it was captured with, and calls it with what it takes besides."""
         self._record = record
+        probed = Probed(bound, example_inputs, self.settings, self._compile_measured)
         # compiled for copies, so that AOTAutograd does not see that forward and backward have one step
         copies = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in bound.tensors
@@ -171,7 +177,15 @@ class Backend:
         if checks_values():
             compiled = FiniteCheck(bound.gm, self._all_names, self.records.what).watching(compiled)
         cached = self.weights.of(bound.taken) if self.weights is not None else None
-        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held, cached))
+        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held, cached, probed))
+
+    def _compile_measured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles the form of a graph that measures, of which no report tells."""
+        record, self._record = self._record, GraphRecord()
+        try:
+            return self.compile(gm, inputs)
+        finally:
+            self._record = record
 
     def group_of(self, request: DelayedScalingRequest | None) -> str | None:
         """The name of the process group over which a graph takes its largest amaxes; None for this process alone."""
@@ -232,7 +246,7 @@ class Backend:
         run: Callable[..., Any],
         inputs: Sequence[Any],
         record: GraphRecord,
-        read: tuple[Blocks, Bound, GatheredWeights, CachedWeights | None],
+        read: tuple[Blocks, Bound, GatheredWeights, CachedWeights | None, Probed],
     ) -> Any:
         self.records.run(record)
         self.controls.run()
@@ -242,14 +256,18 @@ class Backend:
             if record.runners:
                 self._sites = record.add_layers(names, self._sites)
             record.runners.append(modules)
-        blocks, bound, held, cached = read
+        blocks, bound, held, cached, probed = read
         states = blocks.of_call(inputs, names)
         held.use(inputs, states)
         parts = [] if cached is None else cached.parts(inputs)
         ask_around()
-        with states_of_first_run(states), graph_runs():
+        totals: list[Totals] = []
+        if self.controls.session is not None and (measured := probed.of_call(self.controls.session, names)):
+            run, totals = measured[0], [measured[1]]
+        with states_of_first_run([*states, *totals]), graph_runs():
             # tensors with a version of their own, so that other calls may come between this one and its backward
-            return run(*inputs, *(tensor.data for tensor in bound.tensors_of(states)), *parts)
+            taken = [tensor.data for tensor in bound.tensors_of(states)]
+            return run(*inputs, *taken, *parts, *(tensor.data for one in totals for tensor in one.tensors().values()))
 
     def names(self) -> Mapping[str, str]:
         """The full names of the model's modules, by their ids."""
@@ -269,7 +287,7 @@ class Backend:
             gm=gm,
             recipe=self.recipe,
             autocast=_ambient_autocast(example_inputs),
-            names=named_here({**(place.names() if place is not None else {}), **self._names()}),
+            names=self._names_here(place),
             first_site=record.first_site,
             all_ranks=self.options.amax_group in (None, "world") and not in_pipeline_stage(),
         )
@@ -282,6 +300,10 @@ class Backend:
         )
         log.info("%s", Report(recipe=str(self.recipe), decisions=[*captured.decisions]).totals())
         return captured.slots
+
+    def _names_here(self, place: Place | None) -> Mapping[str, str]:
+        """The names of the modules that the graph which is compiled now may run."""
+        return named_here({**(place.names() if place is not None else {}), **self._names()})
 
     def _all_names(self) -> dict[str, str]:
         """The names of all modules in those that this backend compiles, by their ids."""

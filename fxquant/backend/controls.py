@@ -32,6 +32,7 @@ from fxquant.recipes import HighPrecision, Recipe, resolve
 
 if TYPE_CHECKING:
     from fxquant.backend.backend import Backend
+    from fxquant.backend.probing import Session
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class Controls:
         self._numbers = itertools.count()
         self.roots: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.by_name = False
+        self.session: Session | None = None
+        """The probe that measures now, if there is one."""
         self._located: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # looked for once: a guard asks in every call
         self._recipes: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
         self._guarded = threading.local()

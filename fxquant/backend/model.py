@@ -30,7 +30,7 @@ def report(model: Any) -> Report:
     The model may be compiled by `fxquant.compile`, by name, with a `Backend`, in place or in blocks, and wrapped
     since: also the module that was compiled may be given. Raises OptionError for one that fxquant has not compiled.
     """
-    controls = _controls(model)
+    controls = controls_of(model)
     used = [one for one in controls if one.compiled_any()] or controls[:1]
     module = unwrapped(model) if isinstance(model, nn.Module) else None
     first, *others = [one.latest().records.report(module, model) for one in used]
@@ -69,7 +69,7 @@ def set_recipe(model: Any, recipe: Recipe | str) -> None:
     that was compiled by name: calls of torch.compile with equal options share its graphs.
     """
     module = model if isinstance(model, nn.Module) else None
-    for controls in _controls(model):
+    for controls in controls_of(model):
         if module is None and controls.by_name:
             raise OptionError(
                 "a function that torch.compile(function, backend='fxquant', options=..) has compiled keeps its recipe: "
@@ -81,7 +81,7 @@ def set_recipe(model: Any, recipe: Recipe | str) -> None:
 
 def clear_cache(model: Any) -> None:
     """Forgets the quantized weights that the option `cache_weights` keeps of a compiled model."""
-    for controls in _controls(model):
+    for controls in controls_of(model):
         controls.latest().clear_cache()
 
 
@@ -133,11 +133,11 @@ load_quantization_state_dict = load_state_dict
 
 def _parts(model: Any) -> list[Part]:
     module = unwrapped(model) if isinstance(model, nn.Module) else None
-    parts = [part for controls in _controls(model) for part in controls.parts(module)]
+    parts = [part for controls in controls_of(model) for part in controls.parts(module)]
     return [*{id(part.states): part for part in parts}.values()]
 
 
-def _controls(model: Any) -> list[Controls]:
+def controls_of(model: Any) -> list[Controls]:
     """The controls of all backends that have compiled a model, or are to compile it, in the order of creation."""
     controls = {id(one): one for one in _behind(model)}
     if isinstance(model, nn.Module):

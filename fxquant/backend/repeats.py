@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from fxquant.errors import FxQuantError
 from fxquant.passes.captured import Bound
 from fxquant.passes.graph.meta import EXAMPLE_VALUE
 from fxquant.state import State
+
+if TYPE_CHECKING:
+    from fxquant.backend.probing import Totals
 
 T = TypeVar("T")
 
@@ -80,7 +83,7 @@ def _is_checkpoint(repeat: Repeat, owner: Any) -> bool:
 
 
 @contextmanager
-def states_of_first_run(states: Sequence[State]) -> Iterator[None]:
+def states_of_first_run(states: Sequence[State | Totals]) -> Iterator[None]:
     """A scope for one forward, which reads and writes its states.
 
     If a checkpoint is repeating the forward, they are for so long as they were when it ran first.

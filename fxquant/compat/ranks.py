@@ -56,6 +56,15 @@ def in_pipeline_stage() -> bool:
     return False
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Returns the values of all ranks, all of which have to call this."""
+    if world() == 1:
+        return [value]
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

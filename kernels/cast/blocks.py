@@ -72,7 +72,7 @@ def dequantize(parts: Sequence[Tensor], row: Format) -> Tensor:
     """The float32 values [*batch, R, C] that the parts returned by `quantize` stand for."""
     element = row.element
     assert element is not None
-    values = _values(parts[0], element)
+    values = element_values(parts[0], element)
     rows, columns = _sizes(row, values)
     if row.scale_dtype == SCALES["e8m0"]:
         factor = decode_e8m0(parts[1])
@@ -175,7 +175,7 @@ def _stored(y: Tensor, element: Element, random: Tensor | None) -> Tensor:
     return pack(code, element.bits)
 
 
-def _values(data: Tensor, element: Element) -> Tensor:
+def element_values(data: Tensor, element: Element) -> Tensor:
     """The float32 values of stored elements."""
     if element.dtype == torch.int8:
         return data.float() * 2.0**-element.mantissa_bits

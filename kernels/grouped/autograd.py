@@ -11,7 +11,7 @@ from torch import Tensor
 from fxquant.formats import LinearSpec
 from fxquant.kernels.grouped.high_precision import multiply_groups
 from fxquant.kernels.grouped.ops import grouped_scaled_mm, quantize_groups, split_amax
-from fxquant.kernels.linear.autograd import STATEFUL, Context, Gemms, Quantized, run_linear
+from fxquant.kernels.linear.autograd import STATEFUL, Context, Gemms, Quantized, observer, run_linear
 from fxquant.kernels.operator import TRACED, Traits, operator
 from fxquant.kernels.state.step import STATELESS, StepState
 
@@ -37,13 +37,15 @@ def grouped_linear_stateful(
     input: Tensor, weight: Tensor, offs: Tensor | None, scale: Tensor | None, forward_amax: Tensor | None,
     backward_amax: Tensor | None, step: Tensor | None, random: Tensor | None, spec: str,
     weight_rowwise: list[Tensor] | None = None, weight_columnwise: list[Tensor] | None = None,
+    probe_forward: Tensor | None = None, probe_backward: Tensor | None = None, probe: str = "",
 ) -> Tensor:  # fmt: skip
     """`grouped_linear` whose specs name random streams, or the slot of their first group, of the `StepState`.
 
     Weights whose parts are given are not quantized again.
     """
     state = StepState(scale, forward_amax, backward_amax, step, random)
-    context = Context(_GROUPS, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise)
+    measuring = observer(probe_forward, probe_backward, probe, grouped=True)
+    context = Context(_GROUPS, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise, measuring)
     return run_linear(input, weight, None, offs, context)
 
 

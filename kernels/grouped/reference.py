@@ -197,7 +197,7 @@ def _quantize_rows(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | Non
             of_group = reference.multiplier_from_amax(of_group, spec)
     if row.block[0] > 1:  # tiles of rows start with their group
         ends = padded_ends(offs, row.block[0])
-        padded = _pad_groups(x, offs, row.block[0])
+        padded = pad_groups(x, offs, row.block[0])
         tiles = group_of(ends, padded.shape[0] // row.block[0], row.block[0]).clamp(max=last)
         of_row = None if of_group is None else of_group[tiles].unsqueeze(1)
         data, scale, *_ = reference.quantize(padded, spec, state, of_row)
@@ -215,7 +215,7 @@ def _quantize_rows(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | Non
 def _quantize_columns(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | None) -> list[Tensor]:
     row, groups = spec.row, offs.shape[0]
     ends = padded_ends(offs, row.alignment)
-    columns = _pad_groups(x, offs, row.alignment).mT
+    columns = pad_groups(x, offs, row.alignment).mT
     group = group_of(ends, columns.shape[-1])
     inside = group.clamp(max=groups - 1)
     if row.family == "per_tensor":
@@ -241,7 +241,7 @@ def _quantize_columns(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | 
     return reference.quantize(columns, spec)
 
 
-def _pad_groups(x: Tensor, offs: Tensor, alignment: int) -> Tensor:
+def pad_groups(x: Tensor, offs: Tensor, alignment: int) -> Tensor:
     """x [M, C] as [Mp, C]: every group starts at a multiple of the alignment, zeros fill the gaps."""
     rows, last = x.shape[0], offs.shape[0] - 1
     ends = padded_ends(offs, alignment)

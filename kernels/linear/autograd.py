@@ -8,8 +8,8 @@ GEMM nodes of the forward and of the backward, each direction by itself, for the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from fxquant.kernels import custom
 from fxquant.kernels.cast.ops import amax, parts_spec, quantize_operand
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.operator import TRACED, Traits, operator
+from fxquant.kernels.probe.observer import Observer, Operands
+from fxquant.kernels.probe.plan import Plan
 from fxquant.kernels.state.step import STATELESS, StepState
 
 Quantized = tuple[list[Tensor], QuantSpec]
@@ -62,7 +64,7 @@ class _Operand(NamedTuple):
 class Context:
     """The arguments of a linear that are no operands.
 
-    `weight_rowwise` and `weight_columnwise` are the parts of a weight that was quantized before.
+    `weight_rowwise` and `weight_columnwise` are the parts of a weight that was quantized before. `observer` measures.
     """
 
     gemms: Gemms
@@ -70,6 +72,7 @@ class Context:
     state: StepState
     weight_rowwise: list[Tensor] | None = None
     weight_columnwise: list[Tensor] | None = None
+    observer: Observer | None = None
 
     def multiply(
         self, a: _Operand, b: _Operand, offs: Tensor | None, bias: Tensor | None, dtype: torch.dtype, *, fast: bool
@@ -77,6 +80,42 @@ class Context:
         """a x b^T, after both are quantized."""
         left, right = a.quantized(self.gemms, self.state), b.quantized(self.gemms, self.state)
         return self.gemms.multiply(left, right, offs, bias, dtype, fast)
+
+    def input_of(self, direction: str, input: Tensor, offs: Tensor | None) -> _Operand:
+        """The input in one direction."""
+        return _Operand(input, offs, self.spec.input, direction)
+
+    def weight_of(self, direction: str, weight: Tensor) -> _Operand:
+        """The weight in one direction."""
+        if direction == "rowwise":
+            return _Operand(weight, None, self.spec.weight, direction, self.weight_rowwise)
+        return _Operand(weight, None, self.spec.weight, direction, self.weight_columnwise, self.weight_rowwise)
+
+    def observe_forward(self, input: Tensor, weight: Tensor, offs: Tensor | None) -> None:
+        """Measures, where that is wanted, the operands of a forward, and those that it has in common with its backward.
+
+        A backward would have to have them unquantized otherwise.
+        """
+        if self.observer is None:
+            return
+        of_input = ("rowwise", "columnwise")[: 1 + self.observer.of_weight]
+        of_weight = ("rowwise", "columnwise")[: 1 + self.observer.of_input]
+        operands = {("input", d): self.input_of(d, input, offs) for d in of_input}
+        operands |= {("weight", d): self.weight_of(d, weight) for d in of_weight}
+        self.observer.add_forward(self._observed(operands), self._try)
+
+    def observe_backward(self, operands: Mapping[tuple[str, str], _Operand]) -> None:
+        """Measures the gradients among the operands of a backward, and its products."""
+        if self.observer is not None:
+            self.observer.add_backward(self._observed(operands), self._try)
+
+    def _observed(self, operands: Mapping[tuple[str, str], _Operand]) -> Operands:
+        return {key: (o.x, o.offs, o.quantized(self.gemms, self.state)) for key, o in operands.items()}
+
+    def _try(self, x: Tensor, offs: Tensor | None, spec: OperandSpec, direction: str) -> Quantized:
+        """A candidate's quantization; rounded stochastically by the same numbers in every step."""
+        random = torch.zeros(2, dtype=torch.int64, device=x.device) if spec.is_stochastic else None
+        return self.gemms.quantize(x, offs, spec, direction, StepState(random=random), None)
 
 
 class _Linear(torch.autograd.Function):
@@ -87,8 +126,8 @@ class _Linear(torch.autograd.Function):
         spec, state, measure = context.spec, context.state, context.gemms.amax
         state.record_forward(spec.input.rowwise, measure, input, offs)
         state.record_forward(spec.weight.rowwise, measure, weight, None)
-        left = _Operand(input, offs, spec.input, "rowwise")
-        right = _Operand(weight, None, spec.weight, "rowwise", context.weight_rowwise)
+        context.observe_forward(input, weight, offs)
+        left, right = context.input_of("rowwise", input, offs), context.weight_of("rowwise", weight)
         return context.multiply(left, right, offs, bias, input.dtype, fast=True)
 
     @staticmethod
@@ -105,20 +144,21 @@ class _Linear(torch.autograd.Function):
         input, weight, offs = ctx.saved_tensors
         context: Context = ctx.context
         spec, grad_input, grad_weight, grad_bias = context.spec, None, None, None
-        of_grad = spec.grad_output.shown()
+        of_grad, observed = spec.grad_output.shown(), dict[tuple[str, str], _Operand]()
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             context.state.record_backward(spec.grad_output.rowwise, context.gemms.amax, grad_output, offs)
         if ctx.needs_input_grad[0]:
-            left = _Operand(grad_output, offs, of_grad, "rowwise")
-            stored = context.weight_columnwise, context.weight_rowwise
-            right = _Operand(weight, None, spec.weight, "columnwise", *stored)
+            left, right = _Operand(grad_output, offs, of_grad, "rowwise"), context.weight_of("columnwise", weight)
+            observed |= {("grad_output", "rowwise"): left, ("weight", "columnwise"): right}
             grad_input = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
             grad_input = _shown(grad_input, grad_output, of_grad)
         if ctx.needs_input_grad[1]:
             left = _Operand(grad_output, offs, of_grad, "columnwise")
-            right = _Operand(input, offs, spec.input, "columnwise")
+            right = context.input_of("columnwise", input, offs)
+            observed |= {("grad_output", "columnwise"): left, ("input", "columnwise"): right}
             grad_weight = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
             grad_weight = _shown(grad_weight, grad_output, of_grad)
+        context.observe_backward(observed)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
         return grad_input, grad_weight, grad_bias, None, None
@@ -136,6 +176,9 @@ def run_linear(input: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor 
     dtype = getattr(torch, autocast) if autocast else torch.promote_types(input.dtype, weight.dtype)
     input, weight = input.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
+    if context.observer is not None:
+        of_input, of_weight = (torch.is_grad_enabled() and x.requires_grad for x in (input, weight))
+        context = replace(context, observer=replace(context.observer, of_input=of_input, of_weight=of_weight))
     with no_autocast(input.device):
         if not batch:
             rows = input.reshape(-1, input.shape[-1]) if input.shape[-1] else input.flatten(0, -2)
@@ -172,9 +215,19 @@ _MATRICES = Gemms(
 
 STATEFUL = (
     "Tensor? scale, Tensor(a!)? forward_amax, Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec,"
-    " Tensor[]? weight_rowwise=None, Tensor[]? weight_columnwise=None) -> Tensor"
+    " Tensor[]? weight_rowwise=None, Tensor[]? weight_columnwise=None, Tensor(c!)? probe_forward=None,"
+    " Tensor(d!)? probe_backward=None, str probe='') -> Tensor"
 )
 """The end of the schema of an operator that takes the state of a graph: torch infers no optional lists."""
+
+
+def observer(
+    probe_forward: Tensor | None, probe_backward: Tensor | None, probe: str, *, grouped: bool = False
+) -> Observer | None:
+    """The observer of a linear, by the text of a `Plan`; None where none is given."""
+    if probe_forward is None or probe_backward is None:
+        return None
+    return Observer(Plan.parse(probe), probe_forward, probe_backward, grouped)
 
 
 @operator(
@@ -184,13 +237,16 @@ def linear_stateful(
     input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, forward_amax: Tensor | None,
     backward_amax: Tensor | None, step: Tensor | None, random: Tensor | None, spec: str,
     weight_rowwise: list[Tensor] | None = None, weight_columnwise: list[Tensor] | None = None,
+    probe_forward: Tensor | None = None, probe_backward: Tensor | None = None, probe: str = "",
 ) -> Tensor:  # fmt: skip
     """`linear` with operands whose specs name slots or random streams of the `StepState`.
 
-    A weight whose parts are given is not quantized again, and gets its gradient all the same.
+    A weight whose parts are given is not quantized again, and gets its gradient all the same. `probe` says what is
+    measured of the operands, and added to the two tensors before it.
     """
     state = StepState(scale, forward_amax, backward_amax, step, random)
-    context = Context(_MATRICES, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise)
+    measuring = observer(probe_forward, probe_backward, probe)
+    context = Context(_MATRICES, LinearSpec.parse(spec), state, weight_rowwise, weight_columnwise, measuring)
     return run_linear(input, weight, bias, None, context)
 
 

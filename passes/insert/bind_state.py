@@ -42,23 +42,24 @@ Inputs = dict[str, fx.Node]
 
 def stateful_graphs(gm: fx.GraphModule) -> set[fx.Graph]:
     """Returns the graphs that state can reach: this one and the bodies of its checkpoints."""
-    return {gm.graph}.union(*(stateful_graphs(body) for body, _ in _checkpoints(gm)))
+    return {gm.graph}.union(*(stateful_graphs(body) for body, _ in checkpoints(gm)))
 
 
-def _checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+def checkpoints(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+    """Returns the bodies of activation checkpoints, and the nodes that call them."""
     calls = [n for n in gm.graph.nodes if n.target is tag_activation_checkpoint]
     return [(getattr(gm, str(n.args[0].target)), n) for n in calls]
 
 
-def _copy_bodies(gm: fx.GraphModule) -> None:
+def copy_bodies(gm: fx.GraphModule) -> None:
     """Gives a graph bodies of checkpoints of its own, for the graph that it is a copy of may be bound again."""
-    for body, call in _checkpoints(gm):
+    for body, call in checkpoints(gm):
         graph = fx.Graph()
         graph.output(graph.graph_copy(body.graph, {}))
         copy = fx.GraphModule(body, graph)
         copy.meta = dict(body.meta)
         setattr(gm, str(call.args[0].target), copy)  # type: ignore[union-attr]
-        _copy_bodies(copy)
+        copy_bodies(copy)
 
 
 def _uses_state(node: fx.Node) -> bool:
@@ -95,7 +96,7 @@ def bind_state(
     bound_gm = fx.GraphModule(gm, graph)
     bound_gm.meta = dict(gm.meta)
     copy_sources(gm, bound_gm, copies)
-    _copy_bodies(bound_gm)
+    copy_bodies(bound_gm)
     _bind(bound_gm, bound)
     added = [node for node in graph.nodes if node not in set(copies.values())]
     _add_values(added, dict(zip(inputs.values(), tensors.values(), strict=True)), gm)
@@ -172,7 +173,7 @@ def _bind(gm: fx.GraphModule, state: Inputs) -> None:
             assert stateful is not None
             node.target = stateful.target
             node.args = (*operands, *map(state.get, _STATE), spec)
-    for body, call in _checkpoints(gm):
+    for body, call in checkpoints(gm):
         if any(_uses_state(node) for graph in stateful_graphs(body) for node in graph.nodes):
             last, inner = body.graph.find_nodes(op="placeholder")[-1], Inputs()
             for name in state:

@@ -12,7 +12,7 @@ from fxquant.passes import pipeline
 from fxquant.passes.pipeline import SPLIT, Lowering, Partition, Pass
 from fxquant.passes.settings import Settings
 
-NAMES = ("BOUND", "CALIBRATED", "CAPTURED", "EXPORTED", "JOINT", "LOWERED", "MEANING", "PACKAGED", "SPLIT")
+NAMES = ("BOUND", "CALIBRATED", "CAPTURED", "EXPORTED", "JOINT", "LOWERED", "MEANING", "PACKAGED", "PROBED", "SPLIT")
 STAGES: dict[str, tuple[Pass, ...]] = {name.lower(): getattr(pipeline, name) for name in NAMES}
 PASSES = [(name, step) for name, stage in STAGES.items() for step in stage]
 

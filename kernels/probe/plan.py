@@ -1,0 +1,99 @@
+"""The statistics that are wanted of one linear, and the order of its vectors; a `Plan` crosses into graphs as text."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from fxquant.formats import LINEAR_OPERANDS, LinearSpec, OperandSpec, QuantSpec
+from fxquant.kernels.probe.reference import GROUPS
+from fxquant.roles import GEMM_OPERANDS
+
+GEMMS = {
+    str(gemm): tuple((role, str(direction)) for role, direction in operands) for gemm, operands in GEMM_OPERANDS.items()
+}
+"""The operands of the three products of a linear, left and right, with their directions."""
+
+FORWARD = (("input", "rowwise"), ("weight", "rowwise"), ("input", "columnwise"), ("weight", "columnwise"))
+"""The operands that the forward has: those of the backward too, which would have to be saved for it unquantized."""
+
+BACKWARD = (("grad_output", "rowwise"), ("grad_output", "columnwise"))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One vector: of an operand in a direction, or of the product `gemm` that it is in.
+
+    `candidate` is the number of the quantizer that is tried, -1 for the one that there is; a product of a candidate has
+    its other operand unquantized.
+    """
+
+    role: str
+    direction: str
+    gemm: str = ""
+    candidate: int = -1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tensors of a linear that are measured, the groups of statistics, and the candidates of each tensor."""
+
+    tensors: Sequence[str] = LINEAR_OPERANDS
+    groups: Sequence[str] = GROUPS
+    candidates: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def parse(cls, text: str) -> Plan:
+        """The inverse of `str(plan)`."""
+        return cls(**json.loads(text))
+
+    def of_operands(self, first: bool) -> str:
+        """The groups of statistics of single operands, as `probe_operand` takes them.
+
+        Those of the tensor alone are taken from the `first` of its vectors.
+        """
+        return "+".join(group for group in self.groups if group != "product" and (first or group != "exponents"))
+
+    def specs(self, role: str) -> list[OperandSpec | None]:
+        """The candidates of a tensor; None in the place of one that keeps it in high precision."""
+        return [OperandSpec.parse(text) if text else None for text in self.candidates.get(role, ())]
+
+    def forward(self) -> list[Slot]:
+        """The vectors that a forward gives, in order."""
+        return [*self._slots(FORWARD), *self._products("fprop")]
+
+    def backward(self) -> list[Slot]:
+        """The vectors that a backward gives, in order."""
+        return [*self._slots(BACKWARD), *self._products("dgrad"), *self._products("wgrad")]
+
+    def _slots(self, operands: Sequence[tuple[str, str]]) -> Iterator[Slot]:
+        for role, direction in operands:
+            if role in self.tensors:
+                yield Slot(role, direction)
+                yield from (Slot(role, direction, "", i) for i in self._tried(role))
+
+    def _products(self, gemm: str) -> Iterator[Slot]:
+        measured = [(role, direction) for role, direction in GEMMS[gemm] if role in self.tensors]
+        if "product" not in self.groups or not measured:
+            return
+        yield Slot(*measured[0], gemm)
+        for role, direction in measured:
+            yield from (Slot(role, direction, gemm, i) for i in self._tried(role))
+
+    def _tried(self, role: str) -> list[int]:
+        return [i for i, spec in enumerate(self.specs(role)) if spec is not None]
+
+
+def spec_of(spec: LinearSpec, plan: Plan, slot: Slot) -> QuantSpec:
+    """The format of an operand of a linear in the direction of a slot: its own, or that of a candidate."""
+    operand: OperandSpec | None = getattr(spec, slot.role)
+    if slot.candidate >= 0:
+        operand = plan.specs(slot.role)[slot.candidate]
+    assert operand is not None
+    return operand.columnwise if slot.direction == "columnwise" else operand.rowwise

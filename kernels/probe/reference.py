@@ -1,0 +1,350 @@
+"""The statistics of probes: what each means, in plain torch, and the vectors in which a graph adds them up.
+
+An operand is x [*, R, C] with the contracted axis last, and q are the values that its quantized form stands for; for
+an operand that is Hadamard-transformed before it is quantized both are those of the transformed one. A vector has one
+entry for each name of `COLUMNS`: sums, which are added where graphs run several times in a step and over ranks, then
+largest values, then the worst block, then the numbers of elements by exponent. `merge` adds vectors, `NEUTRAL` is that
+of nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.compat.values import statically_known_true
+from fxquant.formats import Element, Format, QuantSpec
+from fxquant.kernels import custom
+from fxquant.kernels.cast import blocks, reference
+
+SUMS = (
+    "elements", "zeros", "underflow", "saturated", "subnormal", "nonfinite", "overflow", "signal", "noise", "fourth",
+    "relative", "scales", "scale_sum", "inner", "product", "exact",
+)  # fmt: skip
+"""The entries that are added."""
+
+LARGEST = ("amax", "scale_max", "minus_scale_min")
+"""The entries of which the largest counts."""
+
+WORST = ("worst", "worst_row", "worst_column")
+"""The noise of the worst block by its signal, -1 where there is none, and where it begins."""
+
+EXPONENTS = range(-48, 16)
+"""The exponents that are counted one by one: the first and the last have all beyond them too."""
+
+COLUMNS = (*SUMS, *LARGEST, *WORST, *(f"exponent_{exponent}" for exponent in EXPONENTS))
+
+GROUPS = ("values", "codes", "scales", "blocks", "exponents", "product")
+"""The parts of a vector that are computed together: what is not asked for stays as in `NEUTRAL`."""
+
+NEUTRAL = (*(0.0,) * len(SUMS), 0.0, 0.0, -math.inf, -1.0, 0.0, 0.0, *(0.0,) * len(EXPONENTS))
+
+BEYOND = 1 + 2.0**-20
+"""A magnitude is beyond another if it is larger by more than float32 rounds."""
+
+SAMPLE = 128
+"""The rows of each operand whose products are compared, at most."""
+
+_AT_ONCE = 16
+"""The exponents that are counted in one pass over the tensor."""
+
+_BLOCK = (1, 32)
+"""The block in whose place stands 'the worst' for formats without blocks."""
+
+
+def neutral(device: torch.device) -> Tensor:
+    """`NEUTRAL` on a device, without a copy from the host, which no CUDA graph takes."""
+    runs = [(value, len([*same])) for value, same in itertools.groupby(NEUTRAL)]
+    return torch.cat([torch.full((count,), value, dtype=torch.float64, device=device) for value, count in runs])
+
+
+def merge(old: Tensor, new: Tensor) -> Tensor:
+    """The vectors [*, COLUMNS] of two parts of a step taken together."""
+    sizes = [len(SUMS), len(LARGEST), len(WORST), len(EXPONENTS)]
+    a, b = (torch.split(x, sizes, -1) for x in (old, new))
+    worse = b[2].narrow(-1, 0, 1) > a[2].narrow(-1, 0, 1)
+    return torch.cat((a[0] + b[0], torch.maximum(a[1], b[1]), torch.where(worse, b[2], a[2]), a[3] + b[3]), -1)
+
+
+def finite(x: Tensor) -> Tensor:
+    """True for numbers: neither NaN nor infinite."""
+    return x.abs() < math.inf
+
+
+def underflow(x: Tensor, q: Tensor) -> Tensor:
+    """True where a number that is not zero became zero. (TransformerEngine's ``underflows%``, debug features.)"""
+    return (x != 0) & finite(x) & (q == 0)
+
+
+def overflow(x: Tensor, q: Tensor) -> Tensor:
+    """True where a number became NaN or infinite: of a scale that overflowed, or by another number of its block."""
+    return finite(x) & ~finite(q)
+
+
+def saturated(x: Tensor, q: Tensor, code: Tensor, largest: float) -> Tensor:
+    """True where a magnitude is beyond the largest that its scale can represent, which stands for it then.
+
+    (TransformerEngine's ``overflows%``, which it has for delayed scaling alone; OCP MX v1.0 section 6.3, saturation.)
+    """
+    return (code.abs() >= largest) & (x.abs() > q.abs() * BEYOND)
+
+
+def subnormal(code: Tensor, smallest_normal: float) -> Tensor:
+    """True where an element's code is a subnormal of its format: not zero, and below the smallest normal number."""
+    return (code != 0) & (code.abs() < smallest_normal)
+
+
+def exponent(x: Tensor) -> Tensor:
+    """floor(log2 |x|) as int32 of finite float32 numbers; -127 for zero and float32's own subnormals."""
+    return ((x.view(torch.int32) >> 23) & 255) - 127
+
+
+def energy(x: Tensor, counted: Tensor) -> Tensor:
+    """sum x^2 of what is `counted`, in float64: no square of a float32 number is too large or too small for it."""
+    return torch.where(counted, x, 0.0).double().square().sum()
+
+
+def fourth_moment(x: Tensor, counted: Tensor) -> Tensor:
+    """sum x^4 of what is `counted`, in float64, of which a kurtosis is made: E[x^4] / E[x^2]^2, 3 of normal values.
+
+    Computed of x / 2^64, whose fourth powers are none too large.
+    """
+    return (torch.where(counted, x, 0.0).double() * 2.0**-64).square().square().sum() * 2.0**256
+
+
+def relative_error(x: Tensor, q: Tensor, counted: Tensor) -> Tensor:
+    """The sum of min(|x - q| / |x|, 1) over what is `counted` and not zero: what small elements lose counts as much."""
+    counted = counted & (x != 0)
+    error = torch.where(counted, (x - q).abs(), 0.0) / torch.where(counted, x.abs(), 1.0)
+    return error.clamp(max=1.0).sum()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An operand and its quantized form.
+
+    `original` is x as it is, `x` what the values `q` are compared with, `code` the elements' values without their
+    scales, in the format `row`. The last two are None where only a quantizer of a user's own knows them. `valid`, where
+    there is one, says what counts; the rest is zero.
+    """
+
+    original: Tensor
+    x: Tensor
+    q: Tensor
+    code: Tensor | None
+    row: Format | None
+    valid: Tensor | None = None
+    exact: bool = False
+
+    @property
+    def padding(self) -> Tensor | int:
+        """The number of elements that do not count."""
+        if self.valid is None:
+            return 0
+        return (~self.valid).sum() * (self.original.numel() // self.valid.numel())
+
+
+def statistics(x: Tensor, parts: Sequence[Tensor], spec: QuantSpec, groups: Sequence[str]) -> Tensor:
+    """The vector [COLUMNS], float64, of an operand x whose quantized form is `parts`: its `groups`."""
+    seen = compared(x.float(), parts, spec)
+    return measured(seen, factors(parts, spec, seen.row), groups)
+
+
+def measured(seen: Compared, scales: Tensor | None, groups: Sequence[str]) -> Tensor:
+    """The vector [COLUMNS] of an operand that was quantized with such scales."""
+    original, x, q, entries = seen.original, seen.x, seen.q, dict[str, Any]()
+    entries["elements"], entries["amax"] = original.numel() - seen.padding, reference.amax(original)
+    if "exponents" in groups:
+        _count_exponents(original, entries)
+    if "values" in groups:
+        ok = finite(x) & finite(q)
+        entries["zeros"], entries["nonfinite"] = (original == 0).sum() - seen.padding, (~finite(original)).sum()
+        entries["underflow"], entries["overflow"] = underflow(x, q).sum(), overflow(x, q).sum()
+        entries["signal"], entries["noise"] = energy(x, ok), energy(x - q, ok)
+        entries["fourth"], entries["relative"] = fourth_moment(x, ok), relative_error(x, q, ok)
+    if "codes" in groups and not seen.exact:
+        _count_codes(x, q, seen.code, None if seen.row is None else seen.row.element, entries)
+    if "scales" in groups:
+        _measure_scales(scales, entries)
+    if "blocks" in groups:
+        _find_worst(x, q, seen.row, entries)
+    return _vector(entries, original)
+
+
+def _vector(entries: dict[str, Any], like: Tensor) -> Tensor:
+    """The vector with what was found, numbers and tensors of one element, or of several under ``exponents``."""
+    values = {**dict(zip(COLUMNS, NEUTRAL, strict=True)), **entries}
+    counts = values.pop("exponents", None)
+    names = COLUMNS if counts is None else COLUMNS[: -len(EXPONENTS)]
+    numbers = [values[name] for name in names]
+    cells = [
+        n.double().reshape(1) if isinstance(n, Tensor) else torch.full((1,), n, dtype=torch.float64, device=like.device)
+        for n in numbers
+    ]
+    return torch.cat([*cells, *([] if counts is None else [counts.double()])])
+
+
+def compared(x: Tensor, parts: Sequence[Tensor], spec: QuantSpec) -> Compared:
+    """An operand x, float32, beside the values that its parts stand for."""
+    if spec.is_identity:
+        return Compared(x, x, parts[0].float(), None, None, exact=True)
+    row = format_of(spec)
+    if row is None or row.element is None:
+        q = custom.get(spec).dequantize_side(parts).float()
+        return Compared(x, x, q.narrow(-1, 0, x.shape[-1]), _plain_codes(parts[0], q, x), None)
+    q = custom.get(spec).dequantize_side(parts).float() if spec.key else reference.dequantize(parts, spec)
+    code = elements(parts[0], row.element)
+    if spec.rht:
+        return Compared(x, reference.hadamard(padded(x, q), random_signs=spec.random_signs), q, code, row)
+    q, code = (t.narrow(-1, 0, x.shape[-1]) for t in (q, code))
+    return Compared(x, x, q, code, row)
+
+
+def padded(x: Tensor, q: Tensor) -> Tensor:
+    """x with zeros behind its last axis, as long as that of q."""
+    return torch.nn.functional.pad(x, (0, q.shape[-1] - x.shape[-1]))
+
+
+def format_of(spec: QuantSpec) -> Format | None:
+    """The format of a spec, also of one in blocks that is registered as a quantizer; None for one of a user's own."""
+    if not spec.key:
+        return spec.row
+    row = getattr(custom.get(spec), "row", None)
+    return row if isinstance(row, Format) else None
+
+
+def elements(data: Tensor, element: Element) -> Tensor:
+    """The float32 values of stored elements, before they are multiplied by their scales."""
+    if element.dtype == torch.float4_e2m1fn_x2 and data.dtype == torch.uint8:
+        return reference.decode_e2m1(torch.stack((data & 15, data >> 4), -1).flatten(-2))
+    return blocks.element_values(data, element)
+
+
+def _plain_codes(data: Tensor, q: Tensor, x: Tensor) -> Tensor | None:
+    """The payload of a user's quantizer, if there is a number of torch's in the place of each value."""
+    if data.shape != q.shape or data.dtype not in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+        return None
+    return data.narrow(-1, 0, x.shape[-1])
+
+
+def _count_codes(x: Tensor, q: Tensor, code: Tensor | None, element: Element | None, entries: dict[str, Any]) -> None:
+    """Counts what is saturated and subnormal; NaN where only a user's own quantizer knows."""
+    if code is None:
+        entries["saturated"] = entries["subnormal"] = math.nan
+        return
+    if element is not None:
+        largest, normal, integer = element.max, element.smallest_normal, element.dtype == torch.int8
+    else:
+        integer = code.dtype == torch.int8
+        largest = 127.0 if integer else torch.finfo(code.dtype).max
+        normal = 0.0 if integer else torch.finfo(code.dtype).smallest_normal
+    code = code.float()
+    entries["saturated"] = saturated(x, q, code, largest).sum()
+    entries["subnormal"] = 0.0 if integer else subnormal(code, normal).sum()
+
+
+def factors(parts: Sequence[Tensor], spec: QuantSpec, row: Format | None) -> Tensor | None:
+    """The factors of dequantization, one for each scale, as float32; None where a user's own quantizer has none."""
+    if spec.is_identity or len(parts) < 2:
+        return None
+    scale = parts[1]
+    if row is None:
+        return scale.float() if scale.is_floating_point() else None
+    if row.scale_dtype == torch.float8_e8m0fnu or (scale.dtype == torch.uint8 and row.element is not None):
+        return reference.decode_e8m0(scale.view(torch.uint8))
+    if len(parts) > 2 and row.element is not None:
+        return scale.float() * parts[2] * (1 / (spec.e4m3_max * row.element.max))
+    return scale.float()
+
+
+def _measure_scales(scales: Tensor | None, entries: dict[str, Any]) -> None:
+    """Counts and adds up the factors that are positive numbers, and finds the least and the largest."""
+    if scales is None:
+        return
+    counted = (scales > 0) & finite(scales)
+    entries["scales"], entries["scale_sum"] = counted.sum(), torch.where(counted, scales.double(), 0.0).sum()
+    beside = torch.nn.functional.pad(torch.where(counted, scales, 0.0).flatten(), (0, 1))
+    entries["scale_max"] = beside.amax()
+    entries["minus_scale_min"] = torch.where(beside > 0, -beside, -math.inf).amax()
+
+
+def _find_worst(x: Tensor, q: Tensor, row: Format | None, entries: dict[str, Any]) -> None:
+    """Finds the block whose noise is the largest part of its signal, the first of several, and where it begins."""
+    high, wide = row.block if row is not None and 0 not in row.block else _BLOCK
+    ok, sums = finite(x) & finite(q), []
+    for part in (x, x - q):
+        square = torch.where(ok, part, 0.0).double().square().flatten(0, -2)
+        rows, columns = square.shape
+        down, across = (rows + high - 1) // high, (columns + wide - 1) // wide
+        square = torch.nn.functional.pad(square, (0, across * wide - columns, 0, down * high - rows))
+        square = torch.unflatten(square, 1, (across, wide)).sum(-1)
+        sums.append(torch.unflatten(square, 0, (down, high)).sum(1))
+    signal, noise = sums
+    ratio = torch.nn.functional.pad(torch.where(signal > 0, noise / signal, -1.0).flatten(), (0, 1), value=-1.0)
+    place = ratio.argmax()
+    entries["worst"] = ratio.amax()
+    entries["worst_row"] = torch.div(place, across, rounding_mode="floor") * high
+    entries["worst_column"] = place % across * wide
+
+
+def _count_exponents(x: Tensor, entries: dict[str, Any]) -> None:
+    """Counts the numbers that are not zero by their exponents."""
+    counted = (x != 0) & finite(x)
+    bins = torch.where(counted, exponent(x).clamp(EXPONENTS[0], EXPONENTS[-1]), EXPONENTS[-1] + 1).flatten()
+    counts = []
+    for first in EXPONENTS[::_AT_ONCE]:
+        wanted = torch.arange(first, first + _AT_ONCE, dtype=torch.int32, device=x.device)
+        counts.append((bins.unsqueeze(0) == wanted.unsqueeze(1)).sum(1))
+    entries["exponents"] = torch.cat(counts)
+
+
+def products(operands: Sequence[Tensor], quantized: Sequence[Sequence[Tensor]], specs: Sequence[QuantSpec]) -> Tensor:
+    """The vector of a product a b^T of two operands and that of their quantized forms: what their cosine is made of.
+
+    cos = <Y, Y'> / (|Y| |Y'|) for Y = a b^T and Y' = a' b'^T, in float32, over every n-th row of each operand, so that
+    there are at most `SAMPLE`: over all of it for operands of no more rows. The rounding of a GEMM's sums is no part.
+    """
+    values = [_dequantized(parts, spec, x) for x, parts, spec in zip(operands, quantized, specs, strict=True)]
+    exact, seen = [], []
+    for x, q in zip(operands, values, strict=True):
+        x, q = _sampled(x.float()), _sampled(q)
+        power = power_below(reference.amax(x))
+        exact.append(x / power)  # products of small gradients are too small for float32
+        seen.append(q / power)
+    y, z = ((a @ b.mT).double() for a, b in (exact, seen))
+    entries = {"inner": (y * z).sum(), "exact": y.square().sum(), "product": z.square().sum()}
+    return _vector(entries, operands[0])
+
+
+def power_below(amax: Tensor) -> Tensor:
+    """The largest power of two that is no larger than float32 [1], within 2^-100 and 2^100."""
+    power = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(finite(power), power, 1.0).clamp(2.0**-100, 2.0**100)
+
+
+def _dequantized(parts: Sequence[Tensor], spec: QuantSpec, x: Tensor) -> Tensor:
+    """The values of an operand in the shape and basis of the unquantized one."""
+    if spec.is_identity:
+        return parts[0].float()
+    if spec.key:
+        q = custom.get(spec).dequantize_side(parts).float()
+    else:
+        q = reference.plain_basis(reference.dequantize(parts, spec), spec)
+    return q.narrow(-1, 0, x.shape[-1])
+
+
+def _sampled(x: Tensor) -> Tensor:
+    """Every n-th row of x [*, R, C], zeros behind the last of them: [*, SAMPLE, C]."""
+    if not statically_known_true(x.shape[-2] > 0):
+        x = torch.nn.functional.pad(x, (0, 0, 0, 1))
+    rows = x.shape[-2]
+    apart = (rows + SAMPLE - 1) // SAMPLE
+    places = torch.arange(SAMPLE, device=x.device) * apart
+    chosen = x.index_select(-2, places.clamp(max=rows - 1))
+    return torch.where((places < rows).unsqueeze(-1), chosen, 0.0)
