@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from fxquant.backend.switch import compile
     from fxquant.calibration import Amax, Calibration
     from fxquant.export.program import aoti_compile_and_package, lower_program, onnx_export, quantize_program, report_of
+    from fxquant.report.diff_views import diff
     from fxquant.report.report import Report
     from fxquant.tools.bisect import bisect
     from fxquant.tools.explain import explain
@@ -110,6 +111,7 @@ _LAZY = {
     "ProbeLog": "fxquant.tools.probe_log",
     "probe": "fxquant.tools.probe",
     "Report": "fxquant.report.report",
+    "diff": "fxquant.report.diff_views",
     "payload_state_dict": "fxquant.weights.state",
     "precompute_scales": "fxquant.weights.agree",
     "prepare_fsdp": "fxquant.weights.prepare",
@@ -215,6 +217,7 @@ __all__ = [
     "clear_cache",
     "compile",
     "compile_blocks",
+    "diff",
     "explain",
     "factories",
     "load_quantization_state_dict",

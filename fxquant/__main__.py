@@ -1,8 +1,8 @@
 """The command line: ``fxquant``, or ``python -m fxquant``, ``explain | measure | quantize | formats | recipes | ...``.
 
 Tables go to stdout; errors, notes and progress as lines to stderr, and what the user's own code prints. The exit code
-is 0 for success, 1 for a failure or where nothing is quantized, 2 for wrong usage, 130 where it was interrupted. No
-input is ever overwritten.
+is 0 for success, 1 for a failure, where nothing is quantized, or where `diff --exit-code` finds a difference, 2 for
+wrong usage, 130 where it was interrupted. No input is ever overwritten.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FxQuantError as error:
         print(f"fxquant: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    return _printed(text)
+    return _printed(text) or getattr(options, "code", 0)
 
 
 def _printed(text: str) -> int:
@@ -130,6 +130,8 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from fxquant.tools.compare import add_diff
+
     parser = argparse.ArgumentParser(prog=_program(), description="Shows what fxquant does, and why.")
     parser.add_argument("--version", action="version", version=f"fxquant {fxquant.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -150,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
 
     _add_report(commands)
+    add_diff(commands)
     measure = commands.add_parser(
         "measure",
         help="the errors of a model's quantized products",

@@ -72,10 +72,6 @@ class ReportData:
     graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when;
     `saved` is what all forwards keep for their backwards, None where none was differentiated. A report that was
     read from JSON has the estimates as they were written (`estimated`), and says the same under other rates.
-    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when. A
-    report that was read from JSON has the estimates as they were written (`estimated`), and says the same under other
-    rates.
-    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when.
     `views` has the nodes of the forward and backward graphs, `steps` those before and after each pass, where
     `fxquant.explain(.., stages=True)` was asked for them; `drawn` has the pictures of a report that was read.
     """
@@ -352,24 +348,33 @@ def _quantized(operands: Sequence[Decision]) -> bool:
 
 
 def _fold(layers: dict[str, list[Decision]]) -> list[Layer]:
-    """Merges layers that differ in one number of their name, one position of the name after another."""
-    folded = [(name.split("."), 1, rows) for name, rows in layers.items()]
-    for position in range(max((len(parts) for parts, _, _ in folded), default=0)):
-        groups: dict[Any, list[tuple[list[str], int, list[Decision]]]] = defaultdict(list)
-        for parts, count, rows in folded:
+    """Merges layers that differ in nothing but numbers of their names."""
+    names, rows = list(layers), list(layers.values())
+    contents = [tuple((role_text(d), d.gemm, d.direction, d.shape, result(d)) for d in of_layer) for of_layer in rows]
+    return [Layer(name or MODEL, len(members), rows[members[0]]) for name, members in folded(names, contents)]
+
+
+def folded(names: Sequence[str], contents: Sequence[Any]) -> list[tuple[str, list[int]]]:
+    """The names whose contents are equal, merged where they differ in one number, one position after another.
+
+    Each comes as ``layers.{0..11}.mlp``, with the places of those that it stands for.
+    """
+    merged = [(name.split("."), [place]) for place, name in enumerate(names)]
+    for position in range(max((len(parts) for parts, _ in merged), default=0)):
+        groups: dict[Any, list[tuple[list[str], list[int]]]] = defaultdict(list)
+        for parts, places in merged:
             same = list(parts)
             if position < len(parts) and parts[position].isdecimal():
                 same[position] = "{}"
-            content = tuple((role_text(d), d.gemm, d.direction, d.shape, result(d)) for d in rows)
-            groups[tuple(same), content].append((parts, count, rows))
-        folded = []
+            groups[tuple(same), contents[places[0]]].append((parts, places))
+        merged = []
         for members in groups.values():
-            parts, count, rows = members[0]
+            parts = members[0][0]
             if len(members) > 1:
                 numbers = ranges([int(member[0][position]) for member in members])
                 parts = [*parts[:position], numbers, *parts[position + 1 :]]
-            folded.append((parts, count * len(members), rows))
-    return [Layer(".".join(parts) or MODEL, count, rows) for parts, count, rows in folded]
+            merged.append((parts, [place for _, places in members for place in places]))
+    return [(".".join(parts), places) for parts, places in merged]
 
 
 def ranges(numbers: Sequence[int]) -> str:
