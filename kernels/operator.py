@@ -16,6 +16,7 @@ only asks needs no Triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -253,6 +254,25 @@ class Operator(Generic[P, R]):
     def run(self, kernel: Kernel) -> Callable[..., R]:
         """The function that is a kernel."""
         return next((choice.run for choice in self.implementations if choice.kernel is kernel), self.meaning)
+
+    @functools.cached_property
+    def in_range(self) -> Any:
+        """The operator behind two arguments: a name, under which a profiler shows it, and True for its best kernel.
+
+        By False it runs its meaning.
+        """
+        name, library = f"{self.name}_in_range", _LIBRARIES["fxquant_kernels"]
+
+        def run(range: str, best: bool, *args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(range):
+                return (self.best if best else self.meaning)(*args, **kwargs)
+
+        library.define(
+            f"{name}(str range, bool best, {self.schema.removeprefix('(')}", tags=torch.Tag.pt2_compliant_tag
+        )
+        library.impl(name, run, "CompositeExplicitAutograd")
+        fake_kernel(library, name)(lambda range, best, *args, **kwargs: self._fake(*args, **kwargs))
+        return getattr(torch.ops.fxquant_kernels, name).default
 
     def best(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result by the kernel that is chosen for the arguments."""

@@ -35,8 +35,9 @@ from fxquant.compat.private import (
     min_cut_rematerialization_partition,
     observed,
 )
+from fxquant.compat.trace import trace_artifact
 from fxquant.cost.kept import kept_text
-from fxquant.decisions import Considered
+from fxquant.decisions import Considered, NotFused
 from fxquant.kernels.linear import timing
 from fxquant.kernels.operator import OPERATORS
 from fxquant.passes import verify
@@ -86,6 +87,7 @@ from fxquant.passes.lower.few_rows import few_rows
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.materialize import materialize_shared_inputs
 from fxquant.passes.lower.producers import fuse_producers
+from fxquant.passes.lower.ranges import mark_gemms, name_meanings, name_products
 from fxquant.passes.lower.state.advance import advance_state
 from fxquant.passes.lower.state.batch_amaxes import batch_amaxes
 from fxquant.passes.lower.state.record_in_kernel import record_in_kernel
@@ -160,7 +162,9 @@ MEANING = (
     Pass(dispatch_payloads, "without a backward there is no joint graph"),
     Pass(gather_payloads, "without a backward there is no joint graph"),
     Pass(reuse_attention_payload, "what autograd did not show: a linear of the backward in front of an attention"),
+    Pass(mark_gemms, "a product is told from its kin by its operand's one direction, before pairs have both"),
     Pass(pair_directions, "the partitioner has placed each direction, and equal quantizations are left"),
+    Pass(name_meanings, "no pass reads products any more"),
 )
 SPLIT = (
     Pass(dispatch_payloads, "without a backward there is no joint graph"),
@@ -171,12 +175,15 @@ SPLIT = (
     Pass(split_scales, "kernels that are fused below take scales as tensors of their own"),
     Pass(reuse_attention_payload, "before pairs: one direction may be reused, and the other not"),
     Pass(swizzle_scales, "without a backward there is no joint graph; pairs and fusions take the spec as it is"),
+    Pass(mark_gemms, "a product is told from its kin by its operand's one direction, before pairs have both",
+         portable=False),
     Pass(pair_directions, "the partitioner has placed each direction; fusions below serve both at once"),
     Pass(fuse_producers, "knows by now which directions of a tensor one kernel writes", portable=False),
     Pass(fuse_epilogues, "takes amaxes that no producer has taken", portable=False),
     Pass(amax_before_views, "for amaxes that are left to Inductor"),
     Pass(record_in_kernel, "all kernels that have amaxes are there", portable=False, training_only=True),
     Pass(few_rows, "takes quantizations and sums that no fusion above has taken"),
+    Pass(name_products, "products have their epilogues by now, and are operators still", portable=False),
     Pass(lower, "no pass reads fxquant's operators any more"),
     Pass(materialize_shared_inputs, "launches of kernels stand in the graph only now"),
 )  # fmt: skip
@@ -248,6 +255,15 @@ def _change(graph: fx.Graph, step: Pass, settings: Settings) -> str:
     return "disabled" if changed is None else f"{changed} nodes"
 
 
+def traced(reasons: list[Considered]) -> list[Considered]:
+    """Leaves the reasons against fusions in torch's structured trace, where there is one; returns all of them."""
+    lines = [f"{r.step}: layer {r.layer or '<model>'}: {r.operator}: {r.reason}" for r in reasons
+             if isinstance(r, NotFused)]  # fmt: skip
+    if lines:
+        trace_artifact("fxquant_not_fused", lambda: "\n".join(lines))
+    return reasons
+
+
 class Partition(CustomPartitionerFn):
     """The stage `JOINT`, and behind it the partitioner: `inner`, or torch's min-cut.
 
@@ -263,7 +279,7 @@ class Partition(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         run(JOINT, gm.graph, self.settings)
-        self.reasons += considered(gm.graph)
+        self.reasons += traced(considered(gm.graph))
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
         with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
@@ -307,7 +323,7 @@ class Lowering(QuantizedGraphPass):
             self.seen(graph.owning_module)
         with watched(self._watch):
             run(SPLIT, graph, self.settings)
-        self.reasons += considered(graph)
+        self.reasons += traced(considered(graph))
         for other in self.after:
             other(graph)
 
@@ -351,4 +367,5 @@ __all__ = [
     "Partition",
     "Pass",
     "run",
+    "traced",
 ]

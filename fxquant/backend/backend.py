@@ -36,11 +36,13 @@ from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import aot_autograd, make_boxed_func, own_errors, recomputes_activations, with_hooks
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
+from fxquant.compat.trace import trace_artifact
 from fxquant.compat.values import static_fakes
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import considered
-from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run
+from fxquant.passes.lower.ranges import register_ranges
+from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run, traced
 from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
 from fxquant.passes.verify import checks_values
@@ -73,7 +75,7 @@ class Backend:
     gives layers their full names where the graph breaks. `amax_group` is the process group over which delayed scaling
     takes the largest amax; without one it is that of all ranks, also ``world``, but not in a stage of a pipeline.
     With `quantized_dispatch` tokens are quantized before ranks exchange them for experts' products, where each row has
-    its scales for itself.
+    its scales for itself. With `ranges` products run under names for a profiler, such as ``layers.3.mlp.down wgrad``.
     Backends with the same `states` share them. `captured` counts the graphs that have run so far.
 
     Raises RecipeError for an unknown recipe and OptionError for an unknown setting.
@@ -114,6 +116,8 @@ class Backend:
         self.recipe = resolve(options.recipe)
         self.inductor = options.for_inductor(self.mode)
         self.settings = options.for_passes()
+        if options.ranges:
+            register_ranges()
         self.quantizations = Quantizations(self._compile_quantization)
         self.weights = self._weight_cache()
         self.records = self._no_records()
@@ -298,7 +302,10 @@ class Backend:
         record.shared = Shared(
             self.recipe, self._all_names if place is not None and place.path else self._names, captured.roles
         )
-        log.info("%s", Report(recipe=str(self.recipe), decisions=[*captured.decisions]).totals())
+        report = Report(recipe=str(self.recipe), decisions=[*captured.decisions], breaks=[*record.breaks])
+        log.info("%s", report.totals())
+        trace_artifact("fxquant_decisions", lambda: report.text(full=True))
+        trace_artifact("fxquant_report", lambda: report.to_json(), "json")
         return captured.slots
 
     def _names_here(self, place: Place | None) -> Mapping[str, str]:
@@ -386,7 +393,7 @@ def compile_eager(
     @own_errors()
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         run(MEANING, graph_module.graph, partition.settings)
-        partition.reasons += considered(graph_module.graph)
+        partition.reasons += traced(considered(graph_module.graph))
         graph_module.recompile()
         return make_boxed_func(inner(graph_module, inputs))
 

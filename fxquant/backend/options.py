@@ -38,6 +38,7 @@ class Options:
     cache_weights: bool = False
     gemm: Annotated[str, OneOf(*GEMM)] = "auto"
     quantized_dispatch: bool = False
+    ranges: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", resolve(self.recipe))
@@ -89,6 +90,7 @@ class Options:
             save=self.save,
             gemm=self.gemm,
             quantized_dispatch=self.quantized_dispatch,
+            ranges=self.ranges,
         )
 
 

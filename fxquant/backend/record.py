@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
+from fxquant.compat.trace import trace_artifact
 from fxquant.decisions import Considered, Decision, NotFused, Saved, SentQuantized
 from fxquant.passes.look import half, snapshot
 from fxquant.recipes import Recipe
@@ -86,7 +87,9 @@ class GraphRecord:
 
     def see(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Keeps the text of the forward or the backward, in which the operators of fxquant stand."""
-        self.texts.setdefault(half(gm.graph), []).append(graph_text(gm))
+        text, name = graph_text(gm), half(gm.graph)
+        self.texts.setdefault(name, []).append(text)
+        trace_artifact(f"fxquant_{name}_graph", lambda: text)
         return gm
 
     def look(self, graph: fx.Graph, names: Mapping[str, str]) -> None:

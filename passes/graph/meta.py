@@ -24,7 +24,10 @@ STACK_TRACE = "stack_trace"
 CUSTOM = "custom"
 """A dictionary of annotations that torch keeps through every transformation; `layer_of` reads ours."""
 
-OF_A_TRACE = ("eager_input_vals", "original_aten")
+EAGER_INPUTS = "eager_input_vals"
+"""The arguments and keywords of an operator as a trace saw them, whose strides Inductor keeps for it."""
+
+OF_A_TRACE = (EAGER_INPUTS, "original_aten")
 """Keys that a trace writes: inputs whose strides Inductor keeps for an operator, and the name that kernels get."""
 
 LAYER = "fxquant_layer"
@@ -41,6 +44,9 @@ PROJECTION = "fxquant_projection"
 
 SITE = "fxquant_site"
 """The site, as decisions count them, of an inserted operator."""
+
+GEMM = "fxquant_gemm"
+"""The GEMM of its layer that a product is, for the ranges of a profiler."""
 
 PART = "fxquant_part"
 """The place of a tensor among those that a user's own quantizer made."""
