@@ -189,6 +189,7 @@ class Operator(Generic[P, R]):
         self.reference = reference
         self.traits = traits
         self.implementations: list[Implementation] = []
+        self.pieces: Callable[..., R] | None = None
         self._facts: Callable[..., Any] = _device_facts
         self._fake: Callable[..., R] = meaning
         self._library = _LIBRARIES[namespace]
@@ -208,6 +209,11 @@ class Operator(Generic[P, R]):
     def fake(self, run: Callable[..., R]) -> Callable[..., R]:
         """Registers the shapes and dtypes of the results, for an operator whose meaning takes long on fake tensors."""
         self._fake = run
+        return run
+
+    def in_pieces(self, run: Callable[..., R]) -> Callable[..., R]:
+        """Registers the meaning with casts that are operators of their own (see `fxquant.kernels.cast.pieces`)."""
+        self.pieces = run
         return run
 
     def on(self, key: str) -> Callable[[Run], Run]:

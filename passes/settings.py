@@ -14,7 +14,9 @@ class Settings:
     `kernels.linear.choice.GEMM`. With `quantized_dispatch` ranks exchange tokens quantized. `device` is the type of
     device whose tensors are fused. A `portable` graph works where fxquant is not; `kernels` says that Triton kernels
     will be compiled into what runs. With `exact_recompute` what is fused must give the bits of Inductor's own kernels.
-    `cpp_wrapper` says that Inductor writes C++ around kernels. With `ranges` products have names for a profiler.
+    `cpp_wrapper` says that Inductor writes C++ around kernels. With `pieces` graphs for a CPU call casts that are
+    compiled once for all of them. With `ranges` products have
+    names for a profiler.
     """
 
     recipe: str = ""
@@ -28,6 +30,7 @@ class Settings:
     kernels: bool = True
     exact_recompute: bool = False
     cpp_wrapper: bool = False
+    pieces: bool = False
     ranges: bool = False
 
 

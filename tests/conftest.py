@@ -64,6 +64,9 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def without_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inductor writes its C++ kernels and does not compile them, for tests that ask for no number."""
+    from fxquant.kernels.cast import pieces
+
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *args: lambda *pointers: None)
+    monkeypatch.setattr(pieces, "_pieces", {})  # what is compiled so is for no other test
     yield
     PyCodeCache.cache_clear()

@@ -41,10 +41,12 @@ def inductor_settings(
         **({"cpp.max_horizontal_fusion_size": 1} if recomputed else {}),
         **by_user,
     }
+    in_cpp = bool(by_user.get("cpp_wrapper", inductor_config.cpp_wrapper))
     settings = replace(
         settings,
         exact_recompute=bool(chosen["emulate_precision_casts"]),
-        cpp_wrapper=bool(by_user.get("cpp_wrapper", inductor_config.cpp_wrapper)),
+        cpp_wrapper=in_cpp,
+        pieces=not (in_cpp or settings.portable),
     )
     for name, of_us in (("custom_partitioner_fn", Partition), ("post_grad_custom_post_pass", Lowering)):
         chosen[name] = of_us(settings, by_user.get(name, getattr(inductor_config, name)), reasons)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,12 @@ import torch.fx.experimental._config as symbolic_config
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    statically_known_true,
+)
 from torch.utils._pytree import tree_leaves
 
 
@@ -45,6 +50,16 @@ def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any])
     """Returns the tensors as fakes of the mode of the inputs, with sizes that are not symbolic."""
     mode = detect_fake_mode(list(example_inputs))
     return list(tensors) if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
+def fakes_of_any_size(tensors: Sequence[torch.Tensor], free: Collection[int]) -> list[torch.Tensor]:
+    """Returns the tensors as fakes, in which the sizes that are `free` are symbols: one for each number."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    kinds = ([DimDynamic.DUCK if size in free else DimDynamic.STATIC for size in t.shape] for t in tensors)
+    contexts: list[StatelessSymbolicContext[Any, Any]] = [
+        StatelessSymbolicContext(dynamic_sizes=dims) for dims in kinds
+    ]
+    return [mode.from_tensor(t, symbolic_context=context) for t, context in zip(tensors, contexts, strict=True)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -260,7 +260,11 @@ def _triton_produce_into(
 @operator()
 def dequantize(parts: Parts, spec: str, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The values of one direction as [*, M, K] (`size` = [M, K]) in `dtype`."""
-    values = reference.dequantize(parts, QuantSpec.parse(spec))
+    return cut_to_size(reference.dequantize(parts, QuantSpec.parse(spec)), direction, size, dtype)
+
+
+def cut_to_size(values: Tensor, direction: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Dequantized values as [*, M, K] (`size` = [M, K]) in `dtype`, without their padding."""
     length = size[-2] if direction == "columnwise" else size[-1]
     return _oriented(values.narrow(-1, 0, length), direction).to(dtype).contiguous()
 

@@ -6,6 +6,9 @@ with a restored state as it was before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,13 +60,23 @@ def random_bytes(shape: torch.Size, state: Tensor, stream: int) -> Tensor:
     take the four words of one counter, (their place in the row, row, 2 number + stream, step), low bytes first; rows
     are counted over the batch. So padding moves no other element's bytes.
     """
+    return bytes_of(random_words(shape, state, stream))
+
+
+def random_words(shape: Sequence[int | torch.SymInt], state: Tensor, stream: int) -> Tensor:
+    """The words [*batch, R, C / 16, 4] that `random_bytes` are made of."""
     *outer, columns = shape
-    rows = 1
+    rows: Any = 1
     for size in outer:
         rows = rows * size
     seed, step, number = state.unbind()
     keys = round_keys((seed & _MASK, seed >> 32 & _MASK))
     row = _arange(rows, seed).reshape(*outer, 1)
     words = philox4x32((_arange(columns // 16, seed), row, 2 * number + stream, step & _MASK), keys)
-    shifts = torch.arange(0, 32, 8, device=state.device)
-    return (torch.stack(words, -1).unsqueeze(-1) >> shifts & 0xFF).flatten(-3)
+    return torch.stack(words, -1)
+
+
+def bytes_of(words: Tensor) -> Tensor:
+    """The bytes [*, C] of words [*, C / 16, 4], low ones first."""
+    shifts = torch.arange(0, 32, 8, device=words.device)
+    return (words.unsqueeze(-1) >> shifts & 0xFF).flatten(-3)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,8 +39,9 @@ _SMALLEST_POWER = 0x00400000
 
 
 def quantize(
-    x: Tensor, spec: QuantSpec, state: Tensor | None = None, global_amax: Tensor | None = None
-) -> list[Tensor]:
+    x: Tensor, spec: QuantSpec, state: Tensor | None = None, global_amax: Tensor | None = None,
+    words: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Quantizes x [*batch, R, C] (float32, bfloat16, float16; float64 is rounded to float32) along its last axis.
 
     Returns [data, scale], for NVFP4 [data, scale, global_amax]. `data` is [*batch, R, Cp] in the element's dtype, for
@@ -60,11 +61,12 @@ def quantize(
     multiplied; for stochastic rounding int64 [3], seed, step and the operand's number (see `philox.random_bytes`),
     behind which the bits of a global amax may stand; for other NVFP4 a global amax from calibration or from all ranks,
     float32 [1]. For a part of x to have its own, a multiplier (per_tensor, per_row) broadcasts against x, and a global
-    amax (NVFP4) against the amaxes of its blocks.
+    amax (NVFP4) against the amaxes of its blocks. `words` are the random ones that the state stands for, if they are
+    there already.
     """
     check_state(state, spec)
     if spec.swizzled:
-        data, scale, *rest = quantize(x, replace(spec, swizzled=False), state, global_amax)
+        data, scale, *rest = quantize(x, replace(spec, swizzled=False), state, global_amax, words)
         return [data, swizzle(scale), *rest]
     row = spec.row
     if x.dtype == torch.float64:
@@ -80,8 +82,8 @@ def quantize(
         state = state.to(x.device)
         if state.shape[0] > _RANDOM:
             global_amax = state.narrow(0, _RANDOM, 1).to(torch.int32).view(torch.float32)
-        random = philox.random_bytes(x.shape, state.narrow(0, 0, _RANDOM), spec.stream)
-        return quantize_nvfp4(x, spec, random, global_amax)
+        words = philox.random_words(x.shape, state.narrow(0, 0, _RANDOM), spec.stream) if words is None else words
+        return quantize_nvfp4(x, spec, philox.bytes_of(words), global_amax)
     if row.family == "mxfp8":
         return _quantize_mxfp8(x, spec)
     return _quantize_float32_scale(x, spec, state)
@@ -133,13 +135,13 @@ def dequantize(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor:
 
 def scaled_mm(
     a: Sequence[Tensor], a_spec: QuantSpec, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype, values: Callable[[Sequence[Tensor], QuantSpec], Tensor] = dequantize,
 ) -> Tensor:  # fmt: skip
     """a [*batch, M, K] x b [*batch, N, K] transposed, + bias [N], gives [*batch, M, N] of `out_dtype`.
 
-    Dequantized operands, float32 products, sums and bias, one rounding to `out_dtype`.
+    Dequantized operands (`values`), float32 products, sums and bias, one rounding to `out_dtype`.
     """
-    left, right = multiplicands(dequantize(a, a_spec), a_spec, dequantize(b, b_spec), b_spec)
+    left, right = multiplicands(values(a, a_spec), a_spec, values(b, b_spec), b_spec)
     out = left @ right.mT
     if bias is not None:
         out = out + bias.float()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxquant.formats import QuantSpec, check_parts
 from fxquant.kernels.cast import reference
+from fxquant.kernels.cast.pieces import dequantized
 from fxquant.kernels.linear import choice, gluon_op
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.epilogues import ACTIVATIONS
@@ -21,6 +22,14 @@ def scaled_mm(
 ) -> Tensor:
     """a [*, M, K] x b [*, N, K]^T + bias [N] in `out_dtype`."""
     return reference.scaled_mm(a, QuantSpec.parse(a_spec), b, QuantSpec.parse(b_spec), bias, out_dtype)
+
+
+@scaled_mm.in_pieces
+def _scaled_mm_in_pieces(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    specs = QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)
+    return reference.scaled_mm(a, specs[0], b, specs[1], bias, out_dtype, dequantized)
 
 
 @scaled_mm.fake

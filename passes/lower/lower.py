@@ -1,7 +1,8 @@
 """Lower: replaces every fxquant operator by what runs on its device. After it the graph speaks of kernels only.
 
 The operator chooses its kernel by the facts of a node; the kernel is traced, and the trace put in the node's place. On
-the CPU that is the meaning itself, spelled in ATen operators for Inductor to fuse.
+the CPU that is the meaning itself, spelled in ATen operators for Inductor to fuse; beside fxquant, its casts are pieces
+that all graphs call (`fxquant.kernels.cast.pieces`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fxquant.compat.private import (
     DENSE,
     inductor_decompositions,
     tree_flatten,
+    tree_leaves,
     tree_map_only,
     triton_kernel_wrapper_functional,
     triton_kernel_wrapper_mutation,
@@ -100,10 +102,16 @@ def implementation(node: fx.Node, settings: Settings) -> Callable[..., Any]:
     chosen = called.choose(facts)
     kernel = chosen.kernel
     allowed(node, "lower", str(chosen) if chosen.reason and facts.on_cuda else "")
+    if kernel is called.reference and called.pieces is not None and settings.pieces and _on_cpu(node):
+        return called.pieces
     if kernel is not called.reference or not called.traits.reads_values:
         return called.run(kernel)
     is_input = called.traits.reads_values == 1 and behind_views(node.args[0]).op in ("placeholder", "get_attr")
     return called.meaning if is_input else functools.partial(of_rounded, called)  # inputs are rounded
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    return all(value.is_cpu for value in tree_leaves(val(node)))
 
 
 def facts_of(node: fx.Node, settings: Settings) -> Facts:

@@ -640,7 +640,7 @@ def found_in(folder: str, recipes: Sequence[str]) -> list[dict[str, Any]]:
             for cache, key in (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
         ]
         state = {key: tensor.tolist() for key, tensor in run.quantization_state_dict().items()}
-        report = dataclasses.replace(run.report(), graphs={}, header=Header()).to_json()
+        report = dataclasses.replace(run.report(), graphs={}, views={}, saved=None, header=Header()).to_json()
         results.append({"caches": caches, "got": [outputs, model.weight.grad.tolist(), state, report]})
     return results
 
@@ -655,11 +655,12 @@ def test_a_second_process_finds_both_caches_and_another_recipe_does_not(tmp_path
 
     recipes = ("current_scaling", "delayed_scaling", "float8_blockwise")
     for name, cold, warm in zip(recipes, ran(*recipes), (found := ran(*recipes, "custom")), strict=False):
-        assert cold["caches"] == [[0, 1, 0], [0, 2, 0]], name
-        assert warm["caches"] == [[1, 0, 0], [2, 0, 0]], name
+        (aot, graphs), (aot_again, graphs_again) = cold["caches"], warm["caches"]  # casts of a CPU among them
+        assert aot[1] >= 1 and graphs[1] >= 2 and not aot[2] + graphs[2], name
+        assert aot_again[0] >= 1 and graphs_again[0] >= 2 and not any((*aot_again[1:], *graphs_again[1:])), name
         assert warm["got"] == cold["got"], name
     (aot, (hits, *_)) = found[-1]["caches"]
-    assert aot == [0, 1, 0] and hits == 0, "the fingerprint is part of the key"
+    assert aot[0] == hits == 0 and aot[1] >= 1, "the fingerprint is part of the key"
 
 
 def test_compiling_warns_of_nothing() -> None:
