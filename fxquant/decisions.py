@@ -69,8 +69,9 @@ _MEANINGS = {
 }
 
 _REMEDIES = {
-    "HIGH_PRECISION": "Nothing, if it is meant. Otherwise name a quantizer for it: named recipes answer for linear "
-    "layers and experts, for attention with fp8_dpa=True, and for other products a CustomRecipe does.",
+    "HIGH_PRECISION": "Nothing, if the recipe is meant so. Attention: set fp8_dpa=True in the recipe, as in "
+    "fxquant.Float8CurrentScaling(fp8_dpa=True). A layer that a rule of yours keeps: change the rule. Another product "
+    "of two activations: answer for module_type 'matmul' in a CustomRecipe.",
     "TOO_SMALL": "Nothing: it is a small part of the work. A layer that is wanted needs at least 16 features on both "
     "sides.",
     "DTYPE": "Compute in bfloat16, float16 or float32: convert the model, or train under torch.autocast. For float64 "
@@ -84,8 +85,8 @@ _REMEDIES = {
     "torch.nn.functional.grouped_mm elsewhere.",
     "ATTENTION": "Call torch.nn.functional.scaled_dot_product_attention, without what the detail names. Or let a "
     "CustomRecipe quantize its products, with module_type 'matmul'.",
-    "CONVOLUTION": "Nothing, where little of the work is in it. A kernel of 1, or as large as its stride, is "
-    "quantized.",
+    "CONVOLUTION": "No setting changes that: convolutions are quantized where their kernel is 1, or as large "
+    "as their stride (patches), and transposed ones are not.",
     "BILINEAR": "Write it as a product of two, followed by another.",
     "MULTI_PRODUCT": "Write the products one by one, (x @ a) @ b.",
     "UNSUPPORTED_FORM": "Write it as a matmul, with sums and diagonals taken before or behind it.",

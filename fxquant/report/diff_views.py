@@ -82,7 +82,19 @@ def _sentences(diff: Difference) -> list[str]:
     formats = [f"{a} → {b} ({_count(count, 'operand')})" for a, b, count in diff.formats[:4]]
     more = f" and {len(diff.formats) - 4} more" if len(diff.formats) > 4 else ""
     lines += [f"formats: {'; '.join(formats)}{more}"] if formats else []
-    return [*lines, f"{_count(diff.same, 'layer')} the same", ""]
+    return [*lines, *_slower(diff), f"{_count(diff.same, 'layer')} the same", ""]
+
+
+def _slower(diff: Difference) -> list[str]:
+    """Says of a side that takes longer than without quantization that it does."""
+    facts = {pair.what: pair for pair in diff.summary}
+    time, high = facts["estimated time (us)"], facts["time in high precision (us)"]
+    sides = ((diff.named[0], time.a, high.a), (diff.named[1], time.b, high.b))
+    return [
+        f"{name} is slower than high precision: {time_text(taken)} of {time_text(plain)}, as where formats are emulated"
+        for name, taken, plain in sides
+        if taken is not None and plain is not None and taken > plain
+    ]
 
 
 def _title(diff: Difference, kind: str) -> str:
@@ -165,7 +177,7 @@ def dumps(diff: Difference) -> str:
 def page(diff: Difference) -> str:
     """The comparison as a whole HTML document."""
     a, b = map(escape, diff.named)
-    head = f"<p class='overline'>fxquant diff</p><h1>{a} <small>compared with</small> {b}</h1>"
+    head = f"<p class='overline'>fxquant diff</p><h1><small>from</small> {a} <small>to</small> {b}</h1>"
     sections = [_section(diff, kind, changes) for kind, changes in diff.by_kind().items()]
     lead = "".join(f"<li>{escape(line)}</li>" for line in _sentences(diff) if line)
     parts = [head, _cards(diff), f"<h2>What changed</h2><ul class='lead'>{lead}</ul>", *sections, _facts(diff)]
@@ -205,7 +217,11 @@ def _cards(diff: Difference) -> str:
         pair = facts[what]
         if pair.a is not None and pair.b is not None:
             same = "" if pair.a != pair.b else ", the same"
-            cards.append((label + same, f"{_value(what, pair.a)} → {_value(what, pair.b)}", _ratio(pair)))
+            under = _ratio(pair)
+            if what == "estimated time (us)":
+                high = facts["time in high precision (us)"]
+                under += f"; in high precision {' and '.join(dict.fromkeys(_value(what, t) for t in (high.a, high.b)))}"
+            cards.append((label + same, f"{_value(what, pair.a)} → {_value(what, pair.b)}", under))
     return "<div class='cards'>" + "".join(_card(*card) for card in cards) + "</div>"
 
 

@@ -255,7 +255,7 @@ def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures) -
         "weights and times are those of all of them. A row opens.</p>"
         "<noscript><p class='warning'>The tree needs JavaScript.</p></noscript>"
         "<div class='tools'><input type='search' aria-label='filter' "
-        "placeholder='filter: layers.1 mlp, wgrad, TOO_SMALL, a kernel …'>"
+        "placeholder='filter: layers.1 mlp, columnwise, nvfp4, a reason, a kernel …'>"
         f"<select class='kind' aria-label='which rows'>{shown}</select>"
         f"<select class='sort' aria-label='order'>{orders}</select>"
         "<button type='button' class='open'>Open all</button><button type='button' class='close'>Close all</button>"

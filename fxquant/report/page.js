@@ -366,7 +366,12 @@ function fxqTree(root) {
   input.oninput = () => { words = input.value.toLowerCase().split(/\s+/).filter(Boolean); most = MORE; draw(); };
   kind.onchange = () => { most = MORE; draw(); };
   sort.onchange = () => { descending = true; draw(); };
-  at(".open").onclick = () => { for (const node of nodes) if (node.nodes) node.open = true; draw(); };
+  at(".open").onclick = () => {  // modules first, then their rows
+    const shut = nodes.some(node => node.nodes && !node.open);
+    for (const node of nodes) if (node.nodes) node.open = true;
+    if (!shut) for (const leaf of visible) if (!leaf.nodes) opened.add(leaf);
+    draw();
+  };
   at(".close").onclick = () => { for (const node of nodes) node.open = false; opened.clear(); draw(); };
   at(".more").onclick = () => { most += MORE; draw(); };
   new IntersectionObserver(seen => { if (seen[0].isIntersecting) at(".more").onclick(); }).observe(at(".more"));

@@ -272,7 +272,7 @@ def test_the_page_alone_answers(llama: Report, unet: Report, broken: Report, sho
     assert "Longest: layers.{0..31}.mlp.down" in cards and "Saved for the backward" in cards and "GiB →" in cards
     tab = show(unet)
     text = tab.locator("main").inner_text()
-    for said in ("CONVOLUTION", "kernel 3x3", "up.1", "Most FLOPs", "A kernel of 1, or as large as its stride"):
+    for said in ("CONVOLUTION", "kernel 3x3", "up.1", "Most FLOPs", "where their kernel is 1"):
         assert said in text
     tab = show(broken)
     text = tab.locator("main").inner_text()
