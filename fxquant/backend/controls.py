@@ -95,6 +95,7 @@ class Controls:
         self.within: Sequence[str] = ()
         """The parts of the model that are compiled; the whole of it if there are none."""
         self.recipe = first.recipe
+        self.of_a_model = first.switches
         self.backends: dict[Recipe, Backend] = {first.recipe: first}
         self.running: Recipe | None = None
         self.warned = False
@@ -275,6 +276,8 @@ _all: weakref.WeakSet[Controls] = weakref.WeakSet()
 
 
 def controls_that_compiled(model: nn.Module) -> list[Controls]:
-    """The controls of all backends that compile a model or a part of it."""
+    """The controls of all backends that compile a model or a part of it; those of tools, which look once, are none."""
     parts = set(map(id, model.modules()))
-    return [controls for controls in [*_all] if any(id(root) in parts for root in [*controls.roots])]
+    return [
+        controls for controls in [*_all] if controls.of_a_model and any(id(root) in parts for root in [*controls.roots])
+    ]

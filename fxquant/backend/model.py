@@ -140,7 +140,8 @@ def _parts(model: Any) -> list[Part]:
 def controls_of(model: Any) -> list[Controls]:
     """The controls of all backends that have compiled a model, or are to compile it, in the order of creation."""
     controls = {id(one): one for one in _behind(model)}
-    if isinstance(model, nn.Module):
+    alone = controls and "_orig_mod" in getattr(model, "_modules", ())  # what torch.compile gave: no other compilation
+    if isinstance(model, nn.Module) and not alone:
         controls |= {id(one): one for one in controls_that_compiled(model)}
     if not controls:
         name = type(model).__name__ if isinstance(model, nn.Module) else repr(model)

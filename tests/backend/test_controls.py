@@ -239,6 +239,18 @@ def test_tools_keep_the_recipe_that_they_are_given() -> None:
         assert fxquant.explain(net, "mxfp8", x).coverage == 1
 
 
+def test_a_report_is_of_its_own_compilation() -> None:
+    net, x = model(), torch.randn(16, 64)
+    run = torch.compile(net, backend="fxquant", options={"recipe": "mxfp8", **EAGER})
+    run(x)
+    matmuls = str(fxquant.report(run)).splitlines()[1]
+    fxquant.explain(net, "nvfp4", x)
+    fxquant.measure(net, "nvfp4", x)
+    assert str(fxquant.report(net)).splitlines()[1] == matmuls, "tools compile nothing that runs"
+    fxquant.compile(net, "rowwise", options=EAGER)(x)
+    assert str(fxquant.report(run)).splitlines()[1] == matmuls
+
+
 def test_a_backend_whose_copy_ran_is_not_told_of_at_exit(monkeypatch: Any) -> None:
     monkeypatch.setattr(notices, "_untold", [])
     backend, idle = (fxquant.Backend("mxfp8", **EAGER) for _ in range(2))
