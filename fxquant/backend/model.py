@@ -12,7 +12,7 @@ from fxquant.backend.backend import Backend, ByName
 from fxquant.backend.by_rank import marked
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.controls import Controls, controls_that_compiled
-from fxquant.compat.frames import backends_behind, unwrapped
+from fxquant.compat.frames import backends_behind, is_compiled_form, unwrapped
 from fxquant.errors import OptionError
 from fxquant.passes.plan.layers import clean_path
 from fxquant.recipes import Recipe
@@ -140,7 +140,7 @@ def _parts(model: Any) -> list[Part]:
 def controls_of(model: Any) -> list[Controls]:
     """The controls of all backends that have compiled a model, or are to compile it, in the order of creation."""
     controls = {id(one): one for one in _behind(model)}
-    alone = controls and "_orig_mod" in getattr(model, "_modules", ())  # what torch.compile gave: no other compilation
+    alone = bool(controls) and is_compiled_form(model)
     if isinstance(model, nn.Module) and not alone:
         controls |= {id(one): one for one in controls_that_compiled(model)}
     if not controls:

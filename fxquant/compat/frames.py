@@ -81,6 +81,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_compiled_form(module: Any) -> bool:
+    """Returns True for what torch.compile gave for a module, which is one compilation of it, perhaps of several."""
+    return isinstance(module, OptimizedModule)
+
+
 def backends_behind(compiled: Any) -> Iterator[tuple[nn.Module | None, Any, Any, Mapping[str, Any]]]:
     """The backends that torch.compile was given for a callable, or for a module and what it consists of.
 

@@ -15,7 +15,6 @@ from tensor_cores import SCALED_MM, OnTensorCores, accepted, described
 from torch import Tensor, fx, nn
 
 from fxquant import Backend
-from fxquant.backend.record import phase
 from fxquant.compat.private import (
     aot_autograd,
     knows_grouped_kinds,
@@ -27,6 +26,7 @@ from fxquant.kernels.cast import choice as casts
 from fxquant.kernels.grouped import choice as groups
 from fxquant.kernels.linear import choice as gemms
 from fxquant.passes.graph.names import op_name
+from fxquant.passes.look import half
 from fxquant.passes.pipeline import SPLIT, Partition, run
 from fxquant.passes.settings import Settings
 
@@ -43,7 +43,7 @@ class Lowered(Backend):
         def lowered(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             run(SPLIT, module.graph, Settings(kernels=self.kernels))
             module.recompile()
-            self.graphs[phase(module)] = module
+            self.graphs[half(module.graph)] = module
             return make_boxed_func(zeros(module) if self.kernels else OnTensorCores(module).run)
 
         compilers = dict.fromkeys(("fw_compiler", "bw_compiler", "inference_compiler"), lowered)
