@@ -91,71 +91,69 @@ class CardRates:
     published: bool = False
 
 
+_H100 = CardRates(
+    source="GEMMs of 38 sizes, M from 1 to 16384, and casts of 6, in CUDA graphs, operands rotated out of L2; "
+    "torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
+    capability=(9, 0),
+    multiprocessors=132,
+    copy=3.0,
+    gemm_start=3.3,
+    launch=1.8,
+    amax_start=3.5,
+    lines_start=7.5,
+    headroom=1.25,
+    bf16=GemmRate(715, 715, 715, 0.95),
+    bf16_grouped=GemmRate(759, 759, 759, 0.95, group=0.73),
+    gemm={
+        GemmKernel.PER_TENSOR: GemmRate(1275, 1285, 1285, 0.95),
+        GemmKernel.PER_ROW: GemmRate(1350, 1140, 1140, 0.82, (128, 128)),
+        GemmKernel.TRITON: GemmRate(1290, 830, 830, 0.90, (128, 256)),
+        GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
+        GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
+        GemmKernel.FEW_ROWS: GemmRate(1000, 1000, 1000, 1.0, (16, 128)),
+        # not measured here: 1.25 times the time of reading the weight
+        GemmKernel.WEIGHT_ONLY: GemmRate(600, 600, 600, 0.8, (16, 32)),
+        GemmKernel.WEIGHT_ONLY_DIRECT: GemmRate(600, 600, 600, 0.8, (16, 32)),
+        GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
+        GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
+        GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),
+        GemmKernel.GROUPED_BLOCKS: GemmRate(909, 875, 635, 0.85, group=0.6),
+    },
+    casts={
+        "per_tensor": CastRate(0.96, 0.95),
+        "per_row": CastRate(0.93, 0.95),
+        "block": CastRate(0.92, 0.95),
+        "block_2d": CastRate(0.96, 0.97),
+        "mxfp8": CastRate(0.92, 0.93),
+        "mxfp8_2d": CastRate(0.92, 0.93),
+    },
+    rowwise=0.80,
+    transposed=0.37,
+    amax=1.0,
+    ragged=0.88,
+    attention={
+        128: AttentionRates(
+            source="one batch of 32 heads, 4096 and 16384 keys, causal and not, cuDNN and the kernels of this "
+            "project in CUDA graphs; torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
+            forward=AttentionRate(625, 10, 480),
+            backward=AttentionRate(545, 55, 400),
+            fp8_forward=AttentionRate(830, 45, 200),
+            gluon_forward=AttentionRate(880, 15, 200),
+            fp8_backward=AttentionRate(534, 200, 450),
+        ),
+    },
+)
+
 RATES: dict[str, CardRates] = {
-    "NVIDIA H100 80GB HBM3": CardRates(
-        source="GEMMs of 38 sizes, M from 1 to 16384, and casts of 6, in CUDA graphs, operands rotated out of L2; "
-        "torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
-        capability=(9, 0),
-        multiprocessors=132,
-        copy=3.0,
-        gemm_start=3.3,
-        launch=1.8,
-        amax_start=3.5,
-        lines_start=7.5,
-        headroom=1.25,
-        bf16=GemmRate(715, 715, 715, 0.95),
-        bf16_grouped=GemmRate(759, 759, 759, 0.95, group=0.73),
-        gemm={
-            GemmKernel.PER_TENSOR: GemmRate(1275, 1285, 1285, 0.95),
-            GemmKernel.PER_ROW: GemmRate(1350, 1140, 1140, 0.82, (128, 128)),
-            GemmKernel.TRITON: GemmRate(1290, 830, 830, 0.90, (128, 256)),
-            GemmKernel.TILES: GemmRate(1140, 1140, 1140, 0.85, (128, 128)),
-            GemmKernel.BLOCKS: GemmRate(890, 890, 890, 0.92),
-            GemmKernel.FEW_ROWS: GemmRate(1000, 1000, 1000, 1.0, (16, 128)),
-            # not measured here: 1.25 times the time of reading the weight
-            GemmKernel.WEIGHT_ONLY: GemmRate(600, 600, 600, 0.8, (16, 32)),
-            GemmKernel.WEIGHT_ONLY_DIRECT: GemmRate(600, 600, 600, 0.8, (16, 32)),
-            GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
-            GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
-            GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),
-            GemmKernel.GROUPED_BLOCKS: GemmRate(909, 875, 635, 0.85, group=0.6),
-        },
-        casts={
-            "per_tensor": CastRate(0.96, 0.95),
-            "per_row": CastRate(0.93, 0.95),
-            "block": CastRate(0.92, 0.95),
-            "block_2d": CastRate(0.96, 0.97),
-            "mxfp8": CastRate(0.92, 0.93),
-            "mxfp8_2d": CastRate(0.92, 0.93),
-        },
-        rowwise=0.80,
-        transposed=0.37,
-        amax=1.0,
-        ragged=0.88,
-        attention={
-            128: AttentionRates(
-                source="one batch of 32 heads, 4096 and 16384 keys, causal and not, cuDNN and the kernels of this "
-                "project in CUDA graphs; torch 2.11.0+cu130, triton 3.6.0, 2026-11-28",
-                forward=AttentionRate(625, 10, 480),
-                backward=AttentionRate(545, 55, 400),
-                fp8_forward=AttentionRate(830, 45, 200),
-                gluon_forward=AttentionRate(880, 15, 200),
-                fp8_backward=AttentionRate(534, 200, 450),
-            ),
-        },
-    ),
-    "NVIDIA B200": CardRates(
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA B200": replace(
+        _H100,
         source="NVIDIA's data sheet of HGX B200 (dense TFLOP/s: 2250 bfloat16, 4500 FP8, 9000 FP4; 8 TB/s; 148 "
         "multiprocessors) times the part of its own data sheet that the H100 above reached, with its starts of kernels",
         published=True,
         capability=(10, 0),
         multiprocessors=148,
         copy=7.2,
-        gemm_start=3.3,
-        launch=1.8,
-        amax_start=3.5,
-        lines_start=7.5,
-        headroom=1.25,
         bf16=GemmRate(1630, 1630, 1630, 0.95),
         bf16_grouped=GemmRate(1730, 1730, 1730, 0.95, group=0.73),
         gemm={
@@ -167,27 +165,13 @@ RATES: dict[str, CardRates] = {
             GemmKernel.GROUPED_MXFP8: GemmRate(2800, 2400, 2900, 0.85, group=1.46),
             GemmKernel.GROUPED_NVFP4: GemmRate(5600, 4800, 5800, 0.85, group=1.46),
         },
-        casts={
-            "per_tensor": CastRate(0.96, 0.95),
-            "per_row": CastRate(0.93, 0.95),
-            "block": CastRate(0.92, 0.95),
-            "block_2d": CastRate(0.96, 0.97),
-            "mxfp8": CastRate(0.92, 0.93),
-            "mxfp8_2d": CastRate(0.92, 0.93),
-            "nvfp4": CastRate(0.92, 0.93),
-            "nvfp4_2d": CastRate(0.92, 0.93),
-        },
-        rowwise=0.80,
-        transposed=0.37,
-        amax=1.0,
-        ragged=0.88,
+        casts={**_H100.casts, "nvfp4": CastRate(0.92, 0.93), "nvfp4_2d": CastRate(0.92, 0.93)},
         attention={},
     ),
+    "NVIDIA H200": replace(
+        _H100,
+        source="the copy rate measured on an H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-29); the rest not, but on "
+        "an H100, whose chip and power limit are the same",
+        copy=4.2,
+    ),
 }
-
-RATES["NVIDIA H200"] = replace(
-    RATES["NVIDIA H100 80GB HBM3"],
-    source="the copy rate measured on an H200 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-29); the rest not, but on an "
-    "H100, whose chip and power limit are the same",
-    copy=4.2,
-)

@@ -145,13 +145,18 @@ def per_row(facts: GemmFacts) -> str:
     return reason or ("" if "per_row" in (facts.a.row.family, facts.b.row.family) else "no scales of rows")
 
 
-def _no_long_scales(facts: GemmFacts) -> str:
+def _no_product_of_matrices(facts: GemmFacts) -> str:
+    """Returns why no library multiplies the operands on a GPU, whatever their scales."""
     if is_mixed(facts.a, facts.b):
         return _why_emulated(facts)
     if not facts.on_cuda:
         return "the reference"
-    if not facts.matrices:
-        return "a batch of matrices"
+    return "" if facts.matrices else "a batch of matrices"
+
+
+def _no_long_scales(facts: GemmFacts) -> str:
+    if reason := _no_product_of_matrices(facts):
+        return reason
     if facts.a.row.family not in ("per_tensor", "per_row"):
         return "scales of blocks"
     return "" if facts.makes_fp8 else NO_FP8
@@ -172,12 +177,8 @@ def _no_tensor_core_scales(facts: GemmFacts) -> str:
 
     Columns of the result, which are padded to a multiple of 16, have to be known, and packages hold no such GEMM.
     """
-    if is_mixed(facts.a, facts.b):
-        return _why_emulated(facts)
-    if not facts.on_cuda:
-        return "the reference"
-    if not facts.matrices:
-        return "a batch of matrices"
+    if reason := _no_product_of_matrices(facts):
+        return reason
     family = facts.a.row.family
     if family not in ("mxfp8", "nvfp4"):
         return "scales of no tensor core"
