@@ -298,7 +298,7 @@ def assembled(ptx: str) -> str:
 
 
 def refusal(script: Path, *arguments: str) -> str:
-    """What a script says that ends with status 2, run in this process."""
+    """Returns the words of a script that ends with status 2, run in this process."""
     error = io.StringIO()
     with (
         mock.patch.object(sys, "argv", [str(script), *arguments]),

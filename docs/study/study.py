@@ -118,7 +118,7 @@ def run(size: Size, name: str, seeds: Iterable[int], data: torch.Tensor, device:
 
 
 def reasons(model: torch.nn.Module, recipe: Recipe, batch: torch.Tensor) -> dict[str, float]:
-    """What the forward of the trained model loses: the mean error of a product, and the most that becomes zero."""
+    """Returns the mean error of a product in the trained model's forward, and the most that becomes zero."""
     losses = fxquant.measure(model, recipe, batch[:, :-1], batch[:, 1:]).losses
     if not losses:
         return {"error": 0.0, "zeros_input": 0.0, "zeros_weight": 0.0}

@@ -91,7 +91,7 @@ def trained(
 
 @functools.cache
 def plain(recipe: str) -> dict[str, Tensor]:
-    """What `trained` gives without hooks and budget."""
+    """Returns the result of `trained` without hooks and budget."""
     return trained(recipe)
 
 

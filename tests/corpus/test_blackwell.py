@@ -128,7 +128,7 @@ def listing(gm: fx.GraphModule) -> str:
     ],
 )  # fmt: skip
 def test_lowered(name: str, recipe: str) -> None:
-    """As `blackwell_<name>_<recipe>.txt` has it; FXQUANT_WRITE_SNAPSHOTS=1 writes it anew.
+    """The graph is that of `blackwell_<name>_<recipe>.txt`; FXQUANT_WRITE_SNAPSHOTS=1 writes it anew.
 
     Kinds 2 and 3 are 1x16 and 1x32, 0 is of the whole tensor; swizzle 1 is 32_4_4.
     """

@@ -87,7 +87,7 @@ EXPERTS = {
     ("float8_blockwise", True): (1645, 4768),
     ("current_scaling", False): (2131, 4053),
 }
-"""By recipe, and whether weights stay quantized (docs/measurements/linear.md)."""
+"""The figures are by recipe, and by whether weights stay quantized (docs/measurements/linear.md)."""
 
 
 def linear(

@@ -1,4 +1,4 @@
-"""What was written for Blackwell without one, run on one: ``python tests/gpu/blackwell.py``, in about five minutes.
+"""Runs on a Blackwell card what was written without one: ``python tests/gpu/blackwell.py``, in about five minutes.
 
 First whether it is right, then how fast it is, a line for each: the bytes of the casts against the reference on the
 CPU, GEMMs on tensor cores against float64 products of the dequantized operands, a compiled linear layer and experts

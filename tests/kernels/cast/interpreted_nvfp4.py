@@ -43,7 +43,7 @@ def check(x: Tensor, row: str | None, column: str | None) -> None:
 
 
 def goldens() -> int:
-    """Of every way that the kernels know, their scales in both orders in turn."""
+    """Compares the casts with the goldens, scales in both orders in turn, and returns how many there were."""
     count = 0
     for file, ways in (
         ("nvfp4", {"1d_row": "nvfp4", "2d_row": "nvfp4_2d", "1d_col": "nvfp4", "2d_col": "nvfp4_2d"}),

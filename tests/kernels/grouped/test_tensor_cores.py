@@ -97,7 +97,7 @@ def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor
 def test_documented_gemm_gives_what_the_emulated_path_gives(
     spec: str, kinds: bool, ends: list[int], n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of fprop, dgrad and wgrad: ragged rows and columns, empty groups, rows behind the last one."""
+    """Groups of fprop, dgrad and wgrad have ragged rows and columns, are empty, or leave rows behind the last."""
     monkeypatch.setattr(tensor_cores, "torch_scaled_grouped_mm", grouped_mm)
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", scaled_grouped_mm)
     for module in (tensor_cores, choice):
