@@ -16,6 +16,7 @@ RUNS = {
     "hybrid_recipe": (["--steps", "2"], "nvfp4(rht,stochastic)"),
     "own_format": (["--steps", "1", "--formats", "int8, clipped"], "int8, clipped: loss"),
     "serve_generate": (["--tokens", "2", "--recipes", "weight_only_nvfp4"], "weight nvfp4"),
+    "own_weight_only": (["--tokens", "2", "--formats", "MXFP4"], "weight e2m1_1x32_e8m0"),
 }
 
 
@@ -32,10 +33,24 @@ def run(name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
-    if name == "serve_generate":
+    if name in ("serve_generate", "own_weight_only"):
         pytest.importorskip("transformers", reason="transformers is not installed")
     arguments, shown = RUNS[name]
     assert shown in run(name, arguments, capsys)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_loop_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    small = ["--inner", "aot_eager", "--width", "32", "--output", str(tmp_path)]
+    steps = []
+    for more in (["--steps", "2"], ["--steps", "1"], ["--steps", "2", "--resume"]):
+        torch._dynamo.reset()
+        printed = run("hugging_face_loop", [*small, *more], capsys)
+        assert "weight per_tensor_e4m3(delayed)" in printed
+        steps.append([line for line in printed.splitlines() if line.startswith("step ")])
+    assert steps[0] == steps[1] + steps[2]
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
 
 
 def on_ranks(number: int, name: str, *arguments: str) -> list[str]:
