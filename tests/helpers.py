@@ -16,7 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext, StrictMinMaxConstraint
+from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils.checkpoint import checkpoint
 
 from fxquant import Backend, CustomRecipe, HybridQuantizer, Quantizer, QuantizerRole, Recipe
@@ -277,6 +281,13 @@ class OneGroupedWeight(OneWeight):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         return torch._grouped_mm(x, self.weight, offs=offs)
+
+
+def size_up_to(mode: FakeTensorMode, hint: int, most: int) -> int | SymInt:
+    """Returns a symbolic size, between 1 and `most`, of graphs that are traced in `mode`, which is not active yet."""
+    within = StrictMinMaxConstraint(vr=ValueRanges(1, most), warn_only=False)
+    dims: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext([DimDynamic.DYNAMIC], constraint_sizes=[within])
+    return mode.from_tensor(torch.empty(hint), source=ConstantSource("rows"), symbolic_context=dims).shape[0]
 
 
 def gathered(graph: fx.Graph) -> list[fx.Node]:

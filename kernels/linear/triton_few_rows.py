@@ -62,6 +62,15 @@ def epilogue(y, other, EPILOGUE: tl.constexpr):
 
 
 @triton.jit
+def store(y, other, place, out, inside, EPILOGUE: tl.constexpr):
+    """Stores the rounded result `out` of a GEMM at a `place` of y, after an EPILOGUE that may read `other` there."""
+    if EPILOGUE != _NONE:
+        more = tl.load(other + place, mask=inside & (EPILOGUE <= _SILU_MUL), other=0.0).to(tl.float32)
+        out = epilogue(out.to(tl.float32), more, EPILOGUE).to(y.dtype.element_ty)
+    tl.store(y + place, out, mask=inside)
+
+
+@triton.jit
 def tiles_of(x, w_step, down, m, M, K, at, x_length, x_step, BK: tl.constexpr, EVEN: tl.constexpr):
     """Loads BK columns from `at` on of a program's rows of the weight, `down` from `w_step`, and of the M rows of x."""
     k = tl.arange(0, BK)
@@ -174,11 +183,7 @@ def gemm_kernel(
     inside = (m[:, None] < M) & (n[None, :] < N)
     if SPLIT:
         place += tl.program_id(1) * M * N
-    out = tl.trans(acc).to(y.dtype.element_ty)
-    if EPILOGUE != _NONE:
-        more = tl.load(other + place, mask=inside & (EPILOGUE <= _SILU_MUL), other=0.0).to(tl.float32)
-        out = epilogue(out.to(tl.float32), more, EPILOGUE).to(y.dtype.element_ty)
-    tl.store(y + place, out, mask=inside)
+    store(y, other, place, tl.trans(acc).to(y.dtype.element_ty), inside, EPILOGUE)
 
 
 @triton.jit
@@ -340,11 +345,7 @@ def gemv_kernel(
         out = out * tl.load(w_scale + n, mask=n < N, other=0.0)
     if HAS_BIAS:
         out = out + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    out = out.to(y.dtype.element_ty)
-    if EPILOGUE != _NONE:
-        more = tl.load(other + n, mask=(n < N) & (EPILOGUE <= _SILU_MUL), other=0.0).to(tl.float32)
-        out = epilogue(out.to(tl.float32), more, EPILOGUE).to(y.dtype.element_ty)
-    tl.store(y + n, out, mask=n < N)
+    store(y, other, n, out.to(y.dtype.element_ty), n < N, EPILOGUE)
 
 
 def scaled_mm(

@@ -25,12 +25,11 @@ from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import INTERPRETED
 from fxquant.kernels.linear.few_rows import EPILOGUES
-from fxquant.kernels.linear.triton_few_rows import epilogue, prefetch_tile
+from fxquant.kernels.linear.triton_few_rows import prefetch_tile, store
 from fxquant.kernels.linear.weight_only import Tiles, is_packed, is_vector
 
-_NONE, _SILU_MUL = tl.constexpr(0), tl.constexpr(2)
 _EPILOGUES = {name: i + 1 for i, name in enumerate(EPILOGUES)}
-"""The numbers of `fxquant.kernels.linear.triton_few_rows.epilogue`; those up to `_SILU_MUL` read another tensor."""
+"""The numbers of `fxquant.kernels.linear.triton_few_rows.epilogue`."""
 _BF16_SCALE = tl.constexpr(2.0**119)
 """The factor that takes a block scale to where bfloat16 holds all its products with 2^-126 times an element."""
 _BF16_LEAST, _FP16_LEAST = tl.constexpr(2.0**-126), tl.constexpr(2.0**-14)
@@ -194,11 +193,7 @@ def gemm_kernel(
     stored = (m[:, None] < M) & (n[None, :] < N)
     if SPLIT:
         place += tl.program_id(1) * M * N
-    out = tl.trans(out).to(y.dtype.element_ty)
-    if EPILOGUE != _NONE:
-        more = tl.load(other + place, mask=stored & (EPILOGUE <= _SILU_MUL), other=0.0).to(tl.float32)
-        out = epilogue(out.to(tl.float32), more, EPILOGUE).to(y.dtype.element_ty)
-    tl.store(y + place, out, mask=stored)
+    store(y, other, place, tl.trans(out).to(y.dtype.element_ty), stored, EPILOGUE)
 
 
 @writes("y")
@@ -224,12 +219,7 @@ def vector_kernel(
     out = tl.sum(weights.to(tl.float32) * tokens[None, :], axis=1)[:, None] * scale_of_row
     if HAS_BIAS:
         out = out + added
-    out = out.to(y.dtype.element_ty)
-    place, stored = n[:, None], (n < N)[:, None]
-    if EPILOGUE != _NONE:
-        more = tl.load(other + place, mask=stored & (EPILOGUE <= _SILU_MUL), other=0.0).to(tl.float32)
-        out = epilogue(out.to(tl.float32), more, EPILOGUE).to(y.dtype.element_ty)
-    tl.store(y + place, out, mask=stored)
+    store(y, other, n[:, None], out.to(y.dtype.element_ty), (n < N)[:, None], EPILOGUE)
 
 
 def scaled_mm(

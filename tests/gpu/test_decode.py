@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.replay import assert_same_in_a_graph
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -124,15 +125,4 @@ def test_one_after_another_in_a_graph(rows: int, recipe: str) -> None:
         calibration=inputs[:1] if recipe == "calibrated" else None,
     )  # fmt: skip
     run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
-    with torch.no_grad():
-        want = []
-        for x in inputs:
-            want.append([y.clone() for y in run(x)])
-            torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = [run(x) for x in inputs]
-        for _ in range(3):
-            graph.replay()
-            for each, alone in zip(got, want, strict=True):
-                assert all(map(torch.equal, each, alone))
+    assert_same_in_a_graph(run, inputs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.replay import assert_same_in_a_graph
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -206,15 +207,4 @@ def test_one_after_another_in_a_graph(rows: int, recipe: str, size: tuple[int, i
     inputs = [torch.randn(rows, size[0], dtype=torch.bfloat16, device=DEVICE) for _ in range(12)]
     program = fxquant.quantize_program(torch.export.export(Gated(*size).to(DEVICE), (inputs[0],)), recipe)
     run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
-    with torch.no_grad():
-        want = []
-        for x in inputs:
-            want.append([y.clone() for y in run(x)])
-            torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = [run(x) for x in inputs]
-        for _ in range(3):
-            graph.replay()
-            for results, alone in zip(got, want, strict=True):
-                assert all(map(torch.equal, results, alone))
+    assert_same_in_a_graph(run, inputs)

@@ -9,18 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import size_up_to
 from interpreting import run_interpreted
 from torch import Tensor, nn
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-    StrictMinMaxConstraint,
-)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import gelu
-from torch.utils._sympy.value_ranges import ValueRanges
 
 import fxquant
 from fxquant import CustomRecipe, MXFP8Quantizer, Rule, Rules
@@ -107,12 +101,9 @@ def lowered(
     dtype: torch.dtype = torch.bfloat16, stored: bool = True, **options: bool,
 ) -> list[str]:  # fmt: skip
     """What is left to run of x times a weight, quantized there or `stored` so, and of what becomes `after` of it."""
-    example, size = torch.empty(rows), rows
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        if most is not None:
-            within = StrictMinMaxConstraint(vr=ValueRanges(1, most), warn_only=False)
-            dims = StatelessSymbolicContext([DimDynamic.DYNAMIC], constraint_sizes=[within])
-            size = mode.from_tensor(example, source=ConstantSource("rows"), symbolic_context=dims).shape[0]
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    size = rows if most is None else size_up_to(mode, rows, most)
+    with mode:
         x = torch.empty(size, length, device="cuda", dtype=dtype)
         whole = torch.empty(width, length, device="cuda", dtype=dtype)
 

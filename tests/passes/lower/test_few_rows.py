@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import listing
+from helpers import listing, size_up_to
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-    StrictMinMaxConstraint,
-)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import gelu, silu
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from fxquant.compat.private import inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.kernels.linear import choice
@@ -42,12 +35,9 @@ def lowered(
 
     `after` is what becomes of the GEMMs' results. With `most` the number of rows is symbolic, and at most that.
     """
-    example, size = torch.empty(rows), rows
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        if most is not None:
-            within = StrictMinMaxConstraint(vr=ValueRanges(1, most), warn_only=False)
-            dims = StatelessSymbolicContext([DimDynamic.DYNAMIC], constraint_sizes=[within])
-            size = mode.from_tensor(example, source=ConstantSource("rows"), symbolic_context=dims).shape[0]
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    size = rows if most is None else size_up_to(mode, rows, most)
+    with mode:
         x = torch.empty(size, length, device="cuda", dtype=torch.bfloat16)
         weights = torch.ops.fxquant.quantize(
             torch.empty(width, length, device="cuda", dtype=torch.bfloat16), weight_spec or spec, "rowwise"
