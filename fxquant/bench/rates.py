@@ -305,6 +305,7 @@ def _attention(card: Card, rates: CardRates) -> CardRates:
         fp8_forward=fitted["fp8_forward"] or fp8,
         gluon_forward=fp8,
         fp8_backward=_fp8_backward(card, heads) or (before.fp8_backward if before else backward._replace(tflops=1.0)),
+        within_step=before.within_step if before else 1.0,
     )
     return replace(rates, attention={**rates.attention, _WIDTH: measured})
 

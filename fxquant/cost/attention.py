@@ -2,12 +2,14 @@
 
 A kernel takes a start and its FLOPs at its rate. Causal attention has half of them, and a strip of `diagonal` keys for
 each query, of tiles that are masked in part. Casts, and tensors dequantized for a backward in high precision, take
-their bytes at the rate of a copy. Masks, unmeasured head dimensions and attention written by hand have no estimate.
+their bytes at the rate of a copy. In training all that is quantized takes `within_step` times as long, as measured in a
+model. Masks, unmeasured head dimensions and attention written by hand have no estimate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -44,7 +46,8 @@ def attention_work(attention: Attended, training: bool) -> tuple[Work, ...]:
             work.append(Work(what, cast))
         else:
             work.append(Work(what, cast, 0.0, launches * card.launch + moved / card.copy / 1e6))
-    return tuple(work)
+    slower = 1.0 if rates is None or not training else rates.within_step
+    return tuple(replace(part, quantized=part.quantized and part.quantized * slower) for part in work)
 
 
 def chosen(attention: Attended, training: bool) -> list[Chosen[AttentionKernel]]:

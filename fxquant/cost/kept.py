@@ -103,6 +103,5 @@ def _gemm(rate: list[Any]) -> GemmRate:
 
 
 def _attention(rates: dict[str, Any]) -> AttentionRates:
-    return AttentionRates(
-        source=rates["source"], **{name: AttentionRate(*rate) for name, rate in rates.items() if name != "source"}
-    )
+    values: dict[str, Any] = {n: AttentionRate(*rate) if isinstance(rate, list) else rate for n, rate in rates.items()}
+    return AttentionRates(**values)

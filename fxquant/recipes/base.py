@@ -104,9 +104,9 @@ def _check_importable(what: str, value: object) -> None:
 class AutoRecipe(Recipe):
     """Another recipe without the layers that `fxquant.cost` estimates to be slower quantized than in high precision.
 
-    The report calls them NOT_PROFITABLE, with the estimate. Attention is weighed as a whole, and stays in high
-    precision wherever no FP8 kernel of a GPU takes it. Without measured rates a GPU keeps what it could only emulate in
-    high precision too, and all other layers are quantized.
+    The report calls them NOT_PROFITABLE, with the estimate. Attention is weighed as a whole, after its backward by
+    itself, and stays in high precision wherever no FP8 kernel of a GPU takes it. Without measured rates a GPU keeps
+    what it could only emulate in high precision too, and all other layers are quantized.
     """
 
     recipe: Recipe
