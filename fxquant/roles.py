@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from fxquant.checks import did_you_mean
 from fxquant.errors import RecipeError
 
 
@@ -68,6 +69,10 @@ class Direction(str, Enum):
 
     ROWWISE = "rowwise"
     COLUMNWISE = "columnwise"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Direction:
+        raise RecipeError(f"direction must be 'rowwise' or 'columnwise', not {value!r}{did_you_mean(value, cls)}")
 
     def __str__(self) -> str:
         return self.value

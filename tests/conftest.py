@@ -18,6 +18,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would start 
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # the collector has rounds of its own
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that started them
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxquant-tests-")
+    # the user's own has rates that `fxquant rates` has measured, by which reports and `auto` would decide
+    os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "user")
 
 import torch
 from ranks import Ranks, quick_compiler

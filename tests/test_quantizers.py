@@ -19,6 +19,7 @@ from fxquant import (
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    QuantizedTensor,
     Quantizer,
     RecipeError,
 )
@@ -235,6 +236,42 @@ def test_only_floating_point_tensors_are_quantized() -> None:
     for x in (torch.ones(4, 4, dtype=torch.int32), torch.tensor(1.0), torch.ones(4, 4, dtype=torch.complex64)):
         with pytest.raises(RecipeError, match="only floating-point tensors"):
             MXFP8Quantizer().quantize(x)
+
+
+@each
+def test_a_quantizer_dequantizes_what_it_gave(quantizer: Quantizer) -> None:
+    q = quantizer.quantize(sample())
+    assert torch.equal(quantizer.dequantize(q), q.dequantize("rowwise"))
+    column = quantizer.quantize(sample(), rowwise=False)
+    assert torch.equal(quantizer.dequantize(column), column.dequantize("columnwise"))
+    with pytest.raises(RecipeError, match="dequantizes what its quantize gave, not a QuantizedOperand"):
+        quantizer.dequantize(q.rowwise)
+
+
+def test_a_quantized_tensor_prints_in_one_line() -> None:
+    q = hybrid(MXFP8Quantizer(), NVFP4Quantizer()).quantize(sample())
+    assert str(q) == (
+        "QuantizedTensor(shape=[48, 80], dtype=bfloat16, rowwise=mxfp8_e4m3 of float8_e4m3fn [48, 80], "
+        "columnwise=nvfp4 of float4_e2m1fn_x2 [80, 24], 6,148 bytes)"
+    )
+    assert repr(q.rowwise) == (
+        "QuantizedOperand(data=float8_e4m3fn [48, 80], scale=float8_e8m0fnu [48, 3], 3,984 bytes)"
+    )
+    own = QuantizedTensor(QuantizedOperand(torch.ones(2, 4, dtype=torch.int8), torch.ones(2, 1)))
+    assert str(own) == "QuantizedTensor(rowwise=int8 [2, 4], 16 bytes)"
+    with pytest.raises(RecipeError, match=r"quantizer.dequantize\(q.rowwise\) gives"):
+        own.dequantize()
+    with pytest.raises(AttributeError, match="has no 'data': its halves have"):
+        own.data  # noqa: B018
+
+
+def test_words_for_directions_are_directions() -> None:
+    transformed = NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+    assert (
+        transformed.spec("columnwise").rht and hybrid(MXFP8Quantizer(), transformed).side("columnwise") is transformed
+    )
+    with pytest.raises(RecipeError, match="not 'column'; did you mean 'columnwise'"):
+        transformed.spec("column")
 
 
 def test_hybrid_refuses_what_it_cannot_hold() -> None:

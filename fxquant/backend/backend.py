@@ -17,6 +17,7 @@ from fxquant.backend.blocks import Blocks, Place
 from fxquant.backend.checkpoint import gathered, restore
 from fxquant.backend.controls import Controls
 from fxquant.backend.finite import FiniteCheck
+from fxquant.backend.first_calls import watch_first_calls
 from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.notices import tell, tell_alone, watch
@@ -260,6 +261,8 @@ class Backend:
             if record.runners:
                 self._sites = record.add_layers(names, self._sites)
             record.runners.append(modules)
+            if self.tells and self.switches:
+                watch_first_calls(self.records, self._all_names, twice=not self.inductor.get("triton.cudagraphs"))
         blocks, bound, held, cached, probed = read
         states = blocks.of_call(inputs, names)
         held.use(inputs, states)

@@ -25,7 +25,7 @@ from fxquant.backend.checkpoint import Part
 from fxquant.backend.notices import tell, watch
 from fxquant.backend.outer import outermost
 from fxquant.checks import checked
-from fxquant.compat.frames import add_guard, frame_being_compiled, is_method_of, unwrapped
+from fxquant.compat.frames import add_guard, compiled_call, frame_being_compiled, is_method_of, unwrapped
 from fxquant.errors import ArgumentError, FxQuantWarning
 from fxquant.passes.plan.layers import clean_path
 from fxquant.recipes import HighPrecision, Recipe, resolve
@@ -176,6 +176,10 @@ class Controls:
         root = root_of(frame)
         recipe = self._of_call(root)
         backend = self.under(recipe)
+        around = self._compiled_now()
+        if around is not None and around not in self.roots:  # behind a graph break the frame is of a part of it
+            self.add_root(around)
+            backend.states.of(self.place_of(around).home)
         if root is not None:
             self.add_root(root)
 
@@ -223,15 +227,30 @@ class Controls:
         root = root_of({name: value for name, value in frame.items() if name in ("self", "fn")})
         if root is None:
             modules = (value for value in frame.values() if isinstance(value, nn.Module))
-            root = next((module for module in modules if is_method_of(module, code)), self.model())
+            root = next((module for module in modules if is_method_of(module, code)), None) or self._model_of_call()
         return None if root is None else self.place_of(root)
+
+    def _compiled_now(self) -> nn.Module | None:
+        """The module that torch.compile was given for the call which compiles now; tools have but the one they know."""
+        call = compiled_call() if self.of_a_model else None
+        return None if call is None else call.module
+
+    def _model_of_call(self) -> nn.Module | None:
+        """The backend's own model, or the module that is called if this is another."""
+        model, called = self.model(), self._compiled_now()
+        if called is None or model is None:
+            return model or called
+        related = path_in(called, model) is not None or path_in(model, called) is not None
+        return model if related else called
 
     def names(self) -> dict[str, str]:
         """The names of the parts of the modules that this backend compiles, by the ids of these parts."""
-        homes = [*next(iter(self.backends.values())).states.by_module]
-        return {
-            str(id(part)): clean_path(name) for home in reversed(homes) for name, part in home.named_modules() if name
-        }
+        homes = reversed(self.homes())
+        return {str(id(part)): clean_path(name) for home in homes for name, part in home.named_modules() if name}
+
+    def homes(self) -> list[nn.Module]:
+        """The outermost modules that this backend compiles, in which layers have their names."""
+        return [*next(iter(self.backends.values())).states.by_module]
 
     def place_of(self, root: nn.Module) -> Place:
         """The place of a module in the first that this backend compiles and that holds it."""

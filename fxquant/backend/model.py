@@ -42,7 +42,8 @@ def report(model: Any) -> Report:
         first.not_fused = [*dict.fromkeys([*first.not_fused, *other.not_fused])]
         first.sent_quantized = [*dict.fromkeys([*first.sent_quantized, *other.sent_quantized])]
     blocks = any(one.latest().records.outside for one in used)  # what stands outside of compiled blocks
-    missing = [] if blocks else _in_no_graph(model, first)
+    homes = [home for one in used for home in one.homes()]
+    missing = [] if blocks else _in_no_graph(homes[0] if module is None and len(homes) == 1 else model, first)
     if missing:
         first.uncompiled.append(f"{', '.join(missing)}, which no captured graph has")
     return first

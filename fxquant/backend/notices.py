@@ -20,6 +20,7 @@ from torch import nn
 
 import fxquant
 from fxquant.backend.record import Records
+from fxquant.backend.uncaptured import Uncaptured
 from fxquant.compat.recompiles import is_compiled, watch_limits
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
 from fxquant.recipes import HighPrecision
@@ -119,9 +120,10 @@ def tell_result(records: Records) -> None:
         )
 
 
-def tell_uncaptured(records: Records) -> None:
-    """Warns of layers that ran outside of the captured graphs in the first call, where the recipe quantizes them."""
-    layers = [] if records.uncaptured is None else records.uncaptured.layers(records.recipe)
+def tell_uncaptured(records: Records, seen: Uncaptured) -> None:
+    """Warns of layers that ran outside of the captured graphs in a call, where the recipe quantizes them."""
+    layers = [layer for layer in seen.layers(records.recipe) if layer not in records.told_layers]
+    records.told_layers.update(layers)
     if layers:
         some = ", ".join(layer or "the model itself" for layer in layers[:5]) + (", .." if len(layers) > 5 else "")
         tell(

@@ -7,8 +7,10 @@ or when the compilation itself does, and the frame runs as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx, nn
 
@@ -97,7 +99,7 @@ class GraphRecord:
         self.views.setdefault(half(graph), []).append(snapshot(graph, names))
 
 
-def _is_of(modules: Key, model: nn.Module | None, parts: set[int]) -> bool:
+def _is_of(modules: Sequence[Callable[[], nn.Module | None]], model: nn.Module | None, parts: set[int]) -> bool:
     """Returns True if modules are parts of a model, or one of them holds it."""
     alive = [module for reference in modules if (module := reference()) is not None]
     return not modules or any(id(m) in parts or any(part is model for part in m.modules()) for m in alive)
@@ -108,10 +110,11 @@ class Records:
     """The captured graphs of one backend that have run, for a recipe.
 
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
-    that ran no graph, and the first call had matmuls outside of graphs, which are `uncaptured`; `outside` names the
-    layers that no call reaches. `limits` has the functions that torch does not compile any more. `what` names the
-    model, and `dispatch` says that the option `quantized_dispatch` was given. Those of a copied backend know
-    the ones that they are a `copy_of`, which then count as run (`elsewhere`).
+    that ran no graph; `outside` names the layers that no call reaches. `uncaptured` has what first calls ran outside of
+    graphs: that of the model (`first_seen`), or those of all that was compiled, which are `watched`. `limits` has the
+    functions that torch does not compile any more. `what` names the model, and `dispatch` says that the option
+    `quantized_dispatch` was given. Those of a copied backend know the ones that they are a `copy_of`, which then count
+    as run (`elsewhere`).
     """
 
     recipe: Recipe
@@ -124,10 +127,13 @@ class Records:
     plain: int = 0
     limits: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
-    uncaptured: Uncaptured | None = None
+    uncaptured: list[Uncaptured] = field(default_factory=list)
+    first_seen: bool = False
+    watched: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     told: bool = False
     told_plain: bool = False
     told_alone: bool = False
+    told_layers: set[str] = field(default_factory=set)
     copy_of: Records | None = None
     elsewhere: bool = False
 
@@ -146,6 +152,13 @@ class Records:
         decisions = [decision for graph in self.graphs for decision in graph.decisions_in(model)]
         return sorted(decisions, key=lambda decision: decision.site)
 
+    def uncaptured_in(self, model: nn.Module | None) -> list[Uncaptured]:
+        """The records of what ran outside of graphs in the calls of a model or of its parts, or of all."""
+        if model is None:
+            return self.uncaptured
+        parts = set(map(id, model.modules()))
+        return [one for one in self.uncaptured if one.module() is None or _is_of([one.module], model, parts)]
+
     def unused(self, *, trained: bool = False) -> list[str]:
         """The parts of the recipe that matched nothing; with `trained`, nothing in a training step either."""
         roles = [role for graph in self.graphs for role in (*graph.roles, *graph.other_roles)]
@@ -160,8 +173,9 @@ class Records:
         """
         header = header_of(self.recipe, of if model is None else model)
         report = Report(recipe=str(self.recipe), decisions=self.decisions(model), unused=self.unused(), header=header)
-        if self.uncaptured is not None:
-            report.decisions += self.uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
+        seen = self.uncaptured_in(model)
+        for one in seen:
+            report.decisions += one.decisions(1 + max((d.site for d in report.decisions), default=-1))
         considered = dict.fromkeys(outcome for graph in self.graphs for outcome in graph.considered)
         report.not_fused = [outcome for outcome in considered if isinstance(outcome, NotFused)]
         report.sent_quantized = [outcome for outcome in considered if isinstance(outcome, SentQuantized)]
@@ -177,7 +191,8 @@ class Records:
                 report.views.setdefault(name, []).extend(views)
             for name, texts in graph.texts.items():
                 report.graphs[name] = "\n\n".join([report.graphs[name], *texts] if name in report.graphs else texts)
-        report.breaks = [*dict.fromkeys(reason for graph in self.graphs for reason in graph.breaks)]
+        breaks = [reason for graph in self.graphs for reason in graph.breaks]
+        report.breaks = [*dict.fromkeys([*breaks, *(reason for one in seen for reason in one.breaks)])]
         report.recompilations = [graph.recompiled for graph in self.graphs if graph.recompiled]
         report.uncompiled = [] if self.graphs else ["no graph has run"]
         report.uncompiled += [f"new inputs, since {text}" for text in self.limits]

@@ -61,17 +61,16 @@ class _Switch:
         if self.kwargs.get("disable") or torch.compiler.is_compiling():
             return run(*args, **kwargs)
         records, before = self.controls.latest().records, self.runs()
-        first = records.uncaptured is None
-        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if records.uncaptured is None:
-            records.uncaptured = Uncaptured(self.backend.names())
-            watching = records.uncaptured.watching()
-        with watching:
+        seen = None if records.first_seen else Uncaptured(self.backend.names())
+        if seen is not None:
+            records.first_seen = True
+            records.uncaptured.append(seen)
+        with contextlib.nullcontext() if seen is None else seen.watching():
             result = run(*args, **kwargs)
         ran = self.runs() > before
         self.calls.over(records, ran=ran)
-        if first and ran:
-            tell_uncaptured(records)
+        if seen is not None and ran:
+            tell_uncaptured(records, seen)
         return result
 
 

@@ -1,14 +1,15 @@
 """Matmuls that run outside of every captured graph: behind a graph break, a disabled function, or an unsupported layer.
 
-No pass sees them. A dispatch mode sees them while `fxquant.explain` runs a model, and in the first call of what
-`fxquant.compile` gave, so that the report has all of it.
+No pass sees them. A dispatch mode sees them while `fxquant.explain` runs a model, and in the first call of a compiled
+one, so that the report has all of it.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from fxquant.compat.private import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
+from fxquant.compat.recompiles import graph_breaks
 from fxquant.compat.values import viewed
 from fxquant.decisions import Decision, SkipReason
 from fxquant.formats import LINEAR_OPERANDS
@@ -78,13 +80,16 @@ _watching: ContextVar[Uncaptured | None] = ContextVar("watching", default=None)
 class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
     """Records the matmuls of forwards that run in its scope, without traced ones and fxquant's own operators.
 
-    `names` maps ``str(id(module))`` to the path of a module in the user's model.
+    `names` maps ``str(id(module))`` to the path of a module in the user's model. What was `watching` a call of a
+    `module` has its graph `breaks` too.
     """
 
-    def __init__(self, names: Mapping[str, str]) -> None:
+    def __init__(self, names: Mapping[str, str], module: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
+        self.module: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else lambda: None
         self.products: Counter[_Product] = Counter()
+        self.breaks: list[str] = []
         self._paused = False
 
     @contextmanager
@@ -92,10 +97,11 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         """Records what runs in this scope, but for captured graphs, which say so by `graph_runs`."""
         token = _watching.set(self)
         try:
-            with self:
+            with graph_breaks() as breaks, self:
                 yield
         finally:
             _watching.reset(token)
+            self.breaks += breaks
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -156,6 +162,11 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         """The decisions for the matmuls; equal ones, as in the steps of a recurrent layer, are one site."""
         sites = enumerate(self.products.items(), first_site)
         return [decision for site, (product, times) in sites for decision in product.decisions(site, times)]
+
+
+def is_watching() -> bool:
+    """Returns True in a scope of `watching`."""
+    return _watching.get() is not None
 
 
 def graph_runs() -> AbstractContextManager[None]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo import external_utils
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -27,6 +33,75 @@ def frame_being_compiled() -> tuple[CodeType | None, Mapping[str, Any]]:
     if translator is None:
         return None, {}
     return translator.f_code, translator.output.local_scope
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledCall:
+    """A call of what torch.compile gave, which runs on this thread.
+
+    `compiled` stands for what was compiled, and is the same in each call. `module` is that, or holds the code that runs
+    now; None where a function calls none.
+    """
+
+    compiled: Any
+    module: nn.Module | None
+    _at_end: list[Callable[[], object]]
+    _caller: nn.Module | None
+
+    def at_end(self, run: Callable[[], object]) -> None:
+        """Lets a function run at the end of this call, also if it fails."""
+        self._at_end.append(run)
+
+    def around_next(self, scope: Callable[[], AbstractContextManager[object]]) -> None:
+        """Lets the next call run in a scope, where it is one of a module."""
+        name = "forward" if isinstance(self._caller, OptimizedModule) else "_compiled_call_impl"
+        holder, call = self._caller, vars(self._caller).get(name) if self._caller is not None else None
+        if call is None:
+            return
+
+        @functools.wraps(call)
+        def once(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return call(*args, **kwargs)
+            if vars(holder).get(name) is once:
+                object.__setattr__(holder, name, call)
+            with scope():
+                return call(*args, **kwargs)
+
+        object.__setattr__(holder, name, once)
+
+
+def compiled_call() -> CompiledCall | None:
+    """Returns the innermost call of what torch.compile gave; None outside of such, as in a backward."""
+    frame, owner = sys._getframe(1), None
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        module = frame.f_locals.get("self")
+        owner = module if isinstance(module, nn.Module) else owner
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or not {"self", "fn", "cleanups"} <= frame.f_locals.keys():
+        return None
+    compiled, function, at_end = (frame.f_locals[name] for name in ("self", "fn", "cleanups"))
+    module = _module_of(function) or owner
+    caller = frame.f_back.f_locals.get("self") if frame.f_back is not None else None
+    return CompiledCall(
+        compiled,
+        None if module is None else unwrapped(module),
+        at_end,
+        caller if isinstance(caller, nn.Module) else None,
+    )
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    """The module that a function calls, which torch has made of it."""
+    while function is not None and not isinstance(function, nn.Module):
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if hasattr(function, "__self__"):
+            function = function.__self__
+        elif function.__module__ == external_utils.__name__ and "fn" in names:
+            function = function.__closure__[names.index("fn")].cell_contents
+        else:
+            return None
+    return function
 
 
 def is_method_of(value: object, code: CodeType | None) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -14,12 +13,13 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._C import _len_torch_dispatch_stack
 from torch._compile import _disable_dynamo as uncaptured
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._dynamo.source import ConstantSource
-from torch._dynamo.utils import counters, lazy_format_graph_code  # type: ignore[attr-defined]
+from torch._dynamo.utils import lazy_format_graph_code  # type: ignore[attr-defined]
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -146,6 +146,11 @@ def with_hooks(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if enabled else nullcontext()
 
 
+def no_mode_is_on() -> bool:
+    """Returns True if no dispatch mode is on for this thread, behind which another would have to go off."""
+    return not _len_torch_dispatch_stack()
+
+
 def in_backward() -> bool:
     """Returns True if the autograd engine is running a backward on this thread."""
     return bool(torch._C._current_autograd_node())
@@ -174,19 +179,6 @@ def failures_unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = disabled
-
-
-@contextmanager
-def graph_breaks() -> Iterator[list[str]]:
-    """Gives a list; at the end of the scope it holds the reasons why Dynamo broke graphs in it or captured none."""
-    kinds = ("graph_break", "unimplemented")
-    before = {kind: Counter(counters[kind]) for kind in kinds}
-    reasons: list[str] = []
-    yield reasons
-    for kind in kinds:
-        for text, count in counters[kind].items():
-            if count > before[kind][text]:
-                reasons.append(in_short(text))
 
 
 @contextmanager

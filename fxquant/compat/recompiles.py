@@ -6,13 +6,16 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from traceback import FrameSummary
 from typing import Any
 
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import get_metrics_context, graph_break_reasons
+from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
 
 from fxquant.compat.private import in_short
 
@@ -58,10 +61,52 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _break_text(reason: Any) -> str:
+def _break_text(reason: str, stack: Sequence[FrameSummary] | None) -> str:
     """A graph break in one line, with the file and line where it happens."""
-    place = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
-    return in_short(reason.reason) + place
+    place = f" ({stack[-1].filename}:{stack[-1].lineno})" if stack else ""
+    return in_short(reason) + place
+
+
+class _Placed(Counter[str]):
+    """Counts what torch does not capture by its reason, as torch does, and knows in which lines of the user's."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        super().__init__(counts)
+        self.stacks: dict[str, list[Sequence[FrameSummary] | None]] = defaultdict(list)
+
+    def __setitem__(self, reason: str, count: int) -> None:
+        if count > self[reason]:  # the caller is a method of the error
+            error = sys._getframe(1).f_locals.get("self")
+            self.stacks[reason].append(getattr(error, "real_stack", None))
+        elif count < self[reason]:
+            del self.stacks[reason][-1:]
+        super().__setitem__(reason, count)
+
+
+_KINDS = ("graph_break", "unimplemented")
+
+
+@contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """Gives a list; at the end of the scope it holds the reasons why Dynamo broke graphs in it or captured none.
+
+    Each has the file and line where that was.
+    """
+    for kind in _KINDS:
+        if not isinstance(counters[kind], _Placed):
+            counters[kind] = _Placed(counters[kind])
+    before = {kind: {text: len(stacks) for text, stacks in _stacks(kind).items()} for kind in _KINDS}
+    reasons: list[str] = []
+    yield reasons
+    for kind in _KINDS:
+        for text, stacks in _stacks(kind).items():
+            reasons += [_break_text(text, stack) for stack in stacks[before[kind].get(text, 0) :]]
+    reasons[:] = dict.fromkeys(reasons)
+
+
+def _stacks(kind: str) -> Mapping[str, list[Sequence[FrameSummary] | None]]:
+    counts = counters[kind]
+    return counts.stacks if isinstance(counts, _Placed) else {}
 
 
 def breaks_around(gm: fx.GraphModule) -> list[str]:
@@ -71,13 +116,13 @@ def breaks_around(gm: fx.GraphModule) -> list[str]:
     try:
         code = InstructionTranslator.current_tx().f_code
     except AttributeError:  # not called by Dynamo
-        return list(map(_break_text, reasons))
+        return [_break_text(reason.reason, reason.user_stack) for reason in reasons]
     resumed = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name)
     if resumed is not None:
         place = (code.co_filename, int(resumed[1]))
         before = [r for r in graph_break_reasons if place in {(f.filename, f.lineno) for f in r.user_stack}]
         reasons = before[-1:] + reasons
-    return list(dict.fromkeys(map(_break_text, reasons)))
+    return list(dict.fromkeys(_break_text(reason.reason, reason.user_stack) for reason in reasons))
 
 
 def recompile_reason() -> str:

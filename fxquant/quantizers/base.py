@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 from torch import Tensor
 
-from fxquant.checks import AtLeast, checked, did_you_mean
+from fxquant.checks import AtLeast, article, checked
 from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, OperandSpec, QuantSpec
@@ -56,6 +56,11 @@ class QuantizedOperand:
         """The parts that are not None, in order."""
         return [t for t in (self.data, self.scale, self.global_amax) if t is not None]
 
+    def __repr__(self) -> str:
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        parts = ", ".join(f"{name}={_kind_of(tensor)}" for name, tensor in named if tensor is not None)
+        return f"{type(self).__name__}({parts}, {_bytes_of(self.tensors()):,} bytes)"
+
 
 @dataclass(frozen=True)
 class QuantizedTensor:
@@ -74,21 +79,45 @@ class QuantizedTensor:
         """
         from fxquant.kernels.cast import ops
 
-        if direction not in tuple(Direction):
-            raise RecipeError(
-                f"direction must be 'rowwise' or 'columnwise', not {direction!r}{did_you_mean(direction, Direction)}"
-            )
-        try:
-            parts, spec = self._parts[Direction(direction)]
-        except KeyError:
-            raise RecipeError(
-                f"the {direction} representation is not available: quantize with {direction}=True"
-            ) from None
+        side = Direction(direction)
+        if side not in self._parts:
+            if getattr(self, side) is not None:
+                raise RecipeError(
+                    f"this tensor does not know the quantizer of your own that made it: quantizer.dequantize(q.{side}) "
+                    "gives the values of one half"
+                )
+            raise RecipeError(f"the {side} representation is not available: quantize with {side}=True")
+        parts, spec = self._parts[side]
         assert self.shape is not None
         rows = self.shape.numel() // self.shape[-1] if self.shape[-1] else 0
         size = [rows, self.shape[-1]]
-        flat = ops.dequantize_operand(parts, str(spec), str(Direction(direction)), size, torch.float32)
+        flat = ops.dequantize_operand(parts, str(spec), str(side), size, torch.float32)
         return flat.reshape(self.shape)
+
+    def __repr__(self) -> str:
+        shape = [] if self.shape is None else [f"shape={[*self.shape]}"]
+        shape += [] if self.dtype is None else [f"dtype={str(self.dtype).removeprefix('torch.')}"]
+        halves = {side: half for side in Direction if (half := getattr(self, side)) is not None}
+        specs = {side: self._parts[side][1] for side in halves if side in self._parts}
+        formats = {side: f"{spec.key.rpartition('-')[0] or spec} of " for side, spec in specs.items()}
+        sides = [f"{side}={formats.get(side, '')}{_kind_of(half.data)}" for side, half in halves.items()]
+        size = _bytes_of([tensor for half in halves.values() for tensor in half.tensors()])
+        return f"{type(self).__name__}({', '.join([*shape, *sides])}, {size:,} bytes)"
+
+    def __getattr__(self, name: str) -> Tensor:
+        hint = ": its halves have, q.rowwise and q.columnwise" if name in ("data", "scale", "global_amax") else ""
+        raise AttributeError(f"a {type(self).__name__} has no {name!r}{hint}", name=name, obj=self)
+
+
+def _kind_of(tensor: object) -> str:
+    """The dtype and shape of a tensor, the type of anything else."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
 class Quantizer:
@@ -147,13 +176,12 @@ class Quantizer:
         from fxquant.kernels.cast import ops
         from fxquant.kernels.state.step import StepState
 
-        if not isinstance(x, Tensor):
-            raise RecipeError(f"a quantizer takes a tensor, not a {type(x).__name__}: torch.tensor(...) makes one")
+        _check_tensor(x)
         if not (rowwise or columnwise):
             raise RecipeError("no direction is asked for: set rowwise=True, columnwise=True or both")
-        if not x.is_floating_point() or x.ndim == 0:
+        if not isinstance(generator, torch.Generator | None):
             raise RecipeError(
-                f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {tuple(x.shape)}"
+                f"generator must be a torch.Generator, such as torch.Generator().manual_seed(0), not {generator!r}"
             )
         flat = x.detach().reshape(-1, x.shape[-1]) if x.shape[-1] else x.detach().flatten(0, -2)
         spec, wanted = self.operand_spec(), zip(Direction, (rowwise, columnwise), strict=True)
@@ -175,8 +203,19 @@ class Quantizer:
         return copy.copy(self)
 
     def dequantize(self, operand: QuantizedOperand) -> Tensor:
-        """The values of one half of a quantized tensor, in its own orientation; quantizers of your own define it."""
-        raise RecipeError(f"{type(self).__name__} does not define dequantize")
+        """The values of one half of a quantized tensor, in its own orientation; quantizers of your own define it.
+
+        Those of this package take a whole QuantizedTensor, which gives its values in the original's shape.
+        """
+        tensor: object = operand
+        if isinstance(tensor, QuantizedTensor):
+            return tensor.dequantize(Direction.COLUMNWISE if tensor.rowwise is None else Direction.ROWWISE)
+        if type(self).spec is Quantizer.spec:
+            raise RecipeError(f"{type(self).__name__} does not define dequantize")
+        raise RecipeError(
+            f"{type(self).__name__} dequantizes what its quantize gave, not {article(type(tensor).__name__)}: "
+            "write q = quantizer.quantize(x) and q.dequantize('rowwise') or q.dequantize('columnwise')"
+        )
 
     def quantize_side(
         self, x: Tensor, direction: str, draw: Callable[[torch.Size], Tensor] | None = None
@@ -208,6 +247,21 @@ class Quantizer:
 
     def __str__(self) -> str:
         return str(self.operand_spec())
+
+
+def _check_tensor(x: object) -> None:
+    """Raises RecipeError for what is no dense tensor of floating-point numbers with at least one axis."""
+    if not isinstance(x, Tensor):
+        raise RecipeError(f"a quantizer takes a tensor, not {article(type(x).__name__)}: torch.tensor(...) makes one")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested tensors" if x.is_nested else f"those of {x.layout}"
+        raise RecipeError(f"only dense tensors are quantized, not {kind}: x.to_dense() or torch.cat makes one")
+    if not x.is_floating_point() or x.ndim == 0:
+        raise RecipeError(
+            f"only floating-point tensors with at least one axis are quantized, not {x.dtype} {tuple(x.shape)}"
+        )
+    if x.element_size() == 1:
+        raise RecipeError(f"a tensor of {x.dtype} has been quantized before: x.float() gives numbers of it")
 
 
 def padded(x: Tensor, multiple: int, direction: str) -> Tensor:

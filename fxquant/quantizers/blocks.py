@@ -138,6 +138,8 @@ class BlockQuantizer(Quantizer):
         """The values of one half of a quantized tensor, in its own orientation."""
         from fxquant.kernels.cast import blocks
 
+        if not isinstance(operand, QuantizedOperand) or self.row.name in FORMATS:
+            return super().dequantize(operand)
         return blocks.dequantize(operand.tensors(), self.row)
 
 

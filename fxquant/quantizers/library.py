@@ -208,7 +208,7 @@ class NVFP4Quantizer(_TensorQuantizer):
     def spec(self, direction: Direction) -> QuantSpec:
         return QuantSpec(
             format="nvfp4_2d" if self.with_2d_quantization else "nvfp4",
-            rht=self.with_rht and direction is Direction.COLUMNWISE,
+            rht=self.with_rht and Direction(direction) is Direction.COLUMNWISE,
             random_signs=self.with_random_sign_mask or not self.with_rht,
             stochastic=self.stochastic_rounding,
             row_scaled=self.row_scaled_nvfp4,
@@ -262,7 +262,7 @@ class HybridQuantizer(Quantizer):
         return self._quantize(x, rowwise, columnwise, generator)
 
     def side(self, direction: Direction) -> Quantizer:
-        return self.rowwise_quantizer if direction is Direction.ROWWISE else self.columnwise_quantizer
+        return self.rowwise_quantizer if Direction(direction) is Direction.ROWWISE else self.columnwise_quantizer
 
     def spec(self, direction: Direction) -> QuantSpec:
         return self.side(direction).spec(direction)

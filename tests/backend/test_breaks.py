@@ -1,0 +1,125 @@
+"""Layers behind graph breaks keep their names, and what runs outside of graphs is reported, in all ways to compile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import eager_backend
+from torch import Tensor, nn
+
+import fxquant
+from fxquant import CustomRecipe, FxQuantWarning, IdentityQuantizer, Recipe, Rule, Rules
+from fxquant.compat.recompiles import graph_breaks
+
+EAGER = {"inner": "aot_eager"}
+
+
+class Part(nn.Module):
+    """Two layers with a graph break in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        return self.down(x)
+
+
+class Net(nn.Module):
+    """Parts in a loop, which Dynamo therefore does not capture, and a layer behind one that it must not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+        self.hidden, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    @torch.compiler.disable
+    def unseen(self, x: Tensor) -> Tensor:
+        return self.hidden(x)
+
+    def loop(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.unseen(self.loop(x)))
+
+
+def by_name(net: nn.Module, recipe: Recipe) -> Any:
+    return torch.compile(net, backend="fxquant", options={"recipe": recipe, **EAGER})
+
+
+def by_backend(net: nn.Module, recipe: Recipe) -> Any:
+    return torch.compile(net, backend=eager_backend(recipe))
+
+
+def in_place(net: nn.Module, recipe: Recipe) -> nn.Module:
+    net.compile(backend=eager_backend(recipe))
+    return net
+
+
+def as_function(net: nn.Module, recipe: Recipe) -> Any:
+    return torch.compile(lambda x: net(x), backend=eager_backend(recipe))
+
+
+def typed(net: nn.Module, recipe: Recipe) -> Any:
+    return fxquant.compile(net, recipe, options=EAGER)
+
+
+WAYS = (by_name, by_backend, in_place, as_function, typed)
+Way = Callable[[nn.Module, Recipe], Any]
+RULES = Rules([Rule(IdentityQuantizer(), name=r"head|parts\.1\.down")], default="mxfp8")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_behind_breaks_are_known_by_name(way: Way) -> None:
+    net = Net()
+    run = way(net, CustomRecipe(qfactory=RULES))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            run(torch.randn(16, 32)).sum().backward()
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, FxQuantWarning)]
+    assert len(texts) == 1 and "unquantized: hidden." in texts[0]
+    report = fxquant.report(run)
+    weights = {d.layer: d.skip_reason for d in report.decisions if d.role.tensor_type == "weight" and d.gemm == "fprop"}
+    assert weights == {
+        "parts.0.up": None, "parts.0.down": None, "parts.1.up": None,
+        "parts.1.down": "HIGH_PRECISION", "head": "HIGH_PRECISION", "hidden": "NOT_CAPTURED",
+    }  # fmt: skip
+    assert not report.unused and not report.uncompiled
+    assert all(f"{__file__}:" in text for text in report.breaks) and len(report.breaks) > 1
+
+
+class Late(Net):
+    """A layer that runs before the first graph, from which on a backend knows of a call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.unseen(x))
+
+
+@pytest.mark.parametrize("way", [by_backend, as_function])
+def test_what_ran_before_the_first_graph_is_seen_in_the_second_call_or_named(way: Way) -> None:
+    run = way(Late(), fxquant.recipes.get("mxfp8"))
+    run(torch.randn(16, 32))
+    assert "hidden" in fxquant.report(run).uncompiled[0]
+    with pytest.warns(FxQuantWarning, match="hidden") if way is by_backend else warnings.catch_warnings():
+        run(torch.randn(16, 32))
+    report = fxquant.report(run)
+    assert ("hidden" in {d.layer for d in report.decisions}) == (way is by_backend)
+
+
+def test_what_torch_skips_has_a_place_too() -> None:
+    net = Net()
+    with graph_breaks() as breaks:
+        torch.compile(net, backend="eager")(torch.randn(16, 32))
+    lines = {int(text.rpartition(":")[2].strip(")")) for text in breaks}
+    assert all(f"({__file__}:" in text for text in breaks) and len(lines) > 1
+    assert fxquant.explain(net, "mxfp8", torch.randn(16, 32)).breaks == breaks
