@@ -95,16 +95,16 @@ def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start"
 
 
 def bars(figures: Figures) -> str:
-    """Returns horizontal bars, each with its name and its number."""
-    left, right, line = 210, 640, 28
+    """Returns horizontal bars, each behind its name and its number, which a narrow screen shows first."""
+    left, right, line = 290, 744, 28
     scale = (right - left) / max(value for _, value, _ in figures.rows)
     body = [text(16, 28, figures.title, "name")]
     for place, (name, value, kind) in enumerate(figures.rows):
         y = 46 + place * line
         body += [
-            text(left - 10, y + 15, name, "", "end"),
+            text(left - 86, y + 15, name, "", "end"),
+            text(left - 10, y + 15, f"{value:.2f}{figures.unit}", "number", "end"),
             f'<rect x="{left}" y="{y}" width="{value * scale:.1f}" height="20" rx="3" fill="var({FILLS[kind]})"/>',
-            text(left + value * scale + 8, y + 15, f"{value:.2f}{figures.unit}", "number"),
         ]
     bottom = 46 + len(figures.rows) * line + 20
     body.append(text(16, bottom, figures.source, "note"))

@@ -14,12 +14,16 @@ LINE, HEAD = 18, 44
 """The height of a line of text and of a box without passes, in pixels."""
 
 STYLE = """
-text { font: 13px ui-sans-serif, system-ui, "DejaVu Sans", sans-serif; fill: #1f2933 }
-.name { font-weight: 600 } .note { fill: #52606d; font-size: 12px }
+svg { --text: #1f2933; --soft: #52606d; --paper: #ffffff; --stage: #eef4fc; --other: #f4f4f2 }
+@media (prefers-color-scheme: dark) { svg { --text: #e4e7eb; --soft: #9aa5b1; --paper: #1b1f27; --stage: #1f2f4a;
+  --other: #2a2f38 } }
+text { font: 13px ui-sans-serif, system-ui, "DejaVu Sans", sans-serif; fill: var(--text) }
+.name { font-weight: 600 } .note { fill: var(--soft); font-size: 12px }
 .pass { font: 12px ui-monospace, "DejaVu Sans Mono", monospace }
-.stage { fill: #eef4fc; stroke: #3b76c4 } .other { fill: #f4f4f2; stroke: #9aa5b1 }
+.paper { fill: var(--paper) } .head { fill: var(--soft) }
+.stage { fill: var(--stage); stroke: #3b76c4 } .other { fill: var(--other); stroke: #9aa5b1 }
 .training { fill: #b7791f } .needs { fill: none; stroke: #b83280; stroke-width: 1.5 }
-.arrow { stroke: #52606d; stroke-width: 1.5; fill: none; marker-end: url(#head) }
+.arrow { stroke: var(--soft); stroke-width: 1.5; fill: none; marker-end: url(#head) }
 """
 
 Box = tuple[str, str, Sequence[Pass]]
@@ -121,8 +125,8 @@ def draw() -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" width="{width}" height="{total}">',
             f"<style>{STYLE}</style>",
-            f'<defs>{head}<path d="M0 0 L8 4 L0 8 z" fill="#52606d"/></marker></defs>',
-            f'<rect width="{width}" height="{total}" fill="#ffffff"/>',
+            f'<defs>{head}<path d="M0 0 L8 4 L0 8 z" class="head"/></marker></defs>',
+            f'<rect class="paper" width="{width}" height="{total}" rx="8"/>',
             *body,
             "</svg>\n",
         ]

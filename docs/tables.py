@@ -94,6 +94,26 @@ def element_rows() -> list[dict[str, str]]:
     ]
 
 
+GENERATIONS = ("8.0", "8.9", "9.0", "10.0", "12.0", "CPU")
+
+
+def formats_of(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of recipes with the formats of their operands alone."""
+    return [{key: value for key, value in row.items() if key not in (*GENERATIONS, "because")} for row in rows]
+
+
+def native(row: dict[str, str]) -> dict[str, str]:
+    """The generations on which the GEMMs of a row run natively, and why they are emulated on the others."""
+    places = [name for name in GENERATIONS if row[name] == "native"]
+    where = "everywhere" if len(places) == len(GENERATIONS) else ", ".join(places) or "nowhere"
+    return {"native on": where, "emulated elsewhere, because": row["because"]}
+
+
+def native_rows(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of recipes with where they run natively."""
+    return [{"recipe": row["recipe"], **native(row)} for row in rows]
+
+
 def pass_rows() -> list[dict[str, str]]:
     """Every pass of every stage, in order, with the reason for its place and the file that has its code."""
     stages = {name: value for name, value in vars(pipeline).items() if isinstance(value, tuple) and name.isupper()}
@@ -232,11 +252,13 @@ def package_page() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "commands": lambda: markdown(command_rows()),
     "benchmarks": lambda: markdown(benchmark_rows()),
-    "recipes": lambda: markdown(recipe_rows()),
-    "factories": lambda: markdown(factory_rows()),
+    "recipes": lambda: markdown(formats_of(recipe_rows())),
+    "recipes-native": lambda: markdown(native_rows(recipe_rows())),
+    "factories": lambda: markdown(formats_of(factory_rows())),
+    "factories-native": lambda: markdown(native_rows(factory_rows())),
     "te-invariants": lambda: markdown(invariant_rows()),
     "recipe-settings": recipe_settings,
-    "formats": lambda: markdown(format_rows()),
+    "formats": lambda: markdown([formats_of([row])[0] | native(row) for row in format_rows()]),
     "elements": lambda: markdown(element_rows()),
     "skip-reasons": lambda: markdown(
         [{"reason": f"`{r}`", "meaning": r.meaning, "what to do": r.remedy} for r in SkipReason]
