@@ -141,16 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         "help": "one of those that the command recipes lists, or MODULE:OBJECT, a recipe or factory (default: mxfp8)",
     }
 
-    explain = commands.add_parser(
-        "explain",
-        help="what becomes of every matmul of a model",
-        description="Captures a model, applies a recipe and prints what becomes of its matmuls, folded or with --full.",
-        epilog="example: explain my_models:make --recipe mxfp8 --layer mlp --html report.html",
-    )
-    _add_target(explain, recipe)
-    _add_views(explain)
-    explain.set_defaults(run=_explain)
-
+    _add_explain(commands, recipe)
     _add_report(commands)
     add_diff(commands)
     measure = commands.add_parser(
@@ -207,6 +198,27 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print JSON")
     commands.add_parser("bench", help="times steps and linear layers beside bf16 and torchao (bench --help)")
     return parser
+
+
+def _add_explain(commands: Any, recipe: dict[str, Any]) -> None:
+    """Adds the command that shows what becomes of a model."""
+    explain = commands.add_parser(
+        "explain",
+        help="what becomes of every matmul of a model",
+        description="Captures a model, applies a recipe and prints what becomes of its matmuls, folded or with --full.",
+        epilog="example: explain my_models:make --recipe mxfp8 --layer mlp --html report.html",
+    )
+    _add_target(explain, recipe)
+    _add_views(explain)
+    explain.add_argument(
+        "--stage",
+        metavar="NAME",
+        nargs="?",
+        const="",
+        help="print the graphs after this pass or stage instead, with marks of what it changed, such as find or joint; "
+        "without a name the list of all; --layer chooses nodes",
+    )
+    explain.set_defaults(run=_explain)
 
 
 def _add_report(commands: Any) -> None:
@@ -316,15 +328,26 @@ def _own_recipe(name: str, answer: Any) -> recipes.Recipe:
 
 
 def _explain(options: argparse.Namespace) -> str:
+    from fxquant.passes.pipeline import stage_names
     from fxquant.tools.explain import explain
 
     def run(model: Any, recipe: recipes.Recipe, *args: Any, **kwargs: Any) -> Any:
-        report = explain(model, recipe, *args, **kwargs)
+        report = explain(model, recipe, *args, stages=options.stage is not None, **kwargs)
         return report.on(options.card) if options.card else report
 
     if options.card:
         find_card(options.card)
-    return _shown(_reported(options, run), options)
+    if options.stage and options.stage.lower() not in (names := stage_names()):
+        hint = did_you_mean(options.stage, names)
+        raise FxQuantError(
+            f"unknown stage {options.stage!r}{hint or ';'} --stage without a name lists those of a model"
+        )
+    if options.stage is None:
+        return _shown(_reported(options, run), options)
+    if without_effect := [name for name in ("full", "collapse", "graphs") if getattr(options, name)]:
+        _note(f"--stage prints graphs: --{', --'.join(without_effect)} has no effect")
+    text: str = _reported(options, run).stage(options.stage, layer=options.layer)
+    return _json({"stage": options.stage, "text": text}) if options.json else text
 
 
 def _report(options: argparse.Namespace) -> str:

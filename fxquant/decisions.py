@@ -203,14 +203,42 @@ class Decision:
         return self.site if self.attention is None else self.attention.site
 
 
+_NOT_TAKEN = {
+    "dispatch_payloads": "ranks exchange rows in high precision",
+    "gather_payloads": "ranks gather a tensor in high precision",
+    "reuse_attention_payload": "a linear layer quantizes again what an attention beside it has quantized",
+    "pair_directions": "the two directions of a tensor are quantized by a kernel each",
+    "fuse_producers": "a quantization is not fused with what computes its tensor",
+    "fuse_epilogues": "a GEMM does not finish its result itself",
+    "amax_before_views": "an amax is taken behind the views of its tensor",
+    "record_in_kernel": "an amax is recorded by a kernel of its own",
+    "few_rows": "a GEMM of few rows does not take in what stands around it",
+    "lower": "an operator does not run in its first kernel",
+    "materialize_shared_inputs": "a result that several kernels read is left to Inductor",
+}
+"""The outcomes of passes that did not take what they considered, as the beginnings of sentences."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NotFused:
-    """A fusion, or a kernel, that a pass (`step`) considered for an operator of a layer, and why it did not take it."""
+    """A fusion, or a kernel, that a pass (`step`) considered for an operator of a layer, and why it did not take it.
+
+    `graph` is the ``forward`` or the ``backward`` that has the operator, or ``joint`` before they are cut apart.
+    """
 
     step: str
     layer: str
     operator: str
     reason: str
+    graph: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The outcome with its reason, as a sentence without a full stop."""
+        outcome = _NOT_TAKEN.get(self.step, f"the pass {self.step} did not take an operator")
+        if self.step == "lower":
+            return f"{outcome}, but in {self.reason}"
+        return f"{outcome}, because {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

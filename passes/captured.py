@@ -19,6 +19,7 @@ from fxquant.formats import LINEAR_OPERANDS
 from fxquant.passes.find import mha
 from fxquant.passes.find.facts import Match, decisions_of, quantized
 from fxquant.passes.find.walk import find_matmuls
+from fxquant.passes.graph.meta import for_layer
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.insert import bind_state as states
 from fxquant.passes.insert import cache_weights as weights
@@ -142,6 +143,9 @@ def drop_unprofitable(captured: C, settings: Settings) -> C:
 
 def insert(captured: C, settings: Settings) -> C:
     """Writes one operator for each quantized product into the graphs."""
+    if settings.ranges:
+        for match in captured.known:
+            for_layer(match.node, match.name)
     linear.insert(captured.known)
     for module in captured.graphs:
         module.recompile()

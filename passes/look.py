@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from fxquant.compat.private import dtype_abbrs, tree_leaves
 from fxquant.kernels.linear.problem import Problem
 from fxquant.passes.captured import Captured
 from fxquant.passes.find.facts import Match, shape_text
-from fxquant.passes.graph.meta import CONSIDERED, layer_of
+from fxquant.passes.graph.meta import CONSIDERED, CUSTOM, EXAMPLE_VALUE, VAL, layer_of
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.graph.values import maybe_value
 from fxquant.passes.plan.layers import layer_name
@@ -49,12 +50,14 @@ class Stages:
     def __init__(self, names: Callable[[], Mapping[str, str]]) -> None:
         self.steps: list[Step] = []
         self._names = names
-        self._known: dict[NodeText, NodeText] = {}
         self._before: Snapshot = ()
         self._counts: dict[tuple[str, str], int] = {}
+        self._texts = Texts()
 
     def __call__(self, stage: str, step: str, because: str, subject: Any) -> None:
-        nodes = tuple(self._known.setdefault(node, node) for node in snapshot(subject, self._names()))
+        if not step:
+            self._texts.forget_nodes()
+        nodes = snapshot(subject, self._names(), self._texts)
         kind = _kind(stage, subject)
         if not step:
             self._counts[stage, kind] = 1 + self._counts.get((stage, kind), 0)
@@ -78,16 +81,20 @@ def half(graph: fx.Graph) -> str:
     return "backward" if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")) else "forward"
 
 
-def snapshot(subject: Any, names: Mapping[str, str]) -> Snapshot:
-    """The nodes of a graph, or of what a pass of the captured stages works on; `names` are those of modules by id."""
+def snapshot(subject: Any, names: Mapping[str, str], texts: Texts | None = None) -> Snapshot:
+    """The nodes of a graph, or of what a pass of the captured stages works on; `names` are those of modules by id.
+
+    Nodes that are as they were when their `texts` were written keep them.
+    """
+    texts = texts or Texts()
     if isinstance(subject, fx.Graph):
-        return tuple(_node(node, "", names, "") for node in subject.nodes)
+        return tuple(texts.of(node, "", names, "") for node in subject.nodes)
     notes = {}
     if isinstance(subject, Captured):
         notes = {match.node: _note(match) for match in subject.matches or ()}
     bodies = {path: body for path, body in subject.gm.named_modules() if isinstance(body, fx.GraphModule)}
     return tuple(
-        _node(node, f"{path}/" if path else "", names, notes.get(node, ""))
+        texts.of(node, f"{path}/" if path else "", names, notes.get(node, ""))
         for path, body in bodies.items()
         for node in body.graph.nodes
     )
@@ -97,6 +104,32 @@ def with_epilogues(nodes: Snapshot, gemms: Iterable[tuple[fx.Node, Problem, fx.N
     """The nodes of a graph with what GEMMs could do behind their products, those that `problems` has found."""
     last = {node.name: root.name for node, problem, root in gemms if problem.fuses}
     return tuple(replace(node, epilogue=last[node.name]) if node.name in last else node for node in nodes)
+
+
+class Texts:
+    """The texts of nodes, which are written anew only if something in a node is another object than before."""
+
+    def __init__(self) -> None:
+        self._of: dict[fx.Node, tuple[tuple[Any, ...], NodeText]] = {}
+        self._known: dict[NodeText, NodeText] = {}
+
+    def forget_nodes(self) -> None:
+        """Lets go of the nodes of a graph that is done; equal texts stay one object."""
+        self._of.clear()
+
+    def of(self, node: fx.Node, place: str, names: Mapping[str, str], note: str) -> NodeText:
+        """The text of a node."""
+        meta = node.meta
+        facts = (
+            node.target, node.args, node.kwargs, meta.get(VAL), meta.get(EXAMPLE_VALUE), meta.get(CONSIDERED),
+            meta.get(CUSTOM), meta.get("recompute"),
+        )  # fmt: skip
+        words = (node.name, place, note)
+        before = self._of.get(node)
+        if before is None or before[0][-1] != words or not all(map(operator.is_, before[0], facts)):
+            text = _node(node, place, names, note)
+            before = self._of[node] = ((*facts, words), self._known.setdefault(text, text))
+        return before[1]
 
 
 def _node(node: fx.Node, place: str, names: Mapping[str, str], note: str) -> NodeText:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
 import fxquant
@@ -79,7 +80,7 @@ from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import save_column_amaxes, save_scales
 from fxquant.passes.joint.share_amaxes import drop_unused, share_amaxes
 from fxquant.passes.joint.swizzle_scales import swizzle_scales
-from fxquant.passes.look import show, watched
+from fxquant.passes.look import half, show, watched
 from fxquant.passes.lower.amax_before_views import amax_before_views
 from fxquant.passes.lower.directions import pair_directions
 from fxquant.passes.lower.epilogues import fuse_epilogues
@@ -220,6 +221,12 @@ BORDERS = {
 """The forms of graphs around each stage."""
 
 
+def stage_names() -> list[str]:
+    """The names by which `Report.stage` knows stages of compiled models, and their passes."""
+    stages = (CAPTURED, BOUND, JOINT, MEANING, before_lowering())
+    return list(dict.fromkeys(x for stage in stages for x in (BORDERS[stage].stage, *(step.name for step in stage))))
+
+
 def run(stage: tuple[Pass, ...], subject: S, settings: Settings) -> S:
     """Runs the passes of a stage on a graph, or on facts; returns what they have made of it.
 
@@ -257,7 +264,7 @@ def _change(graph: fx.Graph, step: Pass, settings: Settings) -> str:
 
 def traced(reasons: list[Considered]) -> list[Considered]:
     """Leaves the reasons against fusions in torch's structured trace, where there is one; returns all of them."""
-    lines = [f"{r.step}: layer {r.layer or '<model>'}: {r.operator}: {r.reason}" for r in reasons
+    lines = [f"{r.step}, {r.layer or '<model>'} in the {r.graph} graph, {r.operator}: {r.sentence}" for r in reasons
              if isinstance(r, NotFused)]  # fmt: skip
     if lines:
         trace_artifact("fxquant_not_fused", lambda: "\n".join(lines))
@@ -279,14 +286,14 @@ class Partition(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         run(JOINT, gm.graph, self.settings)
-        self.reasons += traced(considered(gm.graph))
+        self.reasons += traced(considered(gm.graph, "joint"))
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
         with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
             halves = (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
-        for half in halves:
-            if drop_unused(half.graph):
-                half.recompile()
+        for one in halves:
+            if drop_unused(one.graph):
+                one.recompile()
         self.reasons.append(saved(halves[0].graph, kwargs["num_fwd_outputs"]))
         return halves
 
@@ -301,7 +308,7 @@ class Lowering(QuantizedGraphPass):
     """The stage `SPLIT` as one Inductor pass, and behind it what the user had in the same place.
 
     Adds the reasons of passes that did not fuse something to `reasons`, and shows the graph to `seen` before, and to
-    `fused` when all that is left to do is to choose kernels.
+    `fused` when all that is left to do is to choose kernels; `done` is called behind the last pass.
     """
 
     def __init__(
@@ -315,6 +322,7 @@ class Lowering(QuantizedGraphPass):
         self.settings = settings
         self.seen = seen
         self.fused = fused
+        self.done: Callable[[], object] | None = None
         self.reasons = [] if reasons is None else reasons
         self.after: Sequence[Any] = [] if after is None else after if isinstance(after, (list, tuple)) else [after]
 
@@ -323,7 +331,9 @@ class Lowering(QuantizedGraphPass):
             self.seen(graph.owning_module)
         with watched(self._watch):
             run(SPLIT, graph, self.settings)
-        self.reasons += traced(considered(graph))
+        self.reasons += traced(considered(graph, half(graph)))
+        if self.done is not None:
+            self.done()
         for other in self.after:
             other(graph)
 
@@ -342,6 +352,11 @@ class Lowering(QuantizedGraphPass):
 def _key(*parts: Any) -> Any:
     """Equal where the same source does the same by the same settings."""
     return get_hash_for_files(sources(), repr(parts))
+
+
+def source_key() -> Any:
+    """Equal for equal source of fxquant and an equal version of torch."""
+    return _key(torch.__version__)
 
 
 def sources() -> tuple[str, ...]:
@@ -367,5 +382,7 @@ __all__ = [
     "Partition",
     "Pass",
     "run",
+    "source_key",
+    "stage_names",
     "traced",
 ]

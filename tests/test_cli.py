@@ -115,6 +115,16 @@ def test_explain_writes_json_and_html(models: str, tmp_path: Path, capsys: pytes
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_explain_prints_what_a_pass_has_changed(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["explain", f"{models}:with_args", "--layer", "^0$", "--stage"]
+    assert main([*command, "find"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("find of the captured graph: 2 nodes changed") and "# linear 4 x 64 x 128" in printed
+    assert main(command) == 0 and "captured  find of the captured graph" in capsys.readouterr().out
+    assert main([*command, "fnid", "--full"]) == 1
+    assert "unknown stage 'fnid'; did you mean 'find'? --stage without a name" in capsys.readouterr().err
+
+
 def test_report_writes_the_page_of_saved_json(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, page = tmp_path / "report.json", tmp_path / "report.html"
     assert main(["explain", f"{models}:with_args", "--recipe", "nvfp4"]) == 0

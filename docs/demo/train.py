@@ -361,8 +361,8 @@ def html(config: Config, table: list[list[str]], reports: dict[str, Report], pic
         "<h2>What was quantized</h2>",
     ]
     parts += [
-        f"<details><summary>{escape(name)}: {escape(report.totals())}</summary><div>{report_html.section(report)}</div>"
-        "</details>"
+        f"<details><summary>{escape(name)}: {escape(report.totals())}</summary>"
+        f"<div>{report_html.section(report, name)}</div></details>"
         for name, report in reports.items()
     ]
     return report_html.page("fxquant demo", "\n".join(parts))

@@ -20,6 +20,7 @@ from fxquant.backend.finite import FiniteCheck
 from fxquant.backend.first_calls import watch_first_calls
 from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
+from fxquant.backend.kept_facts import Keeper, key_of
 from fxquant.backend.notices import tell, tell_alone, watch
 from fxquant.backend.options import Options
 from fxquant.backend.outside import Quantizations
@@ -42,8 +43,9 @@ from fxquant.compat.values import static_fakes
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
 from fxquant.passes.captured import Bound, Captured, quantizes
 from fxquant.passes.graph.considered import considered
+from fxquant.passes.look import half
 from fxquant.passes.lower.ranges import register_ranges
-from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run, traced
+from fxquant.passes.pipeline import BOUND, CAPTURED, MEANING, Partition, run, source_key, traced
 from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
 from fxquant.passes.verify import checks_values
@@ -175,7 +177,13 @@ class Backend:
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in bound.tensors
         ]
         inputs = [*example_inputs, *static_fakes(copies, example_inputs), *bound.parts]
+        if self._may_be_cached(bound.gm):
+            names = [role.name for role in record.roles]
+            others = (self.settings, sorted(self.inductor.items()), names, torch.is_grad_enabled(), source_key())
+            record.keeper = Keeper(record, key_of(graph_text(bound.gm), inputs, *others))
         compiled = self.compile(bound.gm, inputs)
+        if record.keeper is not None:
+            record.keeper.complete()
         if not record.texts:  # from a cache, or without a quantized matmul
             record.texts["captured"] = [graph_text(bound.gm)]
         held = GatheredWeights(bound.gm, example_inputs, self.settings, self.quantizations)
@@ -183,6 +191,10 @@ class Backend:
             compiled = FiniteCheck(bound.gm, self._all_names, self.records.what).watching(compiled)
         cached = self.weights.of(bound.taken) if self.weights is not None else None
         return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held, cached, probed))
+
+    def _may_be_cached(self, gm: fx.GraphModule) -> bool:
+        """Returns True if Inductor keeps a quantized graph, so that a later process compiles nothing."""
+        return self.options.inner == "inductor" and quantizes(gm) and not self.inductor.get("force_disable_caches")
 
     def _compile_measured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles the form of a graph that measures, of which no report tells."""
@@ -332,13 +344,14 @@ class Backend:
 
             return compile_eager(gm, example_inputs, inner, partition)
         settings = self.inductor
-        if quantizes(gm):  # else the compilation is Inductor's own, to the bit
+        if quantizes(gm) or self.settings.ranges:  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or recomputes_activations(gm) or quantizes(gm, recomputed=True)
             settings = {**memory_settings(example_inputs), **settings}
             record = self._record
             settings = inductor_settings(
                 self.settings, settings, recomputed=recomputed, reasons=record.considered, seen=record.see,
                 fused=partial(record.look, names=self._names()),
+                done=None if record.keeper is None else record.keeper.keep,
             )  # fmt: skip
         return compile_with_inductor(gm, example_inputs, settings)  # type: ignore[no-any-return]
 
@@ -396,7 +409,7 @@ def compile_eager(
     @own_errors()
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         run(MEANING, graph_module.graph, partition.settings)
-        partition.reasons += traced(considered(graph_module.graph))
+        partition.reasons += traced(considered(graph_module.graph, half(graph_module.graph)))
         graph_module.recompile()
         return make_boxed_func(inner(graph_module, inputs))
 

@@ -24,11 +24,13 @@ def inductor_settings(
     reasons: list[Considered] | None = None,
     seen: Callable[[fx.GraphModule], object] | None = None,
     fused: Callable[[fx.Graph], object] | None = None,
+    done: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """The settings under which Inductor compiles a quantized graph; the user's own come first.
 
     `recomputed` says that the backward computes quantized activations again. `reasons` gets those of passes that did
-    not fuse something; `seen` is shown the graphs before, and `fused` what they are when kernels are chosen.
+    not fuse something; `seen` is shown the graphs before, and `fused` what they are when kernels are chosen, behind
+    which `done` is called.
     """
     chosen: dict[str, Any] = {
         "eager_numerics.division_rounding": True,  # scales are true quotients
@@ -51,7 +53,7 @@ def inductor_settings(
     for name, of_us in (("custom_partitioner_fn", Partition), ("post_grad_custom_post_pass", Lowering)):
         chosen[name] = of_us(settings, by_user.get(name, getattr(inductor_config, name)), reasons)
     lowering = chosen["post_grad_custom_post_pass"]
-    lowering.seen, lowering.fused = seen, fused
+    lowering.seen, lowering.fused, lowering.done = seen, fused, done
     return chosen
 
 

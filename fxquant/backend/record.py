@@ -10,7 +10,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
@@ -24,6 +24,9 @@ from fxquant.report.header import header_of
 from fxquant.report.report import Report
 from fxquant.roles import QuantizerRole
 from fxquant.snapshots import Snapshot
+
+if TYPE_CHECKING:
+    from fxquant.backend.kept_facts import Keeper
 
 
 def graph_text(gm: fx.GraphModule) -> str:
@@ -42,7 +45,7 @@ class GraphRecord:
     are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles;
     `runners` are the modules, those it was captured for first.
     `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``;
-    `views` has the nodes of the first two.
+    `views` has the nodes of the first two. A `keeper` keeps both beside torch's cache.
     """
 
     first_site: int = 0
@@ -56,6 +59,7 @@ class GraphRecord:
     in_use: bool = False
     texts: dict[str, list[str]] = field(default_factory=dict)
     views: dict[str, list[Snapshot]] = field(default_factory=dict)
+    keeper: Keeper | None = None
     breaks: Sequence[str] = ()
     recompiled: str = ""
 

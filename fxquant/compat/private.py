@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -164,10 +165,13 @@ def changed_inputs() -> list[int]:
 
 
 def in_short(text: object) -> str:
-    """Returns in one line what a message of torch says first, and its explanation if it has one."""
+    """Returns in one line what a message of torch says first, and its explanation if it has one.
+
+    Where nobody has given a reason for a break of theirs, torch's ``(reason: None)`` and ``Message: None`` go.
+    """
     title, *lines = map(str.strip, str(text).strip().splitlines())
     explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
-    return ": ".join([title, *explained[:1]])
+    return re.sub(r" \(reason: None\)| Message: (None)?$", "", ": ".join([title, *explained[:1]]))
 
 
 @contextmanager
@@ -320,6 +324,18 @@ def replacements(gm: fx.GraphModule) -> Iterator[dict[str, str]]:
 def operator_library(namespace: str, *, more: bool = False) -> Any:
     """Returns the library that defines a namespace of operators; with `more`, one that adds operators to it."""
     return torch.library.Library(namespace, "FRAGMENT" if more else "DEF")  # type: ignore[no-untyped-call]
+
+
+def schema_of(operator: OpOverload) -> str:
+    """Returns the schema of an operator without its name: ``(Tensor self, Tensor mat2) -> Tensor``."""
+    text = str(operator._schema)
+    return text[text.index("(") :]
+
+
+def cache_folder() -> str | None:
+    """Returns the folder of Inductor's cache; None where nothing is kept."""
+    keeps = inductor_config.fx_graph_cache or functorch_config.enable_autograd_cache
+    return inductor_cache() if keeps and not inductor_config.force_disable_caches else None
 
 
 def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:

@@ -62,7 +62,8 @@ class Estimate:
             return f"no FP8 kernel: {self.reference}"
         if self.emulated_on:
             return f"{NOTHING_MULTIPLIES} {self.emulated_on}, where it could only be slower"
-        return f"{self.unquantized:.3g} us in high precision, {self.quantized:.3g} us quantized"
+        sides = ((self.unquantized, "in high precision"), (self.quantized, "quantized"))
+        return ", ".join(f"{'no measured time' if us is None else f'{us:.3g} us'} {how}" for us, how in sides)
 
 
 def _sum(times: Iterable[float | None]) -> float | None:

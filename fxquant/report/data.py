@@ -96,6 +96,11 @@ class ReportData:
     steps: list[Step] = field(default_factory=list, repr=False)
     drawn: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
 
+    @property
+    def from_cache(self) -> bool:
+        """True if torch took a quantized graph from its cache, beside which its facts were not kept."""
+        return "captured" in self.graphs and any(d.quantizer is not None for d in self.decisions)
+
     def estimates(self) -> dict[int, Estimate]:
         """Kernels and times by the site of a matmul or of an attention's first product; see `fxquant.cost`."""
         return self.estimated or estimate(self.decisions, self.card)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +11,9 @@ from typing import Annotated, Any
 from fxquant.checks import AtLeast, article, checked
 from fxquant.decisions import SkipReason
 from fxquant.errors import ArgumentError
-from fxquant.report.data import Layer, ReportData, folded, result, role_text, shape_text
+from fxquant.report.data import MODEL, ReportData, folded, result, role_text, shape_text
 from fxquant.report.report import Report
+from fxquant.report.tree import Leaf, leaves_of, title
 
 Source = Report | str | Path
 """A report, the path of its JSON, or the JSON itself."""
@@ -152,29 +153,41 @@ class _Facts:
 
 
 def _facts(report: ReportData) -> dict[str, _Facts]:
-    """The facts of every layer by its name."""
-    estimates, errors = report.estimates(), defaultdict[str, dict[str, float]](dict)
-    for loss in report.losses:
-        errors[loss.layer][loss.what] = loss.error
+    """The facts of every layer by its name, in the order of the graph; an attention is one, with both its products."""
+    names, layers = report.names(), defaultdict[str, list[Leaf]](list)
+    for leaf in leaves_of(report):
+        first = leaf.decisions[0]
+        name = title(first.layer, leaf) if leaf.is_attention else names[first.site] or MODEL
+        layers[name].append(leaf)
+    return {name: _facts_of(report, leaves) for name, leaves in layers.items()}
 
-    def of(layer: Layer) -> _Facts:
-        sites = list(dict.fromkeys(d.site for d in layer.decisions))
-        keys = [(sites.index(d.site), str(d.gemm), role_text(d), str(d.direction)) for d in layer.decisions]
-        timed = [estimates[site] for site in sites if site in estimates]
-        work = [work for estimated in timed for work in estimated.work]
-        times = [estimated.quantized for estimated in timed]
-        alone = ReportData(recipe=report.recipe, decisions=layer.decisions)
-        return _Facts(
-            operands={key: result(d) for key, d in zip(keys, layer.decisions, strict=True)},
-            shapes={key: shape_text(d) for key, d in zip(keys, layer.decisions, strict=True)},
-            kernels={what: ", ".join(dict.fromkeys(w.kernel for w in work if w.what == what)) for what in
-                     dict.fromkeys(w.what for w in work)},
-            time=None if None in times or not times else sum(filter(None, times)),
-            bytes=alone.weights["quantized"],
-            errors=errors.pop(layer.decisions[0].layer, {}),
-        )  # fmt: skip
 
-    return {layer.name: of(layer) for layer in report.layers()}
+def _facts_of(report: ReportData, leaves: Sequence[Leaf]) -> _Facts:
+    """The facts of one layer, which may run several times."""
+    decisions = [decision for leaf in leaves for decision in leaf.decisions]
+    sites = list(dict.fromkeys(d.site for d in decisions))
+    gemms = [f"{d.part} {d.gemm}" if d.attention is not None else str(d.gemm) for d in decisions]
+    keys = [
+        (sites.index(d.site), gemm, role_text(d), str(d.direction)) for d, gemm in zip(decisions, gemms, strict=True)
+    ]
+    timed = [leaf.estimate for leaf in leaves if leaf.estimate is not None]
+    work = [work for estimated in timed for work in estimated.work]
+    times = [estimated.quantized for estimated in timed]
+    errors: dict[str, float] = {}
+    for loss in (loss for leaf in leaves for loss in leaf.losses):
+        errors[loss.what] = max(loss.error, errors.get(loss.what, 0.0))
+    kernels = {
+        what: ", ".join(dict.fromkeys(w.kernel for w in work if w.what == what))
+        for what in dict.fromkeys(w.what for w in work)
+    }
+    return _Facts(
+        operands={key: result(d) for key, d in zip(keys, decisions, strict=True)},
+        shapes={key: shape_text(d) for key, d in zip(keys, decisions, strict=True)},
+        kernels=kernels,
+        time=None if None in times or not times else sum(filter(None, times)),
+        bytes=ReportData(recipe=report.recipe, decisions=decisions).weights["quantized"],
+        errors=errors,
+    )
 
 
 def _change(name: str, a: _Facts | None, b: _Facts | None, tolerance: float) -> Change | None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from html import escape
@@ -19,18 +18,10 @@ from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report import stepper
 from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_text, shape_text
-from fxquant.report.markup import anchor, count_text, percent, si, table
+from fxquant.report.fusions import KIND_COLUMNS, UNFUSED_COLUMNS, kinds_of_epilogues, unfused
+from fxquant.report.markup import Anchors, capital, count_text, percent, si, table
 from fxquant.report.picture import RULES, pictures
-from fxquant.report.text import (
-    EPILOGUE_COLUMNS,
-    bytes_text,
-    epilogue_rows,
-    sent_text,
-    size_text,
-    some,
-    time_text,
-    verdict,
-)
+from fxquant.report.text import bytes_text, sent_text, size_text, some, time_text, verdict
 from fxquant.report.tree import Leaf, Node, title, tree
 from fxquant.report.why import Leaves, by_reason, unquantized
 
@@ -55,6 +46,8 @@ ORDERS = {
 }  # fmt: skip
 
 
+FROM_CACHE = "torch took this graph from its cache, and what passes found out of it was not kept there"
+
 Pictures = Mapping[str, Mapping[str, str]]
 """Drawings of layers, of equal ones the first, by their names and ``forward`` or ``backward``."""
 
@@ -70,15 +63,16 @@ def page(heading: str, body: str) -> str:
     )
 
 
-def section(report: ReportData) -> str:
-    """The report without style and script, for `page`."""
+def section(report: ReportData, key: str = "") -> str:
+    """The report without style and script, for `page`; of several on one page each has a `key` for its links."""
+    anchors = Anchors(key)
     report = replace(report, estimated=report.estimates())
     root = tree(report)
     leaves = [(path, count, leaf) for path, count, leaf in root.walk()]
-    parts = ['<div class="report">', _header(report), _cards(report, leaves), *_warnings(report)]
+    parts = ['<div class="report">', _header(report), _cards(report, leaves, anchors), *_warnings(report, anchors)]
     if report.decisions:
-        parts += [unquantized(report, leaves), _model(report, root, leaves, pictures(report))]
-    parts += [*_notes(report), stepper.section(report), "</div>"]
+        parts += [unquantized(report, leaves, anchors), _model(report, root, leaves, pictures(report), anchors)]
+    parts += [*_notes(report, anchors), stepper.section(report), "</div>"]
     return "\n".join(parts)
 
 
@@ -121,7 +115,7 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _cards(report: ReportData, leaves: Leaves) -> str:
+def _cards(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:
     """The answers to the first questions: how much is quantized, what it saves, what takes the time."""
     cards = [_card("Quantized", *_quantized_card(report))]
     missing = by_reason(leaves)
@@ -129,7 +123,7 @@ def _cards(report: ReportData, leaves: Leaves) -> str:
         flops = sum(skipped.flops for skipped in missing.values())
         parts = [f"{name} {percent(s.flops, report.flops['total'])}" for name, s in list(missing.items())[:3]]
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        under = f"{si(flops)}FLOP: {', '.join(parts)}{more}. <a href='#why'>Why, and what to do</a>"
+        under = f"{si(flops)}FLOP: {', '.join(parts)}{more}. <a href='#{anchors.why}'>Why, and what to do</a>"
         cards.append(_card("Not quantized", percent(flops, report.flops["total"]), under))
     before, after = report.weights["unquantized"], report.weights["quantized"]
     if before:
@@ -143,7 +137,9 @@ def _cards(report: ReportData, leaves: Leaves) -> str:
         under += "; on meta, where attention keeps its scores" if report.header.device == "meta" else ""
         number = _from_to(bytes_text(saved.unquantized), bytes_text(saved.total))
         cards.append(_card("Saved for the backward", number, under))
-    cards += _time_card(report, leaves) + _error_card(leaves)
+    elif report.from_cache:
+        cards.append(_card("Saved for the backward", "not known", capital(FROM_CACHE)))
+    cards += _time_card(report, leaves, anchors) + _error_card(leaves, anchors)
     return f"<div class='cards'>{''.join(cards)}</div>"
 
 
@@ -159,7 +155,7 @@ def _quantized_card(report: ReportData) -> tuple[str, str]:
     return f"{100 * s['coverage']:.1f}%", f"{bar}{under}; {s['quantized_operands']} of {s['operands']} operands"
 
 
-def _time_card(report: ReportData, leaves: Leaves) -> list[str]:
+def _time_card(report: ReportData, leaves: Leaves, anchors: Anchors) -> list[str]:
     time = report.time()
     if not time["card"]:
         return []
@@ -168,7 +164,7 @@ def _time_card(report: ReportData, leaves: Leaves) -> list[str]:
         flops, path, leaf = max(
             ((leaf.flops * count, path, leaf) for path, count, leaf in leaves), key=lambda item: item[0]
         )
-        under += f"Most FLOPs: {_link(path, leaf)}, {percent(flops, report.flops['total'])}" if flops else ""
+        under += f"Most FLOPs: {_link(path, leaf, anchors)}, {percent(flops, report.flops['total'])}" if flops else ""
         return [_card("Time of matmuls", "not known", under)]
     before, after = time["unquantized_us"], time["quantized_us"]
     timed = [
@@ -179,23 +175,23 @@ def _time_card(report: ReportData, leaves: Leaves) -> list[str]:
     longest, path, leaf = max(timed, key=lambda item: item[0])
     basis = " from published rates, not measured," if time["published"] else ""
     under = f"{before / after:.2f}x, estimated{basis} for {escape(time['card'])}. "
-    under += f"Longest: {_link(path, leaf)}, {percent(longest, after)}"
+    under += f"Longest: {_link(path, leaf, anchors)}, {percent(longest, after)}"
     counted = {id(leaf) for _, _, leaf in timed}
     untimed = [title(path, leaf) for path, _, leaf in leaves if leaf.flops and id(leaf) not in counted]
     under += f". Without a time: {escape(some(untimed, 2))}" if untimed else ""
     return [_card("Time of matmuls and casts", _from_to(time_text(before), time_text(after)), under)]
 
 
-def _error_card(leaves: Leaves) -> list[str]:
+def _error_card(leaves: Leaves, anchors: Anchors) -> list[str]:
     losses = [(loss.error, path, leaf) for path, _, leaf in leaves for loss in leaf.losses]
     if not losses:
         return []
     error, path, leaf = max(losses, key=lambda item: item[0])
-    return [_card("Largest measured error", f"{error:.2%}", f"relative, of {_link(path, leaf)}")]
+    return [_card("Largest measured error", f"{error:.2%}", f"relative, of {_link(path, leaf, anchors)}")]
 
 
-def _link(path: str, leaf: Leaf) -> str:
-    return f"<a href='#{anchor(title(path, leaf))}'>{escape(title(path, leaf))}</a>"
+def _link(path: str, leaf: Leaf, anchors: Anchors) -> str:
+    return f"<a href='#{anchors.row(title(path, leaf))}'>{escape(title(path, leaf))}</a>"
 
 
 def _card(label: str, number: str, under: str) -> str:
@@ -207,21 +203,25 @@ def _from_to(before: str, after: str) -> str:
     return after if before == after else f"{before}<span class='to'> → </span>{after}"
 
 
-def _warnings(report: ReportData) -> list[str]:
+def _warnings(report: ReportData, anchors: Anchors) -> list[str]:
     lines = [f"Not compiled: {text}" for text in report.uncompiled] + verdict(report)[1:]
     parts = [f"<p class='warning' role='note'>{escape(line[0].upper() + line[1:])}</p>" for line in lines]
     counts = [(report.breaks, "graph break"), (report.unused, "unused rule"), (report.recompilations, "recompilation")]
     counted = [count_text(len(texts), noun) for texts, noun in counts if texts]
-    return parts + ([f"<p class='warning' role='note'><a href='#also'>{', '.join(counted)}</a></p>"] * bool(counted))
+    return parts + (
+        [f"<p class='warning' role='note'><a href='#{anchors.also}'>{', '.join(counted)}</a></p>"] * bool(counted)
+    )
 
 
-def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures) -> str:
+def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures, anchors: Anchors) -> str:
     """The tree, whose rows the script makes from JSON."""
     families = {_family(d) for d in report.decisions}
     timed = any(leaf.estimate is not None and leaf.estimate.quantized is not None for _, _, leaf in leaves)
     measured = any(leaf.losses for _, _, leaf in leaves)
     data = {
         "nodes": _nodes(root, "", 1),
+        "prefix": anchors.prefix,
+        "undrawn": f"No picture, and no reasons against fusions: {FROM_CACHE}." if report.from_cache else "",
         "unfused": _unfused(report, leaves),
         "all": len({d.site for d in report.decisions}),
         "timed": timed,
@@ -248,7 +248,7 @@ def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures) -
     kinds |= {"slower": "slower than unquantized"} if timed else {}
     kinds |= {"measured": "measured"} if measured else {}
     shown = "".join(f"<option value='{key}'>{text}</option>" for key, text in kinds.items())
-    legend = "".join(f"<span class='chip {key}'>{text}</span>" for key, text in FAMILIES.items() if key in families)
+    legend = _legend(families, timed, any(leaf.is_attention for _, _, leaf in leaves))
     drawn = {leaf.layers[0]: pictures[leaf.layers[0]] for _, _, leaf in leaves if leaf.layers[0] in pictures}
     return (
         "<h2>Model</h2><p class='soft'>Modules as they nest; equal ones stand once, with their count, and FLOPs, "
@@ -259,12 +259,28 @@ def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures) -
         f"<select class='kind' aria-label='which rows'>{shown}</select>"
         f"<select class='sort' aria-label='order'>{orders}</select>"
         "<button type='button' class='open'>Open all</button><button type='button' class='close'>Close all</button>"
-        "<output></output></div><div class='frame' hidden><table class='tree' role='treegrid' aria-label='layers'>"
+        f"<output></output></div>{legend}<div class='frame' hidden>"
+        "<table class='tree' role='treegrid' aria-label='layers'>"
         f"<thead><tr>{head}</tr></thead><tbody></tbody></table>"
         "<p class='none' hidden>No layer has all of these words.</p>"
-        f"<button type='button' class='more' hidden></button></div><div class='legend'>{legend}</div>"
+        f"<button type='button' class='more' hidden></button></div>"
         f"{_script('data', data)}{_script('pictures', drawn) if drawn else ''}"
     )
+
+
+def _legend(families: Collection[str], timed: bool, attention: bool) -> str:
+    """The meaning of colours, squares and bars in the tree."""
+    squares = "<i class='key'></i><i class='key'></i>"
+    pairs = "two squares for each GEMM, its left and its right operand: fprop, dgrad, wgrad"
+    pairs += "; of an attention those of QK^T, then of PV" if attention else ""
+    items = [f"<span class='chip {key}'>{text}</span>" for key, text in FAMILIES.items() if key in families]
+    items.append(f"<span><span class='strip'><span>{squares}</span></span>{escape(pairs)}</span>")
+    items.append("<span><i class='key bar'></i>share of all FLOPs</span>")
+    if timed:
+        items[-1] = "<span><i class='key bar'></i>share of all FLOPs, or of the time as it was decided</span>"
+        items.append("<span><i class='key bar was'></i>time in high precision</span>")
+        items.append("<span><i class='key bar worse'></i>slower than in high precision</span>")
+    return f"<div class='legend' role='note' aria-label='legend'>{''.join(items)}</div>"
 
 
 def _script(name: str, data: Any) -> str:
@@ -292,7 +308,7 @@ def _unfused(report: ReportData, leaves: Leaves) -> dict[str, list[tuple[str, st
     fusions: dict[str, list[tuple[str, str, str]]] = {leaf.layers[0]: [] for _, _, leaf in leaves}
     for fusion in report.not_fused:
         if fusion.layer in fusions:
-            fusions[fusion.layer].append((fusion.step, fusion.operator, fusion.reason))
+            fusions[fusion.layer].append((fusion.graph, fusion.operator, capital(fusion.sentence)))
     return {layer: reasons for layer, reasons in fusions.items() if reasons}
 
 
@@ -347,7 +363,7 @@ def _family(decision: Decision) -> str:
     return "own" if row is None else row.family
 
 
-def _notes(report: ReportData) -> list[str]:
+def _notes(report: ReportData, anchors: Anchors) -> list[str]:
     """The rest of what is to know: breaks, recompilations, unused rules, what was not fused, epilogues."""
     lists = (
         ("Graph breaks", "where torch.compile left its graph; what stands between is not quantized", report.breaks),
@@ -357,26 +373,14 @@ def _notes(report: ReportData) -> list[str]:
         ('Computed again with save="least"', "besides casts, by the backward", [n or MODEL for n in report.again]),
     )
     parts = [_note(name, meaning, _listed(texts), len(texts)) for name, meaning, texts in lists if texts]
-    if report.not_fused:
-        counts = Counter((fusion.reason, fusion.step) for fusion in report.not_fused)
-        rows = [(str(count), step, reason, _layers_of(report, reason, step))
-                for (reason, step), count in counts.most_common()]  # fmt: skip
-        fusions = table(("times", "pass", "reason", "operators"), rows)
-        parts.append(
-            _note("Not fused", "fusions that passes considered and did not take", fusions, len(report.not_fused))
-        )
-    epilogues = epilogue_rows(report)
-    if epilogues:
-        rows_of_gemms = table(EPILOGUE_COLUMNS, epilogues)
+    if rows := unfused(report):
+        cells = [(str(row.times), row.graph, capital(row.sentence), some(row.layers, 4), row.step) for row in rows]
+        meaning = "fusions and kernels that passes considered and did not take"
+        parts.append(_note("Not fused", meaning, table(UNFUSED_COLUMNS, cells), len(report.not_fused)))
+    if kinds := kinds_of_epilogues(report):
         meaning = "what GEMMs add, activate or measure, and in which kernel"
-        parts.append(_note("Epilogues", meaning, rows_of_gemms, len(epilogues)))
-    return ["<h2 id='also'>Also</h2>", *parts] if parts else []
-
-
-def _layers_of(report: ReportData, reason: str, step: str) -> str:
-    fusions = [f for f in report.not_fused if (f.reason, f.step) == (reason, step)]
-    texts = list(dict.fromkeys(f"{f.operator} in {f.layer or MODEL}" for f in fusions))
-    return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+        parts.append(_note("Epilogues", meaning, table(KIND_COLUMNS, kinds), sum(int(kind[0]) for kind in kinds)))
+    return [f"<h2 id='{anchors.also}'>Also</h2>", *parts] if parts else []
 
 
 def _note(name: str, meaning: str, inner: str, count: int) -> str:

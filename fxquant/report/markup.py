@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from urllib.parse import quote
 
 
-def anchor(path: str) -> str:
-    """The target of a link to a row, by its path."""
-    return quote(path, safe="")
+class Anchors:
+    """The targets of links in a report; those of several on one page have a `key` each."""
+
+    def __init__(self, key: str = "") -> None:
+        word = re.sub(r"\W+", "-", key)
+        self.prefix = f"{word}:" if word else ""
+        self.why, self.also = f"{self.prefix}why", f"{self.prefix}also"
+
+    def row(self, path: str) -> str:
+        """The target of a row of the tree, by its path."""
+        return quote(f"{self.prefix}{path}", safe=":")
 
 
 def times(count: int) -> str:
@@ -17,9 +26,14 @@ def times(count: int) -> str:
     return f"<span class='times'>×{count}</span>" if count > 1 else ""
 
 
+def capital(text: str) -> str:
+    """A text as the beginning of a sentence."""
+    return f"{text[:1].upper()}{text[1:]}"
+
+
 def sentence(text: str) -> str:
     """A text as a sentence."""
-    return f"{text[0].upper()}{text[1:]}.".replace("`", "")
+    return f"{capital(text)}.".replace("`", "")
 
 
 def percent(part: float, whole: float) -> str:

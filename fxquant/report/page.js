@@ -189,7 +189,7 @@ function fxqTree(root) {
     const many = flat ? node.count : node.times;
     if (many > 1) first.append(make("span", "times", "×" + many));
     const link = make("a", "anchor", "#");
-    link.href = "#" + encodeURIComponent(node.path);
+    link.href = "#" + data.prefix + encodeURIComponent(node.path);
     link.title = "link to this row";
     link.setAttribute("aria-label", "link to " + node.path);
     link.tabIndex = -1;
@@ -292,13 +292,14 @@ function fxqTree(root) {
     }
     if (leaf.unfused.length) {
       const lines = leaf.unfused.map(fusion => line(fusion));
-      inner.append(block("Not fused", table([["pass"], ["operator"], ["reason"]], lines, "list")));
+      inner.append(block("Not fused", table([["graph"], ["operator"], ["outcome and reason"]], lines, "list")));
     }
     for (const [graph, svg] of Object.entries(pictures[leaf.layer] || {})) {
       const slot = make("div", "picture");
       slot.innerHTML = svg;
       inner.append(block(`In the ${graph} graph`, slot));
     }
+    if (data.undrawn && !pictures[leaf.layer]) inner.append(make("p", "soft", data.undrawn));
     if (leaf.form) inner.append(make("p", "soft", `Written as ${leaf.form}`));
     td.append(inner);
     tr.append(td);
@@ -344,7 +345,8 @@ function fxqTree(root) {
   function reveal() {
     let path = "";
     try { path = decodeURIComponent(location.hash.slice(1)); } catch { return; }
-    if (!path) return;
+    if (!path.startsWith(data.prefix) || path === data.prefix) return;
+    path = path.slice(data.prefix.length);
     const node = nodes.find(n => n.path === path) || leaves.find(leaf => same(leaf, path));
     if (!node) return;
     input.value = kind.value = "";

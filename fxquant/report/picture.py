@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from fxquant.decisions import NotFused
 from fxquant.errors import OptionError
 from fxquant.files import write_whole
 from fxquant.formats import QuantSpec
@@ -223,8 +224,7 @@ class _Reader:
             here = (gemm.layer, gemm.graph, shape) == (unit.layer, self.graph, unit.nodes[0].shape)
             if here and gemm.problem.fuses:
                 chosen = gemm.chosen(self.report.card)
-                words = f"{chosen.kernel}: {chosen.reason}" if chosen.reason else str(chosen.kernel)
-                return "Triton GEMM" in str(chosen.kernel), f"{gemm.problem.epilogue}: {words}"
+                return "Triton GEMM" in str(chosen.kernel), gemm.problem.left_to_others(chosen)
         return False, ""
 
     def _box(self, unit: Unit, nodes: Sequence[NodeText]) -> _Box:
@@ -276,13 +276,17 @@ class _Reader:
         box = _Box("near" if near else "product fused" if fused or behind else "product", lines, detail)
         if not near:
             box.notes = self._reasons(node)
-            box.notes += [f"fuse_epilogues: {choice}"] if choice and not fused else []
+            box.notes += [self._sentence("fuse_epilogues", choice)] if choice and not fused else []
         return box
 
     def _reasons(self, node: NodeText) -> list[str]:
         """The reasons that passes have left at a node, and those for its kernel, which is chosen behind all others."""
         text = self._text(node)
-        return [*node.reasons, *(f"lower: {kernel.reason}" for kernel in self.kernels if kernel.operator == text)]
+        notes = [self._sentence(*reason.split(": ", 1)) for reason in node.reasons]
+        return [*notes, *(kernel.sentence for kernel in self.kernels if kernel.operator == text)]
+
+    def _sentence(self, step: str, reason: str) -> str:
+        return NotFused(step=step, layer=self.layer, operator="", reason=reason).sentence
 
     def _text(self, node: NodeText) -> str:
         """The text by which a reason names an operator."""
@@ -388,7 +392,7 @@ def _draw(reader: _Reader) -> str:
     width = max(width, 2 * _PITCH)
     foot = []
     for note, number in numbers.items():
-        for i, line in enumerate(textwrap.wrap(f"{number}  not fused, {note}", max(40, width // 6))):
+        for i, line in enumerate(textwrap.wrap(f"{number}  {note}", max(40, width // 6))):
             bottom += _LINE + (4 if i == 0 else 0)
             foot.append(f'<text class="s" x="{_MARGIN}" y="{bottom}">{escape(line)}</text>')
     if "columnwise" in edges.values():

@@ -10,6 +10,7 @@ from fxquant.cost.kept import known_cards, rates_of
 from fxquant.cost.work import NOTHING_MULTIPLIES
 from fxquant.decisions import Decision, SentQuantized
 from fxquant.report.data import MODEL, ReportData, layer_pattern, result, role_text, shape_text
+from fxquant.report.fusions import epilogues, unfused
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
 EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
@@ -45,9 +46,8 @@ def text(report: ReportData, layer: str = "", *, collapse: bool = False, full: b
 def _summary(report: ReportData, most: int) -> list[str]:
     """Totals, kernels, estimate, then reasons: against fusions, unused rules, graph breaks, `most` lines of each."""
     lines = [totals(report), *_kernels(report), *verdict(report)]
-    not_fused = [f"{count} x {reason}" for reason, count in report.summary()["not_fused"].items()]
     lines += _first("sent quantized", [*map(sent_text, report.sent_quantized)], most)
-    lines += _first("not fused", not_fused, most)
+    lines += _first("not fused", [*map(str, unfused(report))], most)
     if report.again:
         layer_names = some([name or MODEL for name in report.again])
         lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')
@@ -165,8 +165,7 @@ def epilogue_rows(report: ReportData, layer: str = "") -> list[tuple[str, ...]]:
     """The rows of `epilogue_table`."""
     return [
         (gemm.layer or MODEL, gemm.graph, gemm.problem.size, gemm.problem.epilogue, str(gemm.chosen(report.card)))
-        for gemm in report.epilogues
-        if gemm.problem.fuses and (report.card or gemm.card != "cpu") and layer_pattern(layer).search(gemm.layer)
+        for gemm in epilogues(report, layer)
     ]
 
 

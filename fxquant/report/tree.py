@@ -83,7 +83,7 @@ def tree(report: ReportData) -> Node:
     """The model of a report as a tree, in the order of the graph."""
     root = Node(name="")
     by_layer: dict[str, list[Leaf]] = defaultdict(list)
-    for leaf in _leaves(report):
+    for leaf in leaves_of(report):
         by_layer[leaf.layers[0]].append(leaf)
     modules = {"": root}
     for layer, leaves in by_layer.items():
@@ -110,8 +110,8 @@ def _numberless(text: str, layer: str) -> str:
     return re.sub(r"\w+(?:\.\w+)+", without, text)
 
 
-def _leaves(report: ReportData) -> list[Leaf]:
-    """Every matmul, the products of an attention as one."""
+def leaves_of(report: ReportData) -> list[Leaf]:
+    """Every matmul by itself, the products of an attention as one; those of a layer stand together."""
     estimates, names, losses = report.estimates(), report.names(), defaultdict[str, list[Loss]](list)
     for loss in report.losses:
         losses[loss.layer].append(loss)

@@ -9,7 +9,7 @@ from html import escape
 
 from fxquant.decisions import Decision, SkipReason
 from fxquant.report.data import ReportData
-from fxquant.report.markup import anchor, count_text, percent, sentence, si, times
+from fxquant.report.markup import Anchors, count_text, percent, sentence, si, times
 from fxquant.report.tree import Leaf, title
 
 Leaves = Sequence[tuple[str, int, Leaf]]
@@ -59,13 +59,13 @@ def by_reason(leaves: Leaves) -> dict[str, Skipped]:
     return dict(sorted(groups.items(), key=lambda item: -item[1].flops))
 
 
-def unquantized(report: ReportData, leaves: Leaves) -> str:
+def unquantized(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:
     """The part that says which layers are not quantized, how many FLOPs that is, why, and what to do."""
     groups, total = by_reason(leaves), report.flops["total"]
     if not groups:
-        return "<h2 id='why'>Not quantized</h2><p>Every operand of every matmul is quantized.</p>"
+        return f"<h2 id='{anchors.why}'>Not quantized</h2><p>Every operand of every matmul is quantized.</p>"
     parts = [
-        "<h2 id='why'>Not quantized</h2>",
+        f"<h2 id='{anchors.why}'>Not quantized</h2>",
         f"<p class='soft'>{percent(sum(s.flops for s in groups.values()), total)} of all FLOPs, by reason.</p>",
     ]
     for i, (name, skipped) in enumerate(groups.items()):
@@ -75,7 +75,7 @@ def unquantized(report: ReportData, leaves: Leaves) -> str:
         count = count_text(sum(row.count for row in rows), "layer")
         detailed = any(row.details for row in rows)
         lines = "".join(
-            f"<tr><td><a class='mono' href='#{anchor(row.path)}'>{escape(row.path)}</a>{times(row.count)}</td>"
+            f"<tr><td><a class='mono' href='#{anchors.row(row.path)}'>{escape(row.path)}</a>{times(row.count)}</td>"
             f"<td>{escape(', '.join(row.operands))}</td>{_detail(row.details) if detailed else ''}"
             f"<td class='num'>{si(row.flops)}FLOP, {percent(row.flops, total)}</td></tr>"
             for row in rows

@@ -112,11 +112,11 @@ class _Explainer(Backend):
 
         return run
 
-    def _fused(self, half: fx.GraphModule) -> fx.Graph:
+    def _fused(self, copied: fx.GraphModule) -> fx.Graph:
         """A forward or a backward with what the fusions of a GPU make of it."""
-        graph = fused(half, self.settings).graph
+        graph = fused(copied, self.settings).graph
         self._half = None
-        self._record.considered += considered(graph)
+        self._record.considered += considered(graph, half(graph))
         return graph
 
     def watch(self, stage: str, step: str, because: str, subject: Any) -> None:

@@ -49,6 +49,11 @@ class Problem:
         """Returns True if anything comes behind it that cuBLAS leaves to another kernel."""
         return bool(self.activation) or self.residual or self.record
 
+    def left_to_others(self, chosen: Chosen[GemmKernel]) -> str:
+        """Returns why another kernel does the epilogue, by the kernel that was chosen for the product."""
+        why = f" ({chosen.reason})" if chosen.reason else ""
+        return f"its kernel, {chosen.kernel}{why}, leaves {self.epilogue} to others"
+
     @property
     def kernels(self) -> tuple[GemmKernel, ...]:
         """The possible kernels, the default first."""

@@ -6,6 +6,7 @@ A graph keeps both until a stage is done.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from torch import Tensor, fx
 
@@ -37,9 +38,10 @@ def sent_quantized(graph: fx.Graph, sent: SentQuantized) -> None:
         graph.owning_module.meta.setdefault(_KEY, {})[sent] = None
 
 
-def considered(graph: fx.Graph) -> list[Considered]:
-    """Takes all that passes have left in a graph, each once."""
-    return [] if graph.owning_module is None else [*graph.owning_module.meta.pop(_KEY, ())]
+def considered(graph: fx.Graph, name: str = "") -> list[Considered]:
+    """Takes all that passes have left in a graph, each once; `name` is the graph's in reports, such as ``forward``."""
+    outcomes = [] if graph.owning_module is None else graph.owning_module.meta.pop(_KEY, ())
+    return [replace(one, graph=name) if isinstance(one, NotFused) else one for one in outcomes]
 
 
 def not_fused(graph: fx.Graph) -> list[NotFused]:

@@ -74,7 +74,12 @@ def layer_of(node: fx.Node) -> str:
     return str(node.meta.get(CUSTOM, {}).get(_OF_CUSTOM, ""))
 
 
+def for_layer(node: fx.Node, layer: str) -> None:
+    """Says of a node, and of what autograd makes of it, which layer it belongs to."""
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _OF_CUSTOM: layer}
+
+
 def inserted_for(node: fx.Node, layer: str, site: int) -> None:
     """Says of an operator which layer and which site it was inserted for."""
-    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _OF_CUSTOM: layer}
+    for_layer(node, layer)
     node.meta[SITE] = site

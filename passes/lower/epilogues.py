@@ -94,7 +94,8 @@ def fuse_epilogues(graph: fx.Graph, settings: Settings) -> int:
             _scale_rows(graph, node, scales)
             count += 1
         if chosen.kernel is not GemmKernel.TRITON or not fuses:
-            reason = f"{chosen if fuses else _INEXACT}, without {_problem(node, possible).epilogue}"
+            obstacle = "" if fuses else _INEXACT
+            reason = obstacle or _problem(node, possible).left_to_others(chosen)
             allowed(node, _STEP, reason if possible.fuses else "")
         allowed(node, _STEP, apart)
     if count:

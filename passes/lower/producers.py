@@ -62,7 +62,7 @@ def fuse_producers(graph: fx.Graph, settings: Settings) -> int:
                 if not reason:
                     reasons.pop(site.quantize, None)
                 elif producer is not IDENTITY or (site.amax is not None and site.quantize not in reasons):
-                    reasons[site.quantize] = f"{producer.name}: {reason}"
+                    reasons[site.quantize] = f"{reason} ({producer.name})"
             count += 0 if reason else len(group)
     for node, reason in reasons.items():
         allowed(node, "fuse_producers", reason)
@@ -225,7 +225,7 @@ def _loss(producer: Producer, site: _Site) -> str:
         cheap = not producer.slow and (producer.matrices < 2 or (producer.results == 2 and alone))
         return "" if cheap else "computing it twice, once for its amax, is slower"
     others = sorted(site.families - {"block", "mxfp8", "per_tensor"})
-    return f"no fused kernel has scales {' and '.join(others)}" if others else ""
+    return f"no fused kernel has scales of the kind {' and '.join(others)}" if others else ""
 
 
 def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: dict[fx.Node, int]) -> str:

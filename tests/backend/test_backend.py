@@ -640,7 +640,7 @@ def found_in(folder: str, recipes: Sequence[str]) -> list[dict[str, Any]]:
             for cache, key in (("aot_autograd", "autograd_cache"), ("inductor", "fxgraph_cache"))
         ]
         state = {key: tensor.tolist() for key, tensor in run.quantization_state_dict().items()}
-        report = dataclasses.replace(run.report(), graphs={}, views={}, saved=None, header=Header()).to_json()
+        report = dataclasses.replace(run.report(), header=Header()).to_json()
         results.append({"caches": caches, "got": [outputs, model.weight.grad.tolist(), state, report]})
     return results
 

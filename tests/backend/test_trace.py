@@ -66,7 +66,7 @@ def test_a_trace_says_why_something_was_not_fused(artifacts: Artifacts) -> None:
     allowed(next(iter(module.graph.nodes)), "fuse_producers", "a reason")
     Lowering(Settings())(module.graph)
     text = artifacts()["fxquant_not_fused"]
-    assert text.startswith("fuse_producers: layer <model>: ") and text.endswith(": a reason")
+    assert text.startswith("fuse_producers, <model> in the forward graph, ") and text.endswith(", because a reason")
 
 
 def test_without_a_trace_no_text_is_made() -> None:

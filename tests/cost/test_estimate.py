@@ -17,7 +17,7 @@ from fxquant import MXFP8Quantizer, OptionError, RecipeError, Rule, Rules, SkipR
 from fxquant.cost.estimate import estimate
 from fxquant.cost.kept import find_card
 from fxquant.cost.rates import RATES
-from fxquant.cost.work import Estimate
+from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, Matmul
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, IdentityQuantizer
 from fxquant.recipes import AutoRecipe, Recipe
@@ -417,6 +417,11 @@ def test_auto_keeps_what_a_card_without_rates_only_emulates(
         reason = f"nothing multiplies these formats on {where}, where it could only be slower"
         assert report.verdict() == [f"auto: {reason}"]
         assert {(d.skip_reason, d.detail) for d in report.decisions} == {(SkipReason.NOT_PROFITABLE, reason)}
+
+
+def test_an_estimate_without_times_is_text_too() -> None:
+    work = (Work("fprop", "a kernel", 1.5, None),)
+    assert str(Estimate(work)) == "1.5 us in high precision, no measured time quantized"
 
 
 def test_auto_is_a_recipe() -> None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import fxquant
 from fxquant import MXFP8Quantizer, OptionError, ProgramError, Quantizer, Report
@@ -147,3 +149,24 @@ def test_the_shell_never_overwrites_a_report(files: tuple[str, str], capsys: pyt
     assert "is an input, which would be overwritten" in capsys.readouterr().err and Path(old).read_bytes() == before
     assert main(["report", "absent.json"]) == 1
     assert capsys.readouterr().err == "fxquant: error: absent.json cannot be read: No such file or directory\n"
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_an_attention_is_one_layer_with_both_its_products() -> None:
+    x = torch.randn(2, 32, 64)
+    plain, fp8 = (
+        fxquant.explain(Attends(), fxquant.Float8CurrentScaling(fp8_dpa=fp8_dpa), x) for fp8_dpa in (False, True)
+    )
+    difference = fxquant.diff(plain, fp8)
+    assert [change.name for change in difference.changes] == ["<model> attention"] and difference.same == 1
+    gemms = {operand.gemm for operand in difference.changes[0].operands}
+    assert gemms == {f"{part} {gemm}" for part in ("QK^T", "PV") for gemm in ("fprop", "dgrad", "wgrad")}

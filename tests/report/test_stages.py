@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import fxquant
 from fxquant import OptionError, Report
 from fxquant.passes import pipeline
+from fxquant.passes.look import Stages, snapshot, watched
 from fxquant.report import stepper
 from fxquant.snapshots import NodeText, changes
 
@@ -110,3 +112,18 @@ def test_the_stepper_has_the_steps_that_change_a_block() -> None:
     assert "fxquant::linear" in data["lines"][next(line for mark, line in inserted if mark == "+")]
     assert len(set(data["lines"])) == len(data["lines"])
     assert stepper.section(Report(recipe="mxfp8")) == ""
+
+
+def test_texts_of_nodes_that_stay_are_those_that_would_be_written_anew() -> None:
+    """Nodes whose parts are the same objects keep their text."""
+    stages, fresh = Stages(dict), list[tuple[NodeText, ...]]()
+
+    def both(stage: str, step: str, because: str, subject: Any) -> None:
+        stages(stage, step, because, subject)
+        if step:
+            fresh.append(snapshot(subject, {}))
+
+    with watched(both):
+        backend = fxquant.Backend("current_scaling", inner="aot_eager")
+        torch.compile(Mlp(), backend=backend)(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    assert len(fresh) > 20 and [step.after for step in stages.steps] == fresh

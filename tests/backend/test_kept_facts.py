@@ -1,0 +1,59 @@
+"""A report of a graph that torch takes from its cache has what passes found out when it was compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import fxquant
+from fxquant import Report
+from fxquant.report.html import FROM_CACHE, section
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+
+def step(seed: int = 0, **options: Any) -> Report:
+    """The report of a training step of a new model, compiled as a new process would."""
+    torch.compiler.reset()
+    torch.manual_seed(seed)
+    backend = fxquant.Backend("current_scaling", **options)
+    torch.compile(Mlp().bfloat16(), backend=backend)(torch.randn(64, 128).bfloat16()).sum().backward()
+    return backend.report()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("without_cpp")
+def test_a_cached_graph_has_its_pictures_bytes_and_reasons(folder: Path) -> None:
+    first, again = step(), step(seed=1)
+    assert first.views and "captured" not in first.graphs
+    assert counters["aot_autograd"]["autograd_cache_hit"] >= 1
+    assert (again.graphs, again.views, again.saved) == (first.graphs, first.views, first.saved)
+    assert again.not_fused == first.not_fused and again.picture("down", "backward") == first.picture("down", "backward")
+    (kept,) = folder.glob("fxquant/*/*.json.gz")
+    kept.write_bytes(b"damaged")
+    lost = step()
+    assert lost.from_cache and not lost.views and FROM_CACHE in section(lost)
+    assert not first.from_cache and FROM_CACHE not in section(first)
+
+
+@pytest.mark.usefixtures("without_cpp")
+def test_nothing_is_kept_where_torch_keeps_nothing(folder: Path) -> None:
+    assert step(inductor={"force_disable_caches": True}).views and step(inner="aot_eager").views
+    assert not [*folder.glob("fxquant/*")]
