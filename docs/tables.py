@@ -41,6 +41,7 @@ def examples(page: Path) -> list[str]:
 
 def run_example(code: str) -> str:
     """Runs an example without Inductor, which none of them is about, and returns what it prints."""
+    torch._dynamo.reset()  # nothing of another example counts
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code.replace('options={"recipe"', 'options={"inner": "aot_eager", "recipe"'), {"__name__": "example"})
@@ -268,6 +269,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stored": lambda: markdown(stored_rows()),
     "traffic": lambda: markdown(traffic_rows()),
     "example": lambda: f"```text\n{run_example(examples(ROOT / 'README.md')[0])}```\n",
+    "start": lambda: f"```text\n{run_example(examples(ROOT / 'docs' / 'start.md')[0])}```\n",
 }
 
 

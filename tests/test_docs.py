@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 import fxquant
+from fxquant import __main__ as command_line
 from fxquant.backend.options import Options
+from fxquant.bench import run as bench
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +57,33 @@ WHOLE = tables.drawn()
 @pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.name)
 def test_pictures_and_pages_from_code_are_current(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == WHOLE[path](), "run `make docs`"
+
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+def shell_commands() -> list[str]:
+    """The commands in the blocks of all pages, without their comments."""
+    found = [block for page in PAGES.values() for block in FENCE.findall(page.read_text(encoding="utf-8"))]
+    blocks = [text for language, text in found if not language]
+    lines = [line.partition(" #")[0].partition(" > ")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("python ", "fxquant ", "make "))]
+
+
+def test_commands_of_the_pages_exist() -> None:
+    commands = shell_commands()
+    assert len(commands) > 20
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for command in commands:
+        program, *words = shlex.split(command)
+        if program == "make":
+            assert words[0] in targets, command
+        elif words[0] == "-m" or program == "fxquant":
+            name, *arguments = words[2:] if words[0] == "-m" else words
+            parser = bench._parser() if name == "bench" else command_line.commands()[name]
+            parser.parse_args(arguments)  # exits where it does not know an option
+        else:
+            assert (ROOT / words[0]).exists(), command
 
 
 def test_every_public_name_is_in_the_reference() -> None:

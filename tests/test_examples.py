@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,15 @@ def test_export_to_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     printed = run("export_to_cpp", ["--output", str(tmp_path)], capsys).splitlines()[-1]
     python, cpp = (float(part.split()[-1]) for part in printed.split(", "))
     assert python == pytest.approx(cpp, rel=1e-5)
+
+
+def test_examples_know_the_options_of_their_docstrings() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        told, _, code = text.partition('"""\n\nimport')
+        assert f"{path.name}" in told, path
+        script = told.rpartition(path.name)[2]
+        assert all(f'"{option}"' in code for option in re.findall(r"--[\w-]+", script)), (path.name, script)
 
 
 def test_every_example_has_a_page_and_a_test() -> None:
