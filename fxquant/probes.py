@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fxquant.checks import article, did_you_mean
 from fxquant.errors import OptionError
-from fxquant.formats import LINEAR_OPERANDS, LinearSpec, OperandSpec, QuantSpec
-from fxquant.kernels.probe.plan import GEMMS, Plan, Slot, spec_of
+from fxquant.formats import LINEAR_OPERANDS, AttentionSpec, LinearSpec, OperandSpec, QuantSpec
+from fxquant.kernels.probe.plan import ATTENTION_ROLES, GEMMS, LOSS, Plan, Slot, spec_of
 from fxquant.kernels.probe.reference import COLUMNS, EXPONENTS
 from fxquant.quantizers import DelayedScalingRequest, Quantizer
 from fxquant.quantizers.base import quantizer_text
@@ -41,21 +41,37 @@ STATISTICS = {
     "worst_block_column": "blocks",
     "exponents": "exponents",
     "cosine": "product",
+    "product_error": "product",
+    "loss_change": "loss",
 }
 """The statistics of a row, and the group in which each is measured."""
+
+ON_REQUEST = ("loss_change",)
+"""The statistics for which a step keeps more than it does otherwise: they are measured if they are named."""
+
+TENSORS = (*LINEAR_OPERANDS, *ATTENTION_ROLES)
+"""The operands that are measured: of linear layers, experts and products of two activations, and of attention."""
+
+USUAL = tuple(name for name in STATISTICS if name not in ON_REQUEST)
+"""The statistics that are measured if none are named."""
 
 _FOREIGN = {
     "underflows%": "underflow", "overflows%": "saturated", "activation": "input", "gradient": "grad_output",
     "snr": "sqnr", "mse": "sqnr", "scale_inv_min": "scale_min", "scale_inv_max": "scale_max", "saturation": "saturated",
+    "qkv": "q", "p": "s", "softmax": "s",
 }  # fmt: skip
 """The words of TransformerEngine's debug features, and others."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A quantizer that is tried beside the one that there is, or a recipe that is asked for one by the role."""
+    """A quantizer that is tried beside the one that there is, or a recipe that is asked for one by the role.
+
+    Rows have its `name`, which is its text if it has none.
+    """
 
     quantizer: Quantizer | Recipe
+    name: str = ""
 
     @classmethod
     def of(cls, answer: object) -> Candidate:
@@ -81,7 +97,8 @@ class Candidate:
         return None if answer.is_identity else answer.operand_spec()
 
     def __str__(self) -> str:
-        return quantizer_text(self.quantizer) if isinstance(self.quantizer, Quantizer) else str(self.quantizer)
+        text = quantizer_text(self.quantizer) if isinstance(self.quantizer, Quantizer) else str(self.quantizer)
+        return self.name or text
 
 
 _NO_HISTORY = "delayed scaling has the history of a run: try current_scaling in its place"
@@ -95,8 +112,8 @@ class Request:
     """
 
     layers: tuple[str, ...] | None = None
-    tensors: tuple[str, ...] = LINEAR_OPERANDS
-    statistics: tuple[str, ...] = tuple(STATISTICS)
+    tensors: tuple[str, ...] = TENSORS
+    statistics: tuple[str, ...] = USUAL
     candidates: tuple[Candidate, ...] = ()
 
     @classmethod
@@ -111,8 +128,8 @@ class Request:
         candidates = [whatif] if isinstance(whatif, str | Quantizer | Recipe) else whatif
         return cls(
             chosen,
-            _known("tensors", tensors, LINEAR_OPERANDS),
-            _known("stats", stats, tuple(STATISTICS)),
+            _known("tensors", tensors, TENSORS),
+            USUAL if stats is None else _known("stats", stats, tuple(STATISTICS)),
             tuple(map(Candidate.of, candidates)),
         )
 
@@ -131,15 +148,41 @@ class Request:
         """Returns True for a layer that is measured."""
         return self.layers is None or any(re.fullmatch(pattern, layer) for pattern in self.layers)
 
-    def plan(self, module_type: str, layer: str) -> Plan:
-        """The plan of one linear."""
-        roles = {kind: QuantizerRole(module_type, kind, layer) for kind in self.tensors}
-        specs = {kind: [candidate.spec(role) for candidate in self.candidates] for kind, role in roles.items()}
-        texts = {kind: tuple("" if spec is None else str(spec) for spec in tried) for kind, tried in specs.items()}
-        groups = self.groups
+    def plan(self, module_type: str, layer: str) -> tuple[Plan, list[Unmeasured]]:
+        """The plan of one linear or attention, and what cannot be measured of it."""
+        asked = _ROLES.get(module_type, _ROLES["linear"])
+        tensors, groups, unmeasured = tuple(kind for kind in self.tensors if kind in asked), self.groups, []
+        texts: dict[str, tuple[str, ...]] = {}
+        for kind in tensors:
+            role, tried = QuantizerRole(module_type, asked[kind], layer), list[str]()
+            for candidate in self.candidates:
+                spec = candidate.spec(role)
+                if spec is not None and module_type == "grouped_linear" and (spec.rowwise.key or spec.columnwise.key):
+                    unmeasured.append(Unmeasured(layer, kind, _ONE_MATRIX, str(candidate)))
+                    spec = None
+                tried.append("" if spec is None else str(spec))
+            texts[kind] = tuple(tried)
         if module_type == "grouped_linear":  # whose products are one a group
-            groups = tuple(group for group in groups if group != "product")
-        return Plan(self.tensors, groups, texts)
+            groups = tuple(group for group in groups if group not in ("product", "loss"))
+        if module_type == "dpa" and tensors:
+            unmeasured.append(Unmeasured(layer, "dp", _IN_NO_MEMORY))
+        return Plan(tensors, groups, texts), unmeasured
+
+    def closed(self, layer: str) -> list[Unmeasured]:
+        """The operands that are wanted, and cannot be measured, of an attention in high precision."""
+        return [Unmeasured(layer, kind, _TORCHS_OWN) for kind in self.tensors if kind in ATTENTION_ROLES]
+
+
+_TORCHS_OWN = "this attention stays in high precision, and nothing of it can be seen but its results"
+_ONE_MATRIX = "a quantizer of your own, or BlockQuantizer, takes one matrix at a time, and experts have many"
+_IN_NO_MEMORY = "the gradient of the scores is in no memory, and takes the whole backward to compute again"
+
+_ROLES = {
+    "linear": dict(zip(LINEAR_OPERANDS, LINEAR_OPERANDS, strict=True)),
+    "matmul": {"input": "input", "weight": "input", "grad_output": "grad_output"},  # `weight` is the second of two
+    "dpa": ATTENTION_ROLES,
+}
+"""The `tensor_type` of the roles of measured operands, by `module_type`."""
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
@@ -160,11 +203,11 @@ def _known(name: str, value: Any, choices: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Observed:
-    """A linear that is measured: its layer, its number among those of the layer, its formats, and its plan as text."""
+    """A linear or attention that is measured: its layer, its number there, its formats, and its plan as text."""
 
     layer: str
     number: int
-    spec: LinearSpec
+    spec: LinearSpec | AttentionSpec
     text: str
 
     @property
@@ -177,13 +220,23 @@ class Observed:
         return [*self.plan.forward(), *self.plan.backward()]
 
 
+@dataclass(frozen=True)
+class Unmeasured:
+    """An operand of a layer that no statistics are measured of, and why; of a candidate alone, if one is named."""
+
+    layer: str
+    role: str
+    reason: str
+    candidate: str = ""
+
+
 def rows_of(observed: Observed, layer: str, vectors: Mapping[Slot, Tensor], request: Request) -> list[dict[str, Any]]:
     """The rows of a linear, which is `layer` in this model: one for each operand and direction that was multiplied."""
     rows = []
     for slot, vector in vectors.items():
         if slot.gemm or vector[0] == 0:
             continue
-        product = vectors.get(_product_of(slot, observed.plan))
+        product = next((v for s, v in vectors.items() if s == _product_of(slot, observed.plan)), None)
         row: dict[str, Any] = {
             "layer": layer,
             "role": slot.role,
@@ -195,7 +248,7 @@ def rows_of(observed: Observed, layer: str, vectors: Mapping[Slot, Tensor], requ
             row["product"] = observed.number
         if slot.candidate >= 0:
             row["candidate"] = str(request.candidates[slot.candidate])
-        values = statistics(vector, product)
+        values = statistics(vector, product, vectors.get(Slot(slot.role, slot.direction, LOSS, slot.candidate)))
         values["exponents"] = next((c for s, v in vectors.items() if s.role == slot.role and (c := exponents(v))), {})
         rows.append(row | {name: values[name] for name in request.statistics})
     return rows
@@ -208,23 +261,28 @@ def name_of(spec: QuantSpec) -> str:
     return str(replace(spec, slot=-1, stream=0, over="", nonfinite=False)) + (" delayed" if spec.is_delayed else "")
 
 
-def _product_of(slot: Slot, plan: Plan) -> Slot:
+def _product_of(slot: Slot, plan: Plan) -> Slot | None:
     """The slot of the product of an operand: of its own if a candidate is tried, else one for both operands."""
-    gemm = next(name for name, pair in GEMMS.items() if (slot.role, slot.direction) in pair)
+    gemm = next((name for name, pair in GEMMS.items() if (slot.role, slot.direction) in pair), None)
+    if gemm is None:  # of attention
+        return None
     if slot.candidate >= 0:
         return Slot(slot.role, slot.direction, gemm, slot.candidate)
     first = next((role, direction) for role, direction in GEMMS[gemm] if role in plan.tensors)
     return Slot(*first, gemm)
 
 
-def statistics(vector: Tensor, product: Tensor | None = None) -> dict[str, Any]:
-    """The statistics of an operand from its vector, and from that of its product: None for what is not known.
+def statistics(vector: Tensor, product: Tensor | None = None, loss: Tensor | None = None) -> dict[str, Any]:
+    """The statistics of an operand from its vector, from that of its product, and from that of the loss.
+
+    None stands for what is not known.
 
     Shares are of all elements. ``sqnr`` is 10 log10(sum x^2 / sum (x - q)^2) in decibels, of finite numbers, and
     ``relative_error`` the mean of min(|x - q| / |x|, 1). ``crest`` is amax / rms, ``kurtosis`` E[x^4] / E[x^2]^2.
     Scales are factors of dequantization, of which zeros do not count; their spread is log2(largest / least).
     ``overflow`` counts the numbers that became NaN or infinite, ``nonfinite`` those that were so before. ``cosine`` is
-    that of the product with the unquantized one.
+    that of the product with the unquantized one, ``product_error`` its relative error: the root of the mean square over
+    features. ``loss_change`` is what the loss grows by, estimated from gradients in first and second order.
     """
     v = dict(zip(COLUMNS, vector.tolist(), strict=True))
     elements, counted = v["elements"], v["scales"] > 0
@@ -255,6 +313,8 @@ def statistics(vector: Tensor, product: Tensor | None = None) -> dict[str, Any]:
         **blocks,
         "exponents": exponents(vector),
         "cosine": None if product is None else cosine(product),
+        "product_error": None if product is None else product_error(product),
+        "loss_change": None if loss is None else loss_change(loss),
     }
 
 
@@ -275,6 +335,22 @@ def cosine(product: Tensor) -> float | None:
     """<Y, Y'> / (|Y| |Y'|) from the vector of a product; None where one of them is zero or was not multiplied."""
     inner, seen, exact = (product[COLUMNS.index(name)].item() for name in ("inner", "product", "exact"))
     return inner / math.sqrt(seen * exact) if seen > 0 and exact > 0 else None
+
+
+def product_error(product: Tensor) -> float | None:
+    """The relative error of a product, from its vector; infinite where it is not finite, None without a product."""
+    total, count = (product[COLUMNS.index(name)].item() for name in ("product_error", "products"))
+    return _or_infinite(total / count) ** 0.5 if count else None
+
+
+def loss_change(loss: Tensor) -> float:
+    """The growth of the loss, from the vector of an operand; infinite where that is not finite."""
+    first, second = (loss[COLUMNS.index(name)].item() for name in ("change", "change_squares"))
+    return _or_infinite(abs(first) + second / 2)
+
+
+def _or_infinite(number: float) -> float:
+    return number if math.isfinite(number) else math.inf
 
 
 WIDTH = len(COLUMNS)

@@ -29,7 +29,7 @@ from fxquant.passes.plan import layers, reuse, weigh
 from fxquant.passes.plan import resolve as products
 from fxquant.passes.plan.attention import SLOTS
 from fxquant.passes.settings import Settings
-from fxquant.probes import Observed, Request
+from fxquant.probes import Observed, Request, Unmeasured
 from fxquant.quantizers import IdentityQuantizer
 from fxquant.recipes import HighPrecision, Recipe
 from fxquant.roles import QuantizerRole
@@ -185,6 +185,7 @@ class Bound:
     names: Mapping[str, str] = field(default_factory=dict)
     autocast: Mapping[str, torch.dtype] | None = None
     observed: Sequence[Observed] = ()
+    unmeasured: Sequence[Unmeasured] = ()
 
     def tensors_of(self, states: Sequence[State]) -> list[Tensor]:
         """The tensors of other states in the places of those that the graph was bound with."""
@@ -218,19 +219,19 @@ def open_products(bound: Bound, settings: Settings) -> Bound:
     matches = [
         match
         for match in layers.name_layers(find_matmuls(gm, autocast=bound.autocast), bound.names)
-        if match.module_type in plain.MODULE_TYPES and match.node.graph in reached
+        if match.node.graph in reached and (bound.shared or request.wants(match.name))
     ]
-    wanted = [match for match in matches if bound.shared or request.wants(match.name)]
+    wanted = [match for match in matches if match.module_type in plain.MODULE_TYPES]
     plain.open_products(gm, products.resolve(wanted, HighPrecision())[0])
-    return replace(bound, gm=gm)
+    return replace(bound, gm=gm, unmeasured=plain.closed(matches, request))
 
 
 def add_observers(bound: Bound, settings: Settings) -> Bound:
     """Has the products of a graph measured, where that is asked for."""
     if bound.request is None:
         return bound
-    gm, observed = observers.add_observers(bound.gm, bound.request, bound.shared)
-    return replace(bound, gm=gm, observed=observed)
+    gm, observed, unmeasured = observers.add_observers(bound.gm, bound.request, bound.shared)
+    return replace(bound, gm=gm, observed=observed, unmeasured=[*bound.unmeasured, *unmeasured])
 
 
 def quantizes(gm: fx.GraphModule, *, recomputed: bool = False) -> bool:

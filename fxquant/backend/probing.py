@@ -25,11 +25,11 @@ from fxquant.passes.graph.meta import EXAMPLE_VALUE
 from fxquant.passes.insert.observers import copied
 from fxquant.passes.pipeline import PROBED, run
 from fxquant.passes.settings import Settings
-from fxquant.probes import Observed, Request, rows_of
+from fxquant.probes import Observed, Request, Unmeasured, rows_of
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-_Form = tuple[Callable[..., Any], Sequence[Observed], torch.device]
+_Form = tuple[Callable[..., Any], Sequence[Observed], Sequence[Unmeasured], torch.device]
 
 _Read = dict[tuple[str, Observed], dict[Slot, Tensor]]
 """The vectors of a step by layer, linear and slot."""
@@ -71,6 +71,7 @@ class Session:
         self.step = 0
         self.rows: list[dict[str, Any]] = []
         self.stepped = self.ran = False
+        self.unmeasured: dict[Unmeasured, None] = {}
         self._totals: dict[tuple[int, tuple[str, ...]], Totals] = {}
 
     def measures(self) -> bool:
@@ -92,6 +93,11 @@ class Session:
         if key not in self._totals:
             self._totals[key] = Totals(observed, layers, device)
         return self._totals[key]
+
+    def note(self, unmeasured: Sequence[Unmeasured], names: Mapping[str, str]) -> None:
+        """Notes what cannot be measured of the layers of one module."""
+        here = (replace(one, layer=names.get(one.layer, one.layer)) for one in unmeasured)
+        self.unmeasured |= {one: None for one in here if self.request.wants(one.layer)}
 
     def read(self, *, over_ranks: bool = True) -> None:
         """Adds the rows of the step that was measured; all ranks have to call, if there are several."""
@@ -131,7 +137,8 @@ class Probed:
             fakes = [node.meta[EXAMPLE_VALUE] for node in probed.gm.graph.find_nodes(op="placeholder")]
             with no_modes(), compiling_again(fakes):
                 device = fakes[-1].device if probed.observed else torch.device("cpu")
-                self._forms[request.text] = self._compile(probed.gm, fakes), probed.observed, device
+                form = self._compile(probed.gm, fakes)
+            self._forms[request.text] = form, probed.observed, probed.unmeasured, device
         return self._forms[request.text]
 
     def of_call(self, session: Session, names: Mapping[str, str]) -> tuple[Callable[..., Any], Totals] | None:
@@ -141,5 +148,6 @@ class Probed:
         """
         if not session.measures() or in_reentrant_checkpoint():
             return None
-        form, observed, device = self.form(session.request)
+        form, observed, unmeasured, device = self.form(session.request)
+        session.note(unmeasured, names)
         return (form, session.totals(observed, names, device)) if observed else None

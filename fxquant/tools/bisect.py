@@ -15,8 +15,8 @@ from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import HighPrecision, Recipe, resolve
 from fxquant.recipes.operands import Operand, PerOperand
-from fxquant.tools.emulation import errors_of
 from fxquant.tools.progress import progress
+from fxquant.tools.sensitivity import errors_of
 from fxquant.tools.trials import Trials, batches_of, call, is_batch, loss_in, operands_of
 
 log = logging.getLogger(__name__)

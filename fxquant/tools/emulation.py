@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +24,6 @@ from fxquant.quantizers.base import QuantizedOperand
 from fxquant.recipes import Recipe
 from fxquant.recipes.operands import Operand
 from fxquant.roles import Direction, QuantizerRole
-from fxquant.tools.trials import Trials
 
 ROLES = ("linear", "matmul")
 """The modules whose products are run so: experts and attention have kernels of their own."""
@@ -75,15 +72,27 @@ class Switchable(Recipe):
         return f"Switchable({id(self)})"
 
 
-def spec_of(recipe: Recipe, role: QuantizerRole) -> OperandSpec:
-    """The formats that a recipe has for an operand; delayed scaling counts as current scaling."""
-    answer = recipe.quantizer(role)
-    if isinstance(answer, DelayedScalingRequest):
-        answer = Float8CurrentScalingQuantizer(answer.fp8_format.dtype(role.tensor_type))
-    return answer.operand_spec()
+@dataclass(frozen=True, repr=False)
+class WithoutHistory(Recipe):
+    """A recipe under which delayed scaling is current scaling."""
+
+    recipe: Recipe
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        answer = self.recipe.quantizer(role)
+        if isinstance(answer, DelayedScalingRequest):
+            return Float8CurrentScalingQuantizer(answer.fp8_format.dtype(role.tensor_type))
+        return answer
+
+    def fingerprint(self) -> str:
+        return f"WithoutHistory({self.recipe.fingerprint()})"
 
 
-def quantized_values(x: Tensor, spec: OperandSpec, direction: str) -> Tensor:
+def _spec_of(recipe: Recipe, role: QuantizerRole) -> OperandSpec:
+    return WithoutHistory(recipe).quantizer(role).operand_spec()
+
+
+def _quantized_values(x: Tensor, spec: OperandSpec, direction: str) -> Tensor:
     """The float32 values of an operand [*, R, C], its contracted axis last, quantized in one direction."""
     random: Tensor | None = None
     if spec.is_stochastic:
@@ -101,15 +110,23 @@ class Emulation:
 
     def __init__(self, numbered: Switchable) -> None:
         self.numbered = numbered
-        self.specs: dict[int, tuple[OperandSpec, str]] = {}
+        self._recipes: Sequence[Recipe] = ()
+        self._chosen: Mapping[Operand, int] = {}
+        self._specs: dict[int, tuple[OperandSpec, str] | None] = {}
 
     def choose(self, recipes: Sequence[Recipe], chosen: Mapping[Operand, int]) -> None:
         """Quantizes operands from now on by the recipes that are chosen for them."""
-        self.specs = {
-            self.numbered.operands[operand]: (spec_of(recipes[i], self.numbered.roles[operand]), operand.direction)
-            for operand, i in chosen.items()
-            if operand in self.numbered.operands
-        }
+        self._recipes, self._chosen = recipes, dict(chosen)
+        self._specs.clear()
+
+    def _spec(self, number: int) -> tuple[OperandSpec, str] | None:
+        """The formats of an operand, with its direction: of one that no graph had when the choice was made, too."""
+        if number not in self._specs:
+            operand = [*self.numbered.operands][number]
+            i = self._chosen.get(operand)
+            role = self.numbered.roles[operand]
+            self._specs[number] = None if i is None else (_spec_of(self._recipes[i], role), operand.direction)
+        return self._specs[number]
 
     def __call__(
         self, a: tuple[Tensor, int], b: tuple[Tensor, int], bias: Tensor | None, out_dtype: torch.dtype
@@ -121,8 +138,8 @@ class Emulation:
         return product(left, b[0].float() if right is None else right, bias, out_dtype)
 
     def _values(self, x: Tensor, number: int) -> Tensor | None:
-        chosen = self.specs.get(number)
-        return None if chosen is None else quantized_values(x, *chosen)
+        chosen = self._spec(number)
+        return None if chosen is None else _quantized_values(x, *chosen)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -136,97 +153,3 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -
     dtype = torch.promote_types(a.dtype, b.dtype)
     out = a.to(dtype) @ b.to(dtype).mT
     return (out if bias is None else out + bias.to(dtype)).to(out_dtype)
-
-
-class Sensitivity(Emulation):
-    """Multiplies without quantization, and adds up what each candidate would do to each operand on the same tensors.
-
-    `effects` has, by the number of an operand and of a candidate, the estimated change of the loss in each of its
-    products: that of forward products in first and second order, by the gradient of their results (the second order by
-    the squares of gradients of single rows, the Fisher matrix), and for products of the backward the squared relative
-    error, which counts as a share of `progress`, what training gains, times the share of parameters behind them.
-    """
-
-    def __init__(self, numbered: Switchable, options: Mapping[int, Mapping[int, OperandSpec]]) -> None:
-        super().__init__(numbered)
-        self.options = options
-        self.forward: defaultdict[tuple[int, int], float] = defaultdict(float)
-        self.backward: defaultdict[tuple[int, int], float] = defaultdict(float)
-        self.errors: defaultdict[tuple[int, int], float] = defaultdict(float)
-        """The largest relative errors of products, by operand and candidate."""
-        self._by_number = {number: operand for operand, number in numbered.operands.items()}
-        self._compared: dict[str, int] = {}
-        self._waiting: dict[str, list[tuple[tuple[Tensor, int], tuple[Tensor, int]]]] = defaultdict(list)
-
-    def __call__(
-        self, a: tuple[Tensor, int], b: tuple[Tensor, int], bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        out = product(a[0], b[0], bias, out_dtype)
-        first = self._by_number[a[1]]
-        if first.role != "grad_output":
-            self._waiting[first.layer].append((a, b))
-            return out
-        gradient = a[0] if first.direction == "rowwise" else a[0].mT
-        self._fprop(first.layer, gradient)
-        exact = a[0].float() @ b[0].float().mT
-        self._compare(a, b, exact, None)
-        return out
-
-    def _fprop(self, layer: str, gradient: Tensor) -> None:
-        """Compares the forward product whose result has this gradient, which both products of the backward read."""
-        place = gradient.untyped_storage().data_ptr()
-        if self._compared.get(layer) == place:
-            return
-        self._compared[layer] = place
-        waiting = self._waiting[layer]
-        for index in reversed(range(len(waiting))):
-            (a, b) = waiting[index]
-            if (a[0].shape[-2], b[0].shape[-2]) == gradient.shape[-2:]:
-                del waiting[index]
-                self._compare(a, b, a[0].float() @ b[0].float().mT, gradient.float())
-                return
-
-    def _compare(self, a: tuple[Tensor, int], b: tuple[Tensor, int], exact: Tensor, gradient: Tensor | None) -> None:
-        norm = exact.norm().square().clamp_min(1e-30)
-        for (x, number), other, left in ((a, b[0], True), (b, a[0], False)):
-            for i, spec in self.options.get(number, {}).items():
-                lost = quantized_values(x, spec, self._by_number[number].direction) - x.float()
-                error = lost @ other.float().mT if left else other.float() @ lost.mT
-                relative = float(error.norm().square() / norm)
-                key = (number, i)
-                self.errors[key] = max(self.errors[key], relative**0.5) if relative == relative else float("inf")
-                if gradient is None:
-                    self.backward[key] += relative if relative == relative else float("inf")
-                    continue
-                change = (gradient * error).sum(-1)
-                effect = float(change.sum().abs() + change.square().sum() * change.numel() / 2)
-                self.forward[key] += effect if effect == effect else float("inf")
-
-    def finish(self) -> None:
-        """Compares the products of a forward without a backward."""
-        for pairs in self._waiting.values():
-            for a, b in pairs:
-                self._compare(a, b, a[0].float() @ b[0].float().mT, None)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops the operands of products whose results have had no gradient."""
-        self._waiting.clear()
-        self._compared.clear()
-
-
-def errors_of(trials: Trials, recipe: Recipe, run: Callable[[Any], object]) -> dict[Operand, float]:
-    """The relative errors of products with each operand quantized by a recipe, while `run` runs a model."""
-    numbered = Switchable()
-
-    def use(compiled: Any) -> dict[Operand, float]:
-        with Emulation(numbered).running():
-            run(compiled)  # captures the graphs, and numbers all operands
-        options = {number: {0: spec_of(recipe, numbered.roles[o])} for o, number in numbered.operands.items()}
-        watcher = Sensitivity(numbered, options)
-        with watcher.running():
-            run(compiled)
-        watcher.finish()
-        return {operand: watcher.errors[number, 0] for operand, number in numbered.operands.items()}
-
-    return trials.run(numbered, use)

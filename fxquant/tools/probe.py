@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fxquant.backend.controls import Controls
 from fxquant.backend.model import controls_of
 from fxquant.backend.notices import tell
 from fxquant.backend.probing import Session
@@ -43,7 +44,8 @@ def probe(
         log.to_jsonl("probe.jsonl")
 
     `layers` are patterns that match the whole of a layer's name, `tensors` some of ``input``, ``weight`` and
-    ``grad_output``, `stats` some of `fxquant.probes.STATISTICS`. `whatif` are quantizers, or recipes or their names,
+    ``grad_output``, and ``q``, ``k``, ``v``, ``s`` and ``do`` of quantized attention, `stats` some of
+    `fxquant.probes.STATISTICS`. `whatif` are quantizers, or recipes or their names,
     whose error on the same tensors is measured beside that of the quantizers that there are. A step ends with that of
     an optimizer; the measuring form of a graph is compiled once, and others run as they were.
 
@@ -54,7 +56,17 @@ def probe(
     if any(one.session is not None for one in controls):
         raise OptionError("a probe of this model is open: close it first, or give this one its arguments")
     _check_layers(compiled, request)
-    session = Session(request, every)
+    with measuring(controls, request, every) as session:
+        yield ProbeLog(session)
+    if not session.rows:
+        what = "no layer that is quantized matches" if session.ran else "no compiled graph ran inside it"
+        tell(f"fxquant.probe measured nothing: {what}", FxQuantWarning)
+
+
+@contextmanager
+def measuring(controls: Iterable[Controls], request: Request, every: int) -> Iterator[Session]:
+    """A scope in which what was compiled under some controls measures; a step ends with that of an optimizer."""
+    controls, session = [*controls], Session(request, every)
 
     def stepped(*_: Any) -> None:
         session.stepped = True
@@ -63,15 +75,12 @@ def probe(
         one.session = session
     hook = register_optimizer_step_post_hook(stepped)
     try:
-        yield ProbeLog(session)
+        yield session
         session.read()
     finally:
         hook.remove()
         for one in controls:
             one.session = None
-    if not session.rows:
-        what = "no layer that is quantized matches" if session.ran else "no compiled graph ran inside it"
-        tell(f"fxquant.probe measured nothing: {what}", FxQuantWarning)
 
 
 def _check_layers(compiled: Any, request: Request) -> None:

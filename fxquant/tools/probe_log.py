@@ -12,7 +12,7 @@ from typing import Any
 from fxquant.backend.probing import Session
 from fxquant.checks import did_you_mean
 from fxquant.errors import OptionError
-from fxquant.probes import STATISTICS
+from fxquant.probes import STATISTICS, Unmeasured
 
 Operand = tuple[str, str, str]
 """A layer, role and direction."""
@@ -36,6 +36,11 @@ class ProbeLog:
     @property
     def rows(self) -> list[dict[str, Any]]:
         return self._session.rows
+
+    @property
+    def unmeasured(self) -> list[Unmeasured]:
+        """The operands of layers that have no rows, each with the reason; those of a candidate alone name it."""
+        return [*self._session.unmeasured]
 
     def step(self) -> None:
         """Ends a step of training by hand, where no optimizer of torch does; all ranks have to call it."""

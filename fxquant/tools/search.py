@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.options import check_model
+from fxquant.backend.probing import Session
 from fxquant.checks import checked, did_you_mean
 from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import AutoRecipe, CustomRecipe, HighPrecision, Recipe, resolve
 from fxquant.recipes.operands import Operand
-from fxquant.tools.emulation import ROLES, Emulation, Sensitivity, Switchable, spec_of
+from fxquant.tools.emulation import ROLES, Emulation, Switchable
 from fxquant.tools.measured import Measured, key_of
 from fxquant.tools.patterns import recipe_of
 from fxquant.tools.progress import progress
 from fxquant.tools.result import Effect, Point, SearchResult, pareto
+from fxquant.tools.sensitivity import Sensitivity, request_of
 from fxquant.tools.space import KINDS, Chosen, Space, Step
 from fxquant.tools.training import Training, adamw, loss_of
 from fxquant.tools.trials import Trials, batches_of, kept_state
@@ -146,7 +148,7 @@ class _Search:
         self.space: Space
         self.emulation: Emulation
         self.compiled: Any = None
-        self.plain = math.nan
+        self.plain, self.rows = math.nan, list[dict[str, Any]]()
         self.effects: dict[tuple[Operand, int], float] = {}
         self.errors: dict[tuple[Operand, int], float] = {}
         self.alone: dict[Operand, tuple[float, float]] = {}
@@ -161,10 +163,7 @@ class _Search:
         return f"{self.doing}, {self.runs} runs measured"
 
     def run(self) -> SearchResult:
-        self.doing = "measuring the unquantized model"
-        self.plain = self._real(HighPrecision(), "plain")
-        if not math.isfinite(self.plain):
-            raise OptionError(f"the loss of the unquantized model is not finite in {self.training.steps} steps")
+        self._look()
         self.space = Space(self.recipes, self.trials.decisions or self._decisions(HighPrecision()), self.card)
         self.space.cost(self.kind, {})
         for i, recipe in enumerate(self.recipes):
@@ -176,14 +175,14 @@ class _Search:
         if not self.space.units:
             raise RecipeError("no candidate quantizes anything of this model: fxquant.explain shows every operand")
         self.switched = all(role.module_type in ROLES for role in self.space.roles.values())
+        self._estimate()
         numbered = Switchable()
         self.trials.run(numbered, lambda compiled: self._with(compiled, numbered))
         return self._finish()
 
     def _with(self, compiled: Any, numbered: Switchable) -> None:
-        """Estimates and measures, in the graph that has a switch at every operand."""
+        """Measures and chooses, in the graph that has a switch at every operand."""
         self.compiled, self.emulation = compiled, Emulation(numbered)
-        self._estimate(numbered)
         if self.training.steps:
             self._calibrate()
         self._measure_alone()
@@ -199,8 +198,6 @@ class _Search:
             return float(stored)
         losses = self.trials.run(recipe, self.training.run)
         self.runs += 1
-        if key == "plain":
-            self.measured.put("progress", losses[0] - self.training.score(losses) if losses else 0.0)
         score = self.training.score(losses)
         self.measured.put(key, score)
         return score
@@ -263,53 +260,49 @@ class _Search:
 
     # -- estimates
 
-    def _estimate(self, numbered: Switchable) -> None:
-        """Estimates the loss that every candidate costs in every operand, in the first step and the last."""
-        self.doing = "estimating every operand"
-        rows = self.measured.get("effects")
-        if rows is None:
-            rows = self._sensitivity(numbered)
-            self.measured.put("effects", rows)
-        for layer, role, direction, i, effect, error in rows:
-            self.effects[Operand(layer, role, direction), i] = math.inf if effect == "inf" else effect
-            self.errors[Operand(layer, role, direction), i] = math.inf if error == "inf" else error
+    def _look(self) -> None:
+        """Trains without quantization, with a probe that tries every candidate in the first step and the last."""
+        self.doing = "measuring the unquantized model"
+        stored, rows = self.measured.get("plain"), self.measured.get("rows")
+        self.trials.decisions = []
+        if stored is None or rows is None:
+            every = max(self.training.steps - 1, 1) if self.training.steps else 2  # the first step, and the last
+            losses, rows = self.trials.measured(HighPrecision(), request_of(self.recipes), every, self._train_probed)
+            self.runs += 1
+            stored = self.training.score(losses)
+            rows = [{name: _as_json(row.get(name)) for name in _KEPT} for row in rows if row["whatif"]]
+            self.measured.put("progress", losses[0] - stored if losses else 0.0)
+            self.measured.put("rows", rows)
+            self.measured.put("plain", stored)
+        self.plain, self.rows = float(stored), [{k: _from_json(v) for k, v in row.items()} for row in rows]
+        if not math.isfinite(self.plain):
+            raise OptionError(f"the loss of the unquantized model is not finite in {self.training.steps} steps")
 
-    def _sensitivity(self, numbered: Switchable) -> list[Any]:
-        steps = {0, self.training.steps - 1}
-        plain, run, watcher = Emulation(numbered), None, None
-        with kept_state(self.model), torch.enable_grad():
-            torch.manual_seed(self.trials.seed)
-            with plain.running():  # captures the graphs, and numbers all operands
-                torch.autograd.backward([_first_loss(self.training, self.compiled)])
-            options = {
-                numbered.operands[operand]: {i: spec_of(self.recipes[i], role) for i in self.space.options[operand]}
-                for operand, role in self.space.roles.items()
-                if operand in numbered.operands
-            }
-            watcher = Sensitivity(numbered, options)
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            run = self.training
-            if not run.steps:
-                with watcher.running():
-                    torch.autograd.backward([_first_loss(run, self.compiled)])
-            else:
-                torch.manual_seed(self.trials.seed)
-                _train_watched(run, self.compiled, plain, watcher, steps)
-        return self._as_rows(watcher, numbered)
+    def _train_probed(self, compiled: Any, session: Session) -> list[float]:
+        if self.training.steps:
 
-    def _as_rows(self, watcher: Sensitivity, numbered: Switchable) -> list[Any]:
-        shares = self._shares()
+            def begin(step: int) -> None:
+                session.stepped = step > 0
+
+            return self.training.run(compiled, begin)
+        with torch.enable_grad():
+            loss = loss_of(self.training.loss, compiled, self.training.batches[0])
+            if loss.requires_grad:
+                torch.autograd.backward([loss])
+        session.end_step()
+        return self.training.run(compiled)
+
+    def _estimate(self) -> None:
+        """Makes estimates of the loss that each candidate costs in each operand of what the probe has seen."""
+        matmuls = frozenset(role.name for role in self.space.roles.values() if role.module_type == "matmul")
+        seen, shares = Sensitivity.of(self.rows, matmuls), self._shares()
         gained = max(abs(float(self.measured.get("progress") or 0.0)), 0.05 * abs(self.plain))
-        rows = []
         for operand, options in self.space.options.items():
-            number = numbered.operands.get(operand, -1)
             for i in options:
-                key = (number, i)
-                effect = watcher.forward[key] + watcher.backward[key] * gained * shares.get(operand, 1.0)
-                shown = [effect, watcher.errors[key]]
-                rows.append([*operand, i, *("inf" if math.isinf(x) else x for x in shown)])
-        return rows
+                key = (operand, i)
+                usual = seen.squares.get(key, 0.0) * gained * shares.get(operand, 1.0)
+                self.effects[key] = seen.losses.get(key, usual)
+                self.errors[key] = seen.errors.get(key, 0.0)
 
     def _shares(self) -> dict[Operand, float]:
         """The share of the weights whose gradients an operand of the backward has a part in."""
@@ -457,23 +450,12 @@ def is_of_forward(operand: Operand) -> bool:
     return operand.direction == "rowwise" and operand.role not in ("grad_output", "do", "dp")
 
 
-def _first_loss(training: Training, compiled: Any) -> torch.Tensor:
-    return loss_of(training.loss, compiled, training.batches[0])
+_KEPT = ("layer", "role", "direction", "candidate", "whatif", "sqnr", "product_error", "loss_change")
 
 
-def _train_watched(training: Training, compiled: Any, plain: Emulation, watcher: Sensitivity, steps: set[int]) -> None:
-    """Trains without quantization; `watcher` sees some of the steps."""
-    current = [plain]
+def _as_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
 
-    class Both(Emulation):
-        """Multiplies by the one that the step is for."""
 
-        def __call__(self, *operands: Any) -> torch.Tensor:
-            return current[0](*operands)
-
-    def see(step: int) -> None:
-        watcher.forget()
-        current[0] = watcher if step in steps else plain
-
-    with Both(plain.numbered).running():
-        training.run(compiled, see)
+def _from_json(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf") else value

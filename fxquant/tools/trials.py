@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
+from fxquant.backend.probing import Session
 from fxquant.checks import article
 from fxquant.compat.device import kept_random_state
 from fxquant.compat.frames import unwrapped
 from fxquant.compat.private import isolated, tree_leaves, unlimited_recompiles
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError
+from fxquant.probes import Request
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import Recipe
 from fxquant.recipes.operands import Operand, units
+from fxquant.tools.probe import measuring
 
 R = TypeVar("R")
 
@@ -51,6 +54,21 @@ class Trials:
 
     def run(self, recipe: Recipe, use: Callable[[Any], R]) -> R:
         """Calls `use` with the model compiled under a recipe; keeps the decisions of what ran."""
+        return self._run(recipe, lambda compiled, _: use(compiled))
+
+    def measured(
+        self, recipe: Recipe, request: Request, every: int, use: Callable[[Any, Session], R]
+    ) -> tuple[R, list[dict[str, Any]]]:
+        """Calls `use` with the model compiled under a recipe, and the probe that is open; returns its rows too."""
+
+        def measured(compiled: Any, backend: QuietBackend) -> tuple[R, list[dict[str, Any]]]:
+            with measuring([backend.controls], request, every) as session:
+                result = use(compiled, session)
+            return result, session.rows
+
+        return self._run(recipe, measured)
+
+    def _run(self, recipe: Recipe, use: Callable[[Any, QuietBackend], R]) -> R:
         self.runs += 1
         module = self.model if isinstance(self.model, nn.Module) else None
         backend = QuietBackend(recipe, **self.options, model=None if module is None else unwrapped(module))
@@ -61,7 +79,7 @@ class Trials:
             if module is not None:
                 stack.enter_context(kept_state(module))
             torch.manual_seed(self.seed)
-            result = use(compiled)
+            result = use(compiled, backend)
         self.decisions = backend.report().decisions
         return result
 

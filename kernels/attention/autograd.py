@@ -26,6 +26,8 @@ from fxquant.kernels.attention.ops import (
 )
 from fxquant.kernels.cast.ops import amax
 from fxquant.kernels.operator import TRACED, Traits, operator
+from fxquant.kernels.probe.observer import AttentionObserver
+from fxquant.kernels.probe.plan import Plan
 from fxquant.kernels.state.step import STATELESS, StepState
 
 
@@ -50,7 +52,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, spec_text: str, state: StepState,
-        *extras: Tensor,
+        observer: AttentionObserver | None, *extras: Tensor,
     ) -> Tensor:  # fmt: skip
         spec = AttentionSpec.parse(spec_text)
         if spec.qkv.is_identity:
@@ -61,6 +63,9 @@ class _Attention(torch.autograd.Function):
             parts = quantized[:2], quantized[2:4], quantized[4:6]
             state.record_forward(spec.qkv, lambda: quantized[6])
         core = str(replace(spec.each(_shared), autocast="", name=""))
+        if observer is not None:
+            tensors = {"q": q, "k": k, "v": v}
+            observer.add_forward(tensors, dict(zip(tensors, parts, strict=True)), extras, state.of(spec.s), core)
         o, lse, s_amax = attention_forward(*parts, extras, seed, state.of(spec.s), core, q.shape[-1], q.dtype)
         state.record_forward(spec.s, lambda: s_amax)
         kept_o = [o]
@@ -71,6 +76,7 @@ class _Attention(torch.autograd.Function):
         kept = [*parts, [lse], kept_o, extras, [] if seed is None else [seed]]
         ctx.save_for_backward(*itertools.chain(*kept))
         ctx.spec, ctx.core, ctx.state, ctx.width, ctx.lengths = spec, core, state, q.shape[-1], list(map(len, kept))
+        ctx.observer = observer
         return o
 
     @staticmethod
@@ -80,8 +86,10 @@ class _Attention(torch.autograd.Function):
         state: StepState = ctx.state
         saved = iter(ctx.saved_tensors)
         q, k, v, (lse,), kept_o, extras, seed = (list(itertools.islice(saved, length)) for length in ctx.lengths)
+        if ctx.observer is not None:
+            ctx.observer.add_backward(do, _shared(spec.do).shown(), state.of(spec.do))
         o = kept_o[0] if spec.o.is_identity else _dequantize(kept_o, spec.o, do.shape[-2:], do.dtype)
-        wanted = [i for i in range(len(extras)) if ctx.needs_input_grad[6 + i]]
+        wanted = [i for i in range(len(extras)) if ctx.needs_input_grad[7 + i]]
         dq, dk, dv, do_amax, dp_amax, *of_extras = attention_backward(
             do, q, k, v, o, lse, extras, seed[0] if seed else None, state.of(spec.s), state.of(spec.do),
             state.of(spec.dp), wanted, ctx.core, ctx.width,
@@ -95,25 +103,35 @@ class _Attention(torch.autograd.Function):
                 grad = _dequantize(_quantize(grad, of_grad, 1, False, state), of_grad, grad.shape[-2:], grad.dtype)
             results.append(grad)
         by_extra = dict(zip(wanted, of_extras, strict=True))
-        return (*results, None, None, None, *(by_extra.get(i) for i in range(len(extras))))
+        return (*results, None, None, None, None, *(by_extra.get(i) for i in range(len(extras))))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str, state: StepState) -> Tensor:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], spec: str, state: StepState,
+    observer: AttentionObserver | None = None,
+) -> Tensor:  # fmt: skip
     parsed = AttentionSpec.parse(spec)
     if parsed.autocast:
         q, k, v = (x.to(getattr(torch, parsed.autocast)) for x in (q, k, v))
     with no_autocast(q.device):
         seed = torch.randint_like(q.new_empty(1, dtype=torch.int64), 2**62) if parsed.dropout else None
-        return _Attention.apply(q, k, v, seed, spec, state, *extras)  # type: ignore[no-any-return,no-untyped-call]
+        return _Attention.apply(q, k, v, seed, spec, state, observer, *extras)  # type: ignore[no-any-return,no-untyped-call]
 
 
-@operator(key=TRACED, mutates=["forward_amax", "backward_amax"])
+@operator(key=TRACED, mutates=["forward_amax", "backward_amax", "probe_forward", "probe_backward"])
 def attention_stateful(
     q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor], scale: Tensor | None, forward_amax: Tensor | None,
     backward_amax: Tensor | None, step: Tensor | None, random: Tensor | None, spec: str,
+    probe_forward: Tensor | None = None, probe_backward: Tensor | None = None, probe: str = "",
 ) -> Tensor:  # fmt: skip
-    """`attention` with tensors whose specs name slots of the `StepState`."""
-    return _attention(q, k, v, extras, spec, StepState(scale, forward_amax, backward_amax, step, random))
+    """`attention` with tensors whose specs name slots of the `StepState`.
+
+    `probe` says what is measured of the operands, and added to the two tensors before it.
+    """
+    state, observer = StepState(scale, forward_amax, backward_amax, step, random), None
+    if probe_forward is not None and probe_backward is not None:
+        observer = AttentionObserver(Plan.parse(probe), probe_forward, probe_backward)
+    return _attention(q, k, v, extras, spec, state, observer)
 
 
 @operator(key=TRACED, traits=Traits(stateful=attention_stateful))

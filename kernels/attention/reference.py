@@ -97,12 +97,12 @@ def _pad(x: Tensor, multiple: int) -> Tensor:
 def _spread(scale: Tensor, spec: QuantSpec, groups: int, length: int | torch.SymInt) -> Tensor:
     """Scales of heads or of their blocks, repeated to broadcast against [*batch, H, S, D]."""
     if spec.row.block[0]:
-        scale = _repeat(scale, spec.row.block[0], -1).narrow(-1, 0, length)
-        return _repeat(scale, groups, -2).unsqueeze(-1)
-    return (_repeat(scale, groups, -1) if groups > 1 else scale).unsqueeze(-1).unsqueeze(-1)
+        scale = repeated(scale, spec.row.block[0], -1).narrow(-1, 0, length)
+        return repeated(scale, groups, -2).unsqueeze(-1)
+    return (repeated(scale, groups, -1) if groups > 1 else scale).unsqueeze(-1).unsqueeze(-1)
 
 
-def _repeat(x: Tensor, times: int, axis: int) -> Tensor:
+def repeated(x: Tensor, times: int, axis: int) -> Tensor:
     """Every entry of an axis `times` times in a row."""
     if times == 1:
         return x
@@ -129,8 +129,8 @@ class Operands:
         groups = heads_of(q[0]) // heads_of(k[0])
         return cls(
             dequantize_heads(q, spec.qkv, groups, False, (queries, width)),
-            _repeat(dequantize_heads(k, spec.qkv, 1, False, (keys, width)), groups, -3),
-            _repeat(dequantize_heads(v, spec.qkv, 1, True, (keys, features)), groups, -3),
+            repeated(dequantize_heads(k, spec.qkv, 1, False, (keys, width)), groups, -3),
+            repeated(dequantize_heads(v, spec.qkv, 1, True, (keys, features)), groups, -3),
             groups,
         )
 
@@ -198,6 +198,19 @@ def forward(
     """
     operands = Operands.of(q, k, v, spec, width)
     x, _ = scores(operands.q, operands.k, spec, extras)
+    p, total, lse = softmax(x, spec, extras)
+    amax = reference.amax(p / total)
+    if s_scale is not None:
+        p, total = through(p / total, spec.s, s_scale), torch.ones_like(total)
+    elif spec.s.row.family not in UNQUANTIZED_SOFTMAX:
+        p = through(p, spec.s, unit_multiplier(p, spec.s))
+    if seed is not None:
+        p = torch.where(kept(seed, p.shape, spec.dropout), p, 0.0) * (1 / (1 - spec.dropout) if spec.dropout < 1 else 0)
+    return [(p @ operands.v / total).to(dtype), lse.squeeze(-1), amax]
+
+
+def softmax(x: Tensor, spec: AttentionSpec, extras: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(x - max) of logits, its sums over keys and sinks, 1 where these are 0, and the logarithm of sum exp(x)."""
     sinks = [extras[step.extra].float() for step in spec.steps if step.kind == "sink"]
     largest = x.amax(-1, keepdim=True)
     for sink in sinks:
@@ -207,19 +220,11 @@ def forward(
     total = p.sum(-1, keepdim=True)
     for sink in sinks:
         total = total + torch.exp(sink - largest)
-    lse = largest + torch.log(total)
-    total = torch.where(total == 0, 1.0, total)
-    amax = reference.amax(p / total)
-    if s_scale is not None:
-        p, total = through(p / total, spec.s, s_scale), torch.ones_like(total)
-    elif spec.s.row.family not in UNQUANTIZED_SOFTMAX:
-        p = through(p, spec.s, _unit_multiplier(p, spec.s))
-    if seed is not None:
-        p = torch.where(kept(seed, p.shape, spec.dropout), p, 0.0) * (1 / (1 - spec.dropout) if spec.dropout < 1 else 0)
-    return [(p @ operands.v / total).to(dtype), lse.squeeze(-1), amax]
+    return p, torch.where(total == 0, 1.0, total), largest + torch.log(total)
 
 
-def _unit_multiplier(p: Tensor, spec: QuantSpec) -> Tensor:
+def unit_multiplier(p: Tensor, spec: QuantSpec) -> Tensor:
+    """The multiplier of weights p of which none is above 1, of the same shape but for one column."""
     return reference.multiplier_from_amax(torch.ones_like(p[..., :1]), spec)
 
 
@@ -256,7 +261,7 @@ def backward(
     if spec.has_fp8_backward:
         row, column = rows_and_columns(do, spec.do, do_scale)
         if spec.s.row.family not in UNQUANTIZED_SOFTMAX:
-            weights = through(p, spec.s, _unit_multiplier(p, spec.s) if s_scale is None else s_scale)
+            weights = through(p, spec.s, unit_multiplier(p, spec.s) if s_scale is None else s_scale)
     dp = row @ operands.v.mT
     if seed is not None:
         keep = kept(seed, p.shape, spec.dropout)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import no_autocast
-from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
+from fxquant.formats import IDENTITY, LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels import custom
 from fxquant.kernels.cast.ops import amax, parts_spec, quantize_operand
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.operator import TRACED, Traits, operator
-from fxquant.kernels.probe.observer import Observer, Operands
+from fxquant.kernels.probe.observer import GRADIENT, Observation, Observer
 from fxquant.kernels.probe.plan import Plan
 from fxquant.kernels.state.step import STATELESS, StepState
 
@@ -104,12 +104,25 @@ class Context:
         operands |= {("weight", d): self.weight_of(d, weight) for d in of_weight}
         self.observer.add_forward(self._observed(operands), self._try)
 
-    def observe_backward(self, operands: Mapping[tuple[str, str], _Operand]) -> None:
-        """Measures the gradients among the operands of a backward, and its products."""
-        if self.observer is not None:
-            self.observer.add_backward(self._observed(operands), self._try)
+    def observe_backward(
+        self, operands: Mapping[tuple[str, str], _Operand], grad_output: Tensor, input: Tensor, weight: Tensor
+    ) -> None:
+        """Measures the gradients among the operands of a backward, its products, and what the forward's errors cost."""
+        if self.observer is None:
+            return
+        observed = self._observed(operands)
+        if self.measures_loss:
+            forward = {("input", "rowwise"): self.input_of("rowwise", input, None)}
+            forward |= {("weight", "rowwise"): self.weight_of("rowwise", weight)}
+            observed |= {**self._observed(forward), GRADIENT: (grad_output, None, ([grad_output], IDENTITY))}
+        self.observer.add_backward(observed, self._try)
 
-    def _observed(self, operands: Mapping[tuple[str, str], _Operand]) -> Operands:
+    @property
+    def measures_loss(self) -> bool:
+        """True if the backward takes the forward's operands as they are to measure what their errors cost."""
+        return self.observer is not None and self.observer.of_loss
+
+    def _observed(self, operands: Mapping[tuple[str, str], _Operand]) -> dict[tuple[str, str], Observation]:
         return {key: (o.x, o.offs, o.quantized(self.gemms, self.state)) for key, o in operands.items()}
 
     def _try(self, x: Tensor, offs: Tensor | None, spec: OperandSpec, direction: str) -> Quantized:
@@ -135,7 +148,7 @@ class _Linear(torch.autograd.Function):
         input, weight, _, offs, ctx.context = inputs
         ctx.dtype = input.dtype
         # what no gradient takes may be written into, as in torch
-        of_input, of_weight = ctx.needs_input_grad[:2]
+        of_input, of_weight = (needed or ctx.context.measures_loss for needed in ctx.needs_input_grad[:2])
         ctx.save_for_backward(input if of_weight else None, weight if of_input else None, offs)
 
     @staticmethod
@@ -158,7 +171,7 @@ class _Linear(torch.autograd.Function):
             observed |= {("grad_output", "columnwise"): left, ("input", "columnwise"): right}
             grad_weight = context.multiply(left, right, offs, None, ctx.dtype, fast=False)
             grad_weight = _shown(grad_weight, grad_output, of_grad)
-        context.observe_backward(observed)
+        context.observe_backward(observed, grad_output, input, weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(tuple(range(grad_output.ndim - 1)))
         return grad_input, grad_weight, grad_bias, None, None

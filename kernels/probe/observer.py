@@ -14,18 +14,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxquant.formats import OperandSpec, QuantSpec
+from fxquant.formats import AttentionSpec, OperandSpec, QuantSpec
+from fxquant.kernels.attention.ops import quantize_heads
+from fxquant.kernels.attention.reference import heads_of
+from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.probe import reference
-from fxquant.kernels.probe.ops import probe_groups, probe_merge, probe_operand, probe_product
-from fxquant.kernels.probe.plan import GEMMS, Plan, Slot
+from fxquant.kernels.probe.ops import (
+    probe_groups,
+    probe_heads,
+    probe_loss,
+    probe_merge,
+    probe_operand,
+    probe_product,
+    probe_softmax,
+)
+from fxquant.kernels.probe.plan import GEMMS, LOSS, Plan, Slot
+from fxquant.kernels.state.step import StepState
 
 Quantized = tuple[list[Tensor], QuantSpec]
-Operands = Mapping[tuple[str, str], tuple[Tensor, Tensor | None, Quantized]]
-"""Operands as they are, the ends of their groups, and their quantized forms, by role and direction."""
+Observation = tuple[Tensor, Tensor | None, Quantized]
+"""An operand as it is, the ends of its groups, and its quantized form."""
+Operands = Mapping[tuple[str, str], Observation]
+"""Operands by role and direction."""
 Quantize = Callable[[Tensor, Tensor | None, OperandSpec, str], Quantized]
 """Quantizes a tensor, or its groups of rows, in one direction."""
 
 _PLAIN = QuantSpec(format="identity")
+
+GRADIENT = ("grad_output", "")
+"""The key of the gradient of a forward's result."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +68,12 @@ class Observer:
         """Adds what a backward measures of gradients, and of the products with them."""
         self._add(self.backward, self.plan.backward(), operands, quantize)
 
+    @property
+    def of_loss(self) -> bool:
+        """True if a backward takes the operands of its forward as they are, and measures what the loss changes by."""
+        return LOSS in self.plan.groups
+
     def _add(self, total: Tensor, slots: Sequence[Slot], operands: Operands, quantize: Quantize) -> None:
-        if not slots:
-            return
-        nothing = reference.neutral(total.device)
         tried: dict[tuple[str, str, int], Quantized] = {}
 
         def quantized(slot: Slot) -> Quantized:
@@ -66,18 +85,18 @@ class Observer:
                 tried[key] = quantize(x, offs, spec, slot.direction)
             return parts if spec is None else tried[key]
 
-        vectors, counted = [], set[str]()
-        for slot in slots:
-            needed = GEMMS[slot.gemm] if slot.gemm else ((slot.role, slot.direction),)
-            if any(operand not in operands for operand in needed):
-                vectors.append(nothing)
-            elif slot.gemm:
-                vectors.append(_product(slot, operands, quantized))
-            else:
-                groups = self.plan.of_operands(slot.role not in counted)
-                vectors.append(self._operand(slot, operands, quantized(slot), groups))
-                counted.add(slot.role)
-        total.copy_(probe_merge(total, torch.stack(vectors)))
+        counted = _Counted(self.plan)
+
+        def vector(slot: Slot) -> Tensor | None:
+            if any(operand not in operands for operand in _needed(slot)):
+                return None
+            if slot.gemm == LOSS:
+                return _loss(slot, operands, quantized(slot))
+            if slot.gemm:
+                return _product(slot, operands, quantized)
+            return self._operand(slot, operands, quantized(slot), counted.groups(slot))
+
+        add(total, slots, vector)
 
     def _operand(self, slot: Slot, operands: Operands, quantized: Quantized, groups: str) -> Tensor:
         x, offs, _ = operands[slot.role, slot.direction]
@@ -85,6 +104,100 @@ class Observer:
         if self.grouped:
             return probe_groups(x, offs, parts, str(spec), slot.direction, groups)
         return probe_operand(_oriented(x, slot.direction), parts, str(spec), groups)
+
+
+@dataclass(frozen=True)
+class AttentionObserver:
+    """The plan of an attention, and the tensors to which its forward and backward add what they measure."""
+
+    plan: Plan
+    forward: Tensor
+    backward: Tensor
+
+    def add_forward(
+        self, tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[Tensor]], extras: Sequence[Tensor],
+        scale: Tensor | None, core: str,
+    ) -> None:  # fmt: skip
+        """Adds what a forward measures of q, k and v, beside their parts, and of its softmax, which `scale` is for."""
+        width, spec = tensors["q"].shape[-1], AttentionSpec.parse(core).qkv
+        counted = _Counted(self.plan)
+
+        def vector(slot: Slot) -> Tensor:
+            groups, tried = counted.groups(slot), self._tried(slot)
+            if slot.role == "s":
+                text = "" if tried is None else str(tried)
+                return probe_softmax(parts["q"], parts["k"], extras, scale, core, width, text, groups)
+            heads = heads_of(tensors["q"]) // heads_of(tensors["k"]) if slot.role == "q" else 1
+            return _heads(slot, tensors[slot.role], (parts[slot.role], spec), tried, heads, groups)
+
+        add(self.forward, self.plan.forward(), vector)
+
+    def add_backward(self, do: Tensor, spec: QuantSpec, scale: Tensor | None) -> None:
+        """Adds what a backward measures of the gradient of the output."""
+        counted = _Counted(self.plan)
+
+        def vector(slot: Slot) -> Tensor:
+            turned = slot.direction == "columnwise"
+            parts = [do] if spec.is_identity else quantize_heads(do, str(spec), 1, turned, scale)
+            return _heads(slot, do, (parts, spec), self._tried(slot), 1, counted.groups(slot))
+
+        add(self.backward, self.plan.backward(), vector)
+
+    def _tried(self, slot: Slot) -> OperandSpec | None:
+        return self.plan.specs(slot.role)[slot.candidate] if slot.candidate >= 0 else None
+
+
+def _heads(
+    slot: Slot, x: Tensor, quantized: tuple[Sequence[Tensor], QuantSpec], tried: OperandSpec | None, heads: int,
+    groups: str,
+) -> Tensor:  # fmt: skip
+    """The vector of a tensor of heads, beside its quantized form, or that of a candidate that is tried."""
+    (parts, spec), turned = quantized, slot.direction == "columnwise"
+    if tried is None:
+        return probe_heads(x, parts, str(spec), heads, turned, groups)
+    spec = tried.columnwise if turned else tried.rowwise
+    if spec.row.family.startswith("per_head"):
+        return probe_heads(x, quantize_heads(x, str(spec), heads, turned), str(spec), heads, turned, groups)
+    random = torch.zeros(2, dtype=torch.int64, device=x.device) if tried.is_stochastic else None
+    parts, spec = quantize_operand(x, tried, slot.direction, StepState(random=random))
+    return probe_operand(_oriented(x, slot.direction), parts, str(spec), groups)
+
+
+def add(total: Tensor, slots: Sequence[Slot], vector: Callable[[Slot], Tensor | None]) -> None:
+    """Adds the vectors of slots to what a step has measured; None is that of nothing."""
+    if slots:
+        nothing = reference.neutral(total.device)
+        vectors = [nothing if measured is None else measured for measured in map(vector, slots)]
+        total.copy_(probe_merge(total, torch.stack(vectors)))
+
+
+class _Counted:
+    """The groups of statistics of each slot: those of the tensor alone are measured once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._roles = set[str]()
+
+    def groups(self, slot: Slot) -> str:
+        """The groups of a slot, whose tensor counts from now on."""
+        first = slot.role not in self._roles
+        self._roles.add(slot.role)
+        return self._plan.of_operands(first)
+
+
+def _needed(slot: Slot) -> Sequence[tuple[str, str]]:
+    """The operands that a slot is measured of."""
+    if slot.gemm == LOSS:
+        return (*GEMMS["fprop"], GRADIENT)
+    return GEMMS[slot.gemm] if slot.gemm else ((slot.role, slot.direction),)
+
+
+def _loss(slot: Slot, operands: Operands, quantized: Quantized) -> Tensor | None:
+    parts, spec = quantized
+    if spec.is_identity:
+        return None
+    grad, x, w = (operands[key][0] for key in (GRADIENT, *GEMMS["fprop"]))
+    return probe_loss(grad, x, w, parts, str(spec), slot.role)
 
 
 def _product(slot: Slot, operands: Operands, quantized: Callable[[Slot], Quantized]) -> Tensor:
@@ -98,7 +211,7 @@ def _product(slot: Slot, operands: Operands, quantized: Callable[[Slot], Quantiz
             seen.append(([x], _PLAIN))
     (a, a_spec), (b, b_spec) = seen
     left, right = xs
-    return probe_product(left, right, a, b, str(a_spec), str(b_spec))
+    return probe_product(left, right, a, b, str(a_spec), str(b_spec), slot.gemm)
 
 
 def _oriented(x: Tensor, direction: str) -> Tensor:

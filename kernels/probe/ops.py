@@ -6,14 +6,15 @@ tensors that lie in memory: traced, each would be a hundred operators to compile
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxquant.formats import QuantSpec
+from fxquant.formats import AttentionSpec, OperandSpec, QuantSpec
 from fxquant.kernels.operator import Facts, Kernel, Parts, Traits, operator
-from fxquant.kernels.probe import compiled, grouped, reference
+from fxquant.kernels.probe import attention, compiled, grouped, reference
 
 
 class ProbeKernel(Kernel):
@@ -35,9 +36,17 @@ def operand_statistics(x: Tensor, parts: Parts, spec: str, groups: str) -> Tenso
 
 
 @operator(namespace="fxquant_kernels")
-def product_statistics(a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str) -> Tensor:
+def product_statistics(
+    a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str, gemm: str
+) -> Tensor:  # fmt: skip
     """`probe_product`, as lowered graphs call it."""
-    return reference.products((a, b), (a_parts, b_parts), (QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)))
+    return reference.products((a, b), (a_parts, b_parts), (QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)), gemm)
+
+
+@operator(namespace="fxquant_kernels")
+def loss_statistics(grad: Tensor, x: Tensor, w: Tensor, parts: Parts, spec: str, role: str) -> Tensor:
+    """`probe_loss`, as lowered graphs call it."""
+    return reference.loss_change(grad, x, w, parts, QuantSpec.parse(spec), role)
 
 
 @operator(namespace="fxquant_kernels")
@@ -46,6 +55,23 @@ def group_statistics(
 ) -> Tensor:  # fmt: skip
     """`probe_groups`, as lowered graphs call it."""
     return grouped.statistics(x, offs, parts, QuantSpec.parse(spec), direction, groups.split("+"))
+
+
+@operator(namespace="fxquant_kernels")
+def heads_statistics(x: Tensor, parts: Parts, spec: str, heads: int, transposed: bool, groups: str) -> Tensor:
+    """`probe_heads`, as lowered graphs call it."""
+    return attention.statistics(x, parts, QuantSpec.parse(spec), heads, transposed, groups.split("+"))
+
+
+@operator(namespace="fxquant_kernels")
+def softmax_statistics(
+    q: Parts, k: Parts, extras: Parts, scale: Tensor | None, spec: str, width: int, tried: str, groups: str
+) -> Tensor:  # fmt: skip
+    """`probe_softmax`, as lowered graphs call it."""
+    candidate = OperandSpec.parse(tried) if tried else None
+    return attention.softmax_statistics(
+        q, k, extras, scale, AttentionSpec.parse(spec), width, candidate, groups.split("+")
+    )
 
 
 @group_statistics.on("CUDA")
@@ -69,11 +95,21 @@ def _compiled_operand(x: Tensor, parts: Parts, spec: str, groups: str) -> Tensor
 
 
 @product_statistics.on("CUDA")
-def _compiled_product(a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str) -> Tensor:
+def _compiled_product(
+    a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str, gemm: str
+) -> Tensor:  # fmt: skip
     def run(a: Tensor, b: Tensor, *parts: Tensor) -> Tensor:
-        return product_statistics.meaning(a, b, parts[: len(a_parts)], parts[len(a_parts) :], a_spec, b_spec)
+        return product_statistics.meaning(a, b, parts[: len(a_parts)], parts[len(a_parts) :], a_spec, b_spec, gemm)
 
-    return compiled.call((a_spec, b_spec, len(a_parts)), run, a, b, *a_parts, *b_parts)
+    return compiled.call((a_spec, b_spec, len(a_parts), gemm == "wgrad"), run, a, b, *a_parts, *b_parts)
+
+
+@loss_statistics.on("CUDA")
+def _compiled_loss(grad: Tensor, x: Tensor, w: Tensor, parts: Parts, spec: str, role: str) -> Tensor:
+    def run(grad: Tensor, x: Tensor, w: Tensor, *parts: Tensor) -> Tensor:
+        return loss_statistics.meaning(grad, x, w, parts, spec, role)
+
+    return compiled.call((spec, role, "loss"), run, grad, x, w, *parts)
 
 
 @operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=1))
@@ -94,22 +130,54 @@ def probe_groups(
 
 
 @operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=2))
-def probe_product(a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str) -> Tensor:
-    """The vector [COLUMNS] of a product of two operands and of their quantized forms, which has its cosine."""
-    return product_statistics.meaning(a, b, a_parts, b_parts, a_spec, b_spec)
+def probe_product(
+    a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str, gemm: str
+) -> Tensor:  # fmt: skip
+    """The vector [COLUMNS] of a product of two operands and of their quantized forms: its cosine, and its error."""
+    return product_statistics.meaning(a, b, a_parts, b_parts, a_spec, b_spec, gemm)
+
+
+@operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=3))
+def probe_loss(grad: Tensor, x: Tensor, w: Tensor, parts: Parts, spec: str, role: str) -> Tensor:
+    """The vector [COLUMNS] of what the loss changes by if one operand of x w^T is quantized; grad is its gradient."""
+    return loss_statistics.meaning(grad, x, w, parts, spec, role)
+
+
+@operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=1))
+def probe_heads(x: Tensor, parts: Parts, spec: str, heads: int, transposed: bool, groups: str) -> Tensor:
+    """`probe_operand` of q, k, v or the output's gradient, [*, H, S, D], and of what `quantize_heads` made of it."""
+    return heads_statistics.meaning(x, parts, spec, heads, transposed, groups)
+
+
+@operator(reference=ProbeKernel.REFERENCE)
+def probe_softmax(
+    q: Parts, k: Parts, extras: Parts, scale: Tensor | None, spec: str, width: int, tried: str, groups: str
+) -> Tensor:  # fmt: skip
+    """`probe_operand` of rows of the softmax of q k^T, quantized as `spec` says, or as `tried` does."""
+    return softmax_statistics.meaning(q, k, extras, scale, spec, width, tried, groups)
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty([len(reference.COLUMNS)], dtype=torch.float64)
 
 
+def _fake_of_parts(q: Sequence[Tensor], *_: Any) -> Tensor:
+    return _fake(q[0])
+
+
 for measured in (
-    probe_operand, probe_product, probe_groups, operand_statistics, product_statistics, group_statistics,
+    probe_operand, probe_product, probe_groups, probe_loss, probe_heads, operand_statistics, product_statistics,
+    group_statistics, loss_statistics, heads_statistics,
 ):  # fmt: skip
     measured.fake(_fake)
 probe_operand.implementation(ProbeKernel.CALL, when=_beside)(operand_statistics)
 probe_product.implementation(ProbeKernel.CALL, when=_beside)(product_statistics)
 probe_groups.implementation(ProbeKernel.CALL, when=_beside)(group_statistics)
+probe_loss.implementation(ProbeKernel.CALL, when=_beside)(loss_statistics)
+probe_heads.implementation(ProbeKernel.CALL, when=_beside)(heads_statistics)
+for rows in (probe_softmax, softmax_statistics):
+    rows.fake(_fake_of_parts)
+probe_softmax.implementation(ProbeKernel.CALL, when=_beside)(softmax_statistics)
 
 
 @operator()

@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from fxquant.formats import LINEAR_OPERANDS, LinearSpec, OperandSpec, QuantSpec
+from fxquant.formats import IDENTITY, LINEAR_OPERANDS, AttentionSpec, LinearSpec, OperandSpec, QuantSpec
+from fxquant.kernels.attention.reference import UNQUANTIZED_SOFTMAX
 from fxquant.kernels.probe.reference import GROUPS
 from fxquant.roles import GEMM_OPERANDS
 
@@ -19,12 +20,23 @@ GEMMS = {
 FORWARD = (("input", "rowwise"), ("weight", "rowwise"), ("input", "columnwise"), ("weight", "columnwise"))
 """The operands that the forward has: those of the backward too, which would have to be saved for it unquantized."""
 
+LOSS = "loss"
+"""In the place of a GEMM: what the loss changes by, which a backward measures of the forward's operands."""
+
 BACKWARD = (("grad_output", "rowwise"), ("grad_output", "columnwise"))
+
+ATTENTION_FORWARD = (("q", "rowwise"), ("k", "rowwise"), ("v", "columnwise"), ("s", "rowwise"))
+"""The operands of both products of an attention's forward."""
+
+ATTENTION_BACKWARD = (("do", "rowwise"), ("do", "columnwise"))
+
+ATTENTION_ROLES = {"q": "qkv", "k": "qkv", "v": "qkv", "s": "s", "do": "do"}
+"""The operands of attention that are measured, with the `tensor_type` of their roles."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One vector: of an operand in a direction, or of the product `gemm` that it is in.
+    """One vector: of an operand in a direction, of the product `gemm` that it is in, or of the `LOSS` that it costs.
 
     `candidate` is the number of the quantizer that is tried, -1 for the one that there is; a product of a candidate has
     its other operand unquantized.
@@ -38,7 +50,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors of a linear that are measured, the groups of statistics, and the candidates of each tensor."""
+    """The tensors of a linear, or an attention, that are measured, the groups, and the candidates of each tensor."""
 
     tensors: Sequence[str] = LINEAR_OPERANDS
     groups: Sequence[str] = GROUPS
@@ -58,7 +70,8 @@ class Plan:
 
         Those of the tensor alone are taken from the `first` of its vectors.
         """
-        return "+".join(group for group in self.groups if group != "product" and (first or group != "exponents"))
+        apart = ("product", "loss", *([] if first else ["exponents"]))
+        return "+".join(group for group in self.groups if group not in apart)
 
     def specs(self, role: str) -> list[OperandSpec | None]:
         """The candidates of a tensor; None in the place of one that keeps it in high precision."""
@@ -66,11 +79,12 @@ class Plan:
 
     def forward(self) -> list[Slot]:
         """The vectors that a forward gives, in order."""
-        return [*self._slots(FORWARD), *self._products("fprop")]
+        return [*self._slots(FORWARD), *self._slots(ATTENTION_FORWARD), *self._products("fprop")]
 
     def backward(self) -> list[Slot]:
         """The vectors that a backward gives, in order."""
-        return [*self._slots(BACKWARD), *self._products("dgrad"), *self._products("wgrad")]
+        products = [*self._products("dgrad"), *self._products("wgrad"), *self._losses()]
+        return [*self._slots(BACKWARD), *self._slots(ATTENTION_BACKWARD), *products]
 
     def _slots(self, operands: Sequence[tuple[str, str]]) -> Iterator[Slot]:
         for role, direction in operands:
@@ -86,13 +100,21 @@ class Plan:
         for role, direction in measured:
             yield from (Slot(role, direction, gemm, i) for i in self._tried(role))
 
+    def _losses(self) -> Iterator[Slot]:
+        for role, direction in GEMMS["fprop"] if LOSS in self.groups else ():
+            if role in self.tensors:
+                yield from (Slot(role, direction, LOSS, i) for i in (-1, *self._tried(role)))
+
     def _tried(self, role: str) -> list[int]:
         return [i for i, spec in enumerate(self.specs(role)) if spec is not None]
 
 
-def spec_of(spec: LinearSpec, plan: Plan, slot: Slot) -> QuantSpec:
-    """The format of an operand of a linear in the direction of a slot: its own, or that of a candidate."""
-    operand: OperandSpec | None = getattr(spec, slot.role)
+def spec_of(spec: LinearSpec | AttentionSpec, plan: Plan, slot: Slot) -> QuantSpec:
+    """The format of an operand in the direction of a slot: its own, or that of a candidate."""
+    if isinstance(spec, AttentionSpec) and slot.candidate < 0:
+        side: QuantSpec = getattr(spec, ATTENTION_ROLES[slot.role])
+        return IDENTITY if slot.role == "s" and side.row.family in UNQUANTIZED_SOFTMAX else side
+    operand: OperandSpec | None = None if isinstance(spec, AttentionSpec) else getattr(spec, slot.role)
     if slot.candidate >= 0:
         operand = plan.specs(slot.role)[slot.candidate]
     assert operand is not None

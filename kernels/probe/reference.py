@@ -25,7 +25,8 @@ from fxquant.kernels.cast import blocks, reference
 
 SUMS = (
     "elements", "zeros", "underflow", "saturated", "subnormal", "nonfinite", "overflow", "signal", "noise", "fourth",
-    "relative", "scales", "scale_sum", "inner", "product", "exact",
+    "relative", "scales", "scale_sum", "inner", "product", "exact", "products", "product_error", "change",
+    "change_squares",
 )  # fmt: skip
 """The entries that are added."""
 
@@ -40,7 +41,7 @@ EXPONENTS = range(-48, 16)
 
 COLUMNS = (*SUMS, *LARGEST, *WORST, *(f"exponent_{exponent}" for exponent in EXPONENTS))
 
-GROUPS = ("values", "codes", "scales", "blocks", "exponents", "product")
+GROUPS = ("values", "codes", "scales", "blocks", "exponents", "product", "loss")
 """The parts of a vector that are computed together: what is not asked for stays as in `NEUTRAL`."""
 
 NEUTRAL = (*(0.0,) * len(SUMS), 0.0, 0.0, -math.inf, -1.0, 0.0, 0.0, *(0.0,) * len(EXPONENTS))
@@ -304,8 +305,10 @@ def _count_exponents(x: Tensor, entries: dict[str, Any]) -> None:
     entries["exponents"] = torch.cat(counts)
 
 
-def products(operands: Sequence[Tensor], quantized: Sequence[Sequence[Tensor]], specs: Sequence[QuantSpec]) -> Tensor:
-    """The vector of a product a b^T of two operands and that of their quantized forms: what their cosine is made of.
+def products(
+    operands: Sequence[Tensor], quantized: Sequence[Sequence[Tensor]], specs: Sequence[QuantSpec], gemm: str
+) -> Tensor:
+    """The vector of a product a b^T of two operands and that of their quantized forms: its cosine and its error.
 
     cos = <Y, Y'> / (|Y| |Y'|) for Y = a b^T and Y' = a' b'^T, in float32, over every n-th row of each operand, so that
     there are at most `SAMPLE`: over all of it for operands of no more rows. The rounding of a GEMM's sums is no part.
@@ -319,7 +322,37 @@ def products(operands: Sequence[Tensor], quantized: Sequence[Sequence[Tensor]], 
         seen.append(q / power)
     y, z = ((a @ b.mT).double() for a, b in (exact, seen))
     entries = {"inner": (y * z).sum(), "exact": y.square().sum(), "product": z.square().sum()}
-    return _vector(entries, operands[0])
+    return _vector(entries | {"products": 1, "product_error": product_error(y, z, gemm)}, operands[0])
+
+
+def product_error(y: Tensor, z: Tensor, gemm: str) -> Tensor:
+    """The mean over features, the columns of y, of |y - z|^2 / |y|^2: one that is small counts as much as others.
+
+    What follows a feature may multiply it by anything: the next weight, or an optimizer that divides by its size. The
+    rows of a ``wgrad`` are features too, and the larger of both means is its error.
+    """
+    by_feature = []
+    for signal, noise in ((y.square(), (y - z).square()), (y.mT.square(), (y - z).mT.square())):
+        of_signal, of_noise = (t.flatten(0, -2).sum(0) for t in (signal, noise))
+        counted = of_signal > 0
+        ratios = torch.where(counted, of_noise / torch.where(counted, of_signal, 1.0), 0.0)
+        by_feature.append(ratios.sum() / counted.sum().clamp(min=1))
+    return torch.maximum(*by_feature) if gemm == "wgrad" else by_feature[0]
+
+
+def loss_change(grad: Tensor, x: Tensor, w: Tensor, parts: Sequence[Tensor], spec: QuantSpec, role: str) -> Tensor:
+    """The vector of what the loss changes by if x or w of y = x w^T has the values of `parts`; grad is that of y.
+
+    ``change`` is <grad, y' - y>, in first order. ``change_squares`` is n times the sum of the squares of that of single
+    rows, of which there are n: half of it is the second order, of a loss that is a mean over rows, where the gradients
+    of rows stand for its curvature (the Fisher information).
+    """
+    grad, x, w = grad.float(), x.float(), w.float()
+    if role == "weight":
+        rows = ((grad @ (_dequantized(parts, spec, w) - w)) * x).double().sum(-1)
+    else:
+        rows = ((grad @ w) * (_dequantized(parts, spec, x) - x)).double().sum(-1)
+    return _vector({"change": rows.sum(), "change_squares": rows.square().sum() * rows.numel()}, grad)
 
 
 def power_below(amax: Tensor) -> Tensor:

@@ -45,6 +45,9 @@ PROJECTION = "fxquant_projection"
 SITE = "fxquant_site"
 """The site, as decisions count them, of an inserted operator."""
 
+MODULE_TYPE = "fxquant_module_type"
+"""The `module_type` of the roles of an inserted operator."""
+
 GEMM = "fxquant_gemm"
 """The GEMM of its layer that a product is, for the ranges of a profiler."""
 

@@ -21,7 +21,7 @@ from fxquant.formats import IDENTITY, LINEAR_OPERANDS, LinearSpec, OperandSpec, 
 from fxquant.passes.find.facts import Match, Resolved
 from fxquant.passes.find.forms import apply_match
 from fxquant.passes.graph.builder import Builder
-from fxquant.passes.graph.meta import inserted_for
+from fxquant.passes.graph.meta import MODULE_TYPE, inserted_for
 from fxquant.passes.graph.values import value_of
 from fxquant.passes.insert.attention import insert_attention
 from fxquant.quantizers import Quantizer
@@ -94,4 +94,5 @@ def _gemm(
     node = builder.call(target.default, lhs, rhs, third, _without_state(match))
     node.args = (lhs, rhs, third, _spec(match, resolved, resolved.quantizers))
     inserted_for(node, match.name, resolved.decisions[0].site)
+    node.meta[MODULE_TYPE] = match.module_type
     return node

@@ -17,19 +17,19 @@ from torch import fx
 
 from fxquant.compat.private import copy_sources, mark_static, name_source, share_memory_budget
 from fxquant.compat.values import on_fakes
-from fxquant.formats import LinearSpec
+from fxquant.formats import AttentionSpec, LinearSpec
 from fxquant.kernels.operator import traits_of
-from fxquant.passes.graph.meta import EXAMPLE_VALUE
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, MODULE_TYPE
 from fxquant.passes.graph.names import fxquant_op
 from fxquant.passes.insert.bind_state import checkpoints, copy_bodies
-from fxquant.probes import WIDTH, Observed, Request
+from fxquant.probes import WIDTH, Observed, Request, Unmeasured
 
 _STATE = 5
 """The arguments of a stateful operator between its operands and its spec."""
 
 _OPERANDS = 3
 
-_PRODUCTS = ("linear", "linear_stateful", "grouped_linear", "grouped_linear_stateful")
+_PRODUCTS = tuple(f"{name}{end}" for name in ("linear", "grouped_linear", "attention") for end in ("", "_stateful"))
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -43,8 +43,10 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
-def add_observers(gm: fx.GraphModule, request: Request, shared: bool) -> tuple[fx.GraphModule, list[Observed]]:
-    """Returns a copy of `gm` that takes two tensors for each of the products that are measured, and what these are.
+def add_observers(
+    gm: fx.GraphModule, request: Request, shared: bool
+) -> tuple[fx.GraphModule, list[Observed], list[Unmeasured]]:
+    """Returns a copy of `gm` that takes two tensors for each product that is measured, what these are, and what is not.
 
     A graph that other modules run too is measured as a whole, whatever the layers of these are called.
     """
@@ -52,7 +54,7 @@ def add_observers(gm: fx.GraphModule, request: Request, shared: bool) -> tuple[f
     places = _Places(gm, request, shared)
     places.bind(gm, {})
     gm.recompile()
-    return gm, places.observed
+    return gm, places.observed, places.unmeasured
 
 
 class _Places:
@@ -64,6 +66,7 @@ class _Places:
         self.values = [node.meta.get(EXAMPLE_VALUE) for node in gm.graph.nodes]
         self.numbers: Counter[str] = Counter()
         self.observed: list[Observed] = []
+        self.unmeasured: list[Unmeasured] = []
 
     def bind(self, gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
         """Has the products of a graph measured; returns, of a body, its new inputs beside those of the whole graph."""
@@ -79,29 +82,35 @@ class _Places:
         return inputs
 
     def _measure(self, gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        attention = str(fxquant_op(node)).startswith("attention")
         stateful = fxquant_op(node).endswith("_stateful")
-        operands, rest = node.args[:_OPERANDS], node.args[_OPERANDS:]
+        count = _OPERANDS + attention  # the tensors that the steps of an attention take are an argument
+        operands, rest = node.args[:count], node.args[count:]
         state, (text, *stored) = (rest[:_STATE], rest[_STATE:]) if stateful else ((None,) * _STATE, rest)
-        spec = LinearSpec.parse(str(text))
+        spec = AttentionSpec.parse(str(text)) if attention else LinearSpec.parse(str(text))
         number = self.numbers[spec.name]
         self.numbers[spec.name] += 1
         if not self.shared and not self.request.wants(spec.name):
             return []
-        plan = self.request.plan(fxquant_op(node).removesuffix("_stateful"), spec.name)
-        whole = [self._input(len(slots)) for slots in (plan.forward(), plan.backward())]
+        plan, unmeasured = self.request.plan("dpa" if attention else node.meta[MODULE_TYPE], spec.name)
+        if not plan.tensors:
+            return []
+        self.unmeasured += unmeasured
+        halves = {"forward": plan.forward(), "backward": plan.backward()}
+        whole = [self._input(half, len(slots)) for half, slots in halves.items()]
         inner = [node if gm is self.top else _inner(gm, node) for node in whole]
         if not stateful:
             target = traits_of(node).stateful
             assert target is not None
             node.target = target.target
-        stored = [*stored, None, None][:2]
+        stored = [] if attention else [*stored, None, None][:2]
         node.args = (*operands, *state, text, *stored, *inner, str(plan))
         self.observed.append(Observed(spec.name, number, spec, str(plan)))
         return [] if gm is self.top else list(zip(whole, inner, strict=True))
 
-    def _input(self, slots: int) -> fx.Node:
-        """Adds an input of the whole graph for so many vectors."""
-        name = f"fxquant_probe_{len(self.observed)}_{slots}"
+    def _input(self, half: str, slots: int) -> fx.Node:
+        """Adds an input of the whole graph for so many vectors of a forward or backward."""
+        name = f"fxquant_probe_{len(self.observed)}_{half}"
         with self.top.graph.inserting_after(self.last[-1]) if self.last else self.top.graph.inserting_before():
             node = self.top.graph.placeholder(name)
         self.last = [node]

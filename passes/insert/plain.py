@@ -16,9 +16,10 @@ from fxquant.decisions import SkipReason
 from fxquant.formats import LINEAR_OPERANDS
 from fxquant.passes.find.facts import Match, Resolved
 from fxquant.passes.insert.linear import insert
+from fxquant.probes import Request, Unmeasured
 from fxquant.quantizers import IdentityQuantizer
 
-MODULE_TYPES = ("linear", "grouped_linear")
+MODULE_TYPES = ("linear", "grouped_linear", "matmul")
 """The kinds of products that are measured."""
 
 
@@ -29,6 +30,12 @@ def open_products(gm: fx.GraphModule, matches: Sequence[Match]) -> int:
         if count and isinstance(module, fx.GraphModule):
             module.recompile()
     return count
+
+
+def closed(matches: Sequence[Match], request: Request) -> list[Unmeasured]:
+    """Returns the operands of attention in high precision, whose kernel is torch's own."""
+    names = dict.fromkeys(match.name for match in matches if match.module_type == "dpa")
+    return [one for name in names for one in request.closed(name)]
 
 
 def _written(resolved: Resolved) -> Resolved:

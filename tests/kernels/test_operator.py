@@ -110,7 +110,8 @@ SCHEMAS = {
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor[] extras, str spec) -> Tensor",
     "attention_stateful": (
         "(Tensor q, Tensor k, Tensor v, Tensor[] extras, Tensor? scale, Tensor(a!)? forward_amax, "
-        "Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec) -> Tensor"
+        "Tensor(b!)? backward_amax, Tensor? step, Tensor? random, str spec, Tensor(c!)? probe_forward=None, "
+        'Tensor(d!)? probe_backward=None, str probe="") -> Tensor'
     ),
 }
 """The schemas that saved programs were made with."""
@@ -210,9 +211,15 @@ def calls_of_probes(name: str) -> list[tuple[Any, ...]]:
     parts, others = cast.quantize(a, name, "rowwise"), cast.quantize(b, name, "rowwise")
     grouped_parts = grouped.split_quantize(batch, None, name, "rowwise")
     vector = torch.zeros(len(COLUMNS), dtype=torch.float64)
+    heads, text = torch.randn(4, 32, 64), str(AttentionSpec(qkv=QuantSpec.parse(name), s=QuantSpec.parse(name)))
+    head_parts = attention.quantize_heads(heads, name, 2, False)
     return [
-        (probes.probe_operand, a, parts, name, "values+codes"), (probes.probe_product, a, b, parts, others, name, name),
+        (probes.probe_operand, a, parts, name, "values+codes"),
+        (probes.probe_product, a, b, parts, others, name, name, "fprop"),
+        (probes.probe_loss, torch.randn(32, 16), a, b, parts, name, "input"),
         (probes.probe_groups, batch, None, grouped_parts, name, "rowwise", "values"),
+        (probes.probe_heads, heads, head_parts, name, 2, False, "values"),
+        (probes.probe_softmax, head_parts, head_parts, [], None, text, 64, "", "values"),
         (probes.probe_merge, vector, vector),
     ]  # fmt: skip
 

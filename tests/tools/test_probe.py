@@ -6,12 +6,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from probed import EAGER, Own, assert_row, by_operand, cosine, error, expected, seen
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,69 +24,13 @@ from fxquant import (
     MXFP8Quantizer,
     NVFP4Quantizer,
     OptionError,
-    QuantizedTensor,
     Quantizer,
+    QuantizerRole,
 )
 from fxquant.kernels.cast.ops import quantize_operand
 from fxquant.kernels.probe import reference
 from fxquant.probes import statistics
-from fxquant.quantizers import QuantizedOperand
 from fxquant.recipes import Rule, Rules
-
-EAGER = {"inner": "aot_eager"}
-
-
-@dataclass(frozen=True)
-class Own(Quantizer):
-    """int8 with a scale a row."""
-
-    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
-        def half(t: Tensor) -> QuantizedOperand:
-            scale = t.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 127
-            return QuantizedOperand((t / scale).round().to(torch.int8), scale)
-
-        return QuantizedTensor(half(x) if rowwise else None, half(x.mT) if columnwise else None)
-
-    def dequantize(self, operand: QuantizedOperand) -> Tensor:
-        assert operand.scale is not None
-        return operand.data.float() * operand.scale
-
-
-def seen(quantizer: Quantizer, x: Tensor, direction: str) -> Tensor:
-    """The values of one quantized direction, the contracted axis last."""
-    if isinstance(quantizer, Own):
-        half = getattr(quantizer.quantize(x), direction)
-        return quantizer.dequantize(half)
-    q = quantizer.quantize(x).dequantize(direction)
-    return q.mT if direction == "columnwise" else q
-
-
-def expected(x: Tensor, q: Tensor) -> dict[str, Any]:
-    """Statistics of x and q, by another computation than that of probes."""
-    x, q = x.double().flatten(), q.double().flatten()
-    counts = Counter(math.frexp(value)[1] - 1 for value in x.abs().tolist() if value)
-    return {
-        "amax": x.abs().max().item(),
-        "zeros": (x == 0).double().mean().item(),
-        "underflow": ((x != 0) & (q == 0)).double().mean().item(),
-        "overflow": 0,
-        "nonfinite": 0,
-        "sqnr": 10 * math.log10(x.square().sum() / (x - q).square().sum()),
-        "relative_error": ((x - q).abs() / x.abs())[x != 0].clamp(max=1).mean().item(),
-        "crest": (x.abs().max() / x.square().mean().sqrt()).item(),
-        "kurtosis": (x.pow(4).mean() / x.square().mean().square()).item(),
-        "exponents": {min(max(e, -48), 15): count for e, count in sorted(counts.items())},
-    }
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
-
-
-def assert_row(row: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name, value in wanted.items():
-        near = pytest.approx(value, rel=1e-5, abs=1e-9) if isinstance(value, float) else value
-        assert row[name] == near, name
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor]:
@@ -96,11 +40,6 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     x[:, 3] *= 2.0**8
     dy[5] *= 2.0**-14
     return x, w, dy
-
-
-def by_operand(rows: list[dict[str, Any]], **chosen: Any) -> dict[tuple[str, str], dict[str, Any]]:
-    chosen = {"whatif": False} | chosen
-    return {(row["role"], row["direction"]): row for row in rows if all(row.get(k) == v for k, v in chosen.items())}
 
 
 def linear(recipe: Any, x: Tensor, w: Tensor) -> tuple[Callable[..., Any], Tensor]:
@@ -132,8 +71,9 @@ def test_statistics_are_those_of_an_eager_computation(quantizer: Quantizer) -> N
         assert_row(row, expected(sides[role, direction], q[role, direction]))
         if role in pairs[direction] and not (role, direction) == ("grad_output", "rowwise"):
             left, right = ((name, direction) for name in pairs[direction])
-            wanted = cosine(sides[left] @ sides[right].mT, q[left] @ q[right].mT)
-            assert row["cosine"] == pytest.approx(wanted, rel=1e-5)
+            products = sides[left] @ sides[right].mT, q[left] @ q[right].mT
+            assert row["cosine"] == pytest.approx(cosine(*products), rel=1e-5)
+            assert row["product_error"] == pytest.approx(error(*products, both=direction == "columnwise"), rel=1e-4)
     for candidate in TRIED:
         name = fxquant.quantizers.base.quantizer_text(candidate)
         tried = by_operand(log.rows, whatif=True, candidate=name)
@@ -141,6 +81,27 @@ def test_statistics_are_those_of_an_eager_computation(quantizer: Quantizer) -> N
             side = operands[role].mT if direction == "columnwise" else operands[role]
             assert_row(row, expected(side, seen(candidate, operands[role], direction)))
         assert set(tried) == set(own)
+
+
+def test_what_a_loss_changes_by_is_that_of_gradients_times_errors() -> None:
+    """Of both operands of the forward, those of a frozen weight and an input without gradients too, if it is named."""
+    x, w, dy = tensors()
+    run, x = linear("mxfp8", x, w)
+    x.requires_grad_(False)
+    with fxquant.probe(run, every=1, stats="loss_change", whatif="nvfp4") as log:
+        run(x).backward(dy)
+    for quantizer, whatif in ((MXFP8Quantizer(), False), (fxquant.recipes.get("nvfp4"), True)):
+        rows = by_operand(log.rows, whatif=whatif)
+        assert rows["grad_output", "columnwise"]["loss_change"] is None
+        for name, changed in (("input", x), ("weight", w)):
+            own = quantizer if isinstance(quantizer, Quantizer) else quantizer.quantizer(QuantizerRole("linear", name))
+            assert isinstance(own, Quantizer)
+            lost = (seen(own, changed, "rowwise") - changed).double()
+            errors = lost @ w.double().mT if name == "input" else x.double() @ lost.mT
+            changes = (dy.double() * errors).sum(1)
+            wanted = changes.sum().abs() + len(x) * changes.square().sum() / 2
+            assert rows[name, "rowwise"]["loss_change"] == pytest.approx(float(wanted), rel=1e-4)
+    assert "loss_change" not in measured(every=1)[0]
 
 
 def of_operand(quantizer: Quantizer, x: Tensor) -> dict[str, Any]:
@@ -285,7 +246,7 @@ def test_experts_and_high_precision_are_measured() -> None:
     run = fxquant.compile(Experts(), recipe, options=EAGER)
     x, offs = torch.randn(48, 32), torch.tensor([10, 10, 40], dtype=torch.int32)
     x[40:] = 1000.0
-    with fxquant.probe(run, every=1, whatif="current_scaling") as log:
+    with fxquant.probe(run, every=1, whatif=["current_scaling", Own()]) as log:
         run(x, offs)[:40].square().sum().backward()
     experts = by_operand([row for row in log.rows if row["layer"] != "head"])
     inside = x[:40].bfloat16().float()
@@ -298,7 +259,10 @@ def test_experts_and_high_precision_are_measured() -> None:
     head = by_operand([row for row in log.rows if row["layer"] == "head"])
     assert {row["quantizer"] for row in head.values()} == {"identity"} and head["weight", "rowwise"]["sqnr"] == math.inf
     tried = [row for row in log.rows if row["whatif"] and row["layer"] == "head"]
-    assert len(tried) == 6 and all(20 < row["sqnr"] < 40 for row in tried)
+    assert len(tried) == 12 and all(20 < row["sqnr"] < 50 for row in tried)
+    left_out = {(one.role, one.candidate) for one in log.unmeasured}
+    assert left_out == {(role, "Own()") for role in ("input", "weight", "grad_output")}
+    assert "takes one matrix at a time" in log.unmeasured[0].reason
 
 
 class Stack(nn.Module):

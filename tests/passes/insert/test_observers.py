@@ -44,10 +44,10 @@ def test_before_and_after() -> None:
 %0 = input [16, 32]
 %1 = input [8, 32]
 %2 = input [16, 16]
-%3 = input [2, 86]
-%4 = input [0, 86]
-%5 = input [2, 86]
-%6 = input [0, 86]
+%3 = input [2, 90]
+%4 = input [0, 90]
+%5 = input [2, 90]
+%6 = input [0, 90]
 %7 = linear_stateful(%1, %0, None, None, None, None, None, None, input=mxfp8_e4m3 weight=mxfp8_e4m3
     grad_output=mxfp8_e4m3 name=first, None, None, %3, %4, {"candidates": {"weight": []}, "groups":
     ["values"], "tensors": ["weight"]})

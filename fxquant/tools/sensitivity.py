@@ -1,0 +1,72 @@
+"""The effects that quantizers would have on an unquantized model, by probes: errors of products, and their cost."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxquant.backend.probing import Session
+from fxquant.probes import Candidate, Request
+from fxquant.recipes import HighPrecision, Recipe
+from fxquant.recipes.operands import Operand
+from fxquant.tools.emulation import WithoutHistory
+from fxquant.tools.trials import Trials
+
+_STATISTICS = ("sqnr", "product_error", "loss_change")
+
+Key = tuple[Operand, int]
+"""An operand, and the number of a candidate."""
+
+
+@dataclass
+class Sensitivity:
+    """The effects of each candidate on each operand alone, of all steps that were measured.
+
+    `losses` has what the loss would grow by, of operands of the forward whose product has a gradient. `errors` has the
+    relative errors of their products, the largest of all steps, and `squares` the sums of their squares. Of experts,
+    whose products probes do not compare, errors are those of the operand itself.
+    """
+
+    losses: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    errors: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    squares: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], matmuls: frozenset[str] = frozenset()) -> Sensitivity:
+        """The effects that the rows of a probe tell of; layers of `matmuls` multiply two inputs."""
+        result = cls()
+        for row in rows:
+            if not row["whatif"]:
+                continue
+            role = "input" if row["role"] == "weight" and row["layer"] in matmuls else row["role"]
+            key = (Operand(row["layer"], role, row["direction"]), int(row["candidate"]))
+            error = row["product_error"] if row["product_error"] is not None else _of_values(row["sqnr"])
+            result.errors[key] = max(result.errors[key], error)
+            result.squares[key] += error**2
+            if row.get("loss_change") is not None:
+                result.losses[key] += row["loss_change"]
+        return result
+
+
+def request_of(recipes: Sequence[Recipe], statistics: Sequence[str] = _STATISTICS) -> Request:
+    """The request for a probe that tries recipes: rows name them by number."""
+    candidates = (Candidate(WithoutHistory(recipe), str(i)) for i, recipe in enumerate(recipes))
+    return Request(statistics=tuple(statistics), candidates=tuple(candidates))
+
+
+def errors_of(trials: Trials, recipe: Recipe, run: Callable[[Any], object]) -> dict[Operand, float]:
+    """The relative errors of products with each operand quantized by a recipe, while `run` runs a model."""
+
+    def use(compiled: Any, _: Session) -> None:
+        run(compiled)
+
+    _, rows = trials.measured(HighPrecision(), request_of([recipe], _STATISTICS[:2]), 1, use)
+    return {operand: error for (operand, _), error in Sensitivity.of(rows).errors.items()}
+
+
+def _of_values(sqnr: float | None) -> float:
+    """The relative error of an operand whose signal is `sqnr` decibels above its noise."""
+    return 0.0 if sqnr is None else math.inf if sqnr == -math.inf else 10 ** (-sqnr / 20)
