@@ -121,6 +121,22 @@ def _quantizes_inside(matches: Sequence[Match], recipe: Recipe) -> bool:
     return any(recipe.quantizer(role) != IdentityQuantizer() for role in roles)
 
 
+def undecided(captured: Captured) -> list[str]:
+    """Returns the parts of the recipe that go by names and met a linear without one, each with the place of this.
+
+    A name is not known where Dynamo captures a function that calls layers of no module which fxquant knows.
+    """
+    texts: list[str] = []
+    for match in captured.known:
+        if match.name or match.skip is not None or layers.has_module(match.node, captured.names):
+            continue
+        if match.module_type in plain.MODULE_TYPES and match.products[0].rhs_is_weight:
+            roles = [QuantizerRole(match.module_type, kind) for kind in LINEAR_OPERANDS]
+            rules = dict.fromkeys(text for role in roles for text in captured.recipe.by_name(role))
+            texts += [f"{text} (for {match.form} at {layers.line_of(match.node)})" for text in rules]
+    return texts
+
+
 def resolve(captured: C, settings: Settings) -> C:
     """Asks the recipe for a quantizer of every operand."""
     reached, slots = states.stateful_graphs(captured.gm), Slots()

@@ -41,7 +41,7 @@ from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.trace import trace_artifact
 from fxquant.compat.values import static_fakes
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
-from fxquant.passes.captured import Bound, Captured, quantizes
+from fxquant.passes.captured import Bound, Captured, quantizes, undecided
 from fxquant.passes.graph.considered import considered
 from fxquant.passes.look import half
 from fxquant.passes.lower.ranges import register_ranges
@@ -50,7 +50,7 @@ from fxquant.passes.plan.layers import clean_path
 from fxquant.passes.settings import Settings
 from fxquant.passes.verify import checks_values
 from fxquant.quantizers import DelayedScalingRequest
-from fxquant.recipes import RECIPES, Recipe, resolve
+from fxquant.recipes import Recipe, resolve
 from fxquant.report.report import Report
 from fxquant.state import Slots
 
@@ -314,6 +314,7 @@ class Backend:
         ask_inside(gm)
         self._sites = 1 + max((d.site for d in captured.decisions), default=self._sites - 1)
         record.decisions, record.roles = captured.decisions, captured.roles
+        record.undecided = undecided(captured)
         record.shared = Shared(
             self.recipe, self._all_names if place is not None and place.path else self._names, captured.roles
         )
@@ -438,54 +439,3 @@ def _names_of(model: nn.Module | None) -> Callable[[], Mapping[str, str]]:
         return {} if alive is None else {str(id(m)): clean_path(name) for name, m in alive.named_modules() if name}
 
     return names
-
-
-class ByName:
-    """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``, or ``backend="fxquant-mxfp8"``.
-
-    The second form is for trainers that take a backend's name and no options: each built-in recipe has one. `options`
-    are the fields of `Options`; `recipe` (a name or a Recipe) is required in the first form, and refused in the second.
-    Raises OptionError for another option and RecipeError for an unknown recipe, each with the list of the known ones.
-    """
-
-    def __init__(self, recipe: str | None = None) -> None:
-        self.__name__ = "fxquant" if recipe is None else f"fxquant-{recipe}"
-        self._options = {} if recipe is None else {"recipe": recipe}
-        self._none: Mapping[str, Any] = {}
-        self._backends: weakref.WeakValueDictionary[tuple[int, str | None], Backend] = weakref.WeakValueDictionary()
-
-    @own_errors()
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Callable[..., Any]:
-        """Compiles one captured graph; torch.compile calls this."""
-        return self.backend(mode=mode, options=options)(gm, example_inputs)
-
-    def backend(self, *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Backend:
-        """The backend of one call of torch.compile, whose graphs all get the same options.
-
-        It keeps them alive, since their identity would otherwise pass to another object.
-        """
-        options = self._none if options is None else options
-        if self._options and isinstance(options, Mapping) and "recipe" in options:
-            raise OptionError(
-                f"{self.__name__!r} names its recipe: write backend='fxquant', options={{'recipe': ..}} for another"
-            )
-        merged = {**self._options, **options} if isinstance(options, Mapping) else options
-        Options.of(merged)
-        backend = self._backends.get((id(options), mode))
-        if backend is None or backend.called_with[1] != dict(options):
-            backend = self._backends[id(options), mode] = Backend(**merged, mode=mode)
-            backend.called_with = (options, dict(options))
-            backend.controls.share_recipes()
-        return backend
-
-
-fxquant_backend = ByName()
-BY_NAME = {recipe: ByName(recipe) for recipe in RECIPES}
-"""The backend for each built-in recipe, under which torch has it as ``fxquant-mxfp8`` and so on."""

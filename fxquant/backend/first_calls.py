@@ -22,9 +22,9 @@ def watch_first_calls(records: Records, names: Callable[[], Mapping[str, str]], 
     It does so once for everything that torch.compile gave; `names` gives the paths of modules by their ids.
     """
     call = compiled_call()
-    if call is None or records.first_seen or call.compiled in records.watched:
+    if call is None or records.first_seen or id(call.compiled) in records.watched:
         return
-    records.watched.add(call.compiled)
+    records.watched.add(id(call.compiled))
     before: list[Uncaptured] = []
 
     @contextlib.contextmanager

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxquant.backend.backend import Backend, ByName
+from fxquant.backend.backend import Backend
+from fxquant.backend.by_name import ByName
 from fxquant.backend.by_rank import marked
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.controls import Controls, controls_that_compiled
@@ -155,8 +156,13 @@ def controls_of(model: Any) -> list[Controls]:
 
 
 def _behind(model: Any) -> Iterator[Controls]:
-    if isinstance(model, Backend):
-        yield model.controls
+    owner = (
+        model
+        if isinstance(model, Backend)
+        else getattr(getattr(model, "__dict__", {}).get("set_recipe"), "__self__", None)
+    )
+    if isinstance(owner, Backend):
+        yield owner.controls
     for module, holder, function, keywords in backends_behind(model):
         if isinstance(function, Backend):
             backend = function

@@ -61,6 +61,12 @@ def watch(records: Records, instead_of: Iterable[Records] = ()) -> None:
         _untold.append(records)
 
 
+def watch_unmet(names: Callable[[], Iterable[str]]) -> None:
+    """Tells at exit of what torch.compile was given, and no graph of it came; `names` then says what that is."""
+    _watch_process()
+    _unmet.append(names)
+
+
 @functools.cache
 def _watch_process() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -81,7 +87,9 @@ def _tell_at_exit() -> None:
     _tell_what_ran()
     alone = [records for records in _untold if records.copy_of is None and not records.elsewhere]
     hints = {records.what: _WHY for records in alone if not records.whole}
-    for name, hint in {**hints, **{calls.name: calls.hint for calls in _uncalled if not calls.ran()}}.items():
+    hints |= {calls.name: calls.hint for calls in _uncalled if not calls.ran()}
+    hints |= {name: _WHY for names in _unmet for name in names()}
+    for name, hint in hints.items():
         text = f"no graph of {name} has run: if its model did, then as it was, unquantized. {hint}"
         tell(text, UnquantizedWarning)
 
@@ -96,20 +104,29 @@ def tell_result(records: Records) -> None:
     if isinstance(records.recipe, HighPrecision):
         return
     decisions, unused = records.decisions(), records.unused(trained=True)
+    undecided = "; ".join(records.undecided())
+    unnamed = f"its products without a layer's name were taken not to match: {undecided}" if undecided else ""
     if all(decision.quantizer is None for decision in decisions):
         skipped = Counter(str(decision.skip_reason) for decision in decisions)
         why = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
         counted = f"operands of matmuls were skipped: {why}" if decisions else "there is no matmul in its graphs"
-        also = "".join(f"; unused in the recipe: {part}" for part in unused)
+        also = "".join(f"; unused in the recipe: {part}" for part in unused) + (f"; {unnamed}" if unnamed else "")
         tell(
             f"nothing of {records.what} was quantized under {records.recipe}: {counted}{also}. "
             "fxquant.explain(model, recipe, *args) shows every operand",
             UnquantizedWarning,
         )
     elif unused:
+        also = f"; {unnamed}" if unnamed else ""
         tell(
-            f"parts of the recipe matched nothing in the first call of {records.what}: {'; '.join(unused)}. The names "
-            "of layers are in its report",
+            f"parts of the recipe matched nothing in the first call of {records.what}: {'; '.join(unused)}{also}. The "
+            "names of layers are in its report",
+            UnusedRuleWarning,
+        )
+    elif unnamed:
+        tell(
+            f"parts of the recipe go by names that fxquant does not know in {records.what}: {unnamed}. "
+            "fxquant.compile(model, recipe) and Backend(recipe, model=model) know the names of a module's layers",
             UnusedRuleWarning,
         )
     if records.dispatch and not records.report().sent_quantized:
@@ -176,7 +193,7 @@ class Calls:
 
     def __init__(self, model: Callable[..., Any] | str, ran: Callable[[], bool], hint: str = "") -> None:
         self.ran, self.hint = ran, hint or _IN_PLACE
-        self.name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", str(model))
+        self.name = model if isinstance(model, str) else _name_of(model)
         _watch_process()
         _uncalled.append(self)
 
@@ -204,7 +221,16 @@ _WHY = (
     "compilations of one function, and captures no module of its own classes, such as nn.Sequential, if compiled in "
     "place: use fxquant.compile(model, recipe)"
 )
+
+
+def _name_of(model: Callable[..., Any]) -> str:
+    """The name of a function, of what a partial calls, or of the class of an object."""
+    inner = model.func if isinstance(model, functools.partial) else model
+    return getattr(inner, "__qualname__", type(inner).__name__)
+
+
 _uncalled: list[Calls] = []
+_unmet: list[Callable[[], Iterable[str]]] = []
 _IN_PLACE = (
     "Methods such as generate, and wrappers that look inside, call the original: model.compile(backend="
     "fxquant.Backend(recipe, model=model)) compiles it in place"

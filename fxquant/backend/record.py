@@ -7,10 +7,9 @@ or when the compilation itself does, and the frame runs as it is.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
@@ -44,6 +43,7 @@ class GraphRecord:
     before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `others`
     are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles;
     `runners` are the modules, those it was captured for first.
+    Products without a name left the parts of the recipe `undecided` that go by names.
     `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``;
     `views` has the nodes of the first two. A `keeper` keeps both beside torch's cache.
     """
@@ -62,6 +62,7 @@ class GraphRecord:
     keeper: Keeper | None = None
     breaks: Sequence[str] = ()
     recompiled: str = ""
+    undecided: Sequence[str] = ()
 
     def add_layers(self, names: Mapping[str, str], first_site: int) -> int:
         """Adds the layers of another module that runs this graph, by the names of those captured.
@@ -133,7 +134,7 @@ class Records:
     outside: list[str] = field(default_factory=list)
     uncaptured: list[Uncaptured] = field(default_factory=list)
     first_seen: bool = False
-    watched: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    watched: set[int] = field(default_factory=set)
     told: bool = False
     told_plain: bool = False
     told_alone: bool = False
@@ -170,13 +171,18 @@ class Records:
             roles += [replace(role, tensor_type=kind) for role in roles for kind in ("grad_output", "do", "dp")]
         return self.recipe.unused(roles)
 
+    def undecided(self) -> list[str]:
+        """The parts of the recipe that go by names and met a product without one, with its place."""
+        return [*dict.fromkeys(text for graph in self.graphs for text in graph.undecided)]
+
     def report(self, model: nn.Module | None = None, of: object = None) -> Report:
         """The decisions for these graphs, and what ran in none; of a `model` alone if other ones ran them too.
 
         The header names the model, or what it is the report `of`.
         """
         header = header_of(self.recipe, of if model is None else model)
-        report = Report(recipe=str(self.recipe), decisions=self.decisions(model), unused=self.unused(), header=header)
+        report = Report(recipe=str(self.recipe), decisions=self.decisions(model), header=header)
+        report.unused = [*self.unused(), *self.undecided()]
         seen = self.uncaptured_in(model)
         for one in seen:
             report.decisions += one.decisions(1 + max((d.site for d in report.decisions), default=-1))

@@ -111,11 +111,15 @@ class Shared:
 
 
 def named_here(names: Mapping[str, str]) -> dict[str, str]:
-    """The names and, as the empty string's, that of the module whose method is captured, which torch does not say."""
+    """The names and, as the empty string's, that of the module whose method is captured, which torch does not say.
+
+    There is none where this module has no name.
+    """
     _, frame = frame_being_compiled()
     owners = (("self",), ("fn",), ("fn", ("self", None)))
     owner = next((m for variable in owners if (m := _module(frame, variable)) is not None), None)
-    return {"": names.get(str(id(owner)), ""), **names}
+    own_name = names.get(str(id(owner)))
+    return {**names} if own_name is None else {"": own_name, **names}
 
 
 def _modules_of(frame: Mapping[str, Any]) -> dict[Variable, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -171,6 +172,13 @@ def backends_behind(compiled: Any) -> Iterator[tuple[nn.Module | None, Any, Any,
         callback = getattr(vars(module).get("dynamo_ctx"), "callback", None)
         for backend in (*_unwrapped(callback), *_of_function(vars(module).get("_compiled_call_impl"))):
             yield (unwrapped(module), *backend)
+
+
+def compiled_with_names() -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """The backends that torch.compile was given as names, as far as what it gave is alive, and their keywords."""
+    for value in gc.get_objects():
+        if type(value) is torch._TorchCompileWrapper:
+            yield value.compiler_fn, value.kwargs
 
 
 def _of_function(function: Any) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:

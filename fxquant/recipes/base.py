@@ -74,6 +74,10 @@ class Recipe:
         """The parts of the recipe that none of these roles reached."""
         return []
 
+    def by_name(self, role: QuantizerRole) -> list[str]:
+        """The parts of the recipe that would answer for this role if its layer had a name that they match."""
+        return []
+
     # TransformerEngine's questions about a class of recipes; `custom` says that a factory of the user's decides
     delayed = _scales_by("delayed")
     float8_current_scaling = _scales_by("current")
@@ -120,6 +124,9 @@ class AutoRecipe(Recipe):
 
     def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
         return self.recipe.unused(roles)
+
+    def by_name(self, role: QuantizerRole) -> list[str]:
+        return self.recipe.by_name(role)
 
     def __str__(self) -> str:
         return f"auto({self.recipe})"

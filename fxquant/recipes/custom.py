@@ -114,6 +114,9 @@ class CustomRecipe(Recipe):
     def unused(self, roles: Iterable[QuantizerRole]) -> list[str]:
         return self.qfactory.unused(roles) if isinstance(self.qfactory, Rules) else []
 
+    def by_name(self, role: QuantizerRole) -> list[str]:
+        return self.qfactory.by_name(role) if isinstance(self.qfactory, Rules) else []
+
     def _key(self) -> tuple[Any, ...]:
         return tuple(_by_value(getattr(self, f.name)) for f in fields(self))
 
@@ -264,6 +267,18 @@ class Rules:
             elif isinstance(answer, Rules):
                 unused += [f"{f'rule {i}' if rule else 'default'} > {text}" for text in answer.unused(here)]
         return unused
+
+    def by_name(self, role: QuantizerRole) -> list[str]:
+        """The rules that would answer for this role if its layer had a name that they match, also inside of others."""
+        answer, whose, texts = self.default, "default", list[str]()
+        for i, rule in enumerate(self.rules):
+            if rule.name is not None and all(_fits(getattr(rule, key), getattr(role, key)) for key in _KEYS[1:]):
+                texts.append(f"rule {i}: {rule}")
+            elif rule.matches(role):
+                answer, whose = rule.quantizer, f"rule {i}"
+                break
+        inside = answer.by_name(role) if isinstance(answer, Rules | Recipe) else []
+        return [*texts, *(f"{whose} > {text}" for text in inside)]
 
     def __repr__(self) -> str:
         return value_text(self)

@@ -11,9 +11,9 @@ from torch import fx
 from fxquant.compat.private import source_text
 from fxquant.passes.find.facts import Match, Product
 from fxquant.passes.find.weights import find_weight
-from fxquant.passes.graph.meta import FORWARD_MODULE_STACK, LAYER, MODULE_STACK, PROJECTION
+from fxquant.passes.graph.meta import FORWARD_MODULE_STACK, LAYER, MODULE_STACK, PROJECTION, STACK_TRACE
 
-_ROOT = re.compile(r"^[LG]\['[^']*'\](\[\d+\])?\.?")
+_ROOT = re.compile(r"^(L\['fn'\]\.(args|keywords)\['?\w+'?\]|[LG]\['[^']*'\](\[\d+\])?)\.?")  # also of a partial
 _HOLDERS = re.compile(r"^((__closure__\.\d+\.cell_contents|__self__|__wrapped__)(\.|$))+")
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -41,6 +41,18 @@ def layer_name(node: fx.Node, names: Mapping[str, str]) -> str:
         name = clean_path(path) if users_name is None else users_name
         return name or str(node.meta.get(LAYER, ""))
     return str(node.meta.get(LAYER, "")) or names.get("", "")
+
+
+def has_module(node: fx.Node, names: Mapping[str, str]) -> bool:
+    """Returns True if a node was called in a module that `names` has; the model itself is one, whose path is empty."""
+    stack = node.meta.get(MODULE_STACK) or node.meta.get(FORWARD_MODULE_STACK) or {}
+    return str(next(reversed(stack), "")).partition("@")[0] in names
+
+
+def line_of(node: fx.Node) -> str:
+    """Returns the file and line of the user's that called a node; empty if they are not known."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in ', node.meta.get(STACK_TRACE) or "")
+    return ":".join(lines[-1]) if lines else ""
 
 
 def name_layers(matches: Sequence[Match], names: Mapping[str, str]) -> list[Match]:

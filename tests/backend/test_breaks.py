@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from helpers import eager_backend
 from torch import Tensor, nn
 
 import fxquant
-from fxquant import CustomRecipe, FxQuantWarning, IdentityQuantizer, Recipe, Rule, Rules
+from fxquant import CustomRecipe, FxQuantWarning, IdentityQuantizer, Recipe, Rule, Rules, UnquantizedWarning
+from fxquant.backend import notices
 from fxquant.compat.recompiles import graph_breaks
 
 EAGER = {"inner": "aot_eager"}
@@ -123,3 +125,49 @@ def test_what_torch_skips_has_a_place_too() -> None:
     lines = {int(text.rpartition(":")[2].strip(")")) for text in breaks}
     assert all(f"({__file__}:" in text for text in breaks) and len(lines) > 1
     assert fxquant.explain(net, "mxfp8", torch.randn(16, 32)).breaks == breaks
+
+
+class Holder:
+    """Layers that no module holds, so that nothing says what they are called."""
+
+    layers = (nn.Linear(32, 32), nn.Linear(32, 32))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        return second(first(x))
+
+
+def test_a_rule_by_name_that_cannot_be_decided_is_told_once() -> None:
+    layers, known = Holder.layers, nn.ModuleDict({"body": nn.Linear(32, 32), "head": nn.Linear(32, 32)})
+
+    def run(x: Tensor) -> Tensor:
+        return layers[1](known["head"](known["body"](x)))
+
+    recipe = CustomRecipe(qfactory=Rules([Rule(IdentityQuantizer(), name="head")], default="mxfp8"))
+    compiled, x = fxquant.compile(run, recipe, options=EAGER), torch.randn(16, 32)
+    with pytest.warns(FxQuantWarning, match=r"names that fxquant does not know in .*run") as caught:
+        compiled(x)
+    line = f"rule 0: name='head' (for linear at {__file__}:{run.__code__.co_firstlineno + 1})"
+    assert len(caught) == 1 and line in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxQuantWarning)
+        compiled(x)
+    report = fxquant.report(compiled)
+    assert {d.layer for d in report.decisions} == {"body", "head", ""} and report.unused == [line]
+
+
+def test_models_compiled_under_a_name_of_which_nothing_was_captured_are_told_at_exit(monkeypatch: Any) -> None:
+    monkeypatch.setattr(notices, "_untold", [])
+    monkeypatch.setattr(notices, "_uncalled", [])
+    net = nn.Sequential(nn.Linear(32, 32))  # torch compiles no forward of its own in place
+    net.compile(backend="fxquant-nvfp4", options=EAGER)
+    net(torch.randn(16, 32))
+    with pytest.warns(UnquantizedWarning, match="no graph of a model compiled with backend='fxquant-nvfp4' has run"):
+        notices._tell_at_exit()
+
+
+def test_a_partial_has_the_names_of_its_module() -> None:
+    net = nn.ModuleDict({"body": nn.Linear(32, 32), "head": nn.Linear(32, 32)})
+    compiled = fxquant.compile(partial(lambda net, x: net["head"](net["body"](x)), net), "mxfp8", options=EAGER)
+    compiled(torch.randn(16, 32))
+    assert {d.layer for d in fxquant.report(compiled).decisions} == {"body", "head"}
