@@ -102,6 +102,11 @@ class Facts:
         """True if tensor cores take the scales of MX and NVFP4 blocks with the elements: those of Blackwell."""
         return self.capability >= (10, 0)
 
+    @property
+    def multiplies_groups_of_blocks(self) -> bool:
+        """True if torch has grouped GEMMs on such tensor cores: on compute capability 10 alone."""
+        return self.capability[0] == 10
+
 
 K = TypeVar("K", bound=Kernel)
 

@@ -64,6 +64,7 @@ from fxquant.kernels.grouped import fp8 as grouped_gemm
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import aten_grouped_mm, grouped_mm, portable_grouped_mm
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
+from fxquant.kernels.grouped.places import padded_ends
 from fxquant.kernels.linear import choice as linear_choice
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
@@ -779,8 +780,9 @@ def scaled_grouped_mm(
 def test_gemms_as_cuda_calls_them(name: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts and scales that the device's GEMMs get, with their meaning in the place of them."""
     monkeypatch.setattr(grouped_gemm, "torch_scaled_grouped_mm", scaled_grouped_mm)
+    reads_blocks = name in ("mxfp8", "nvfp4", "nvfp4 4over6")  # see tests/kernels/grouped/test_tensor_cores.py
     for conditions in (choice, linear_choice):
-        monkeypatch.setattr(conditions, "capability", lambda device: (10, 0) if name != "mxfp8" else (8, 9))
+        monkeypatch.setattr(conditions, "capability", lambda device: (8, 9) if reads_blocks else (10, 0))
     tensor = Float8CurrentScalingQuantizer()
     recipe = RECIPES.get(name) or per_role(input=tensor, weight=tensor, grad_output=tensor)
     roles = {t: QuantizerRole("grouped_linear", t, "") for t in ("input", "weight", "grad_output")}
@@ -940,7 +942,7 @@ def test_torchs_grouped_mm_gets_groups_at_addresses_that_it_takes(
         dy = torch.randn(offs[-1] + TAIL, n).bfloat16()
         for a, b in ((x, w), (dy.mT, x.mT), (dy.mT.contiguous(), x.mT.contiguous())):
             torch.testing.assert_close(aten_grouped_mm(a, b, ends(*offs)), grouped_mm(a, b, ends(*offs)))
-        aligned = grouped_reference.padded_ends(ends(*offs), 16)
+        aligned = padded_ends(ends(*offs), 16)
         a, b = torch.zeros(n, 272).bfloat16(), torch.zeros(k, 272).bfloat16()
         a[:, : aligned[-1]], b[:, : aligned[-1]] = torch.randn(2, 1, 1)
         torch.testing.assert_close(aten_grouped_mm(a, b, aligned, 16), grouped_mm(a, b, aligned))

@@ -28,8 +28,8 @@ OF_KERNELS = {
     "graph": (),
     "find": (),
     "plan": (),
-    "insert": ("operator", "cast.ops", "grouped.ops"),
-    "joint": ("operator", "cast.swizzle", "linear.choice", "linear.few_rows"),
+    "insert": ("operator", "cast.ops", "grouped.choice", "grouped.ops", "linear.choice"),
+    "joint": ("operator", "linear.choice", "linear.few_rows"),
     "export": ("cast.reference", "custom"),
 }
 """The modules of kernels that each folder may import, none with code for a device; `lower` alone imports such."""

@@ -91,9 +91,10 @@ class _Cast:
 
     def _as_read(self, spec: QuantSpec | None) -> QuantSpec | None:
         """The spec with its scales in the order of tensor cores, where these read them."""
-        if spec is None or spec.row.family not in ("mxfp8", "nvfp4") or self.grouped or self.matmul.batch > 1:
+        if spec is None or spec.row.family not in ("mxfp8", "nvfp4") or self.matmul.batch > 1:
             return spec
-        return replace(spec, swizzled=Facts(capability=self.matmul.capability).reads_block_scales)
+        facts = Facts(capability=self.matmul.capability)
+        return replace(spec, swizzled=facts.multiplies_groups_of_blocks if self.grouped else facts.reads_block_scales)
 
     def kernel_and_us(self) -> tuple[str, float | None]:
         """The kernel of the cast, and its microseconds."""

@@ -117,9 +117,13 @@ def _knows(facts: CastFacts, spec: QuantSpec) -> bool:
 
 def supports_groups(spec: QuantSpec, *, ragged: bool) -> bool:
     """Returns True if the Triton casts of groups know a format, for `ragged` groups or a batch of matrices."""
-    if not supports(spec) or (ragged and spec.row.block[0] > 1):
-        return False
-    return spec.row.family != "mxfp8" or spec.row.block[0] == 1
+    return (supports(spec) or supports_nvfp4(spec)) and not (ragged and spec.row.block[0] > 1)
+
+
+def _knows_groups(facts: CastFacts, spec: QuantSpec) -> bool:
+    """Returns True for a format with a Triton cast of groups: to NVFP4 where tensor cores multiply it."""
+    in_four_bits = spec.row.family == "nvfp4"
+    return supports_groups(spec, ragged=facts.ragged) and (not in_four_bits or facts.reads_block_scales)
 
 
 def few_rows(facts: CastFacts) -> str:
@@ -169,12 +173,16 @@ def amax(facts: CastFacts) -> str:
 
 
 def groups(facts: CastFacts) -> str:
-    """Returns why no Triton kernel quantizes groups: a rowwise cast of what does not lie in memory is fused."""
+    """Returns why no Triton kernel quantizes groups.
+
+    A rowwise cast of what does not lie in memory is fused, unless the tiles of scales of each group are put together.
+    """
     if not (facts.launches and facts.makes_fp8):
         return "no Triton casts of groups"
-    if facts.column is None and (facts.ragged or not facts.in_memory):
+    swizzled = any(spec.swizzled for spec in facts.specs)
+    if facts.column is None and not swizzled and (facts.ragged or not facts.in_memory):
         return "fused with what makes the tensor"
-    unknown = [str(spec) for spec in facts.specs if not supports_groups(spec, ragged=facts.ragged)]
+    unknown = [str(spec) for spec in facts.specs if not _knows_groups(facts, spec)]
     return f"no Triton cast of groups to {unknown[0]}" if unknown else _no_groups(facts)
 
 

@@ -107,10 +107,14 @@ def e2m1_codes_stochastic(y, byte):
 
 @triton.jit
 def cast_side(
-    t, first_row, first_column, rows, padded, global_amax, state, data, scale, scale_rows, scale_columns,
-    SIDE: tl.constexpr,
+    t, first_row, first_column, rows, padded, row_bytes, global_amax, state, random_row, random_column, data, scale,
+    scale_rows, scale_columns, scale_step, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Casts a tile t [R, C], its contracted axis last, of an operand [rows, padded], and stores payload and scales."""
+    """Casts a tile t [R, C], its contracted axis last, of an operand [rows, padded], and stores payload and scales.
+
+    A row of the payload is `row_bytes` behind the last, one of `scale_columns` scales `scale_step`, if they are not
+    swizzled. The random numbers are those of a place.
+    """
     R: tl.constexpr = t.shape[0]
     C: tl.constexpr = t.shape[1]
     if SIDE[AT_RHT]:
@@ -132,13 +136,13 @@ def cast_side(
     factor = tl.where(factor > _MOST, _MOST, factor)
     y = tl.reshape(blocks * tl.expand_dims(factor, 2), (R, C))
     if SIDE[AT_STOCHASTIC]:
-        codes = e2m1_codes_stochastic(y, random_bytes(state, first_row, first_column, R, C, SIDE[AT_STREAM]))
+        codes = e2m1_codes_stochastic(y, random_bytes(state, random_row, random_column, R, C, SIDE[AT_STREAM]))
     else:
         codes = e2m1_codes(y)
     low, high = tl.split(tl.reshape(codes, (R, C // 2, 2)))
     row = first_row + tl.arange(0, R)[:, None]
     pair = first_column // 2 + tl.arange(0, C // 2)[None, :]
-    place = row.to(tl.int64) * (padded // 2) + pair
+    place = row.to(tl.int64) * row_bytes + pair
     tl.store(data + place, (low | (high << 4)).to(tl.uint8), mask=(row < rows) & (2 * pair < padded))
     block = first_column // 16 + tl.arange(0, C // 16)[None, :]
     bits = stored.to(tl.uint8, bitcast=True)
@@ -146,7 +150,7 @@ def cast_side(
         bits = tl.where((row < rows) & (16 * block < padded), bits, 0)
         place = swizzled_place(row, block, scale_columns)
     else:
-        place = row.to(tl.int64) * scale_columns + block
+        place = row.to(tl.int64) * scale_step + block
     bytes_of = scale.to(tl.pointer_type(tl.uint8), bitcast=True)
     tl.store(bytes_of + place, bits, mask=(row < scale_rows) & (block < scale_columns))
 
@@ -173,13 +177,13 @@ def nvfp4_kernel(
     t = load_square(x, first_row, first_column, M, K, x_step, TILE)
     if ROW is not None:
         cast_side(
-            t, first_row, first_column, M, padded_K, row_amax, row_state, row_data, row_scale, row_scale_rows,
-            row_scale_columns, ROW,
+            t, first_row, first_column, M, padded_K, padded_K // 2, row_amax, row_state, first_row, first_column,
+            row_data, row_scale, row_scale_rows, row_scale_columns, row_scale_columns, ROW,
         )  # fmt: skip
     if COLUMN is not None:
         cast_side(
-            tl.trans(t), first_column, first_row, K, padded_M, column_amax, column_state, column_data, column_scale,
-            column_scale_rows, column_scale_columns, COLUMN,
+            tl.trans(t), first_column, first_row, K, padded_M, padded_M // 2, column_amax, column_state, first_column,
+            first_row, column_data, column_scale, column_scale_rows, column_scale_columns, column_scale_columns, COLUMN,
         )  # fmt: skip
 
 
@@ -196,7 +200,7 @@ def transformed_amax_kernel(
     tl.store(out + program, tl.max(tl.max(magnitude(transformed(t, SIGNS)), axis=1), axis=0))
 
 
-def _constants(spec: QuantSpec) -> tuple[Any, ...]:
+def side_constants(spec: QuantSpec) -> tuple[Any, ...]:
     """Returns SIDE of the kernels, in the order of `AT_TILED` on."""
     tiled = spec.row.block[0] > 1
     return tiled, spec.rht, spec.random_signs, spec.stochastic, spec.stream % 2, spec.nonfinite, spec.swizzled
@@ -285,10 +289,10 @@ def _make_side(
     scale = torch.empty(sizes, dtype=torch.float8_e4m3fn, device=x.device)
     if not spec.stochastic:
         amax = largest(spec, columnwise) if state is None else state.clone()
-        return _Side(data, scale, amax, unread, _constants(spec))
+        return _Side(data, scale, amax, unread, side_constants(spec))
     assert state is not None
     if state.shape[0] > _RANDOM:
         amax = state.narrow(0, _RANDOM, 1).to(torch.int32).view(torch.float32)
     else:
         amax = largest(spec, columnwise)
-    return _Side(data, scale, amax, state, _constants(spec))
+    return _Side(data, scale, amax, state, side_constants(spec))

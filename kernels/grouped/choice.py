@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import capability
-from fxquant.compat.private import knows_grouped_kinds
 from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.linear.choice import MIXED, exact_in_bfloat16
 from fxquant.kernels.operator import Facts, Parts
@@ -60,9 +59,13 @@ def nvfp4(facts: GroupedGemmFacts) -> str:
     """Returns why tensor cores do not multiply groups of NVFP4 with its scales: torch has it on 10.0 alone."""
     if reason := _no_tensor_core_scales(facts, "nvfp4"):
         return reason
-    if facts.a.row_scaled or facts.b.row_scaled:
-        return "a global amax for each row"
-    return "" if knows_grouped_kinds() else "torch before 2.15 does not trace its grouped GEMM of nvfp4"
+    return "a global amax for each row" if facts.a.row_scaled or facts.b.row_scaled else ""
+
+
+def reads_tiles(a: QuantSpec, b: QuantSpec, card: tuple[int, int]) -> bool:
+    """Returns True if tensor cores of a card multiply groups of rows with the scales of their blocks, in tiles."""
+    facts = GroupedGemmFacts(a=a, b=b, dtype=torch.bfloat16, capability=card)
+    return not (mxfp8(facts) and nvfp4(facts))
 
 
 def _no_tensor_core_scales(facts: GroupedGemmFacts, family: str) -> str:
@@ -70,7 +73,7 @@ def _no_tensor_core_scales(facts: GroupedGemmFacts, family: str) -> str:
         return reason
     if facts.a.row.family != family:
         return f"no scales of {family}"
-    return "" if facts.capability[0] == 10 else f"no grouped FP8 GEMM for {family} scales"
+    return "" if facts.multiplies_groups_of_blocks else f"no grouped FP8 GEMM for {family} scales"
 
 
 def torchs(facts: GroupedGemmFacts) -> str:

@@ -19,15 +19,8 @@ from fxquant.kernels.grouped import choice
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import grouped_mm, unmasked_grouped_mm
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
-from fxquant.kernels.grouped.reference import (
-    Dense,
-    gemm_operands,
-    group_of,
-    in_groups,
-    multiplicands,
-    padded_ends,
-    starts,
-)
+from fxquant.kernels.grouped.places import group_of, padded_ends, starts
+from fxquant.kernels.grouped.reference import Dense, gemm_operands, in_groups, multiplicands
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.linear.cublas import by_cublas
 from fxquant.kernels.operator import Parts

@@ -19,19 +19,27 @@ from fxquant.kernels.cast.choice import CastFacts, CastKernel, by_direction, one
 from fxquant.kernels.cast.ops import fake_operand, parts_spec, shared_spec
 from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.grouped import reference as grouped_reference
+from fxquant.kernels.grouped import swizzle
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
+from fxquant.kernels.grouped.places import padded_rows
 from fxquant.kernels.linear.choice import GemmKernel
 from fxquant.kernels.operator import Parts, Side, Traits, operator
 from fxquant.kernels.state.step import STATELESS, StepState
 
 
-def _fake_operand(x: Tensor, offs: Tensor | None, spec: QuantSpec, direction: str) -> list[Tensor]:
+def fake_groups(x: Tensor, offs: Tensor | None, spec: QuantSpec, direction: str) -> list[Tensor]:
     """Shapes and dtypes of `grouped_reference.quantize`."""
     columnwise = direction == "columnwise"
     x = x.mT if columnwise else x
     if offs is None:
         return fake_operand(x, spec, tensors=x.shape[0])
-    groups, padded_rows = offs.shape[0], grouped_reference.padded_rows
+    groups = offs.shape[0]
+    if spec.swizzled:
+        rows, length = x.shape
+        of_rows: list[Any] = [groups, rows] if columnwise else [rows, 1]
+        sizes = swizzle.sizes(rows, length, groups, spec, direction)
+        shapes: list[Any] = [*sizes, of_rows if spec.row_scaled else [groups]]
+        return [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, spec.row.dtypes, strict=False)]
     if columnwise:
         rows, length = x.shape
         x = x.new_empty(rows, padded_rows(length, groups, spec.row.alignment))
@@ -87,8 +95,8 @@ def hybrid_split_quantize(
 def _hybrid_split_quantize_fake(
     x: Tensor, offs: Tensor | None, rowwise_spec: str, columnwise_spec: str, *states: Tensor | None
 ) -> list[Tensor]:
-    row = _fake_operand(x, offs, QuantSpec.parse(rowwise_spec), "rowwise")
-    return [*row, *_fake_operand(x, offs, QuantSpec.parse(columnwise_spec), "columnwise")]
+    row = fake_groups(x, offs, QuantSpec.parse(rowwise_spec), "rowwise")
+    return [*row, *fake_groups(x, offs, QuantSpec.parse(columnwise_spec), "columnwise")]
 
 
 @operator(
@@ -108,16 +116,21 @@ def split_quantize(
 def _split_quantize_fake(
     x: Tensor, offs: Tensor | None, spec: str, direction: str, state: Tensor | None = None
 ) -> list[Tensor]:
-    return _fake_operand(x, offs, QuantSpec.parse(spec), direction)
+    return fake_groups(x, offs, QuantSpec.parse(spec), direction)
 
 
 def _triton_quantize(
     sides: Callable[..., list[Side]], measure: Callable[..., Tensor], x: Tensor, offs: Tensor | None, *args: Any
 ) -> list[Tensor]:
-    from fxquant.kernels.grouped import triton_cast
+    from fxquant.kernels.grouped import triton_cast, triton_nvfp4
 
     (row, row_state), (column, column_state) = by_direction(sides(x, *args))
-    return triton_cast.quantize(x, offs, row, column, row_state, column_state, measure)
+    in_four_bits = [spec.row.family == "nvfp4" for spec in (row, column) if spec is not None]
+    if len(set(in_four_bits)) > 1:  # a kernel for each direction
+        one_by_one = [(side.spec, side.direction, side.state) for side in sides(x, *args)]
+        return [part for side in one_by_one for part in _triton_quantize(one_direction, measure, x, offs, *side)]
+    cast = triton_nvfp4.quantize if in_four_bits[0] else triton_cast.quantize
+    return cast(x, offs, row, column, row_state, column_state, measure)
 
 
 register_casts(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,30 +21,14 @@ from torch import Tensor
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.cast import reference
+from fxquant.kernels.grouped import swizzle
 from fxquant.kernels.grouped.high_precision import multiply_groups
-
-Dim = int | torch.SymInt
-
-
-def padded_rows(rows: Dim, groups: Dim, alignment: int) -> Dim:
-    """Mp: the rows of a buffer that holds `groups` groups of `rows` rows altogether, each padded to the alignment."""
-    return (rows + groups * (alignment - 1)) // alignment * alignment
-
-
-def padded_ends(offs: Tensor, alignment: int) -> Tensor:
-    """The ends [G] of the groups in that buffer, in the dtype of `offs`."""
-    sizes = offs - starts(offs)
-    return ((sizes + (alignment - 1)) // alignment * alignment).cumsum(0).to(offs.dtype)
-
-
-def group_of(ends: Tensor, count: Dim, step: int = 1) -> Tensor:
-    """The group [count] that position i * step belongs to; G behind the last end."""
-    return torch.searchsorted(ends, _positions(count, ends) * step, right=True)
+from fxquant.kernels.grouped.places import Dim, group_of, padded_ends, padded_rows, positions, starts
 
 
 def in_groups(offs: Tensor, rows: Dim) -> Tensor:
     """Which of the rows belong to a group: bool [M, 1]."""
-    return (_positions(rows, offs) < offs[-1]).unsqueeze(1)
+    return (positions(rows, offs) < offs[-1]).unsqueeze(1)
 
 
 def quantize(
@@ -60,13 +43,18 @@ def quantize(
 
     `state` is what `reference.quantize` takes from the state of a graph, for a delayed scale one of each group [G]; for
     rows of a batch it may be their amaxes [G, R], of columns [G, C].
-    Random bits are drawn for the operand as it is laid out, groups padded. With `row_scaled` the global amax is that of
+    Random bits are drawn for the operand as it is laid out, groups padded. Ragged `swizzled` operands are laid out as
+    `fxquant.kernels.grouped.swizzle` says, with the same bits. With `row_scaled` the global amax is that of
     each row [M, 1] ([G, R, 1] of a batch), or of each column of a group [G, C].
     """
     if x.dtype == torch.float64:
         x = x.float()
     if offs is None:
         return _quantize_batched(x.mT if direction == "columnwise" else x, spec, state)
+    if spec.swizzled:
+        return swizzle.swizzled(
+            quantize(x, offs, replace(spec, swizzled=False), direction, state), offs, spec, direction
+        )
     if direction == "columnwise":
         return _quantize_columns(x, offs, spec, state)
     return _quantize_rows(x, offs, spec, state)
@@ -118,7 +106,7 @@ def _placed(columns: Tensor, offs: Tensor, alignment: int, wanted: int, length: 
     """Columns whose groups start at multiples of an alignment, with groups at multiples of the one that is wanted."""
     old, new = padded_ends(offs, alignment), padded_ends(offs, wanted)
     group = group_of(new, length).clamp(max=offs.shape[0] - 1)
-    places = _positions(length, offs) + (starts(old) - starts(new))[group]
+    places = positions(length, offs) + (starts(old) - starts(new))[group]
     return columns[..., places.clamp(max=max(columns.shape[-1] - 1, 0))]
 
 
@@ -144,6 +132,8 @@ def expanded(
     """The parts with what is per group repeated for its rows or columns, as `reference.dequantize` takes them."""
     if spec.is_identity:
         return list(parts), spec
+    if spec.swizzled and offs is not None:
+        parts, spec = swizzle.plain(parts, offs, spec, direction), replace(spec, swizzled=False)
     row, data, scale, *rest = spec.row, *parts
     per_group = row.family == "per_tensor" or (
         row.family == "per_row" and direction == "columnwise" and offs is not None
@@ -201,8 +191,8 @@ def _quantize_rows(x: Tensor, offs: Tensor, spec: QuantSpec, state: Tensor | Non
         tiles = group_of(ends, padded.shape[0] // row.block[0], row.block[0]).clamp(max=last)
         of_row = None if of_group is None else of_group[tiles].unsqueeze(1)
         data, scale, *_ = reference.quantize(padded, spec, state, of_row)
-        positions = _padded_positions(offs, rows, row.block[0]).clamp(max=max(padded.shape[0] - 1, 0))
-        parts = [data[positions], scale if row.family == "block" else scale[positions]]
+        place = _padded_positions(offs, rows, row.block[0]).clamp(max=max(padded.shape[0] - 1, 0))
+        parts = [data[place], scale if row.family == "block" else scale[place]]
         return parts if of_group is None else [*parts, of_group]
     if of_group is None:
         return reference.quantize(x, spec)
@@ -245,9 +235,9 @@ def pad_groups(x: Tensor, offs: Tensor, alignment: int) -> Tensor:
     """x [M, C] as [Mp, C]: every group starts at a multiple of the alignment, zeros fill the gaps."""
     rows, last = x.shape[0], offs.shape[0] - 1
     ends = padded_ends(offs, alignment)
-    positions = _positions(padded_rows(rows, last + 1, alignment), offs)
-    group = torch.searchsorted(ends, positions, right=True).clamp(max=last)
-    source = positions - starts(ends)[group] + starts(offs)[group]
+    place = positions(padded_rows(rows, last + 1, alignment), offs)
+    group = torch.searchsorted(ends, place, right=True).clamp(max=last)
+    source = place - starts(ends)[group] + starts(offs)[group]
     if not statically_known_true(rows > 0):
         x = torch.nn.functional.pad(x, (0, 0, 0, 1))
     return torch.where((source < offs[group]).unsqueeze(1), x[source.clamp(max=x.shape[0] - 1)], 0)
@@ -257,7 +247,7 @@ def _padded_positions(offs: Tensor, rows: Dim, alignment: int) -> Tensor:
     """The places of the rows in the padded buffer; rows of no group stand anywhere."""
     group = group_of(offs, rows).clamp(max=offs.shape[0] - 1)
     shift = starts(padded_ends(offs, alignment)) - starts(offs)
-    return _positions(rows, offs) + shift[group]
+    return positions(rows, offs) + shift[group]
 
 
 def _by_group(amax: Tensor, group: Tensor, groups: Dim) -> Tensor:
@@ -274,16 +264,6 @@ def _transformed(x: Tensor, spec: QuantSpec) -> Tensor:
     spare = -x.shape[-1] % 16
     x = x if statically_known_true(spare == 0) else torch.nn.functional.pad(x, (0, spare))
     return reference.hadamard(x, random_signs=spec.random_signs)
-
-
-def _positions(count: Dim, ends: Tensor) -> Tensor:
-    size: Any = count
-    return torch.arange(size, dtype=ends.dtype, device=ends.device)
-
-
-def starts(ends: Tensor) -> Tensor:
-    """The starts [G] of groups that follow each other."""
-    return torch.nn.functional.pad(ends[:-1], (1, 0))
 
 
 def _over(state: Tensor) -> Tensor:

@@ -21,14 +21,19 @@ from torch.library import wrap_triton
 from fxquant.compat.patches import writes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_cast
+from fxquant.kernels.cast.swizzle import padded_sizes
 from fxquant.kernels.cast.triton_scales import side_constants
 from fxquant.kernels.grouped import reference as grouped_reference
+from fxquant.kernels.grouped import swizzle
+from fxquant.kernels.grouped.places import padded_rows
 from fxquant.kernels.grouped.triton_tile import cast_rows, cast_tile, take_amaxes
 
 _STRIP = 128
 """Rows of a strip."""
 _ENTRIES = 16
 """Strips that a program of `strips_kernel` looks up."""
+FIELDS = tl.constexpr(9)
+"""Numbers that the table has of a strip."""
 _COLUMNS_ALONE = 8, 4, 2, 2, 16
 """`triton_cast.tile_layout` of columns of ragged groups: 64 bytes of one together, for they start at any 16."""
 _HEIGHT = 32
@@ -38,6 +43,13 @@ _ROWS_AT_ONCE, _ROWS_AT_ONCE_OF_MOST = 4, 2
 """The rows of these that threads hold at a time, with fewer warps and with the most."""
 
 
+@triton.jit
+def units_before(size, in_group, UNIT: tl.constexpr):
+    """Returns the number of units that groups of these sizes begin, before the group of each strip."""
+    units = (size + UNIT - 1) // UNIT
+    return tl.sum(tl.where(in_group, (tl.cumsum(units, 0) - units)[None, :], 0), 1)
+
+
 @writes("strips")
 @triton.jit
 def strips_kernel(
@@ -45,6 +57,8 @@ def strips_kernel(
     IN_STEP: tl.constexpr, STRIP: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Stores the place of each strip's rows for `strip_of`. Groups are padded to the ALIGNMENT.
+
+    Behind it stand, for NVFP4, the elements before the group where all are padded to 32, and the 64 rows before it.
 
     EVERY group has a strip, if only for its scales; what is behind the last group in `padded_rows` comes as one more.
     IN_STEP they begin at multiples of STRIP in the padded rows, a group's first as far before it. GROUPS is a power of
@@ -64,18 +78,25 @@ def strips_kernel(
     in_group = g[None, :] == group[:, None]
     local = (strip - tl.sum(tl.where(in_group, (through - count)[None, :], 0), 1)) * STRIP
     local -= tl.sum(tl.where(in_group, before[None, :], 0), 1)
-    place = strips + 8 * strip
+    place = strips + FIELDS * strip
     tl.store(place, group)
     tl.store(place + 1, local)
     tl.store(place + 2, tl.sum(tl.where(in_group, starts[None, :], 0), 1))
     tl.store(place + 3, tl.sum(tl.where(in_group, ends[None, :], 0), 1))
     tl.store(place + 4, tl.sum(tl.where(in_group, (padded_ends - padded)[None, :], 0), 1))
     tl.store(place + 5, tl.sum(tl.where(in_group, padded_ends[None, :], 0), 1))
+    size = tl.where(g < G, ends - starts, 0)
+    tl.store(place + 6, units_before(size, in_group, STRIP))
+    tl.store(place + 7, units_before(size, in_group, 32) * 32)
+    tl.store(place + 8, units_before(size, in_group, 64))
 
 
 @triton.jit
 def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.constexpr):
-    """Returns the group of a strip, its first row there, the group's first row and end, and both as padded."""
+    """Returns the group of a strip, its first row there, the group's first row and end, and both as padded.
+
+    And the number of STRIP rows, each group's its own, before those of the group.
+    """
     if BATCH:
         per_group = tl.cdiv(padded_rows, STRIP)
         group = strip // per_group
@@ -84,15 +105,17 @@ def strip_of(strip, strips, rows, padded_rows, STRIP: tl.constexpr, BATCH: tl.co
         end = start + rows
         padded_start = 0
         padded_end = padded_rows
+        first_tile = group * per_group
     else:
-        entry = strips + 8 * strip
+        entry = strips + FIELDS * strip
         group = tl.load(entry)
         local = tl.load(entry + 1)
         start = tl.load(entry + 2)
         end = tl.load(entry + 3)
         padded_start = tl.load(entry + 4)
         padded_end = tl.load(entry + 5)
-    return group, local, start, end, padded_start, padded_end
+        first_tile = tl.load(entry + 6)
+    return group, local, start, end, padded_start, padded_end, first_tile
 
 
 @writes(row_amax="ROW", column_amax="COLUMN")
@@ -103,7 +126,7 @@ def grouped_amax_kernel(
 ):  # fmt: skip
     """Takes the amaxes of rows [M], and of each group's columns [G, K] or of groups [G], into zeroed float32."""
     tiles = tl.cdiv(K, 256)
-    group, local, start, end, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
+    group, local, start, end, _, _, _ = strip_of(tl.program_id(0) // tiles, strips, rows, padded_rows, STRIP, BATCH)
     first, last = tl.maximum(start + local, start), tl.minimum(start + local + STRIP, end)
     if first < last:
         take_amaxes(
@@ -119,10 +142,11 @@ def grouped_cast_kernel(
     row_units, x_step, row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step,
     column_scale_group, column_scale_columns, column_scale_step, column_scale_column_step,
     ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr, BACKWARDS: tl.constexpr,
-    STRIP: tl.constexpr, LAYOUT: tl.constexpr,
+    WHOLE: tl.constexpr, STRIP: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Quantizes one tile of x [M, K], of G groups of rows or of the padding behind them.
 
+    WHOLE strips have tiles where a side is swizzled.
     BACKWARDS after a kernel of amaxes: what that has read last is still in the cache.
     """
     HEIGHT: tl.constexpr = LAYOUT[1] * LAYOUT[3] * LAYOUT[4]
@@ -132,17 +156,20 @@ def grouped_cast_kernel(
     if BACKWARDS:
         program = tl.num_programs(0) - 1 - program
     row_tile = program // tiles
-    group, local, start, end, padded_start, padded_end = strip_of(
+    group, local, start, end, padded_start, padded_end, first_tile = strip_of(
         row_tile // (STRIP // HEIGHT), strips, rows, column_units * 16, STRIP, BATCH
     )
     local += (row_tile % (STRIP // HEIGHT)) * HEIGHT
-    if (group > G) | ((local >= padded_end - padded_start) & (local > 0)) | (local + HEIGHT <= 0):
+    size = padded_end - padded_start
+    if WHOLE:  # tiles of scales are written whole
+        size = tl.cdiv(size, STRIP) * STRIP
+    if (group > G) | ((local >= size) & (local > 0)) | (local + HEIGHT <= 0):
         return
     cast_tile(
         x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
         row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
         column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-        padded_end, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, IN_STEP, LAYOUT,
+        padded_end, first_tile, (program % tiles) * WIDTH, ROW, COLUMN, BATCH, IN_STEP, STRIP, LAYOUT,
     )  # fmt: skip
 
 
@@ -158,7 +185,7 @@ def whole_rows_kernel(
     The latter, of each group, [G, K], go into a zeroed float32 buffer.
     """
     parts: tl.constexpr = STRIP // HEIGHT
-    group, local, start, end, _, _ = strip_of(tl.program_id(0) // parts, strips, rows, padded_rows, STRIP, BATCH)
+    group, local, start, end, _, _, _ = strip_of(tl.program_id(0) // parts, strips, rows, padded_rows, STRIP, BATCH)
     first = start + local + (tl.program_id(0) % parts) * HEIGHT
     last = tl.minimum(end, first + HEIGHT)
     first = tl.maximum(first, start)
@@ -200,7 +227,7 @@ def clear_kernel(cleared, offs, G, rows, size, WEIGHTS: tl.constexpr, ROWS: tl.c
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """The groups' sizes, and the table of strips, which a batch does without."""
 
     groups: Any
@@ -217,7 +244,7 @@ class _Place:
     @classmethod
     def of(
         cls, x: Tensor, offs: Tensor | None, alignment: int = 16, *, in_step: bool = False, every: bool = True
-    ) -> _Place:
+    ) -> Place:
         """`every` and `in_step` are those of `strips_kernel`."""
         unread = torch.empty(1, dtype=torch.float32, device=x.device)
         if offs is None:
@@ -225,10 +252,10 @@ class _Place:
             size = _up(rows, alignment)
             return cls(groups, rows, size, groups * triton.cdiv(size, _STRIP), unread, unread, True)
         groups, rows = offs.shape[0], x.shape[0]
-        size = grouped_reference.padded_rows(rows, groups, alignment)
+        size = padded_rows(rows, groups, alignment)
         count = size // _STRIP + (groups + 2 if every or alignment % _STRIP else 0)
         programs = triton.cdiv(count, _ENTRIES)
-        strips = torch.empty((programs * _ENTRIES, 8), dtype=torch.int32, device=x.device)
+        strips = torch.empty((programs * _ENTRIES, FIELDS.value), dtype=torch.int32, device=x.device)
         wrap_triton(strips_kernel)[(programs,)](
             offs.to(torch.int32), strips, groups, size, triton.next_power_of_2(groups + 1), alignment, every, in_step,
             _STRIP, _ENTRIES, num_warps=4,
@@ -237,7 +264,7 @@ class _Place:
 
 
 def _take(
-    x: Tensor, place: _Place, row_amax: Tensor | None, column_amax: Tensor | None, *, by_group: bool = False
+    x: Tensor, place: Place, row_amax: Tensor | None, column_amax: Tensor | None, *, by_group: bool = False
 ) -> None:
     """Takes the amaxes of rows, and of columns or groups, into zeroed buffers; None leaves them out."""
     by_row, by_column = row_amax is not None, column_amax is not None
@@ -252,7 +279,7 @@ def _take(
 def group_amax(x: Tensor, offs: Tensor | None) -> Tensor:
     """`grouped_reference.group_amax`: float32 [G], from one read."""
     x = x.contiguous()
-    place = _Place.of(x, offs)
+    place = Place.of(x, offs)
     amax = _zeros(x, place.groups)
     _take(x, place, None, amax, by_group=True)
     return amax
@@ -278,7 +305,7 @@ def quantize(
     families = {spec.row.family for spec in (row, column) if spec is not None}
     of_lines = {"per_tensor", "per_row"}
     in_step = column is not None and families <= of_lines and (not by_row or _in_one_read(inner))
-    place = _Place.of(x, offs, alignment, in_step=in_step, every=bool(families & of_lines))
+    place = Place.of(x, offs, alignment, in_step=in_step, every=bool(families & of_lines))
     row_amax = None
     new_amax = _zeros(x, place.groups, inner) if by_column and column_state is None else None
     row_parts: list[Tensor] = []
@@ -311,12 +338,13 @@ def quantize(
     layout = _COLUMNS_ALONE if columns_alone else triton_cast.tile_layout(row, column)
     lanes_k, lanes_m, warps_k, warps_m, thread_rows = layout
     row_units = triton.cdiv(rowwise.data.shape[-1] if row is not None else inner, 16)
+    whole = any(spec is not None and spec.swizzled for spec in (row, column))
     tiles_down = place.count * (_STRIP // (thread_rows * lanes_m * warps_m))
     wrap_triton(grouped_cast_kernel)[(tiles_down * triton.cdiv(16 * row_units, 4 * lanes_k * warps_k),)](
         x, rowwise.data, rowwise.scale, rowwise.arg, columnwise.data, columnwise.scale, columnwise.arg, place.strips,
         place.groups, place.rows, place.padded_rows // 16, inner, row_units, x.stride(-2), *rowwise.steps,
         columnwise.steps[0], *columnwise.steps[2:], rowwise.constants, columnwise.constants, place.batch,
-        in_step and not place.batch, by_row or new_amax is not None, _STRIP, layout, num_warps=warps_k * warps_m,
+        in_step and not place.batch, by_row or new_amax is not None, whole, _STRIP, layout, num_warps=warps_k * warps_m,
     )  # fmt: skip
     return [*row_parts, *rowwise.parts, *columnwise.parts]
 
@@ -327,16 +355,16 @@ def quantize_and_amax(x: Tensor, spec: QuantSpec) -> list[Tensor]:
     if x.stride(-1) == 1 and _in_one_read(inner):
         x = x.contiguous()
         amax = _zeros(x, x.shape[0], inner)
-        return [*_whole_rows(x, spec, _Place.of(x, None), amax), amax]
+        return [*_whole_rows(x, spec, Place.of(x, None), amax), amax]
     if x.stride(-1) != 1 and x.stride(-2) == 1:
         stored = x.mT.contiguous()
         groups, rows, length = stored.shape
         amax, stored_amax = _zeros(x, groups, rows), _zeros(x, groups, length)
-        _take(stored, _Place.of(stored, None), amax, stored_amax)
+        _take(stored, Place.of(stored, None), amax, stored_amax)
         return [*quantize(stored, None, None, spec, None, stored_amax), amax]
     x = x.contiguous()
     amax = _zeros(x, x.shape[0], inner)
-    _take(x, _Place.of(x, None), None, amax)
+    _take(x, Place.of(x, None), None, amax)
     return [*quantize(x, None, spec, None), amax]
 
 
@@ -349,7 +377,7 @@ def _in_one_read(inner: Any) -> bool:
     return isinstance(inner, int) and inner <= 256 * _MOST_WARPS
 
 
-def _whole_rows(x: Tensor, spec: QuantSpec, place: _Place, column_amax: Tensor | None) -> list[Tensor]:
+def _whole_rows(x: Tensor, spec: QuantSpec, place: Place, column_amax: Tensor | None) -> list[Tensor]:
     """Quantizes x by row; the amaxes of columns [G, C] are taken along where there is a buffer for them."""
     assert spec.row.element is not None
     *lines, inner = x.shape
@@ -382,7 +410,7 @@ class _Side:
         return [] if self.constants is None else [self.data, self.scale]
 
 
-def _side_of(x: Tensor, place: _Place, spec: QuantSpec | None, arg: Tensor | None, *, columnwise: bool) -> _Side:
+def _side_of(x: Tensor, place: Place, spec: QuantSpec | None, arg: Tensor | None, *, columnwise: bool) -> _Side:
     """Makes the outputs and arguments of one direction."""
     arg = place.unread if arg is None else arg
     if spec is None:
@@ -400,7 +428,10 @@ def _side_of(x: Tensor, place: _Place, spec: QuantSpec | None, arg: Tensor | Non
         ragged = [place.groups, lines] if columnwise else [lines, 1]
         scale = torch.empty([*batch, lines, 1] if batch else ragged, dtype=torch.float32, device=x.device)
         return _Side(data, scale, arg, (lines if columnwise else 0, 0, 0, 0, 0), constants)
-    scale_rows, scale_columns = triton.cdiv(lines, row.block[0]), length // row.block[1]
+    if spec.swizzled:
+        return _Side(data, *_swizzled_scale(x, place, spec, lines, length, columnwise), constants)
+    scale_rows = lines if row.family == "mxfp8" else triton.cdiv(lines, row.block[0])
+    scale_columns = length // row.block[1]
     dtype = torch.uint8 if row.family == "mxfp8" else torch.float32
     apart = scale_rows * scale_columns
     if row.family == "block" and row.block[0] == 1 and not batch:
@@ -414,6 +445,22 @@ def _side_of(x: Tensor, place: _Place, spec: QuantSpec | None, arg: Tensor | Non
     else:  # rows of their own are counted from the first of all
         counts = (apart if batch and row.block[0] > 1 else 0, scale_rows, scale_columns, *steps)
     return _Side(data, scale, arg, counts, constants)
+
+
+def _swizzled_scale(
+    x: Tensor, place: Place, spec: QuantSpec, lines: Any, length: Any, columnwise: bool
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Returns memory for scales in tiles, an argument that is not read, and the steps of a `_Side`."""
+    block = spec.row.block[1]
+    if place.batch:
+        sizes = [x.shape[0], *padded_sizes(lines, length // block)]
+    elif columnwise:
+        sizes = swizzle.sizes(lines, x.shape[0], place.groups, spec, "columnwise")[1]
+    else:
+        sizes = swizzle.sizes(lines, length, place.groups, spec, "rowwise")[1]
+    scale = torch.empty(sizes, dtype=torch.uint8, device=x.device)
+    down, across = sizes[-2:]
+    return scale, place.unread, (0, down, down, 0, 0) if columnwise else (0, 0, across, 0, 0)
 
 
 def clear(out: Tensor, offs: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from fxquant.kernels.cast.triton_scales import (
     AT_MANTISSA,
     AT_P,
     AT_SHOWN,
+    AT_SWIZZLED,
     BLOCK,
     GIVEN,
     MX,
@@ -109,15 +110,16 @@ def cast_tile(
     x, row_data, row_scale, row_arg, column_data, column_scale, column_arg, G, column_units, K, row_units, x_step,
     row_scale_group, row_scale_rows, row_scale_columns, row_scale_step, row_scale_column_step, column_scale_group,
     column_scale_columns, column_scale_step, column_scale_column_step, group, local, start, end, padded_start,
-    padded_end, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr, IN_STEP: tl.constexpr,
-    LAYOUT: tl.constexpr,
+    padded_end, first_tile, first_column, ROW: tl.constexpr, COLUMN: tl.constexpr, BATCH: tl.constexpr,
+    IN_STEP: tl.constexpr, STRIP: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the tile at the row `local` of a group, whose place is as `triton_cast.strip_of` gives it.
 
     IN_STEP that row may be before the group's first, which it is in one tile of each column.
 
     Tiles, their layout, scales and units are those of `cast_kernel`. A group's scales, and what they come
-    from, are `*_scale_group` apart.
+    from, are `*_scale_group` apart. Swizzled ones are in tiles of STRIP rows, of which `first_tile` stand before the
+    group: of its rows, or of as many columns of blocks of each 128 of its columns.
     """
     padded_M = column_units * 16
     padded_K = row_units * 16
@@ -138,9 +140,15 @@ def cast_tile(
         row_at = 0
         row_left = rows_left
         row_scale += last_group * row_scale_group
+        row_lines = rows_left
         if ROW[AT_KIND] == GIVEN:
             row_at = once
             row_arg += last_group
+        elif ROW[AT_SWIZZLED]:
+            row_at = local % STRIP
+            row_lines = rows_left + row_at
+            row_left = tl.where((group < G) & (end > start), STRIP, 0)
+            row_scale += (first_tile + local // STRIP).to(tl.int64) * (STRIP * row_scale_columns)
         elif ROW[AT_P] > 1:
             row_at = local
             row_left = row_scale_rows
@@ -151,7 +159,7 @@ def cast_tile(
             row_scale += wide_row * row_scale_step
         factors = side_factors(
             parts, row_arg, row_scale, (row_left, row_scale_columns, row_scale_step, row_scale_column_step), row_at,
-            first_column, down, across, rows_left, K, False, ROW, LAYOUT,
+            first_column, down, across, row_lines, K, False, ROW, LAYOUT,
         )  # fmt: skip
         in_group = (down < rows_left) & (down >= -local) if IN_STEP else down < rows_left
         in_group = in_group & (first_column + across < padded_K)
@@ -163,7 +171,12 @@ def cast_tile(
         column_at = once
         blocks_left = 0
         column_scale += last_group * column_scale_group
-        if COLUMN[AT_KIND] == BLOCK or COLUMN[AT_KIND] == MX:
+        if COLUMN[AT_SWIZZLED]:
+            column_at = local % STRIP
+            blocks_left = tl.where(group < G, tl.cdiv(padded_size, STRIP) * 4, 0)
+            tiles_before = first_tile.to(tl.int64) * (column_scale_columns // 128) + local // STRIP
+            column_scale += tiles_before * 512
+        elif COLUMN[AT_KIND] == BLOCK or COLUMN[AT_KIND] == MX:
             column_at = 0
             blocks_left = (padded_size - local) // COLUMN[AT_P]  # those behind are of the next group
             column_scale += ((padded_start + local) // COLUMN[AT_P]).to(tl.int64) * column_scale_step

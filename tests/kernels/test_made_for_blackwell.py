@@ -21,12 +21,13 @@ from fxquant.kernels.cast.producers import PRODUCERS
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped import triton_cast as grouped_cast
 from fxquant.kernels.grouped import triton_gemm as grouped_gemm
+from fxquant.kernels.grouped import triton_nvfp4 as grouped_nvfp4
 from fxquant.kernels.linear import triton_few_rows, triton_gemm, triton_weight_only
 from fxquant.kernels.state import triton as delayed
 
 MODULES = (
-    amax, delayed, grouped_cast, grouped_gemm, head_cast, triton_backward, triton_cast, triton_dequantize,
-    triton_few_rows, triton_forward, triton_gemm, triton_nvfp4, triton_producers, triton_weight_only,
+    amax, delayed, grouped_cast, grouped_gemm, grouped_nvfp4, head_cast, triton_backward, triton_cast,
+    triton_dequantize, triton_few_rows, triton_forward, triton_gemm, triton_nvfp4, triton_producers, triton_weight_only,
 )  # fmt: skip
 MOST_SHARED = 232_448
 E4M3 = torch.float8_e4m3fn
@@ -106,6 +107,16 @@ def groups(text: str) -> None:
     grouped_gemm.grouped_columns([data, scale], [data, scale], offs, block, torch.bfloat16, False)
 
 
+def swizzled_groups(row: str | None, column: str | None, *shape: int) -> None:
+    """Casts of ragged groups, in one direction or both, and of a batch of weights."""
+    sides = [QuantSpec.parse(text) if text else None for text in (row, column)]
+    states = [torch.zeros(3, dtype=torch.int64) if spec is not None and spec.stochastic else None for spec in sides]
+    in_four_bits = any(spec is not None and spec.row.family == "nvfp4" for spec in sides)
+    cast, (rows, length) = grouped_nvfp4 if in_four_bits else grouped_cast, shape or (1024, 512)
+    cast.quantize(matrix(rows, length), torch.tensor([rows // 2, rows], dtype=torch.int32), *sides, *states)
+    cast.quantize(matrix(2, length, length), None, *sides, *states)
+
+
 def attention(scaling: Any) -> None:
     q, k = matrix(1, 4, 512, 128), matrix(1, 2, 512, 128)
     parts = head_cast.quantize_qkv(q, k, k, scaling)
@@ -121,6 +132,8 @@ def attention(scaling: Any) -> None:
 CASES: dict[str, Callable[[], object]] = {
     "mxfp8": lambda: cast("mxfp8_e4m3(swizzled)", "mxfp8_e4m3(swizzled)"),
     "nvfp4": lambda: cast("nvfp4(stochastic,swizzled)", "nvfp4(rht,stochastic,swizzled)"),
+    "groups of mxfp8": lambda: swizzled_groups("mxfp8_e4m3(swizzled)", "mxfp8_e4m3(swizzled)"),
+    "groups of nvfp4": lambda: swizzled_groups("nvfp4(stochastic,swizzled)", "nvfp4(rht,stochastic,swizzled)"),
 }
 MORE: dict[str, Callable[[], object]] = {
     "mxfp8, ragged": lambda: cast("mxfp8_e5m2(swizzled)", "mxfp8_2d_e4m3(swizzled)", 129, 48),
@@ -140,7 +153,16 @@ MORE: dict[str, Callable[[], object]] = {
     "weight only": weight_only,
     "groups per row": lambda: groups("per_row_e4m3"),
     "groups of blocks": lambda: groups("block_1x128_e4m3"),
-    "groups of mxfp8": lambda: groups("mxfp8_e4m3"),
+    "groups of plain mxfp8": lambda: groups("mxfp8_e4m3"),
+    "groups of mxfp8, ragged": lambda: swizzled_groups("mxfp8_e4m3(swizzled)", "mxfp8_e5m2(swizzled)", 129, 50),
+    "groups of mxfp8, rows": lambda: swizzled_groups("mxfp8_e4m3(swizzled)", None),
+    "batch of 2-d mxfp8": lambda: grouped_cast.quantize(
+        matrix(2, 512, 384), None, *[QuantSpec.parse("mxfp8_2d_e4m3(swizzled)")] * 2),
+    "groups of nvfp4, ragged": lambda: swizzled_groups("nvfp4(swizzled)", "nvfp4(rht,swizzled)", 129, 50),
+    "groups of nvfp4, plain": lambda: swizzled_groups("nvfp4", "nvfp4(rht)"),
+    "groups of nvfp4, columns": lambda: swizzled_groups(None, "nvfp4(swizzled)"),
+    "batch of 2-d nvfp4": lambda: grouped_nvfp4.quantize(
+        matrix(2, 512, 384), None, *[QuantSpec.parse("nvfp4_2d(swizzled)")] * 2),
     "attention by head": lambda: attention("head"),
     "attention by block": lambda: attention("block"),
 }  # fmt: skip

@@ -1,17 +1,20 @@
-"""Groups of MXFP8 on tensor cores: where each group's scales lie, and what the GEMM that reads them there gives."""
+"""Groups of MXFP8 and NVFP4 on tensor cores: where each group's scales lie, and what the GEMM that reads them gives."""
 
 from __future__ import annotations
 
 import itertools
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import same
+from interpreting import run_interpreted
 from tensor_cores import accepted, documented, tensor_core_mm
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant.compat.private import make_fx
 from fxquant.formats import QuantSpec
@@ -19,8 +22,11 @@ from fxquant.kernels.cast.swizzle import swizzle
 from fxquant.kernels.grouped import choice, ops, tensor_cores
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
+from fxquant.kernels.grouped.places import padded_ends
+from fxquant.kernels.grouped.swizzle import plain, swizzle_columns, swizzle_rows
 from fxquant.kernels.linear import choice as linear_choice
 from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.passes.joint.swizzle_scales import swizzle_scales
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
 
@@ -93,70 +99,100 @@ def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("n", [64, 41])
-@pytest.mark.parametrize(("spec", "kinds"), [(SPEC, False), (SPEC, True), ("nvfp4", True)])
+@pytest.mark.parametrize(("format", "kinds"), [(SPEC, False), (SPEC, True), ("nvfp4", True), ("nvfp4", False)])
 def test_documented_gemm_gives_what_the_emulated_path_gives(
-    spec: str, kinds: bool, ends: list[int], n: int, monkeypatch: pytest.MonkeyPatch
+    format: str, kinds: bool, ends: list[int], n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of fprop, dgrad and wgrad have ragged rows and columns, are empty, or leave rows behind the last."""
+    """Groups of fprop, dgrad and wgrad have ragged rows and columns, are empty, or leave rows behind the last.
+
+    Scales lie in either order, or those of the left operand in the one and those of the right in the other.
+    """
     monkeypatch.setattr(tensor_cores, "torch_scaled_grouped_mm", grouped_mm)
     monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", scaled_grouped_mm)
-    for module in (tensor_cores, choice):
-        monkeypatch.setattr(module, "knows_grouped_kinds", lambda: kinds)
+    monkeypatch.setattr(tensor_cores, "knows_grouped_kinds", lambda: kinds)
     offs = torch.tensor(ends, dtype=torch.int32)
     x, w, dy = torch.randn(ends[-1] + 5, 50), torch.randn(len(ends), n, 50), torch.randn(ends[-1] + 5, n)
-
-    def quantized(t: Tensor, o: Tensor | None, direction: str) -> list[Tensor]:
-        return ops.split_quantize(t, o, spec, direction)
-
-    for a, b in (
-        (quantized(x, offs, "rowwise"), quantized(w, None, "rowwise")),
-        (quantized(dy, offs, "rowwise"), quantized(w, None, "columnwise")),
-        (quantized(dy, offs, "columnwise"), quantized(x, offs, "columnwise")),
+    native = GemmKernel.GROUPED_MXFP8 if format == SPEC else GemmKernel.GROUPED_NVFP4
+    for left, right in (
+        ((x, offs, "rowwise"), (w, None, "rowwise")),
+        ((dy, offs, "rowwise"), (w, None, "columnwise")),
+        ((dy, offs, "columnwise"), (x, offs, "columnwise")),
     ):
-        facts = GroupedGemmFacts.of(a, b, offs, spec, spec, torch.bfloat16, False)
-        native = GemmKernel.GROUPED_MXFP8 if spec == SPEC else GemmKernel.GROUPED_NVFP4
-        assert grouped_scaled_mm.choose(facts).kernel is native
-        expected = ops.grouped_scaled_mm(a, b, offs, spec, spec, torch.bfloat16, False)
-        got = grouped_scaled_mm.best(a, b, offs, spec, spec, torch.bfloat16, False)
-        assert got.shape == expected.shape
-        torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=1e-3)
+        results = []
+        for texts in (
+            (format, format),
+            (f"{format}(swizzled)", f"{format}(swizzled)"),
+            (f"{format}(swizzled)", format),
+        ):
+            a, b = (ops.split_quantize(t, o, text, way) for (t, o, way), text in zip((left, right), texts, strict=True))
+            facts = GroupedGemmFacts.of(a, b, offs, *texts, torch.bfloat16, False)
+            assert grouped_scaled_mm.choose(facts).kernel is native
+            results.append(ops.grouped_scaled_mm(a, b, offs, *texts, torch.bfloat16, False))
+            got = grouped_scaled_mm.best(a, b, offs, *texts, torch.bfloat16, False)
+            assert got.shape == results[0].shape and same(results[-1], results[0]), texts
+            torch.testing.assert_close(got.float(), results[0].float(), rtol=2**-7, atol=1e-3)
 
 
 def test_scales_of_groups_are_tiles_of_their_own() -> None:
     scale = torch.randint(1, 255, (200, 5), dtype=torch.uint8)
-    rows = tensor_cores.swizzle_rows(scale, torch.tensor([3, 3, 140], dtype=torch.int32))
+    rows = swizzle_rows(scale, torch.tensor([3, 3, 140], dtype=torch.int32))
     assert rows.shape == (512, 8)
     assert same(rows[:128], swizzle(scale[:3])) and same(rows[128:384], swizzle(scale[3:140])) and not rows[384:].any()
-    columns = tensor_cores.swizzle_columns(scale.mT.contiguous()[:, :150], torch.tensor([3, 3, 9, 150]))
+    columns = swizzle_columns(scale.mT.contiguous()[:, :150], torch.tensor([3, 3, 9, 150]))
     expected = [swizzle(scale.mT[:, start:end].contiguous()).flatten() for start, end in ((0, 3), (3, 9), (9, 150))]
     flat = columns.flatten()
     assert same(flat[: sum(map(len, expected))], torch.cat(expected))
 
 
-def test_what_torch_is_given() -> None:
-    """Its meta function takes the call of each of the three GEMMs for a CUDA device."""
+@pytest.mark.parametrize("format", [SPEC, "nvfp4", "nvfp4(row_scaled)"])
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_the_order_of_tensor_cores_only_moves(format: str, direction: str, ends: list[int]) -> None:
+    """And the operator's fake sizes are those of its results."""
+    x, offs, spec = torch.randn(ends[-1] + 5, 50), torch.tensor(ends, dtype=torch.int32), QuantSpec.parse(format)
+    text = str(replace(spec, swizzled=True))
+    parts, tiles = (ops.split_quantize(x, offs, t, direction) for t in (format, text))
+    back = plain(tiles, offs, spec, direction)
+    last, packed, block = int(padded_ends(offs, spec.row.alignment)[-1]), spec.row.packed, spec.row.block[1]
+    for i, (a, b) in enumerate(zip(back, parts, strict=True)):
+        if i < 2 and direction == "rowwise":
+            a, b = a[: ends[-1]], b[: ends[-1]]
+        elif i < 2:
+            a, b = (t[:, : last // (block if i else packed)].contiguous() for t in (a, b))
+        assert same(a, b), i
+    with FakeTensorMode() as mode:
+        fakes = ops.split_quantize(mode.from_tensor(x), mode.from_tensor(offs), text, direction)
+    assert [(f.shape, f.dtype) for f in fakes] == [(t.shape, t.dtype) for t in tiles]
+
+
+@pytest.mark.parametrize("format", [SPEC, "nvfp4"])
+def test_what_torch_is_given(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts write scales in tiles, and torch's meta function takes the call of each GEMM for a CUDA device."""
     x, w, dy = torch.randn(200, 96), torch.randn(4, 41, 96), torch.randn(200, 41)
 
     def run(x: Tensor, w: Tensor, dy: Tensor, offs: Tensor) -> list[Tensor]:
         def product(left: list[Tensor], right: list[Tensor]) -> Tensor:
-            return torch.ops.fxquant.grouped_scaled_mm(left, right, offs, SPEC, SPEC, torch.bfloat16, False)  # type: ignore[no-any-return]
+            return torch.ops.fxquant.grouped_scaled_mm(left, right, offs, format, format, torch.bfloat16, False)  # type: ignore[no-any-return]
 
         split = torch.ops.fxquant.split_quantize
-        weight = [split(w, None, SPEC, direction) for direction in ("rowwise", "columnwise")]
-        rows = [split(t, offs, SPEC, "rowwise") for t in (x, dy)]
-        columns = [split(t, offs, SPEC, "columnwise") for t in (dy, x)]
+        weight = [split(w, None, format, direction) for direction in ("rowwise", "columnwise")]
+        rows = [split(t, offs, format, "rowwise") for t in (x, dy)]
+        columns = [split(t, offs, format, "columnwise") for t in (dy, x)]
         return [product(rows[0], weight[0]), product(rows[1], weight[1]), product(*columns)]
 
     gm = make_fx(run, tracing_mode="fake")(x, w, dy, torch.tensor([3, 3, 140, 200], dtype=torch.int32))
+    assert swizzle_scales(gm.graph, Settings()) == 6
     lower(gm.graph, Settings(kernels=False))
     calls = [node for node in gm.graph.nodes if "scaled_grouped_mm" in str(node.target)]
     assert [accepted(node) for node in calls] == [(200, 48), (200, 96), (4, 41, 96)]
+    payload, scale = QuantSpec(format=format).row.element, QuantSpec(format=format).row.scale_dtype
+    assert payload is not None
     for node in calls:
         dtypes = [n.meta["val"].dtype for n in node.all_input_nodes]
-        assert dtypes.count(torch.float8_e8m0fnu) == dtypes.count(torch.float8_e4m3fn) == 2
+        assert dtypes.count(scale) == dtypes.count(payload.dtype) == 2
 
 
-def test_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards() -> None:
     mx, e5m2 = QuantSpec(format=SPEC), QuantSpec(format="mxfp8_e5m2")
 
     def says(a: QuantSpec, b: QuantSpec, capability: tuple[int, int], **facts: Any) -> str:
@@ -169,12 +205,9 @@ def test_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert says(mx, mx, (12, 0)) == f"{emulated} (no grouped FP8 GEMM for mxfp8 scales)"
     assert says(e5m2, mx, (10, 0)) == f"{emulated} (not e4m3 by e4m3)"
     nvfp4, by_row = QuantSpec(format="nvfp4"), QuantSpec(format="nvfp4", row_scaled=True)
-    monkeypatch.setattr(choice, "knows_grouped_kinds", lambda: True)
     assert says(nvfp4, nvfp4, (10, 0)) == "scaled_grouped_mm, NVFP4"
     assert says(by_row, nvfp4, (10, 0)) == f"{emulated} (a global amax for each row)"
     assert says(nvfp4, nvfp4, (12, 0)) == f"{emulated} (no grouped FP8 GEMM for nvfp4 scales)"
-    monkeypatch.setattr(choice, "knows_grouped_kinds", lambda: False)
-    assert "before 2.15" in says(nvfp4, nvfp4, (10, 0))
     assert says(mx, mx, (10, 0), batch=True) == f"{emulated} (a batch of matrices)"
     rows = QuantSpec(format="per_row_e4m3")
     assert says(rows, rows, (10, 0)) == "_scaled_grouped_mm"
@@ -193,3 +226,7 @@ def test_the_script_for_a_card_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     script["gemms"]()
     script["groups"]()
     assert not script["FAILED"]
+
+
+def test_casts_of_groups_write_scales_for_tensor_cores() -> None:
+    run_interpreted(Path(__file__).with_name("interpreted_groups.py"))
