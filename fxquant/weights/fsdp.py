@@ -20,18 +20,23 @@ from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom
 from fxquant.kernels.cast.ops import amax as tensor_amax
+from fxquant.kernels.cast.swizzle import TILE
 from fxquant.roles import Direction
 from fxquant.weights.agree import agree, is_agreed
 from fxquant.weights.delayed import DelayedScale
 from fxquant.weights.layer import Layer
-from fxquant.weights.parts import quantized, side
+from fxquant.weights.parts import laid_out, quantized, side
 
 
 @dataclass
 class Sent:
-    """The bytes of the shards that a gather sends, and the tensors that they arrive in; `gather` is FSDP's own."""
+    """The bytes of the shards that a gather sends, and the tensors that they arrive in; `gather` is FSDP's own.
+
+    `spec` is that of the whole weight.
+    """
 
     gather: Gather
+    spec: OperandSpec
     shards: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
@@ -60,7 +65,8 @@ def send(shard: Tensor, spec: OperandSpec, layer: Layer) -> Sent:
     layer.dtype = gather.dtype
     if not is_agreed(layer, shard, gather.dtype):
         agree(gather.weights)
-    sent, values = Sent(gather), shard.to(gather.dtype)
+    spec = _in_tiles(spec, gather)
+    sent, values = Sent(gather, spec), shard.to(gather.dtype)
     if layer.delayed is not None:
         _take_delayed(layer, layer.delayed, values, gather)
     directions = (Direction.ROWWISE,) if has_one_payload(spec, gather.size) else directions_of(gather, layer)
@@ -88,9 +94,21 @@ def receive(sent: Sent) -> None:
             fill(output, shard.view(-1))
 
 
-def gathered_parts(sent: Sent, spec: OperandSpec, layer: Layer) -> dict[Direction, list[Tensor]]:
+def _in_tiles(spec: OperandSpec, gather: Gather) -> OperandSpec:
+    """The spec of a gathered weight whose shards have scales in the order of tensor cores.
+
+    So have rows in shards of whole tiles, which are those of the whole behind each other. Of columns every tile row has
+    tiles of all shards: they are put in order behind the gather, by a kernel of the graph that reads them.
+    """
+    order = laid_out(spec, gather.device)
+    whole = gather.ranks == 1
+    row = order.rowwise if whole or gather.padded_size[0] % TILE[0] == 0 else spec.rowwise
+    return OperandSpec(row, order.columnwise if whole else spec.columnwise, spec.from_rowwise)
+
+
+def gathered_parts(sent: Sent, layer: Layer) -> dict[Direction, list[Tensor]]:
     """The parts of a whole weight in the memory that shards arrive in, for both directions, whatever is there now."""
-    gather, parts = sent.gather, dict[Direction, list[Tensor]]()
+    gather, spec, parts = sent.gather, sent.spec, dict[Direction, list[Tensor]]()
     one = has_one_payload(spec, gather.size)
     for direction in Direction:
         if one and direction is Direction.COLUMNWISE:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from fxquant.compat.device import capability
 from fxquant.compat.memory import is_fake
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import dequantize_operand, parts_spec, quantize, quantize_operand
+from fxquant.kernels.cast.swizzle import swizzle, unswizzle
+from fxquant.kernels.operator import Facts
 from fxquant.roles import Direction
 from fxquant.weights.layer import Quantize
 
@@ -54,6 +58,35 @@ def as_quantized(
     return dequantize_operand(parts, str(side(spec, Direction.ROWWISE)), "rowwise", values.shape, values.dtype)
 
 
+def laid_out(spec: OperandSpec, device: torch.device) -> OperandSpec:
+    """The spec of a weight that is stored on a device: its scales lie in the order in which tensor cores read them.
+
+    Elsewhere, and in rows that are dequantized for a GEMM in high precision, they lie as they are.
+    """
+    reads = Facts(capability=capability(device)).reads_block_scales and not spec.columnwise.is_identity
+
+    def of(side: QuantSpec) -> QuantSpec:
+        return replace(side, swizzled=reads and side.row.family in ("mxfp8", "nvfp4"))
+
+    return OperandSpec(of(spec.rowwise), of(spec.columnwise), spec.from_rowwise)
+
+
+def plain_spec(spec: OperandSpec) -> OperandSpec:
+    """The spec without the order of scales."""
+    row, column = (replace(side, swizzled=False) for side in (spec.rowwise, spec.columnwise))
+    return OperandSpec(row, column, spec.from_rowwise)
+
+
+def in_order(parts: Sequence[Tensor], old: QuantSpec, new: QuantSpec) -> list[Tensor]:
+    """The parts of a matrix with its scales in the order of another spec."""
+    if old.swizzled == new.swizzled or not parts:
+        return list(parts)
+    data, scale, *rest = parts
+    if new.swizzled:
+        return [data, swizzle(scale), *rest]
+    return [data, unswizzle(scale, data.shape[0], data.shape[1] * old.row.packed // old.row.block[1]), *rest]
+
+
 def is_one(spec: OperandSpec, size: Sequence[int]) -> bool:
     """Returns True if the columnwise parts of a matrix are the rowwise ones transposed, so that one has both."""
     row, column = (side(spec, direction) for direction in Direction)
@@ -73,8 +106,10 @@ def is_one(spec: OperandSpec, size: Sequence[int]) -> bool:
 
 
 def transposed(parts: Sequence[Tensor], spec: OperandSpec) -> list[Tensor]:
-    """The columnwise parts of a matrix whose rowwise ones stand for both directions."""
-    (data, scale, *amax), row = parts, side(spec, Direction.ROWWISE).row
+    """The columnwise parts of a matrix whose rowwise ones stand for both directions, scales as they are."""
+    of_rows = side(spec, Direction.ROWWISE)
+    data, scale, *amax = in_order(parts, of_rows, replace(of_rows, swizzled=False))
+    row = of_rows.row
     assert row.element is not None
     if row.element.packed == 1:
         data = data.view(torch.uint8).mT.contiguous().view(data.dtype)

@@ -22,6 +22,7 @@ from fxquant.compat.subclass import set_apply
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction
+from fxquant.weights.parts import plain_spec
 from fxquant.weights.weight import QuantizedWeight, fits, mismatch
 
 _NAMES = ("data", "scale", "global_amax")
@@ -37,8 +38,9 @@ def payload_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model.load_state_dict(torch.load("model.pt", weights_only=True))
 
     A weight is ``<layer>.weight.rowwise.data``, ``.rowwise.scale`` and so on, in the memory of the model, and
-    ``<layer>.weight.format``, the bytes of its format's text. All are plain tensors. Loaded into a model that trains
-    masters, these get the values that the payloads stand for.
+    ``<layer>.weight.format``, the bytes of its format's text. All are plain tensors, and scales lie by rows: a copy
+    where the model has them as tensor cores read them. Loaded into a model that trains masters, these get the values
+    that the payloads stand for.
     """
     with _payloads():
         return model.state_dict()
@@ -70,6 +72,7 @@ def _give(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> N
         return
     weight.refresh()
     state.pop(key)
+    weight = weight.in_order(plain_spec(OperandSpec.parse(weight.spec)))
     for direction in Direction:
         for name, part in zip(_NAMES, weight.parts(direction), strict=False):
             state[f"{key}.{direction}.{name}"] = part
@@ -92,9 +95,10 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
             [state.pop(f"{key}.{direction}.{name}") for name in _NAMES if f"{key}.{direction}.{name}" in state]
             for direction in Direction
         )
-        state[key] = new = QuantizedWeight(
+        new = QuantizedWeight(
             spec, rowwise=row, columnwise=column, size=weight.shape, dtype=weight.dtype, layer=weight.layer
         )
+        state[key] = new = new.in_order()
         if weight.master is not None:
             new.set_master(new.values())
     elif metadata.get("assign_to_params_buffers") and type(state.get(key)) in (Tensor, nn.Parameter):

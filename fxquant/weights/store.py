@@ -22,7 +22,7 @@ from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import Recipe, resolve
 from fxquant.roles import SMALLEST, Direction, QuantizerRole
 from fxquant.weights.layer import Layer
-from fxquant.weights.parts import is_one, quantized, side
+from fxquant.weights.parts import is_one, laid_out, quantized, side
 from fxquant.weights.prepare import inside, put, quantizable, weight_spec
 from fxquant.weights.weight import QuantizedWeight, fits, mismatch
 
@@ -158,7 +158,7 @@ def quantized_weight(
 ) -> QuantizedWeight:
     """A weight that is stored quantized, and keeps its values as a `master`."""
     parts: dict[Direction, list[torch.Tensor]] = {d: [] for d in Direction}
-    one = is_one(spec, values.shape)
+    one, spec = is_one(spec, values.shape), laid_out(spec, values.device)
     for direction in Direction:
         wanted = direction is Direction.ROWWISE or (columns and not one)
         if wanted and not side(spec, direction).is_identity:

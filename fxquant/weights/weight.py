@@ -27,7 +27,7 @@ from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_s
 from fxquant.kernels.cast.ops import amax as tensor_amax
 from fxquant.roles import Direction
 from fxquant.weights.layer import Layer
-from fxquant.weights.parts import is_one, quantized, side, transposed
+from fxquant.weights.parts import in_order, is_one, laid_out, plain_spec, quantized, side, transposed
 
 if TYPE_CHECKING:
     from fxquant.weights.fsdp import Sent
@@ -133,15 +133,32 @@ class QuantizedWeight(HoldsQuantized):
         """True for a weight whose rowwise parts are the columnwise ones too."""
         return is_one(OperandSpec.parse(self.spec), self.shape)
 
-    def held(self, spec: OperandSpec, direction: str) -> list[Tensor] | None:
+    def held(self, spec: OperandSpec, direction: str) -> tuple[list[Tensor], QuantSpec] | None:
         parts, row = self.parts(direction), self.parts(Direction.ROWWISE)
         if side(spec, direction).is_identity or not (parts or row):
             return None
         if not fits(self.spec, spec):
             raise RecipeError(mismatch(self.layer.name, self.spec, spec))
+        stored = OperandSpec.parse(self.spec)
         if not parts and self.is_one:
-            return transposed(row, spec)
-        return parts or None
+            return transposed(row, stored), side(plain_spec(stored), direction)
+        return (parts, side(stored, direction)) if parts else None
+
+    def in_order(self, order: OperandSpec | None = None) -> QuantizedWeight:
+        """The same weight with its scales in the order of a spec, or of its device's tensor cores."""
+        stored = OperandSpec.parse(self.spec)
+        order = laid_out(stored, self.device) if order is None else order
+        if order == stored:
+            return self
+        row, column = (in_order(self.parts(d), side(stored, d), side(order, d)) for d in Direction)
+        new = QuantizedWeight(
+            str(order), master=self.master, rowwise=row, columnwise=column, size=self.size(), dtype=self.dtype,
+            layer=self.layer,
+        )  # fmt: skip
+        new.whole_amax, new._cast = self.whole_amax, self._cast
+        if self._seen != self._writes():
+            new._seen = ()
+        return new
 
     def values(self) -> Tensor:
         """The values as a plain tensor: those of the master, or else of a direction that is there."""
@@ -196,12 +213,12 @@ class QuantizedWeight(HoldsQuantized):
 
     def of(self, values: Tensor) -> QuantizedWeight:
         """A weight of other values, stored as this one is."""
-        spec, parts = OperandSpec.parse(self.spec), dict[Direction, list[Tensor]]()
+        spec, parts = laid_out(OperandSpec.parse(self.spec), values.device), dict[Direction, list[Tensor]]()
         for direction in Direction:
             parts[direction] = quantized(values, spec, direction) if self.parts(direction) else []
         row, column = parts.values()
         return QuantizedWeight(
-            self.spec, master=None if self.master is None else values, rowwise=row, columnwise=column,
+            str(spec), master=None if self.master is None else values, rowwise=row, columnwise=column,
             size=values.shape, dtype=values.dtype, layer=self.layer,
         )  # fmt: skip
 
@@ -269,11 +286,10 @@ class QuantizedWeight(HoldsQuantized):
         receive(sent)
         if out is not None:  # reads the same memory
             return None
-        size, spec = sent.gather.size, OperandSpec.parse(self.spec)
-        parts = gathered_parts(sent, spec, self.layer)
+        parts = gathered_parts(sent, self.layer)
         row, column = (parts[direction] for direction in Direction)
         whole = QuantizedWeight(
-            self.spec, rowwise=row, columnwise=column, size=size, dtype=param_dtype, layer=self.layer
+            str(sent.spec), rowwise=row, columnwise=column, size=sent.gather.size, dtype=param_dtype, layer=self.layer
         )
         if self.layer.amax is not None:
             whole.whole_amax = over(self.layer.amax, torch.float32, (1,), (1,))
@@ -310,7 +326,7 @@ def _wrapped(operator: Any, weight: QuantizedWeight, args: Sequence[Any], kwargs
         weight.refresh()
         return _cast(weight, kwargs)
     if operator is aten.empty_like.default and weight.is_stored and kwargs.get("dtype") in (None, weight.dtype):
-        new = weight.over(lambda tensor: operator(tensor, device=kwargs.get("device")))
+        new = weight.over(lambda tensor: operator(tensor, device=kwargs.get("device"))).in_order()
         new._seen = ()
         return new
     if operator in _SHAPED and weight.master is not None:
@@ -340,7 +356,7 @@ def _cast(weight: QuantizedWeight, kwargs: Mapping[str, Any]) -> QuantizedWeight
     new.whole_amax = None if weight.whole_amax is None else aten._to_copy(weight.whole_amax, **others)
     if new.dtype != weight.dtype:
         new._seen = ()
-    return new
+    return new.in_order() if new.device != weight.device else new
 
 
 def _write(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Sequence[QuantizedWeight]) -> Any:
@@ -377,9 +393,11 @@ def _copy(weight: QuantizedWeight, source: QuantizedWeight) -> QuantizedWeight:
         weight.master.copy_(values)
     weight.layer.writes += 1
     rounded = source.master is not None and weight.dtype != source.dtype
-    if weight.spec == source.spec and held and not rounded and all(map(source.parts, held)):
+    wanted = OperandSpec.parse(weight.spec)
+    if fits(source.spec, wanted) and held and not rounded and all(map(source.parts, held)):
+        ordered = source.in_order(wanted)
         for direction in held:
-            for part, new in zip(weight.parts(direction), source.parts(direction), strict=True):
+            for part, new in zip(weight.parts(direction), ordered.parts(direction), strict=True):
                 part.copy_(new)
         weight._seen, weight._cast = weight._writes(), source._cast
     elif weight.master is None or not _is_real(weight.master):
@@ -396,6 +414,7 @@ def fits(stored: str, wanted: OperandSpec) -> bool:
     """Returns True if products may take parts of the first spec where a recipe wants the second."""
 
     def sides(spec: OperandSpec) -> tuple[QuantSpec, QuantSpec, bool]:
+        spec = plain_spec(spec)
         return parts_spec(spec.rowwise), parts_spec(spec.columnwise), spec.from_rowwise
 
     return sides(OperandSpec.parse(stored)) == sides(wanted)
@@ -403,5 +422,5 @@ def fits(stored: str, wanted: OperandSpec) -> bool:
 
 def mismatch(layer: str, stored: str, wanted: OperandSpec) -> str:
     """The message for a recipe that does not fit what is stored."""
-    name = f"{layer}.weight" if layer else "a weight"
+    name, stored = f"{layer}.weight" if layer else "a weight", str(plain_spec(OperandSpec.parse(stored)))
     return f"Recipe mismatch for {name}: stored as {stored}, recipe wants {wanted}"

@@ -283,8 +283,8 @@ def dequantize_operand(parts: Parts, spec: str, direction: str, size: Sequence[i
 class HoldsQuantized(Tensor):
     """A tensor with quantized forms of itself, which products take in the place of a new quantization."""
 
-    def held(self, spec: OperandSpec, direction: str) -> list[Tensor] | None:
-        """The parts of one direction; None where they are not there, and its values are quantized.
+    def held(self, spec: OperandSpec, direction: str) -> tuple[list[Tensor], QuantSpec] | None:
+        """The parts of one direction and their spec; None where they are not there, and its values are quantized.
 
         Raises RecipeError where they are of another format.
         """
@@ -301,14 +301,15 @@ def quantize_operand(
     """
     held = x.held(spec, direction) if isinstance(x, HoldsQuantized) else None
     if held is not None:
-        return held, parts_spec(spec.columnwise if direction == "columnwise" else spec.rowwise)
+        return held
+    row, row_spec = stored, spec.rowwise
     if isinstance(x, HoldsQuantized) and direction == "columnwise" and spec.from_rowwise:
-        stored = x.held(spec, "rowwise")
+        row, row_spec = x.held(spec, "rowwise") or (None, spec.rowwise)
     if direction == "rowwise":
         return _one_side(x, spec.rowwise, direction, state), parts_spec(spec.rowwise)
     if spec.from_rowwise:
-        row = _one_side(x, spec.rowwise, "rowwise", state) if stored is None else stored
-        x = dequantize_operand(row, str(spec.rowwise), "rowwise", x.shape[-2:], x.dtype)
+        row = _one_side(x, spec.rowwise, "rowwise", state) if row is None else row
+        x = dequantize_operand(row, str(row_spec), "rowwise", x.shape[-2:], x.dtype)
     return _one_side(x, spec.columnwise, direction, state), parts_spec(spec.columnwise)
 
 

@@ -172,6 +172,12 @@ def nvfp4(facts: GemmFacts) -> str:
     return _no_tensor_core_scales(facts) or ("" if facts.a.row.family == "nvfp4" else "scales of MXFP8")
 
 
+def reads_tiles(a: QuantSpec, b: QuantSpec, n: Dim, k: Dim, card: tuple[int, int]) -> bool:
+    """Returns True if tensor cores of a card multiply matrices with the scales of their blocks, in tiles."""
+    facts = GemmFacts(a=a, b=b, m=None, n=n, k=k, most_rows=1 << 31, capability=card)
+    return not (mxfp8(facts) and nvfp4(facts))
+
+
 def _no_tensor_core_scales(facts: GemmFacts) -> str:
     """Returns why tensor cores do not read the scales of the operands' blocks themselves, as those of Blackwell do.
 

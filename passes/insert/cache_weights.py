@@ -4,7 +4,8 @@
     # becomes, in a copy of the graph with more inputs
     linear = fxquant.linear_stateful(x, w, b, None, None, None, None, None, "input=...", [w_data, w_scale], [...])
 
-Bodies of activation checkpoints get them as operands. A weight is left alone if delayed scaling or stochastic rounding
+Bodies of activation checkpoints get them as operands. Scales that tensor cores read lie in the order in which these
+read them (`fxquant.kernels.cast.swizzle`). A weight is left alone if delayed scaling or stochastic rounding
 quantize it differently in every step, if more than views lie between the parameter and the product, or if the graph
 itself writes into the parameter.
 """
@@ -12,13 +13,14 @@ itself writes into the parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fxquant.compat.device import capability
 from fxquant.compat.placements import held_part, is_spread, local_part, placements_text
 from fxquant.compat.private import (
     copy_sources,
@@ -30,7 +32,9 @@ from fxquant.compat.private import (
 from fxquant.compat.values import on_fakes, version
 from fxquant.formats import LinearSpec, OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import quantize_operand
+from fxquant.kernels.grouped import choice as grouped_gemms
 from fxquant.kernels.grouped.ops import quantize_groups
+from fxquant.kernels.linear import choice as linear_gemms
 from fxquant.kernels.operator import operator_of
 from fxquant.passes.graph.meta import EXAMPLE_VALUE
 from fxquant.passes.graph.names import SAME_VALUES, calls, fxquant_op
@@ -111,9 +115,10 @@ class _Inputs:
             if source is None:
                 continue
             place, weight, directions = source
-            layer = LinearSpec.parse(_spec_of(node)).name
+            of_node = LinearSpec.parse(_spec_of(node))
+            spec, layer = str(replace(of_node, weight=OperandSpec.parse(weight.spec))), of_node.name
             parts = {direction: self._take(Taken(place, weight, direction, layer)) for direction in directions}
-            *operands, spec = node.args
+            operands = node.args[:-1]
             state = [] if called is stored else [None] * 5
             node.target = stored.target
             node.args = (*operands, *state, spec, parts.get("rowwise"), parts.get("columnwise"))
@@ -168,7 +173,8 @@ class _Inputs:
         lasting = [side for side in needed if _lasts(sides[side])]
         if not lasting or (spec.weight.from_rowwise and not _lasts(sides["rowwise"])):
             return None
-        weight = Weight(tuple(steps), dtype, str(spec.weight), fxquant_op(node).startswith("grouped"))
+        grouped = fxquant_op(node).startswith("grouped")
+        weight = Weight(tuple(steps), dtype, str(_in_tiles(node, spec, grouped=grouped)), grouped)
         return (self.before.index(source), weight, lasting) if _is_hashable(weight) else None
 
     def _take(self, taken: Taken) -> list[fx.Node]:
@@ -190,6 +196,23 @@ class _Inputs:
             self.nodes[key] = nodes
             self.taken.append(taken)
         return self.nodes[key]
+
+
+def _in_tiles(node: fx.Node, spec: LinearSpec, *, grouped: bool) -> OperandSpec:
+    """The spec of a weight whose scales lie in the order of tensor cores, where a product's GEMMs read them in it."""
+    value, weight = value_of(node.args[1]), spec.weight
+    card = capability(value.device)
+    ragged = grouped and node.args[2] is not None
+
+    def laid_out(a: QuantSpec, b: QuantSpec, direction: str) -> QuantSpec:
+        n, k = value.shape[-2:] if direction == "rowwise" else value.shape[:-3:-1]
+        by_matrix = value.ndim == 2 and not grouped and linear_gemms.reads_tiles(a, b, n, k, card)
+        reads = by_matrix or (ragged and grouped_gemms.reads_tiles(a, b, card))
+        return replace(b, swizzled=True) if _lasts(b) and reads else b
+
+    row = laid_out(spec.input.rowwise, weight.rowwise, "rowwise")
+    column = laid_out(spec.grad_output.rowwise, weight.columnwise, "columnwise")
+    return OperandSpec(row, column, weight.from_rowwise)
 
 
 def _spec_of(node: fx.Node) -> str:

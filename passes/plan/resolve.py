@@ -20,7 +20,7 @@ from fxquant.compat.private import tree_leaves
 from fxquant.compat.values import size_hint, upper_bound
 from fxquant.decisions import Attended, Decision, Matmul, Size, SkipReason
 from fxquant.errors import RecipeError
-from fxquant.formats import LINEAR_OPERANDS, QuantSpec, gemm_mismatch, is_mixed
+from fxquant.formats import LINEAR_OPERANDS, OperandSpec, QuantSpec, gemm_mismatch, is_mixed
 from fxquant.passes.find.facts import Attention, Match, Product, Resolved, Skip, product_of
 from fxquant.passes.graph.values import Dim, value_of
 from fxquant.passes.plan.attention import (
@@ -41,6 +41,7 @@ from fxquant.recipes import Recipe
 from fxquant.roles import GEMM_OPERANDS, SMALLEST, Direction, Gemm, QuantizerRole
 from fxquant.state import Slots
 from fxquant.weights import QuantizedWeight
+from fxquant.weights.parts import plain_spec
 from fxquant.weights.weight import fits, mismatch
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,7 +153,7 @@ def _as_stored(weight: QuantizedWeight, quantizer: Quantizer | None, direction: 
     """Says what a GEMM does with a weight that is stored quantized; with `cached`, that no cache is needed."""
     if quantizer is None:
         read = "dequantized" if weight.master is None else "its master is read"
-        return f"stored as {weight.spec}: {read}"
+        return f"stored as {plain_spec(OperandSpec.parse(weight.spec))}: {read}"
     if weight.parts(direction):
         text = "stored quantized: no cast"
     elif weight.is_one:

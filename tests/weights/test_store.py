@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
+import fxquant.weights.parts
 import fxquant.weights.state
 from fxquant import CustomRecipe, FxQuantError, IdentityQuantizer, ProgramError, RecipeError, Rule, Rules
 from fxquant.errors import ArgumentError, FxQuantWarning
@@ -529,3 +530,31 @@ def test_a_weight_without_master_is_not_trained(foreach: bool) -> None:
         torch.optim.AdamW(model.parameters(), foreach=foreach).step()
     model.load_state_dict(block().state_dict())
     nn.init.normal_(model.up.weight)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "weight_only_nvfp4"])
+def test_scales_lie_as_tensor_cores_of_the_device_read_them(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Payloads in files, and on other devices, have them by rows; what is computed is the same."""
+    expected = parts(fxquant.quantize_parameters(block(), recipe))
+    plain, _ = trained(block(), recipe, steps=2)
+    card = [(10, 0)]
+    monkeypatch.setattr(fxquant.weights.parts, "capability", lambda device: card[0] if device.type == "cpu" else (0, 0))
+    model = fxquant.quantize_parameters(block(), recipe)
+    weight = model.up.weight
+    assert ("swizzled" in weight.spec) == (recipe != "weight_only_nvfp4")
+    assert_same_bits(parts(model), expected)
+    assert torch.equal(weight.values(), fxquant.quantize_parameters(block(), recipe).up.weight.values())
+    stored, _ = trained(model, recipe, steps=2)
+    assert_same_bits(stored, plain)
+    restored = fxquant.quantize_parameters(block(), recipe, masters=False)
+    restored.load_state_dict(fxquant.payload_state_dict(model))
+    assert_same_bits(parts(restored), parts(model))
+    lying = restored.up.weight.parts("rowwise")
+    card[0] = (9, 0)
+    elsewhere = fxquant.quantize_parameters(block(), recipe, masters=False)
+    elsewhere.load_state_dict(fxquant.payload_state_dict(model))
+    assert_same_bits(parts(elsewhere), parts(model))
+    assert "swizzled" not in elsewhere.up.weight.spec
+    card[0] = (10, 0)
+    model.to("meta").to_empty(device="cpu")
+    assert [x.shape for x in model.up.weight.parts("rowwise")] == [x.shape for x in lying]

@@ -12,6 +12,7 @@ from rewritten import bind, rewrite
 from torch import Tensor, nn
 
 from fxquant import DelayedScaling, NVFP4Quantizer
+from fxquant.passes.insert import cache_weights
 from fxquant.passes.settings import Settings
 
 STORED = Settings(stored_weights=True)
@@ -96,3 +97,22 @@ def test_bodies_of_checkpoints_get_them_as_operands() -> None:
     assert len(bound.taken) == 4 and len(bound.parts) == 8
     names = [node.name for node in bound.gm.graph.find_nodes(op="placeholder")]
     assert len([name for name in names if name.startswith("fxquant_weight")]) == 8
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_scales_that_tensor_cores_read_are_kept_in_their_order(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_weights, "capability", lambda device: (10, 0))
+    weight = nn.Parameter((torch.randn(2, 64, 32) if grouped else torch.randn(64, 32)).bfloat16())
+    offs = torch.tensor([3, 8], dtype=torch.int32)
+
+    def run(x: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight.mT, offs=offs) if grouped else torch.nn.functional.linear(x, weight)
+
+    facts = rewrite("mxfp8", run, torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True))
+    bound = bind(facts, STORED)
+    assert {taken.weight.spec for taken in bound.taken} == {"mxfp8_e4m3(swizzled)"}
+    assert [tuple(part.shape[-2:]) for part in bound.parts[1::2]] == [(128, 4), (128, 4)]
+    assert "weight=mxfp8_e4m3(swizzled)" in listing(bound.gm.graph)
+    monkeypatch.setattr(cache_weights, "capability", lambda device: (12, 0))
+    on_others = {taken.weight.spec for taken in bind(facts, STORED).taken}
+    assert on_others == {"mxfp8_e4m3" if grouped else "mxfp8_e4m3(swizzled)"}
