@@ -75,6 +75,7 @@ from fxquant.passes.graph.saved import saved
 from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.dispatch_payloads import dispatch_payloads
 from fxquant.passes.joint.gather_payloads import gather_payloads
+from fxquant.passes.joint.produce_again import produce_again
 from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
 from fxquant.passes.joint.scales import save_column_amaxes, save_scales
@@ -158,6 +159,7 @@ JOINT = (
     Pass(save_state_itself, "marks inputs alone, whose writes no pass before changes", training_only=True),
     Pass(compute_once, "the partitioner, which comes next, does the same in older versions of torch"),
     Pass(swizzle_scales, "asks who reads a scale, in the forward and the backward: all of them are there, each once"),
+    Pass(produce_again, "no pass before reads a quantization behind its producer", training_only=True),
 )
 MEANING = (
     Pass(dispatch_payloads, "without a backward there is no joint graph"),

@@ -24,9 +24,11 @@ VERIFY = "FXQUANT_VERIFY"
 STATEFUL = frozenset(f"{name}_stateful" for name in COMPOSITES)
 """Operators that it differentiates too, with the state of delayed scaling as inputs."""
 
+PRODUCED = frozenset(("produce_quantize",))
+"""Operators that passes write behind autograd."""
+
 FUSED = frozenset((
-    "attention_forward_into", "delayed_advance", "fused_scaled_mm", "produce_quantize", "produce_quantize_into",
-    "quantize_qkv_into",
+    "attention_forward_into", "delayed_advance", "fused_scaled_mm", "produce_quantize_into", "quantize_qkv_into",
 ))  # fmt: skip
 """Operators that only the passes of `lower` write, behind autograd and the partitioner."""
 
@@ -57,16 +59,17 @@ class Border:
     after: Form
 
 
-_FOUND = Form(STATEFUL | FUSED)
-_STATED = Form(FUSED)
+_FOUND = Form(STATEFUL | FUSED | PRODUCED)
+_STATED = Form(FUSED | PRODUCED)
 _DIFFERENTIATED = Form(COMPOSITES | STATEFUL | FUSED, computed=VAL)
+_TRACED = Form(COMPOSITES | STATEFUL | FUSED | PRODUCED, computed=VAL)
 _FUSING = Form(COMPOSITES | STATEFUL, computed=VAL)
-_PROGRAM = Form(STATEFUL | FUSED, stripped=EXAMPLE_VALUE)
+_PROGRAM = Form(STATEFUL | FUSED | PRODUCED, stripped=EXAMPLE_VALUE)
 
 CAPTURED = Border("captured", _FOUND, _FOUND, replace(_FOUND, written=True))
 BOUND = Border("bound", _FOUND, _STATED, _STATED)
 PROBED = Border("probed", _STATED, _STATED, _STATED)
-JOINT = Border("joint", _DIFFERENTIATED, _DIFFERENTIATED, _DIFFERENTIATED)
+JOINT = Border("joint", _TRACED, _DIFFERENTIATED, _DIFFERENTIATED)
 MEANING = replace(JOINT, stage="meaning")
 SPLIT = Border("split", _DIFFERENTIATED, _FUSING, Form(computed=VAL, lowered=True))
 FUSED_ALONE = replace(SPLIT, after=_FUSING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,12 +52,18 @@ class SavedTensors(Backend):
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.saved}.values())
 
 
-def saved_tensors(make: Callable[[], tuple[nn.Module, Tensor]], recipe: Any, **options: Any) -> SavedTensors:
-    """The backend after it has seen the model and input that `make` gives, which are made without memory."""
+def saved_tensors(
+    make: Callable[[], tuple[nn.Module, Tensor]], recipe: Any, device: str = "cuda", **options: Any
+) -> SavedTensors:
+    """The backend after it has seen the model and input that `make` gives, which are made without memory.
+
+    They are on the CPU; on its `device` a backend fuses what it casts.
+    """
     with torch.device("meta"):
         model, x = make()
     model, x = model.to_empty(device="cpu"), torch.empty_like(x, device="cpu").requires_grad_()
     backend = SavedTensors(recipe, **options)
+    backend.settings = replace(backend.settings, device=device)
     torch.compiler.reset()
     try:
         torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)

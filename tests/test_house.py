@@ -28,8 +28,17 @@ OF_KERNELS = {
     "graph": (),
     "find": (),
     "plan": (),
-    "insert": ("operator", "cast.ops", "grouped.choice", "grouped.ops", "linear.choice"),
-    "joint": ("operator", "linear.choice", "linear.few_rows"),
+    "joint": (
+        "operator",
+        "cast.choice",
+        "cast.ops",
+        "cast.producers",
+        "cast.swizzle",
+        "grouped.choice",
+        "grouped.ops",
+        "linear.choice",
+        "linear.few_rows",
+    ),
     "export": ("cast.reference", "custom"),
 }
 """The modules of kernels that each folder may import, none with code for a device; `lower` alone imports such."""

@@ -20,6 +20,8 @@ EXTERNAL = (
     _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_cudnn_attention_backward.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_efficient_attention_backward.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )  # fmt: skip
 """Operators that no kernel of Inductor's own computes."""
 

@@ -32,7 +32,7 @@ from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, shaped
 from fxquant.passes.graph.names import RESHAPES, is_fxquant
 from fxquant.passes.graph.values import val
-from fxquant.passes.lower.producers import inputs_of, last_operator
+from fxquant.passes.joint.produced import inputs_of, last_operator
 from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true, upper_bound
@@ -32,17 +32,16 @@ from fxquant.kernels.cast.choice import supports
 from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec, Producer
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.operator import Side
-from fxquant.passes.graph.axes import order_of
 from fxquant.passes.graph.considered import allowed
-from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
+from fxquant.passes.graph.match import behind_views, readers, shaped
 from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_collective, is_fxquant
 from fxquant.passes.graph.values import val
+from fxquant.passes.joint.produced import NARROW, match_producer
 from fxquant.passes.joint.scales import scale_of
 from fxquant.passes.joint.sides import in_memory, sides_of
 from fxquant.passes.settings import Settings
 
 _aten = torch.ops.aten
-_NARROW = (torch.bfloat16, torch.float16)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -137,7 +136,7 @@ def _sites(graph: fx.Graph, device: str, reasons: dict[fx.Node, str]) -> Iterato
                 for name, producer in PRODUCERS.items()
                 if not producer.parts
                 and (alone or producer is IDENTITY)
-                and (matched := _match(producer, root, rows, length)) is not None
+                and (matched := match_producer(producer, root, rows, length)) is not None
             }
             if computed:
                 single = "its producer's other result is not quantized in the same way"
@@ -173,7 +172,7 @@ def _by_own_amax(state: Any) -> bool:
 def _obstacle(node: fx.Node) -> str:
     """Returns why a quantization is none that a Triton kernel makes, of a kind that can be fused; empty if it is."""
     x = val(node.args[0])
-    if x.ndim != 2 or x.dtype not in _NARROW:
+    if x.ndim != 2 or x.dtype not in NARROW:
         return f"kernels quantize matrices of 16 bits, not {x.ndim} axes of {str(x.dtype).removeprefix('torch.')}"
     if _inductor_fuses(node) and not in_memory(node.args[0]):
         return "Inductor casts rowwise where it computes the tensor"
@@ -304,60 +303,3 @@ def _is_there(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> bool
     anchor.prepend(node)
     order[node] = order[anchor] - 1
     return True
-
-
-def _match(producer: Producer, root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node, ...] | None:
-    """The inputs of which a producer makes `root`, a tensor of `rows` x `length` elements, if it does."""
-    value = val(root)
-    if not isinstance(value, Tensor):
-        return None
-    if producer is JOINED_HEADS:
-        return _heads(root, rows, length)
-    outputs, names = _pattern(producer, value.dtype)
-    matched: dict[fx.Node, fx.Node] = {}
-    if not matches(outputs, root, matched):
-        return None
-    inputs = tuple(matched[name] for name in names)
-    for node, kind in zip(inputs, producer.inputs, strict=True):
-        x = val(node)
-        count = {"matrix": rows * length, "row": rows, "column": length}[kind]
-        fits = statically_known_true(x.numel() == count) and x.device == value.device
-        last = {"matrix": None, "row": 1, "column": length}[kind]
-        fits = fits and (last is None or statically_known_true(x.shape[-1] == last))
-        if not fits or (kind == "matrix" and (x.dtype != value.dtype or not x.is_contiguous())):
-            return None
-    return inputs
-
-
-def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
-    """The heads [B, H, S, D], dense and of static sizes, of which `root` is the copy that has them side by side."""
-    if root.target is not _aten.clone.default:
-        return None
-    moved = behind_views(root.args[0], RESHAPES)
-    if not isinstance(moved, fx.Node) or order_of(moved, 4) != [0, 2, 1, 3]:
-        return None
-    x = moved.args[0]
-    assert isinstance(x, fx.Node)
-    heads = val(x)
-    static = heads.ndim == 4 and all(isinstance(size, int) for size in heads.shape)
-    fits = static and heads.is_contiguous() and heads.numel() < 2**31 and heads.shape[3] % 16 == 0
-    return (x,) if fits and JOINED_HEADS.shape(heads) == (rows, length) else None
-
-
-def _pattern(producer: Producer, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
-    """A producer of one result as Inductor's graphs show it: its output, and its inputs."""
-    kinds = {"matrix": ((4, 8), dtype), "row": ((4, 1), torch.float32), "column": ((8,), dtype)}
-    return pattern_of(producer.run, tuple(kinds[kind] for kind in producer.inputs))
-
-
-def inputs_of(name: str, root: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The inputs of which a producer makes `root`, if it does; of 16 bits, with the last axis of `root` for columns."""
-    value = val(root)
-    if not isinstance(value, Tensor) or value.dtype not in _NARROW or value.ndim == 0 or 0 in value.shape:
-        return None
-    return _match(PRODUCERS[name], root, value.numel() // value.shape[-1], value.shape[-1])
-
-
-def last_operator(name: str) -> Any:
-    """Returns the operator that a producer ends in, as Inductor has decomposed it."""
-    return _pattern(PRODUCERS[name], torch.bfloat16)[0].target

@@ -9,6 +9,7 @@ import torch
 
 from fxquant import Backend
 from fxquant.bench.training import Stack
+from fxquant.compat.private import inductor_config
 
 pytestmark = pytest.mark.gpu
 
@@ -36,3 +37,9 @@ def test_buffers_are_not_held_and_the_least_takes_less() -> None:
     least = peak("delayed_scaling", save="least")
     assert least < 0.95 * quantized
     assert quantized < held
+
+
+def test_what_is_made_again_in_the_backward_is_not_held() -> None:
+    with inductor_config.patch(disabled_passes="produce_again"):
+        held = peak("current_scaling")
+    assert peak("current_scaling") < held
