@@ -28,17 +28,8 @@ OF_KERNELS = {
     "graph": (),
     "find": (),
     "plan": (),
-    "joint": (
-        "operator",
-        "cast.choice",
-        "cast.ops",
-        "cast.producers",
-        "cast.swizzle",
-        "grouped.choice",
-        "grouped.ops",
-        "linear.choice",
-        "linear.few_rows",
-    ),
+    "insert": ("operator", "cast.ops", "grouped.choice", "grouped.ops", "linear.choice"),
+    "joint": ("operator", "cast.choice", "cast.producers", "linear.choice", "linear.few_rows"),
     "export": ("cast.reference", "custom"),
 }
 """The modules of kernels that each folder may import, none with code for a device; `lower` alone imports such."""
