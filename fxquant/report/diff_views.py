@@ -177,7 +177,8 @@ def dumps(diff: Difference) -> str:
 def page(diff: Difference) -> str:
     """The comparison as a whole HTML document."""
     a, b = map(escape, diff.named)
-    head = f"<p class='overline'>fxquant diff</p><h1><small>from</small> {a} <small>to</small> {b}</h1>"
+    head = "<div class='overline'><span>fxquant diff</span><button class='theme' type='button' hidden></button></div>"
+    head += f"<h1><small>from</small> {a} <small>to</small> {b}</h1>"
     sections = [_section(diff, kind, changes) for kind, changes in diff.by_kind().items()]
     lead = "".join(f"<li>{escape(line)}</li>" for line in _sentences(diff) if line)
     parts = [head, _cards(diff), f"<h2>What changed</h2><ul class='lead'>{lead}</ul>", *sections, _facts(diff)]
@@ -221,7 +222,8 @@ def _cards(diff: Difference) -> str:
             if what == "estimated time (us)":
                 high = facts["time in high precision (us)"]
                 under += f"; in high precision {' and '.join(dict.fromkeys(_value(what, t) for t in (high.a, high.b)))}"
-            cards.append((label + same, f"{_value(what, pair.a)} → {_value(what, pair.b)}", under))
+            a, b = _value(what, pair.a), _value(what, pair.b)
+            cards.append((label + same, a if a == b else f"{a} → {b}", under))
     return "<div class='cards'>" + "".join(_card(*card) for card in cards) + "</div>"
 
 
@@ -260,7 +262,9 @@ def _row(diff: Difference, change: Change) -> str:
     count = f"<span class='times'>×{len(change.layers)}</span>" if len(change.layers) > 1 else ""
     time = ""
     if change.time.a is not None and change.time.b is not None:
-        time = f"{time_text(change.time.a)} → {time_text(change.time.b)}"
+        time = ", ".join(
+            filter(None, (f"{time_text(change.time.a)} → {time_text(change.time.b)}", _ratio(change.time)))
+        )
     elif change.time.b is not None or change.time.a is not None:
         time = time_text(change.time.b or change.time.a)
     return (

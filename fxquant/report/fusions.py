@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from fxquant.decisions import NotFused
 from fxquant.report.data import MODEL, EpilogueGemm, ReportData, folded, layer_pattern
 
 UNFUSED_COLUMNS = ("times", "graph", "outcome and reason", "layers", "pass")
@@ -25,10 +27,16 @@ class Unfused(NamedTuple):
         return f"{self.times} x {self.sentence} ({', '.join(filter(None, (self.step, self.graph)))})"
 
 
+def once(fusions: Sequence[NotFused]) -> list[NotFused]:
+    """The fusions without those of the joint graph that a pass has looked at again in a half of it."""
+    halves = {replace(fusion, graph="joint") for fusion in fusions if fusion.graph != "joint"}
+    return [fusion for fusion in fusions if fusion not in halves]
+
+
 def unfused(report: ReportData) -> list[Unfused]:
     """The fusions that were not taken, by graph, pass and reason; the most frequent first."""
     layers: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for fusion in report.not_fused:
+    for fusion in once(report.not_fused):
         layers[fusion.graph, fusion.step, fusion.sentence].append(fusion.layer)
     rows = [
         Unfused(len(names), graph, sentence, in_short(names), step) for (graph, step, sentence), names in layers.items()
@@ -53,16 +61,17 @@ def epilogues(report: ReportData, layer: str = "") -> list[EpilogueGemm]:
 
 def kinds_of_epilogues(report: ReportData) -> list[tuple[str, ...]]:
     """A row for each kind of epilogue in each graph, in `KIND_COLUMNS`, the most frequent first."""
-    kinds: dict[tuple[str, str, str], list[EpilogueGemm]] = defaultdict(list)
+    kinds: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for gemm in epilogues(report):
-        kinds[gemm.problem.epilogue, str(gemm.chosen(report.card)), gemm.graph].append(gemm)
+        chosen = gemm.chosen(report.card)
+        facts = "; ".join(filter(None, (gemm.problem.size, chosen.reason)))
+        kinds[gemm.problem.epilogue, str(chosen.kernel), gemm.graph][gemm.layer].append(facts)
     rows: list[tuple[str, ...]] = []
-    for kind, gemms in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        sizes: dict[str, list[str]] = defaultdict(list)
-        for gemm in gemms:
-            sizes[gemm.layer].append(gemm.problem.size)
-        short = folded(list(sizes), [tuple(of_layer) for of_layer in sizes.values()])
-        named = {name: dict.fromkeys(sizes[list(sizes)[places[0]]]) for name, places in short}
-        texts = [f"{name or MODEL} ({', '.join(of_layer)})" for name, of_layer in named.items()]
-        rows.append((str(len(gemms)), *kind, "; ".join(texts)))
+    for kind, layers in sorted(kinds.items(), key=lambda item: -sum(map(len, item[1].values()))):
+        by_layer = list(layers.values())
+        texts = [
+            f"{name or MODEL} ({', '.join(dict.fromkeys(by_layer[places[0]]))})"
+            for name, places in folded(list(layers), [tuple(facts) for facts in by_layer])
+        ]
+        rows.append((str(sum(map(len, by_layer))), *kind, "\n".join(texts)))
     return rows

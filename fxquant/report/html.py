@@ -18,7 +18,7 @@ from fxquant.decisions import Decision
 from fxquant.formats import FORMATS, HEAD_FORMATS
 from fxquant.report import stepper
 from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_text, shape_text
-from fxquant.report.fusions import KIND_COLUMNS, UNFUSED_COLUMNS, kinds_of_epilogues, unfused
+from fxquant.report.fusions import KIND_COLUMNS, UNFUSED_COLUMNS, in_short, kinds_of_epilogues, once, unfused
 from fxquant.report.markup import Anchors, capital, count_text, percent, si, table
 from fxquant.report.picture import RULES, pictures
 from fxquant.report.text import bytes_text, sent_text, size_text, some, time_text, verdict
@@ -132,7 +132,8 @@ def _cards(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:
         cards.append(_card("Weights, as GEMMs read them", _from_to(bytes_text(before), bytes_text(after)), change))
     if report.saved is not None:
         saved = report.saved
-        under = f"{bytes_text(saved.quantized)} of it quantized, which was {bytes_text(saved.instead)}"
+        before = f"which was {bytes_text(saved.instead)}" if saved.instead else "beside the tensors that it is made of"
+        under = f"{bytes_text(saved.quantized)} of it quantized, {before}"
         under = under if saved.quantized else "nothing of it in a format of the library"
         under += "; on meta, where attention keeps its scores" if report.header.device == "meta" else ""
         number = _from_to(bytes_text(saved.unquantized), bytes_text(saved.total))
@@ -179,7 +180,7 @@ def _time_card(report: ReportData, leaves: Leaves, anchors: Anchors) -> list[str
     counted = {id(leaf) for _, _, leaf in timed}
     untimed = [title(path, leaf) for path, _, leaf in leaves if leaf.flops and id(leaf) not in counted]
     under += f". Without a time: {escape(some(untimed, 2))}" if untimed else ""
-    return [_card("Time of matmuls and casts", _from_to(time_text(before), time_text(after)), under)]
+    return [_card("Time of matmuls and casts", _from_to(_time(before), _time(after)), under)]
 
 
 def _error_card(leaves: Leaves, anchors: Anchors) -> list[str]:
@@ -197,6 +198,10 @@ def _link(path: str, leaf: Leaf, anchors: Anchors) -> str:
 def _card(label: str, number: str, under: str) -> str:
     head = f"<span class='label'>{escape(label)}</span><b>{number}</b>"
     return f"<div class='card'>{head}<div class='soft'>{under}</div></div>"
+
+
+def _time(us: float) -> str:
+    return time_text(us).replace("us", "µs")
 
 
 def _from_to(before: str, after: str) -> str:
@@ -306,9 +311,9 @@ def _nodes(node: Node, path: str, count: int) -> list[dict[str, Any]]:
 def _unfused(report: ReportData, leaves: Leaves) -> dict[str, list[tuple[str, str, str]]]:
     """The fusions that were considered and not taken, by layer; of equal layers those of the first."""
     fusions: dict[str, list[tuple[str, str, str]]] = {leaf.layers[0]: [] for _, _, leaf in leaves}
-    for fusion in report.not_fused:
+    for fusion in once(report.not_fused):
         if fusion.layer in fusions:
-            fusions[fusion.layer].append((fusion.graph, fusion.operator, capital(fusion.sentence)))
+            fusions[fusion.layer].append((fusion.graph, capital(fusion.sentence), fusion.operator))
     return {layer: reasons for layer, reasons in fusions.items() if reasons}
 
 
@@ -370,13 +375,13 @@ def _notes(report: ReportData, anchors: Anchors) -> list[str]:
         ("Compiled again", "why torch compiled the same code again", report.recompilations),
         ("Unused in the recipe", "parts of the recipe that matched no operand", report.unused),
         ("Sent quantized", "what ranks exchange as payload and scales", [*map(sent_text, report.sent_quantized)]),
-        ('Computed again with save="least"', "besides casts, by the backward", [n or MODEL for n in report.again]),
+        ('Computed again with save="least"', "besides casts, by the backward", in_short(report.again)),
     )
     parts = [_note(name, meaning, _listed(texts), len(texts)) for name, meaning, texts in lists if texts]
     if rows := unfused(report):
         cells = [(str(row.times), row.graph, capital(row.sentence), some(row.layers, 4), row.step) for row in rows]
         meaning = "fusions and kernels that passes considered and did not take"
-        parts.append(_note("Not fused", meaning, table(UNFUSED_COLUMNS, cells), len(report.not_fused)))
+        parts.append(_note("Not fused", meaning, table(UNFUSED_COLUMNS, cells), sum(row.times for row in rows)))
     if kinds := kinds_of_epilogues(report):
         meaning = "what GEMMs add, activate or measure, and in which kernel"
         parts.append(_note("Epilogues", meaning, table(KIND_COLUMNS, kinds), sum(int(kind[0]) for kind in kinds)))

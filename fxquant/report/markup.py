@@ -27,8 +27,8 @@ def times(count: int) -> str:
 
 
 def capital(text: str) -> str:
-    """A text as the beginning of a sentence."""
-    return f"{text[:1].upper()}{text[1:]}"
+    """A text as the beginning of a sentence; names with a point, such as ``torch.compile``, stay."""
+    return text if "." in text.partition(" ")[0] else f"{text[:1].upper()}{text[1:]}"
 
 
 def sentence(text: str) -> str:
@@ -53,8 +53,18 @@ def count_text(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def _lines(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls where it is too wide."""
-    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table class='list'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    """A table that scrolls where it is too wide; in a narrow window its rows are lists."""
+    names = [escape(name) for name in columns]
+    head = "".join(f"<th scope='col'>{name}</th>" for name in names)
+    body = "".join(f"<tr>{_cells(names, row)}</tr>" for row in rows)
+    inner = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f"<div class='scroll'><table class='list stack'>{inner}</table></div>"
+
+
+def _cells(names: Sequence[str], row: Sequence[str]) -> str:
+    return "".join(f"<td data-label='{name}'>{_lines(cell)}</td>" for name, cell in zip(names, row, strict=True))

@@ -203,7 +203,7 @@ function fxqTree(root) {
     if (s.was || s.now) {
       const scale = Math.max(total.was, total.now);
       time.append(FXQ.us(s.now), share(s.now, scale, "now"), share(s.was, scale, "was"));
-      if (node.slower) time.firstChild.textContent += " (slower)";
+      if (node.slower) time.append(make("span", "slower", "slower"));
     }
     if (s.error) error.textContent = FXQ.percent(s.error);
     tr.append(first, fmt, size, flops, bytes);
@@ -219,6 +219,7 @@ function fxqTree(root) {
       th.scope = "col";
       top.append(th);
     }
+    if (name.endsWith("stack")) for (const tr of lines) [...tr.cells].forEach((td, i) => { td.dataset.label = head[i][0]; });
     const inner = make("tbody");
     inner.append(...lines);
     element.append(make("thead"), inner);
@@ -292,7 +293,7 @@ function fxqTree(root) {
     }
     if (leaf.unfused.length) {
       const lines = leaf.unfused.map(fusion => line(fusion));
-      inner.append(block("Not fused", table([["graph"], ["operator"], ["outcome and reason"]], lines, "list")));
+      inner.append(block("Not fused", table([["graph"], ["outcome and reason"], ["operator"]], lines, "list stack")));
     }
     for (const [graph, svg] of Object.entries(pictures[leaf.layer] || {})) {
       const slot = make("div", "picture");

@@ -14,6 +14,7 @@ from fxquant.files import write_whole
 from fxquant.formats import QuantSpec
 from fxquant.report.data import MODEL, ReportData, plain_spec
 from fxquant.report.layered import Layout, arrange
+from fxquant.report.markup import capital
 from fxquant.report.neighbours import Unit, Units, sides_of
 from fxquant.snapshots import NodeText
 
@@ -392,7 +393,7 @@ def _draw(reader: _Reader) -> str:
     width = max(width, 2 * _PITCH)
     foot = []
     for note, number in numbers.items():
-        for i, line in enumerate(textwrap.wrap(f"{number}  {note}", max(40, width // 6))):
+        for i, line in enumerate(textwrap.wrap(f"{number}  {capital(note)}.", max(40, width // 6))):
             bottom += _LINE + (4 if i == 0 else 0)
             foot.append(f'<text class="s" x="{_MARGIN}" y="{bottom}">{escape(line)}</text>')
     if "columnwise" in edges.values():

@@ -10,7 +10,7 @@ from fxquant.cost.kept import known_cards, rates_of
 from fxquant.cost.work import NOTHING_MULTIPLIES
 from fxquant.decisions import Decision, SentQuantized
 from fxquant.report.data import MODEL, ReportData, layer_pattern, result, role_text, shape_text
-from fxquant.report.fusions import epilogues, unfused
+from fxquant.report.fusions import epilogues, in_short, unfused
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
 EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
@@ -49,7 +49,7 @@ def _summary(report: ReportData, most: int) -> list[str]:
     lines += _first("sent quantized", [*map(sent_text, report.sent_quantized)], most)
     lines += _first("not fused", [*map(str, unfused(report))], most)
     if report.again:
-        layer_names = some([name or MODEL for name in report.again])
+        layer_names = some(in_short(report.again))
         lines.append(f'with save="least" the backward computes again, besides casts: {layer_names}')
     lines += _first("unused in the recipe", report.unused, most)
     lines += _first("graph break", report.breaks, most)
@@ -201,7 +201,7 @@ def verdict(report: ReportData) -> list[str]:
     line = f"estimate for {time['card']}{basis}: matmuls and casts {time_text(before)} unquantized, "
     line += f"{time_text(after)} quantized ({before / after:.2f}x)"
     if time["unknown"]:
-        line += f"; without {some(time['unknown'])}, for which no rates were measured"
+        line += f"; without {some(in_short(time['unknown']))}, for which no rates were measured"
     return [line, *_warnings(report)]
 
 
@@ -210,15 +210,15 @@ def _warnings(report: ReportData) -> list[str]:
     slow = {site: e for site, e in slower.items() if not e.emulated_on}
     warnings = []
     for where in sorted({e.emulated_on for e in slower.values()} - {""}):
-        names = report.layers_of({site: e for site, e in slower.items() if e.emulated_on == where})
+        names = in_short(report.layers_of({site: e for site, e in slower.items() if e.emulated_on == where}))
         warnings.append(f"{NOTHING_MULTIPLIES} {where}, where they are only emulated: {some(names)}")
     if slow:
         lost = time_text(sum((estimate.quantized or 0) - (estimate.unquantized or 0) for estimate in slow.values()))
-        layers = some(report.layers_of(slow))
+        layers = some(in_short(report.layers_of(slow)))
         warnings.append(f"estimated to be slower than unquantized, by {lost}: {layers}")
     for reason, names in report.unkernelled().items():
         warnings.append(
-            f"no FP8 kernel for the attention of {some(names)} ({reason}): the reference keeps its scores in "
+            f"no FP8 kernel for the attention of {some(in_short(names))} ({reason}): the reference keeps its scores in "
             "float32 in memory, many times slower"
         )
     return [f"warning: {warning}; recipes.auto(recipe) leaves them as they are" for warning in warnings]

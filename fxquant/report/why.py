@@ -64,12 +64,14 @@ def unquantized(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:
     groups, total = by_reason(leaves), report.flops["total"]
     if not groups:
         return f"<h2 id='{anchors.why}'>Not quantized</h2><p>Every operand of every matmul is quantized.</p>"
+    breaks = f" <a href='#{anchors.also}'>{count_text(len(report.breaks), 'graph break')}</a>" if report.breaks else ""
     parts = [
         f"<h2 id='{anchors.why}'>Not quantized</h2>",
         f"<p class='soft'>{percent(sum(s.flops for s in groups.values()), total)} of all FLOPs, by reason.</p>",
     ]
     for i, (name, skipped) in enumerate(groups.items()):
         reason = SkipReason(name)
+        remedy = escape(reason.remedy) + (breaks if reason is SkipReason.NOT_CAPTURED else "")
         rows = sorted(skipped.rows.values(), key=lambda row: -row.flops)
         half = f"; {percent(skipped.half, total)} with the other operand quantized" if skipped.half else ""
         count = count_text(sum(row.count for row in rows), "layer")
@@ -84,7 +86,7 @@ def unquantized(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:
             f"<details class='group'{' open' if i < 3 and len(rows) < 40 else ''}><summary><b>{name}</b>"
             f"<span class='soft'>{count}</span><span class='num'>{si(skipped.flops)}FLOP, "
             f"{percent(skipped.flops, total)}{half}</span></summary><div><dl class='fact'><dt>Why</dt>"
-            f"<dd>{escape(sentence(reason.meaning))}</dd><dt>What to do</dt><dd>{escape(reason.remedy)}</dd></dl>"
+            f"<dd>{escape(sentence(reason.meaning))}</dd><dt>What to do</dt><dd>{remedy}</dd></dl>"
             "<div class='scroll'><table class='list why'><thead><tr><th scope='col'>layer</th>"
             f"<th scope='col'>operands</th>{DETAIL_HEAD if detailed else ''}"
             f"<th scope='col' class='num'>FLOPs</th></tr></thead><tbody>{lines}</tbody></table></div></div></details>"

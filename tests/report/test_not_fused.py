@@ -83,7 +83,7 @@ def test_reasons_say_their_graph_and_name_repeated_layers_once() -> None:
         (3, "forward", ["layers.{0..2}.up"]), (3, "backward", ["layers.{0..2}.up"]),
     ]  # fmt: skip
     sentence = "the two directions of a tensor are quantized by a kernel each, because why"
-    assert rows[0].sentence == sentence and f"<td>{sentence.capitalize()}</td>" in section(
+    assert rows[0].sentence == sentence and f">{sentence.capitalize()}</td>" in section(
         Report(recipe="mxfp8", not_fused=left)
     )
 
@@ -103,8 +103,9 @@ def test_epilogues_are_grouped_by_kind_and_repeated_layers() -> None:
     gemms = [gemm(f"layers.{i}.{name}", residual=True) for i in range(4) for name in ("o", "down")]
     gemms += [gemm("layers.0.up", activation="gelu"), gemm("layers.0.o", "backward", residual=True)]
     rows = kinds_of_epilogues(Report(recipe="mxfp8", epilogues=gemms, card="H100"))
-    kernel = str(gemms[0].chosen("H100"))
+    kernel, reason = gemms[0].chosen("H100").kernel, gemms[0].chosen("H100").reason
+    facts = f"(64 x 32 x 16; {reason})"
     assert rows[0] == (
-        "8", "+ residual", kernel, "forward", "layers.{0..3}.o (64 x 32 x 16); layers.{0..3}.down (64 x 32 x 16)",
+        "8", "+ residual", str(kernel), "forward", f"layers.{{0..3}}.o {facts}\nlayers.{{0..3}}.down {facts}",
     )  # fmt: skip
     assert [row[0] for row in rows] == ["8", "1", "1"] and rows[1][1] == "gelu" and rows[2][3] == "backward"

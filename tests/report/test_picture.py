@@ -114,7 +114,7 @@ def test_what_was_not_fused_has_its_reason() -> None:
     gemm = next(node for node in view if node.operator == "fxquant::scaled_mm" and node.layer == "down")
     operator = " ".join(("scaled_mm", *gemm.specs, "[32, 96]"))
     report.not_fused = [NotFused(step="lower", layer="down", operator=operator, reason="no kernel for such")]
-    assert "an operator does not run in its first kernel, but in no kernel for such" in said(report.picture("down"))
+    assert "An operator does not run in its first kernel, but in no kernel for such." in said(report.picture("down"))
 
 
 def test_pictures_are_small_and_each_is_one(report: Report, tmp_path: Path) -> None:
