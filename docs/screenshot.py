@@ -1,7 +1,8 @@
 """Takes the pictures of a report's page that docs/debugging.md shows: ``python docs/screenshot.py``.
 
 The report is that of Llama-3-8B on the meta device, estimated for an H100: it takes a minute and no memory. It needs
-Chromium, playwright (the extra ``browser``), transformers and Pillow, which makes the pictures small.
+Chromium, playwright (the extra ``browser``), transformers and Pillow, which makes the pictures small. A saved report
+stands in for it where one is named.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,8 +22,7 @@ from playwright.sync_api import Browser, sync_playwright
 import fxquant
 
 PICTURES = Path(__file__).parent / "pictures"
-WIDTH, HEIGHT = 1120, 1500
-OPENED = "tr.row:has-text('down_proj')"
+WIDTH, HEIGHT = 1120, 1390
 
 
 def llama_8b() -> fxquant.Report:
@@ -34,29 +35,31 @@ def llama_8b() -> fxquant.Report:
     return fxquant.explain(model, "rowwise", input_ids=ids, labels=ids, use_cache=False).on("H100")
 
 
-def shot(browser: Browser, page: Path, scheme: str) -> bytes:
-    """A picture of the upper part of a page, with one row open."""
+def shots(browser: Browser, page: Path, scheme: str) -> dict[str, bytes]:
+    """Pictures of the upper part of a page, and of what an open row has."""
     context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
     tab = context.new_page()
     tab.goto(page.as_uri())
-    tab.locator(OPENED).click()
-    tab.mouse.move(0, 0)
-    tab.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-    taken = tab.screenshot()
+    taken = {"report": tab.screenshot()}
+    tab.set_viewport_size({"width": WIDTH, "height": 4 * HEIGHT})  # no head of the table stays above the row
+    tab.locator("tr.row:has-text('down_proj')").click()
+    taken["row"] = tab.locator("tr.detail").screenshot()
     context.close()
     return taken
 
 
 def main() -> None:
-    """Writes report-light.png and report-dark.png."""
+    """Writes report-light.png, report-dark.png, row-light.png and row-dark.png."""
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page = Path(folder) / "report.html"
-        llama_8b().to_html(page)
+        report = fxquant.Report.load(sys.argv[1]) if len(sys.argv) > 1 else llama_8b()
+        report.to_html(page)
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for scheme in ("light", "dark"):
-            picture = Image.open(io.BytesIO(shot(browser, page, scheme))).convert("RGB").quantize(96)
-            picture.save(PICTURES / f"report-{scheme}.png", optimize=True)
+            for name, taken in shots(browser, page, scheme).items():
+                picture = Image.open(io.BytesIO(taken)).convert("RGB").quantize(128)
+                picture.save(PICTURES / f"{name}-{scheme}.png", optimize=True)
         browser.close()
 
 

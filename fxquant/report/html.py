@@ -253,7 +253,7 @@ def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures, a
     kinds |= {"slower": "slower than unquantized"} if timed else {}
     kinds |= {"measured": "measured"} if measured else {}
     shown = "".join(f"<option value='{key}'>{text}</option>" for key, text in kinds.items())
-    legend = _legend(families, timed, any(leaf.is_attention for _, _, leaf in leaves))
+    legend = _legend(families, timed, [leaf for _, _, leaf in leaves])
     drawn = {leaf.layers[0]: pictures[leaf.layers[0]] for _, _, leaf in leaves if leaf.layers[0] in pictures}
     return (
         "<h2>Model</h2><p class='soft'>Modules as they nest; equal ones stand once, with their count, and FLOPs, "
@@ -273,17 +273,18 @@ def _model(report: ReportData, root: Node, leaves: Leaves, pictures: Pictures, a
     )
 
 
-def _legend(families: Collection[str], timed: bool, attention: bool) -> str:
+def _legend(families: Collection[str], timed: bool, leaves: Iterable[Leaf]) -> str:
     """The meaning of colours, squares and bars in the tree."""
     squares = "<i class='key'></i><i class='key'></i>"
     pairs = "two squares for each GEMM, its left and its right operand: fprop, dgrad, wgrad"
-    pairs += "; of an attention those of QK^T, then of PV" if attention else ""
+    pairs += "; of an attention those of QK^T, then of PV" if any(leaf.is_attention for leaf in leaves) else ""
     items = [f"<span class='chip {key}'>{text}</span>" for key, text in FAMILIES.items() if key in families]
     items.append(f"<span><span class='strip'><span>{squares}</span></span>{escape(pairs)}</span>")
     items.append("<span><i class='key bar'></i>share of all FLOPs</span>")
     if timed:
         items[-1] = "<span><i class='key bar'></i>share of all FLOPs, or of the time as it was decided</span>"
         items.append("<span><i class='key bar was'></i>time in high precision</span>")
+    if any(leaf.estimate is not None and leaf.estimate.slower for leaf in leaves):
         items.append("<span><i class='key bar worse'></i>slower than in high precision</span>")
     return f"<div class='legend' role='note' aria-label='legend'>{''.join(items)}</div>"
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxquant
 from fxquant import CustomRecipe, IdentityQuantizer, NVFP4Quantizer, Rule, Rules
 from fxquant.decisions import NotFused
+from fxquant.report.html import page, section
 from fxquant.report.report import Report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -355,3 +356,29 @@ def test_size_and_speed(layer: Report, llama: Report, show: Open, tmp_path: Path
         print(f"{(tmp_path / 'report.html').stat().st_size} bytes, load {load:.0f} ms, opened {opened:.2f} s, "
               f"keys {min(keys):.1f} to {max(keys):.1f} ms")  # fmt: skip
         assert load < 3000 and sorted(keys)[len(keys) // 2] < 100 and max(keys) < 200
+
+
+def test_several_reports_on_one_page_have_links_of_their_own(broken: Report, moe: Report, show: Open) -> None:
+    text = page("two", section(broken, "own rules") + section(moe, "FP8") + section(broken, "again"))
+    tab = show(text, "#again:second")
+    assert tab.locator("tr.row[aria-expanded=true].leaf").count() == tab.locator("tr.detail").count() == 1
+    ids = tab.evaluate("[...document.querySelectorAll('[id]')].map(element => element.id)")
+    assert len(ids) == len(set(ids)) and {"own-rules:why", "FP8:why", "again:also"} <= set(ids)
+    links = tab.evaluate("[...document.querySelectorAll('a:not(.anchor)')].map(link => link.getAttribute('href'))")
+    assert {"#own-rules:also", "#again:why"} <= set(links) and not {"#why", "#also"} & set(links)
+
+
+def test_a_legend_says_what_squares_and_bars_are(llama: Report, broken: Report, show: Open) -> None:
+    legend = show(llama).locator(".legend").inner_text()
+    for said in ("FP8, one scale per row", "its left and its right operand", "QK^T", "time in high precision"):
+        assert said in legend
+    legend = show(broken).locator(".legend").inner_text()
+    assert "share of all FLOPs" in legend and "time" not in legend and "QK^T" not in legend
+
+
+def test_tables_are_lists_in_a_narrow_window(broken: Report, show: Open) -> None:
+    left = NotFused(step="fuse_epilogues", layer="second", operator="scaled_mm", reason="why " * 20, graph="forward")
+    tab = show(replace(broken, not_fused=[left]), viewport={"width": 420, "height": 800})
+    table = tab.locator("details:has-text('Not fused') table.stack").first
+    assert table.evaluate("element => element.scrollWidth <= element.parentElement.clientWidth")
+    assert "A GEMM does not finish its result itself, because why" in table.inner_text()
