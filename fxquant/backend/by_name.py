@@ -32,6 +32,9 @@ class ByName:
         self._backends: weakref.WeakValueDictionary[tuple[int, str | None], Backend] = weakref.WeakValueDictionary()
         self._compiled: set[tuple[int, str | None]] = set()
 
+    def __reduce__(self) -> tuple[Callable[[str], ByName], tuple[str]]:
+        return found, (next(name for name, backend in BY_NAME.items() if backend is self),)
+
     @own_errors()
     def __call__(
         self,

@@ -165,10 +165,19 @@ class Controls:
 
     def run(self) -> None:
         """Notes the module of the call whose guards have held: torch also asks the guards of graphs that do not run."""
+        self._guarded.runs = getattr(self._guarded, "runs", 0) + 1
         root = getattr(self._guarded, "root", None)
         if root is not None:
             self.add_root(root)
             self._guarded.root = None
+
+    def runs(self) -> tuple[int, int]:
+        """Counts the runs of compiled graphs so far: on this thread, and on all, where some may be missed."""
+        return getattr(self._guarded, "runs", 0), sum(backend.records.runs for backend in [*self.backends.values()])
+
+    def ran_since(self, before: tuple[int, int]) -> bool:
+        """Returns True if a compiled graph has run since `runs` gave this, for threads of one call too."""
+        return any(now > then for now, then in zip(self.runs(), before, strict=True))
 
     def begin(self) -> Backend:
         """The backend for the graph that is being compiled, which gets its guard."""

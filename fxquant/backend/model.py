@@ -150,7 +150,7 @@ def controls_of(model: Any) -> list[Controls]:
         raise OptionError(
             f"fxquant has compiled no part of {name}: compile it by fxquant.compile(model, recipe), or by "
             "torch.compile(model, backend='fxquant', options={'recipe': recipe}); a function is asked for by what "
-            "compiling it gave"
+            "compiling it gave, and copies of what was compiled in place are not compiled"
         )
     return sorted(controls.values(), key=lambda one: one.number)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from fxquant.backend.uncaptured import Uncaptured
 from fxquant.compat.recompiles import is_compiled, watch_limits
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
 from fxquant.recipes import HighPrecision
+
+if TYPE_CHECKING:
+    from fxquant.backend.controls import Controls
 
 _NOT_THE_USERS = (
     *(str(Path(inspect.getfile(module)).parent) for module in (fxquant, torch, logging)),
@@ -237,10 +240,10 @@ _IN_PLACE = (
 )
 
 
-def watch_methods(compiled: nn.Module, model: nn.Module, calls: Calls, runs: Callable[[], int]) -> None:
+def watch_methods(compiled: nn.Module, model: nn.Module, calls: Calls, controls: Controls) -> None:
     """Tells once if a method of the original, called on its compiled form, runs layers that are not compiled.
 
-    `runs` counts the runs of compiled graphs. Each method is watched in its first call.
+    `controls` count the runs of compiled graphs. Each method is watched in its first call.
     """
     names = [
         name
@@ -259,10 +262,10 @@ def watch_methods(compiled: nn.Module, model: nn.Module, calls: Calls, runs: Cal
                 return method(*args, **kwargs)
             vars(compiled).pop(name, None)
             watched.discard(name)
-            before = runs()
+            before = controls.runs()
             with _layers_run(model) as layers:
                 result = method(*args, **kwargs)
-            if layers and runs() == before:
+            if layers and not controls.ran_since(before):
                 calls.begin()
                 for other in watched:
                     vars(compiled).pop(other, None)

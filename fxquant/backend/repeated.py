@@ -115,13 +115,14 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # as a part of what is compiled around
             return call_module(self._block, args, kwargs)
-        before, graphs, again = self._runs(), self._graphs(), self._run is not None
+        controls = self._backend.controls
+        before, graphs, again = controls.runs(), self._graphs(), self._run is not None
         run = self._code.function(self._block, self._run)
         result = run(self._block, args, kwargs)
         self._run = run
         self._code.compiled += not again and self._graphs() > graphs
-        records = self._backend.controls.latest().records
-        self._calls.over(records, ran=self._runs() > before, whole=again)  # all blocks have run by the second call
+        records = controls.latest().records
+        self._calls.over(records, ran=controls.ran_since(before), whole=again)  # all blocks have run by the second call
         return result
 
     def _graphs(self) -> int:
@@ -131,9 +132,6 @@ class _Compiled:
         """Takes modules from the backend, which another has compiled again."""
         for module in modules:
             self._backend.controls.roots.pop(module, None)
-
-    def _runs(self) -> int:
-        return sum(backend.records.runs for backend in self._backend.controls.backends.values())
 
 
 def _answers(recipe: Recipe, name: str, block: nn.Module) -> tuple[str, ...]:

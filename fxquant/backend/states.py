@@ -127,6 +127,8 @@ class ModuleStates:
             if holder is not None and holder is not state:
                 by_holder.setdefault(holder, []).append(i)
         for holder, columns in by_holder.items():
+            if any(tensor.is_meta for tensor in holder.tensors().values()):  # nothing was recorded there
+                continue
             places = [holder.addresses.index(state.addresses[i]) for i in columns]
             state.write({name: value[..., places] for name, value in holder.read().items()}, columns)
             holder.current = False

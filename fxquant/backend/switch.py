@@ -50,24 +50,18 @@ class _Switch:
         self.controls.enter(recipe)
         return run
 
-    def runs(self) -> int:
-        """Counts the runs of compiled graphs so far; 0 while another torch.compile captures a call."""
-        if torch.compiler.is_compiling():
-            return 0
-        return sum(backend.records.runs for backend in self.controls.backends.values())
-
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a compiled model, and warns once of what runs unquantized."""
         if self.kwargs.get("disable") or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        records, before = self.controls.latest().records, self.runs()
+        records, before = self.controls.latest().records, self.controls.runs()
         seen = None if records.first_seen else Uncaptured(self.backend.names())
         if seen is not None:
             records.first_seen = True
             records.uncaptured.append(seen)
         with contextlib.nullcontext() if seen is None else seen.watching():
             result = run(*args, **kwargs)
-        ran = self.runs() > before
+        ran = self.controls.ran_since(before)
         self.calls.over(records, ran=ran)
         if seen is not None and ran:
             tell_uncaptured(records, seen)
@@ -126,7 +120,7 @@ def _compiled(model: Any, recipe: Recipe | str, options: Mapping[str, Any], kwar
     for name, method in methods.items():
         object.__setattr__(compiled, name, method)
     if isinstance(compiled, nn.Module):
-        watch_methods(compiled, model, switch.calls, switch.runs)
+        watch_methods(compiled, model, switch.calls, switch.controls)
 
         def settings() -> tuple[Any, ...]:
             return switch.controls.recipe, switch.options, switch.kwargs, switch.backend.state_dict()

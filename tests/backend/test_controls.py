@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -281,3 +283,35 @@ def test_the_cached_weights_of_a_model_are_forgotten() -> None:
         assert torch.equal(run(x), first)
         fxquant.clear_cache(run)
         assert not torch.equal(run(x), first)
+
+
+@pytest.mark.parametrize("way", [typed, by_name, in_place])
+def test_what_was_compiled_is_pickled(way: Way) -> None:
+    run, x = way(model(), "mxfp8"), torch.randn(16, 64)
+    first = run(x)
+    again = pickle.loads(pickle.dumps(run))
+    assert torch.equal(again(x), plain(x) if way is in_place else first)  # torch keeps none that was compiled in place
+    if way is in_place:
+        with pytest.raises(OptionError, match="copies of what was compiled in place are not compiled"):
+            fxquant.report(again)
+
+
+def test_scales_begin_anew_where_the_model_ran_on_meta_before() -> None:
+    with torch.device("meta"):
+        net = model()
+    run = typed(net, "delayed_scaling")
+    run(torch.empty(16, 64, device="meta"))
+    net.to_empty(device="cpu").load_state_dict(model().state_dict())
+    x = torch.randn(16, 64)
+    assert (run(x) - plain(x)).norm() < 0.1 * plain(x).norm()
+
+
+def test_runs_of_another_thread_do_not_count() -> None:
+    controls = eager_backend("mxfp8").controls
+    before = controls.runs()
+    thread = threading.Thread(target=controls.run)
+    thread.start()
+    thread.join()
+    assert not controls.ran_since(before)
+    controls.run()
+    assert controls.ran_since(before)
