@@ -132,8 +132,8 @@ def _cards(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:
         cards.append(_card("Weights, as GEMMs read them", _from_to(bytes_text(before), bytes_text(after)), change))
     if report.saved is not None:
         saved = report.saved
-        before = f"which was {bytes_text(saved.instead)}" if saved.instead else "beside the tensors that it is made of"
-        under = f"{bytes_text(saved.quantized)} of it quantized, {before}"
+        instead = f"which was {bytes_text(saved.instead)}" if saved.instead else "beside the tensors that it is made of"
+        under = f"{bytes_text(saved.quantized)} of it quantized, {instead}"
         under = under if saved.quantized else "nothing of it in a format of the library"
         under += "; on meta, where attention keeps its scores" if report.header.device == "meta" else ""
         number = _from_to(bytes_text(saved.unquantized), bytes_text(saved.total))
