@@ -282,5 +282,18 @@ class Saved:
         )
 
 
-Considered = NotFused | SentQuantized | Saved
+@dataclass(frozen=True)
+class KeptInFp8:
+    """A tensor that the option ``save="fp8"`` keeps in FP8: its layer, where that is known, and what gave it.
+
+    It takes so many `bytes`, scales included, `instead` of those in its own dtype.
+    """
+
+    layer: str
+    what: str
+    bytes: int
+    instead: int
+
+
+Considered = NotFused | SentQuantized | Saved | KeptInFp8
 """The outcomes that passes behind autograd leave for a report."""

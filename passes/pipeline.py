@@ -75,6 +75,7 @@ from fxquant.passes.graph.saved import saved
 from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.dispatch_payloads import dispatch_payloads
 from fxquant.passes.joint.gather_payloads import gather_payloads
+from fxquant.passes.joint.keep_fp8 import keep_fp8
 from fxquant.passes.joint.produce_again import produce_again
 from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
@@ -291,10 +292,14 @@ class Partition(CustomPartitionerFn):
         self.reasons += traced(considered(gm.graph, "joint"))
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
-        with recomputable(quantizing) if self.settings.save == "least" else contextlib.nullcontext():
+        with recomputable(quantizing) if self.settings.save != "quantized" else contextlib.nullcontext():
             halves = (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
         for one in halves:
             if drop_unused(one.graph):
+                one.recompile()
+        if self.settings.save == "fp8":
+            self.reasons += keep_fp8(halves[0].graph, halves[1].graph, kwargs["num_fwd_outputs"])
+            for one in halves:
                 one.recompile()
         self.reasons.append(saved(halves[0].graph, kwargs["num_fwd_outputs"]))
         return halves

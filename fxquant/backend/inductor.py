@@ -40,7 +40,7 @@ def inductor_settings(
         # a recomputed activation must have the bits that the forward quantized
         "emulate_precision_casts": recomputed or inductor_config.emulate_precision_casts,
         # fused beside recomputed tensors, transposed tiles are written in part (C++ backend of torch 2.13)
-        **({"cpp.max_horizontal_fusion_size": 1} if recomputed else {}),
+        **({"cpp.max_horizontal_fusion_size": 1} if recomputed or settings.save == "fp8" else {}),
         **by_user,
     }
     in_cpp = bool(by_user.get("cpp_wrapper", inductor_config.cpp_wrapper))

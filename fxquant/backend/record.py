@@ -16,7 +16,7 @@ from torch import fx, nn
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.compat.trace import trace_artifact
-from fxquant.decisions import Considered, Decision, NotFused, Saved, SentQuantized
+from fxquant.decisions import Considered, Decision, KeptInFp8, NotFused, Saved, SentQuantized
 from fxquant.passes.look import half, snapshot
 from fxquant.recipes import Recipe
 from fxquant.report.header import header_of
@@ -189,13 +189,10 @@ class Records:
         considered = dict.fromkeys(outcome for graph in self.graphs for outcome in graph.considered)
         report.not_fused = [outcome for outcome in considered if isinstance(outcome, NotFused)]
         report.sent_quantized = [outcome for outcome in considered if isinstance(outcome, SentQuantized)]
-        kept = [
-            outcome
-            for graph in self.graphs
-            for outcome in graph.considered * max(1, len(graph.runners))
-            if isinstance(outcome, Saved)
-        ]
+        every = [outcome for graph in self.graphs for outcome in graph.considered * max(1, len(graph.runners))]
+        kept = [outcome for outcome in every if isinstance(outcome, Saved)]
         report.saved = sum(kept[1:], kept[0]) if kept else None
+        report.kept_fp8 = [outcome for outcome in every if isinstance(outcome, KeptInFp8)]
         for graph in self.graphs:
             for name, views in graph.views.items():
                 report.views.setdefault(name, []).extend(views)

@@ -13,7 +13,7 @@ from fxquant.cost.estimate import estimate
 from fxquant.cost.gemms import choose_gemm
 from fxquant.cost.kept import rates_of
 from fxquant.cost.work import Estimate, Work
-from fxquant.decisions import Decision, Matmul, NotFused, Saved, SentQuantized
+from fxquant.decisions import Decision, KeptInFp8, Matmul, NotFused, Saved, SentQuantized
 from fxquant.errors import OptionError
 from fxquant.report.header import Header
 from fxquant.roles import Direction, Gemm
@@ -70,8 +70,9 @@ class ReportData:
     behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from a cache
     has none; `sent_quantized` has what they let ranks exchange quantized. `uncompiled` says what ran as it was, in no
     graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when;
-    `saved` is what all forwards keep for their backwards, None where none was differentiated. A report that was
-    read from JSON has the estimates as they were written (`estimated`), and says the same under other rates.
+    `saved` is what all forwards keep for their backwards, None where none was differentiated, and `kept_fp8` has what
+    of it is in FP8 with the option ``save="fp8"``. A report that was read from JSON has the estimates as they were
+    written (`estimated`), and says the same under other rates.
     `views` has the nodes of the forward and backward graphs, `steps` those before and after each pass, where
     `fxquant.explain(.., stages=True)` was asked for them; `drawn` has the pictures of a report that was read.
     """
@@ -92,6 +93,7 @@ class ReportData:
     header: Header = field(default_factory=Header)
     estimated: dict[int, Estimate] = field(default_factory=dict)
     saved: Saved | None = None
+    kept_fp8: list[KeptInFp8] = field(default_factory=list)
     views: dict[str, list[Snapshot]] = field(default_factory=dict, repr=False)
     steps: list[Step] = field(default_factory=list, repr=False)
     drawn: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)

@@ -48,6 +48,7 @@ def content(report: ReportData, layer: str = "", *, collapse: bool = False, grap
         ],
         "epilogues": [_epilogue(gemm, report.card) for gemm in report.epilogues if pattern.search(gemm.layer)],
         "saved": report.saved and asdict(report.saved),
+        "kept_fp8": [asdict(kept) for kept in report.kept_fp8 if pattern.search(kept.layer)],
         "again": [name for name in report.again if pattern.search(name)],
         "not_fused": [asdict(fusion) for fusion in report.not_fused if pattern.search(fusion.layer)],
         "sent_quantized": [asdict(sent) for sent in report.sent_quantized if any(map(pattern.search, sent.layers))],

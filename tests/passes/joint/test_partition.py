@@ -238,5 +238,5 @@ def test_inductor_holds_no_buffers_in_training_on_a_gpu() -> None:
 
 
 def test_unknown_choices_are_refused() -> None:
-    with pytest.raises(OptionError, match="'quantized' or 'least', not 'most'"):
+    with pytest.raises(OptionError, match="'least' or 'fp8', not 'most'"):
         Backend("mxfp8", save="most")
