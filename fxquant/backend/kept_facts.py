@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +20,10 @@ from torch import Tensor
 from fxquant.backend.record import GraphRecord
 from fxquant.compat.private import cache_folder
 from fxquant.decisions import Considered, NotFused, Saved, SentQuantized
+from fxquant.errors import ProgramError
 from fxquant.files import in_its_place
 from fxquant.report.codec import decode, encode
-from fxquant.snapshots import Snapshot
+from fxquant.snapshots import NodeText, Snapshot
 
 _KINDS = {kind.__name__: kind for kind in (NotFused, SentQuantized, Saved)}
 
@@ -120,8 +122,14 @@ def _write(path: Path, facts: Facts) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with in_its_place(path) as file:
             file.write_bytes(packed)
-    except OSError:  # a report of a later process has less in it
+    except (OSError, ProgramError):  # a report of a later process has less in it
         return
+
+
+def _node(fields: dict[str, Any]) -> NodeText:
+    """A node of a snapshot; `decode` would look at the annotations of each of some ten thousand."""
+    values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return NodeText(**values)
 
 
 def _read(path: Path) -> Facts | None:
@@ -129,7 +137,7 @@ def _read(path: Path) -> Facts | None:
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         considered = [decode(_KINDS[one.pop("kind")], one) for one in content["considered"]]
-        views = decode(dict[str, list[Snapshot]], content["views"])
+        views = {name: [tuple(map(_node, view)) for view in all] for name, all in content["views"].items()}
         return Facts(texts=content["texts"], views=views, considered=considered)
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import fxquant
 from fxquant import Report
+from fxquant.backend.kept_facts import Facts, _read, _write
 from fxquant.report.html import FROM_CACHE, section
 
 
@@ -57,3 +59,18 @@ def test_a_cached_graph_has_its_pictures_bytes_and_reasons(folder: Path) -> None
 def test_nothing_is_kept_where_torch_keeps_nothing(folder: Path) -> None:
     assert step(inductor={"force_disable_caches": True}).views and step(inner="aot_eager").views
     assert not [*folder.glob("fxquant/*")]
+
+
+def test_files_that_cannot_be_read_or_written_are_as_none(tmp_path: Path) -> None:
+    path, facts = tmp_path / "facts.json.gz", Facts(texts={"forward": ["a graph"]})
+    _write(path, facts)
+    whole = path.read_bytes()
+    assert _read(path) == facts
+    for damaged in (b"", b"damaged", whole[:-6], whole[:12] + b"\xff\xff" + whole[14:], gzip.compress(b"[1, 2]")):
+        path.write_bytes(damaged)
+        assert _read(path) is None, damaged
+    _write(path / "below a file" / "facts.json.gz", facts)
+    folder = tmp_path / "a folder.json.gz"
+    folder.mkdir()
+    _write(folder, facts)
+    assert _read(folder) is None
