@@ -28,7 +28,7 @@ from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.ops import fake_groups
 from fxquant.kernels.grouped.triton_cast import FIELDS, Place, strip_of
 
-_TILE, _STRIP, _WARPS = 64, 128, 4
+_TILE, _STRIP, _WARPS = 64, 128, 8
 
 
 @triton.jit

@@ -114,6 +114,56 @@ def test_the_number_of_rows_may_change(recipe: str) -> None:
     assert counts == [1, 2] and backend.captured == 1
 
 
+_MORE = (("mxfp8", False), ("nvfp4", True))
+
+
+class Experts(nn.Module):
+    """Groups of rows, some of which are empty, each times a weight of its own; rows behind the last are of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 40, 56).bfloat16())
+        self.down = nn.Parameter(torch.randn(4, 48, 40).bfloat16())
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(torch._grouped_mm(x, self.up.mT, offs=offs).relu(), self.down.mT, offs=offs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cached"),
+    [("mxfp8", True), ("nvfp4", False), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _MORE)],
+)
+def test_experts_learn_on_tensor_cores_what_they_learn_emulated(
+    recipe: str, cached: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one compilation for all numbers of rows; both round products to bfloat16."""
+    torch.manual_seed(0)
+    experts, inputs = Experts(), list[tuple[Tensor, Tensor]]()
+    for ends in ([3, 3, 140, 200], [0, 0, 16, 33]):
+        x = torch.randn(ends[-1] + 5, 56, dtype=torch.bfloat16, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)  # type: ignore[no-untyped-call]
+        inputs.append((x, torch.tensor(ends, dtype=torch.int32)))
+
+    def run(backend: Any) -> list[Tensor]:
+        torch.compiler.reset()
+        compiled, results = torch.compile(experts, backend=backend), []
+        for x, offs in inputs:
+            y = compiled(x, offs)
+            results += [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, *experts.parameters()))]
+        return results
+
+    expected = run(Backend(recipe, inner="aot_eager"))
+    request.getfixturevalue("blackwell")
+    monkeypatch.setattr(casts, "capability", lambda device: (0, 0))  # by their meaning, without Triton
+    backend = Lowered(recipe, kernels=False, cache_weights=cached)
+    for got, want in zip(run(backend), expected, strict=True):
+        assert (got - want).float().norm() <= 2**-7 * want.float().norm()
+    for name, count in (("forward", 2), ("backward", 4)):
+        calls = [n for n in backend.graphs[name].graph.nodes if "scaled_grouped_mm" in str(n.target)]
+        assert len(calls) == count
+    assert backend.captured == 1
+
+
 def origin(node: fx.Node) -> fx.Node:
     """The node whose memory another one is."""
     while op_name(node) in ("alias", "detach", "view", "view_dtype"):

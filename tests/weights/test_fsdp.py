@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import FxQuantWarning, RecipeError
-from fxquant.weights import QuantizedWeight
+from fxquant.weights import QuantizedWeight, fsdp
+from fxquant.weights import parts as weight_parts
 
 EAGER = {"inner": "aot_eager"}
 STEPS = 3
@@ -176,6 +177,30 @@ def test_a_shard_sends_its_bytes_in_the_direction_of_the_pass(ranks: Ranks, reci
 def test_what_is_kept_is_gathered_once(ranks: Ranks, recipe: str, size: float) -> None:
     for sizes in ranks.run(sizes_of, recipe, False):
         assert sizes == [size] * 2, "both directions, which have one payload under one scale"
+
+
+def in_tiles() -> tuple[set[str], list[float]]:
+    """The formats of gathered weights on a card that reads scales of blocks, and the bytes that were sent."""
+    specs, gathered = set[str](), fsdp.gathered_parts
+
+    def parts(sent: Any, layer: Any) -> Any:
+        specs.add(f"{layer.name.split('.')[-1]}: {sent.spec}")
+        return gathered(sent, layer)
+
+    capability = weight_parts.capability
+    weight_parts.capability, fsdp.gathered_parts = lambda device: (10, 0), parts  # type: ignore[attr-defined]
+    try:
+        _, sent = compare("mxfp8", 128, {})
+    finally:
+        weight_parts.capability, fsdp.gathered_parts = capability, gathered  # type: ignore[attr-defined]
+    return specs, bytes_an_element(sent, 128)
+
+
+def test_rows_in_shards_of_whole_tiles_arrive_as_tensor_cores_read_them(ranks: Ranks) -> None:
+    """A shard of `up` has 128 rows, one of `down` 64."""
+    plain, rows = "mxfp8_e4m3", "mxfp8_e4m3(swizzled)|mxfp8_e4m3"
+    for specs, sizes in ranks.run(in_tiles):
+        assert specs == {f"up: {rows}", f"down: {plain}"} and sizes == [1 + 1 / 32] * 4
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,13 @@ import pytest
 import torch
 from bits import same
 from interpreting import run_interpreted
-from tensor_cores import accepted, documented, tensor_core_mm
+from tensor_cores import accepted, grouped_product, scaled_grouped_mm, tensor_core_mm
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxquant.compat.private import make_fx
 from fxquant.formats import QuantSpec
+from fxquant.kernels.cast.choice import CastKernel
 from fxquant.kernels.cast.swizzle import swizzle
 from fxquant.kernels.grouped import choice, ops, tensor_cores
 from fxquant.kernels.grouped.choice import GroupedGemmFacts
@@ -39,62 +39,9 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "capability", lambda device: (10, 0))
 
 
-def up(size: int, to: int) -> int:
-    return -(-size // to) * to
-
-
 def grouped_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: Any) -> Tensor:
     """torch's grouped GEMM as tensor cores read operands: each group's scales begin where the last one's end."""
-    return product(a, b, a_scale, b_scale, offs).to(out_dtype)
-
-
-def scaled_grouped_mm(
-    a: Tensor, b: Tensor, a_scale: Any, a_kinds: Any, b_scale: Any, b_kinds: Any, a_order: Any, b_order: Any, *,
-    offs: Tensor, output_dtype: Any,
-) -> Tensor:  # fmt: skip
-    """The same as `torch.nn.functional.scaled_grouped_mm`, with a factor of each group behind it."""
-    assert len(a_scale) == len(a_kinds) == len(a_order) == len(b_scale) and a_kinds == b_kinds and a_order == b_order
-    out = product(a, b, a_scale[0], b_scale[0], offs)
-    if len(a_scale) > 1:
-        assert a_scale[1].shape == b_scale[1].shape == offs.shape
-        factor = a_scale[1] * b_scale[1]
-        starts = [0, *offs.tolist()]
-        for group, (start, end) in enumerate(itertools.pairwise(starts)):
-            part = out[start:end] if b.ndim == 3 else out[group]
-            part *= factor[group]
-    return out.to(output_dtype)
-
-
-def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
-    """The float32 product of groups; of four bits two elements are in a byte."""
-    packed = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
-    block = 32 // packed
-    ends = [0, *offs.tolist()]
-    assert a_scale.ndim == 2 and a_scale.is_contiguous() and b_scale.is_contiguous() and b.stride(-2) == 1
-    assert a.shape[-1] % 16 == b.shape[-2] % 16 == b.shape[-1] % 16 == 0 and a.is_contiguous()
-    groups, at, b_at = itertools.pairwise(ends), 0, 0
-    if b.ndim == 3:
-        out = torch.full((a.shape[0], b.shape[2]), torch.nan)
-        width = up(a.shape[1] * packed // block, 4)
-        assert b_scale.shape == (b.shape[0], up(b.shape[2], 128) * width)
-        for group, (start, end) in enumerate(groups):
-            size = up(end - start, 128) * width
-            if end > start:
-                rows = documented(a[start:end], a_scale.flatten()[at : at + size], block)
-                out[start:end] = rows @ documented(b[group].t(), b_scale[group], block).t()
-            at += size
-        return out
-    out = torch.full((len(offs), a.shape[0], b.shape[1]), torch.nan)
-    for group, (start, end) in enumerate(groups):
-        assert start % 32 == 0
-        width = up((end - start) // block, 4)
-        sizes = up(a.shape[0], 128) * width, up(b.shape[1], 128) * width
-        first, last = start // packed, end // packed
-        if end > start:
-            rows = documented(a[:, first:last], a_scale.flatten()[at : at + sizes[0]], block)
-            out[group] = rows @ documented(b.t()[:, first:last], b_scale.flatten()[b_at : b_at + sizes[1]], block).t()
-        at, b_at = at + sizes[0], b_at + sizes[1]
-    return out
+    return grouped_product(a, b, a_scale, b_scale, offs).to(out_dtype)
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
@@ -220,10 +167,13 @@ def test_the_script_for_a_card_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "cuda", lambda x: x)
     monkeypatch.setattr(linear_choice, "capability", lambda device: (10, 0))
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", tensor_core_mm)
-    monkeypatch.setattr(tensor_cores, "torch_scaled_grouped_mm", grouped_mm)
-    monkeypatch.setattr(tensor_cores, "knows_grouped_kinds", lambda: False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(tensor_cores, "knows_grouped_kinds", lambda: True)
+    triton = CastKernel.TRITON
+    monkeypatch.setattr(ops.hybrid_split_quantize, "run", lambda kernel: {triton: ops.hybrid_split_quantize}[kernel])
     script["SIZES"][:] = [(5, 64, 41)]
     script["gemms"]()
+    script["bytes_of_groups"]()
     script["groups"]()
     assert not script["FAILED"]
 
