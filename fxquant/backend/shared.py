@@ -57,7 +57,9 @@ class Shared:
         self._ran: set[Key] = set()
         self._renamed: dict[Key, Mapping[str, str] | None] = {self._first: {layer: layer for layer in self._places}}
         if self.named:
-            add_guard(self._holds, "fxquant: the recipe gives the layers of this module what it gave those captured")
+            add_guard(
+                self._holds, "fxquant: the recipe gives the layers of this module other answers than those captured"
+            )
 
     @functools.cached_property
     def _answers(self) -> list[str]:

@@ -179,6 +179,10 @@ def page(diff: Difference) -> str:
     a, b = map(escape, diff.named)
     head = "<div class='overline'><span>fxquant diff</span><button class='theme' type='button' hidden></button></div>"
     head += f"<h1><small>from</small> {a} <small>to</small> {b}</h1>"
+    sides = [diff.a.recipe, diff.b.recipe] if diff.a.recipe != diff.b.recipe else [diff.a.recipe]
+    models = dict.fromkeys(filter(None, (diff.a.header.model, diff.b.header.model)))
+    about = f"{' → '.join(models)}, {' → '.join(map(_cut, sides))}".strip(", ")
+    head += f"<p class='soft'>{escape(about)}</p>"
     sections = [_section(diff, kind, changes) for kind, changes in diff.by_kind().items()]
     lead = "".join(f"<li>{escape(line)}</li>" for line in _sentences(diff) if line)
     parts = [head, _cards(diff), f"<h2>What changed</h2><ul class='lead'>{lead}</ul>", *sections, _facts(diff)]

@@ -22,6 +22,8 @@ STYLE = """
 .fxq .steps .changed { background:var(--mxfp8); } .fxq .steps button { font:inherit; color:inherit;
   background:var(--card); border:1px solid var(--line); border-radius:7px; padding:5px 12px; cursor:pointer; }
 .fxq .steps button:disabled { opacity:.5; cursor:default; } .fxq .steps select { min-width:0; max-width:100%; }
+@media (max-width:760px) { .fxq .steps .tools { display:grid; grid-template-columns:auto minmax(0,1fr) auto; }
+  .fxq .steps .tools label { grid-column:1 / -1; } }
 .fxq .steps label { display:flex; align-items:center; gap:6px; } .fxq .steps label input { min-height:0; }
 """
 
