@@ -133,6 +133,9 @@ class _Operators(type(torch.ops.fxquant)):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
             import fxquant.kernels  # noqa: F401
+
+            if name in vars(self):  # torch's would put another object in the place of the one that is registered
+                return vars(self)[name]
         return super().__getattr__(name)
 
 

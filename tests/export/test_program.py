@@ -787,6 +787,13 @@ program, x, y = (torch.export.load(sys.argv[1]), *torch.load(sys.argv[2]))
 with torch.no_grad():
     assert torch.equal(program.module()(x), y)
 print([m for m in sys.modules if m.partition(".")[0] == "fxquant"][:1])
+{then}
+"""
+
+KNOWN = """
+from fxquant.kernels.operator import operator_of
+named = [node.target for node in program.graph.nodes if "fxquant" in str(node.target)]
+assert named and all(map(operator_of, named)), named
 """
 
 
@@ -801,7 +808,7 @@ def test_a_saved_program_loads_in_another_process(tmp_path: Path) -> None:
     program = quantize_program(exported(model, x), "nvfp4")
     torch.export.save(program, tmp_path / "model.pt2")
     torch.save((x, run(program, x)), tmp_path / "data.pt")
-    fresh(FRESH.format(imports="import fxquant"), tmp_path / "model.pt2", tmp_path / "data.pt")
+    fresh(FRESH.format(imports="import fxquant", then=KNOWN), tmp_path / "model.pt2", tmp_path / "data.pt")
 
 
 def test_a_lowered_program_loads_where_fxquant_is_not(tmp_path: Path) -> None:
@@ -816,7 +823,9 @@ def test_a_lowered_program_loads_where_fxquant_is_not(tmp_path: Path) -> None:
             torch.testing.assert_close(run(lowered, batch), run(program, batch), rtol=1e-5, atol=1e-5)
     torch.export.save(lowered, tmp_path / "model.pt2")
     torch.save((x, run(lowered, x)), tmp_path / "data.pt")
-    out = fresh(FRESH.format(imports="sys.modules['fxquant'] = None"), tmp_path / "model.pt2", tmp_path / "data.pt")
+    out = fresh(
+        FRESH.format(imports="sys.modules['fxquant'] = None", then=""), tmp_path / "model.pt2", tmp_path / "data.pt"
+    )
     assert out == "['fxquant']"  # the None that keeps it from being imported
 
 
