@@ -48,11 +48,11 @@ class Effect:
 
 
 def pareto(points: Sequence[Point], kind: str) -> list[Point]:
-    """The points that no other one beats in both cost and loss, the cheapest first."""
+    """The points that no other one beats in both cost and gap, the cheapest first."""
     kind = "bits" if kind == "loss" else kind
     front: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.cost[kind], point.loss)):
-        if not front or point.loss < front[-1].loss:
+    for point in sorted(points, key=lambda point: (point.cost[kind], point.gap)):
+        if not front or point.gap < front[-1].gap:
             front.append(point)
     return front
 
@@ -61,9 +61,10 @@ def pareto(points: Sequence[Point], kind: str) -> list[Point]:
 class SearchResult:
     """A recipe that a search has found; ``str(result)`` is Python that makes it, to be kept in a repository.
 
-    `loss` is measured with the recipe as it runs, `plain` in high precision, `gap` the share between them. `front` has
-    the best choices that were measured, `uniform` each candidate everywhere, `effects` the estimates for all operands,
-    the largest first. `chosen` has the candidate of each operand; those that are missing stay in high precision.
+    `loss` is measured with the recipe as it runs, `plain` in high precision, `gap` the share between them. Losses are
+    means over `orders` orders of the batches. `front` has the best choices that were measured, `uniform` each candidate
+    everywhere, `effects` the estimates for all operands, the largest first. `chosen` has the candidate of each operand;
+    those that are missing stay in high precision.
     """
 
     recipe: CustomRecipe
@@ -77,6 +78,7 @@ class SearchResult:
     effects: list[Effect]
     chosen: Mapping[Operand, str]
     runs: int
+    orders: int
     budget: Mapping[str, float]
 
     @property
@@ -88,9 +90,10 @@ class SearchResult:
     def __str__(self) -> str:
         ((kind, limit),) = self.budget.items()
         costs = ", ".join(f"{value:.3g} {'bits' if name == 'bits' else name}" for name, value in self.cost.items())
+        of_orders = f", losses are means over {self.orders} orders of the batches" if self.orders > 1 else ""
         about = (
             f"fxquant.search under {kind} {limit:g}: loss {self.loss:.5g}, {self.gap:+.2%} of {self.plain:.5g} in high "
-            f"precision; {self.coverage:.0%} of FLOPs quantized; {costs}; {self.runs} runs"
+            f"precision; {self.coverage:.0%} of FLOPs quantized; {costs}; {self.runs} runs{of_orders}"
         )
         lines = [f"# {line}" for line in textwrap.wrap(about, 86)]
         lines += [f"#   {line}" for line in self.front_table().splitlines()]

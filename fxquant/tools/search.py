@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import re
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +15,22 @@ from torch import Tensor, nn
 
 from fxquant.backend.options import check_model
 from fxquant.backend.probing import Session
-from fxquant.checks import checked, did_you_mean
+from fxquant.checks import checked
 from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
-from fxquant.recipes import AutoRecipe, CustomRecipe, HighPrecision, Recipe, resolve
+from fxquant.recipes import CustomRecipe, HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
 from fxquant.tools.emulation import ROLES, Emulation, Switchable
+from fxquant.tools.losses import MOST, Losses, share
 from fxquant.tools.measured import Measured, key_of
 from fxquant.tools.patterns import recipe_of
 from fxquant.tools.progress import progress
 from fxquant.tools.result import Effect, Point, SearchResult, pareto
-from fxquant.tools.sensitivity import Sensitivity, request_of
-from fxquant.tools.space import KINDS, Chosen, Space, Step
+from fxquant.tools.sensitivity import Sensitivity, from_json, outstanding, request_of, to_json
+from fxquant.tools.space import Chosen, Space, Step
 from fxquant.tools.training import Training, adamw, loss_of
-from fxquant.tools.trials import Trials, batches_of, kept_state
+from fxquant.tools.trials import Trials, batches_of
+from fxquant.tools.wanted import budget_of, candidates_of, check_settings
 
 log = logging.getLogger(__name__)
 _FLOOR = 2e-4
@@ -36,6 +39,12 @@ _FLOOR = 2e-4
 
 _ALONE = 3
 """The operands that are measured alone."""
+
+_SURE = 3.0
+"""The standard errors by which a gap is beyond the limit for sure, so that further orders need not be measured."""
+
+_RESOLVED = 0.5
+"""The standard error of a gap as a share of the limit that is small enough to tell them apart."""
 
 
 @checked(
@@ -80,35 +89,9 @@ def search(
     Raises OptionError for a budget that cannot be kept, and where the model cannot be trained on the data.
     """
     check_model(model, "searched")
-    search = _Search(model, data, loss, _candidates(candidates), _budget(budget), seed, dict(settings))
+    search = _Search(model, data, loss, candidates_of(candidates), budget_of(budget), seed, dict(settings))
     with progress("search", search.state):
         return search.run()
-
-
-SETTINGS = ("steps", "optimizer", "exclude", "card", "time_limit", "file")
-
-
-def _candidates(candidates: Any) -> list[Recipe]:
-    if isinstance(candidates, str | Recipe):
-        candidates = [candidates]
-    recipes = [resolve(candidate) for candidate in candidates]
-    recipes = [recipe.recipe if isinstance(recipe, AutoRecipe) else recipe for recipe in recipes]
-    recipes = [recipe for recipe in dict.fromkeys(recipes) if not isinstance(recipe, HighPrecision)]
-    if not recipes:
-        raise ArgumentError("fxquant.search needs candidates: recipes or their names, such as ['nvfp4', 'mxfp8']")
-    return recipes
-
-
-def _budget(budget: Any) -> tuple[str, float]:
-    budget = {"loss": 0.005} if budget is None else budget
-    if not isinstance(budget, Mapping) or len(budget) != 1:
-        raise ArgumentError(f"fxquant.search: budget must be a dict with one of {', '.join(KINDS)}, not {budget!r}")
-    ((kind, limit),) = budget.items()
-    if kind not in KINDS:
-        raise ArgumentError(f"fxquant.search: unknown budget {kind!r}{did_you_mean(kind, KINDS) or ';'} known: {KINDS}")
-    if not isinstance(limit, int | float) or isinstance(limit, bool) or not limit > 0:
-        raise ArgumentError(f"fxquant.search: the limit of {kind!r} must be a number above 0, not {limit!r}")
-    return kind, float(limit)
 
 
 class _Search:
@@ -118,11 +101,7 @@ class _Search:
         self, model: Any, data: Any, loss: Callable[..., Any] | None, recipes: Sequence[Recipe],
         budget: tuple[str, float], seed: int, settings: dict[str, Any],
     ) -> None:  # fmt: skip
-        for name in settings:
-            if name not in SETTINGS:
-                hint = did_you_mean(name, SETTINGS) or "."
-                names = ", ".join(SETTINGS)
-                raise ArgumentError(f"fxquant.search got an unexpected keyword {name!r}{hint} Known settings: {names}")
+        check_settings(settings)
         if not isinstance(model, nn.Module):
             raise OptionError("fxquant.search trains a module, whose parameters it knows; wrap a function in one")
         batches = batches_of(data)
@@ -145,22 +124,24 @@ class _Search:
             "torch": torch.__version__,
         }  # fmt: skip
         self.measured = Measured(settings.get("file"), about)
+        self.losses = Losses(self.training, self.trials, self.measured, self.recipes)
         self.space: Space
-        self.emulation: Emulation
-        self.compiled: Any = None
         self.plain, self.rows = math.nan, list[dict[str, Any]]()
         self.effects: dict[tuple[Operand, int], float] = {}
         self.errors: dict[tuple[Operand, int], float] = {}
         self.alone: dict[Operand, tuple[float, float]] = {}
-        self.doing, self.runs = "beginning", 0
+        self.unfit = set[tuple[Operand, int]]()
+        self.spread = self.chance = 0.0
+        """The standard deviation of a gap from one order of the batches to another, and that of its mean."""
+        self.doing = "beginning"
         self.chosen: Chosen = {}
+        self.tried: dict[str, Chosen] = {}
         self.way: tuple[Chosen, list[Step]] = ({}, [])
-        self.points: list[Point] = []
         self.switched = True
 
     def state(self) -> str:
         """Says how far it is."""
-        return f"{self.doing}, {self.runs} runs measured"
+        return f"{self.doing}, {self.losses.runs} runs measured"
 
     def run(self) -> SearchResult:
         self._look()
@@ -168,39 +149,32 @@ class _Search:
         self.space.cost(self.kind, {})
         for i, recipe in enumerate(self.recipes):
             self.doing = f"measuring {recipe} everywhere"
-            score = self._real(recipe, f"uniform {i}")
+            self.losses.real(recipe, f"uniform {i}")
             decisions = self.trials.decisions or self._decisions(recipe)
             self.space.add(i, decisions, self._excluded(decisions))
-            self._add_point(self.space.mended(self._uniform(i)), score, str(recipe))
         if not self.space.units:
             raise RecipeError("no candidate quantizes anything of this model: fxquant.explain shows every operand")
         self.switched = all(role.module_type in ROLES for role in self.space.roles.values())
         self._estimate()
+        self.losses.recipe_of = self._recipe
         numbered = Switchable()
         self.trials.run(numbered, lambda compiled: self._with(compiled, numbered))
         return self._finish()
 
     def _with(self, compiled: Any, numbered: Switchable) -> None:
         """Measures and chooses, in the graph that has a switch at every operand."""
-        self.compiled, self.emulation = compiled, Emulation(numbered)
+        if self.switched:
+            self.losses.compiled, self.losses.emulation = compiled, Emulation(numbered)
+        self._measure_groups()
         if self.training.steps:
             self._calibrate()
-        self._measure_alone()
+        self.way = self.space.path(self.kind, self.effects, self.unfit)
+        if self.kind == "loss" and self.training.steps:
+            self._find_noise()
         self.chosen = self._under_budget()
+        self._measure_alone()
 
     # -- runs
-
-    def _real(self, recipe: Recipe, key: str) -> float:
-        """The loss under a recipe as it will run."""
-        stored = self.measured.get(key)
-        self.trials.decisions = []
-        if stored is not None:
-            return float(stored)
-        losses = self.trials.run(recipe, self.training.run)
-        self.runs += 1
-        score = self.training.score(losses)
-        self.measured.put(key, score)
-        return score
 
     def _decisions(self, recipe: Recipe) -> list[Any]:
         """The decisions under a recipe whose loss is known from a file."""
@@ -208,36 +182,21 @@ class _Search:
         self.trials.run(recipe, one.run)
         return self.trials.decisions
 
-    def loss(self, chosen: Chosen) -> float:
-        """The loss under a choice, in the graph with switches; one that is known is not measured again."""
-        key = key_of(chosen)
-        stored = self.measured.get(key)
-        if stored is not None:
-            return float(stored)
-        if not self.switched:
-            score = self.training.score(self.trials.run(self._recipe(chosen), self.training.run))
-        else:
-            self.emulation.choose(self.recipes, chosen)
-            with kept_state(self.model), self.emulation.running():
-                torch.manual_seed(self.trials.seed)
-                score = self.training.score(self.training.run(self.compiled))
-        self.runs += 1
-        self.measured.put(key, score)
-        self._add_point(chosen, score)
-        log.info("search: %d operands quantized, loss %g", len(chosen), score)
-        return score
-
     def gap(self, chosen: Chosen) -> float:
-        """The share by which the loss under a choice is above that of the same graph in high precision."""
-        plain = self.loss({})
-        return (self.loss(chosen) - plain) / max(abs(plain), 1e-30)
+        """The share by which the loss under a choice is above that in high precision."""
+        self.tried.setdefault(key_of(chosen), dict(chosen))
+        return self.losses.gap(chosen)
 
-    def _add_point(self, chosen: Chosen, score: float, name: str = "") -> None:
+    def _point(self, chosen: Chosen, loss: float, plain: float, name: str = "") -> Point:
         space = self.space
         cost = {kind: space.cost(kind, chosen) for kind in ("bits", "memory")}
         cost |= {"time": space.time(chosen)} if self.kind == "time" else {}
-        gap = (score - self.plain) / max(abs(self.plain), 1e-30)
-        self.points.append(Point(cost, score, gap, space.coverage(chosen), dict(chosen), name))
+        return Point(cost, loss, share(loss, plain), space.coverage(chosen), dict(chosen), name)
+
+    def _points(self) -> list[Point]:
+        """The choices that were measured in all orders."""
+        whole = [chosen for chosen in self.tried.values() if self.losses.has(chosen)]
+        return [self._point(chosen, self.losses.of(chosen), self.losses.of({})) for chosen in whole]
 
     def _over(self) -> bool:
         return time.monotonic() > self.end
@@ -263,18 +222,17 @@ class _Search:
     def _look(self) -> None:
         """Trains without quantization, with a probe that tries every candidate in the first step and the last."""
         self.doing = "measuring the unquantized model"
-        stored, rows = self.measured.get("plain"), self.measured.get("rows")
+        rows = self.measured.get("rows")
         self.trials.decisions = []
-        if stored is None or rows is None:
+        if rows is None or self.measured.get("plain") is None:
             every = max(self.training.steps - 1, 1) if self.training.steps else 2  # the first step, and the last
             losses, rows = self.trials.measured(HighPrecision(), request_of(self.recipes), every, self._train_probed)
-            self.runs += 1
-            stored = self.training.score(losses)
-            rows = [{name: _as_json(row.get(name)) for name in _KEPT} for row in rows if row["whatif"]]
-            self.measured.put("progress", losses[0] - stored if losses else 0.0)
+            rows = to_json(rows)
+            self.measured.put("progress", losses[0] - self.training.score(losses) if losses else 0.0)
             self.measured.put("rows", rows)
-            self.measured.put("plain", stored)
-        self.plain, self.rows = float(stored), [{k: _from_json(v) for k, v in row.items()} for row in rows]
+            self.losses.put("plain", losses)
+        self.plain = float(self.measured.get("plain"))
+        self.rows = from_json(rows)
         if not math.isfinite(self.plain):
             raise OptionError(f"the loss of the unquantized model is not finite in {self.training.steps} steps")
 
@@ -303,6 +261,7 @@ class _Search:
                 usual = seen.squares.get(key, 0.0) * gained * shares.get(operand, 1.0)
                 self.effects[key] = seen.losses.get(key, usual)
                 self.errors[key] = seen.errors.get(key, 0.0)
+        self.unfit = outstanding(self.errors)
 
     def _shares(self) -> dict[Operand, float]:
         """The share of the weights whose gradients an operand of the backward has a part in."""
@@ -321,28 +280,61 @@ class _Search:
         return shares
 
     def _calibrate(self) -> None:
-        """Scales the estimates: those of the whole forward, and of the whole backward, add up to what is measured."""
-        self.doing = "measuring forward and backward alone"
-        for i in range(len(self.recipes)):
-            for forward in (True, False):
-                operands = [key for key in self.effects if key[1] == i and is_of_forward(key[0]) is forward]
-                total = sum(self.effects[key] for key in operands)
-                if self._over() or not operands or not 0 < total < math.inf:
-                    continue
-                change = self.gap(self._uniform(i, forward)) * abs(self.plain)
-                if math.isfinite(change):
-                    factor = max(change, _FLOOR * abs(self.plain)) / total
-                    self.effects |= {key: self.effects[key] * factor for key in operands}
+        """Scales the estimates: those of the whole forward, and of the whole backward, add up to what is measured.
 
-    def _measure_alone(self) -> None:
-        """Measures operands alone, and left out of the cheapest choice: those with the largest estimates or none."""
-        self.doing = "measuring operands alone"
-        for unit in self.space.units:  # attention and experts
+        That is the candidate which costs most, since less is lost in chance. Operands for which it is unfit are left
+        out: they would hide all others.
+        """
+        self.doing = "measuring forward and backward alone"
+        for forward in (True, False):
+            fit = [
+                {o: i for o in self._uniform(i, forward) if (o, i) not in self.unfit} for i in range(len(self.recipes))
+            ]
+            totals = [sum(self.effects[key] for key in alike.items()) for alike in fit]
+            total, alike = max(zip(totals, fit, strict=True), key=lambda pair: pair[0])
+            if self._over() or not 0 < total < math.inf:
+                continue
+            change = self.gap(self.space.mended(alike)) * abs(self.plain)
+            if math.isfinite(change):
+                factor = max(change, _FLOOR * abs(self.plain)) / total
+                scaled = [(o, i) for o, i in self.effects if is_of_forward(o) is forward]
+                self.effects |= {key: self.effects[key] * factor for key in scaled}
+
+    def _measure_groups(self) -> None:
+        """Measures attention and experts alone."""
+        self.doing = "measuring attention and experts"
+        for unit in self.space.units:
             for i in range(len(self.recipes)) if self.space.roles[unit[0]].module_type not in ROLES else ():
                 if not self._over() and (chosen := self.space.of_group(unit, i)):
                     change = max(self.gap(chosen), 0.0) * abs(self.plain)
                     self.effects |= {(operand, i): change / len(chosen) for operand in chosen}
-        cheapest, _ = self.space.path("bits", self.effects)
+
+    def _find_noise(self) -> None:
+        """Finds in how many orders of the batches a gap as large as the limit is seen above chance.
+
+        Measured with the cheapest candidate in all operands for which it is fit.
+        """
+        self.doing = "measuring what is chance"
+        cheapest, steps = self.way
+        chosen = self.space.along(self.kind, cheapest, [step for step in steps if step.first])
+        orders, wanted = 1, self.limit * _RESOLVED
+        while chosen and orders < MOST and not self._over():
+            orders = 3 if orders == 1 else orders + 1
+            gaps = self.losses.gaps(chosen, orders)
+            if not all(map(math.isfinite, gaps)):
+                break
+            self.spread = statistics.stdev(gaps)
+            orders = 1 if self.spread <= wanted else orders
+            self.chance = self.spread / math.sqrt(orders)
+            if self.chance <= wanted:
+                break
+        self.chance = min(self.chance, wanted)
+        self.losses.orders = orders
+
+    def _measure_alone(self) -> None:
+        """Measures the operands with the largest estimates alone, and left out of the cheapest choice."""
+        self.doing = "measuring operands alone"
+        cheapest, _ = self.way
         largest = sorted(cheapest, key=lambda operand: -self.effects.get((operand, cheapest[operand]), 0.0))
         for operand in largest[:_ALONE]:
             if self._over() or self.effects.get((operand, cheapest[operand]), 0.0) < _FLOOR * abs(self.plain):
@@ -350,13 +342,14 @@ class _Search:
             unit = next(unit for unit in self.space.units if operand in unit)
             alone = {member: cheapest[member] for member in unit if member in cheapest}
             rest = {member: i for member, i in cheapest.items() if member not in unit}
-            self.alone[operand] = (self.gap(alone), self.gap(cheapest) - self.gap(self.space.mended(rest)))
+            whole, without = (self.losses.gap(chosen, 1) for chosen in (cheapest, self.space.mended(rest)))
+            self.alone[operand] = (self.losses.gap(alone, 1), whole - without)
 
     # -- the choice
 
     def _under_budget(self) -> Chosen:
         self.doing = f"choosing under {self.kind} {self.limit:g}"
-        cheapest, steps = self.way = self.space.path(self.kind, self.effects)
+        cheapest, steps = self.way
         if self.kind == "loss":
             return self._least_bits(cheapest, steps)
         if not self._is_within(cheapest):
@@ -374,7 +367,7 @@ class _Search:
         choices += filter(self._is_within, uniform)
         best = choices[0]
         for chosen in choices:
-            if not self._over() and self.loss(chosen) < self.loss(best):
+            if not self._over() and self.gap(chosen) < self.gap(best):
                 best = chosen
         return best
 
@@ -383,7 +376,8 @@ class _Search:
 
     def _least_bits(self, cheapest: Chosen, steps: Sequence[Step]) -> Chosen:
         """The shortest way from the cheapest choice that keeps the loss, and of it what is needed."""
-        low, high, stride = -1, 0, 1  # numbers of steps with which the loss is too high, and is kept
+        low, stride = -1, 1
+        high = sum(step.first for step in steps)  # numbers of steps with which the loss is too high, and is kept
         while high < len(steps) and not self._over() and not self._keeps(cheapest, steps[:high]):
             low, high, stride = high, min(len(steps), high + stride), stride * 2
         while high - low > 1 and not self._over():
@@ -394,12 +388,22 @@ class _Search:
         for i in range(len(self.recipes)):
             uniform = self.space.mended(self._uniform(i))
             fewer = self.space.bits(uniform) < self.space.bits(chosen)
-            if fewer and self.points[i].gap <= self.limit:
+            if fewer and not self._over() and self._is_kept(uniform):
                 chosen = uniform
         return chosen
 
     def _keeps(self, cheapest: Chosen, steps: Sequence[Step]) -> bool:
-        return self.gap(self.space.along(self.kind, cheapest, steps)) <= self.limit
+        return self._is_kept(self.space.along(self.kind, cheapest, steps))
+
+    def _is_kept(self, chosen: Chosen) -> bool:
+        """Returns True if the loss is kept under a choice, and not by chance."""
+        self.tried.setdefault(key_of(chosen), dict(chosen))
+        limit, orders = self.limit - self.chance, self.losses.orders
+        for count in range(1, orders + 1):
+            gap = self.losses.gap(chosen, count)
+            if abs(gap - limit) > _SURE * self.spread / math.sqrt(count):
+                break
+        return gap <= limit
 
     def _pruned(self, cheapest: Chosen, steps: list[Step]) -> list[Step]:
         """The steps without those that can be taken back: halves, quarters and eighths of them, one by one if few."""
@@ -417,25 +421,37 @@ class _Search:
     def _finish(self) -> SearchResult:
         """Measures the recipe as it will run, and gives it more precision until it keeps an allowed loss."""
         self.doing = "measuring the recipe"
-        chosen, (_, steps) = self.chosen, self.way
-        for count in (1, 2, 4, 8, 0):
+        self.losses.orders = 1 if self._over() else self.losses.orders
+        chosen, (_, steps), losses = self.chosen, self.way, self.losses
+        plain = losses.real(HighPrecision(), "plain")
+        count, taken = 1, list[Step]()
+        while True:
             recipe = self._recipe(chosen)
-            score = self._real(recipe, f"recipe {key_of(chosen)}")
-            self._add_point(chosen, score, "result")
-            if self.kind != "loss" or self.points[-1].gap <= self.limit or not count or self._over():
-                break
+            result = self._point(chosen, losses.real(recipe, f"recipe {key_of(chosen)}"), plain, "result")
             taken = [step for step in steps if not self._has(chosen, step)][:count]
-            chosen = self.space.along(self.kind, chosen, taken)
-        result = self.points[-1]
+            if self.kind != "loss" or result.gap <= self.limit or not taken or self._over():
+                break
+            chosen, count = self.space.along(self.kind, chosen, taken), 2 * count
+        uniform = [
+            self._point(
+                self.space.mended(self._uniform(i)), losses.real(candidate, f"uniform {i}"), plain, str(candidate)
+            )
+            for i, candidate in enumerate(self.recipes)
+        ]
+        kept = [point for point in uniform if self.kind == "loss" and point.gap <= self.limit < result.gap]
+        if kept:  # of what was measured
+            result = min(kept, key=lambda point: point.cost["bits"])
+            chosen = dict(result.chosen)
+            recipe = self._recipe(chosen)
         effects = [
             Effect(*operand, str(self.recipes[i]), self.errors[operand, i], effect, self.alone.get(operand))
             for (operand, i), effect in self.effects.items()
         ]
         effects.sort(key=lambda effect: -effect.effect)
         return SearchResult(
-            recipe=recipe, front=pareto(self.points, self.kind), uniform=self.points[: len(self.recipes)],
-            loss=score, plain=self.plain, gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects,
-            runs=self.runs, budget={self.kind: self.limit},
+            recipe=recipe, front=pareto([*self._points(), *uniform, result], self.kind), uniform=uniform,
+            loss=result.loss, plain=plain, gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects,
+            runs=losses.runs, orders=losses.orders, budget={self.kind: self.limit},
             chosen={operand: str(self.recipes[i]) for operand, i in chosen.items()},
         )  # fmt: skip
 
@@ -448,14 +464,3 @@ class _Search:
 def is_of_forward(operand: Operand) -> bool:
     """Returns True for an operand of a product of the forward."""
     return operand.direction == "rowwise" and operand.role not in ("grad_output", "do", "dp")
-
-
-_KEPT = ("layer", "role", "direction", "candidate", "whatif", "sqnr", "product_error", "loss_change")
-
-
-def _as_json(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
-
-
-def _from_json(value: Any) -> Any:
-    return float(value) if value in ("inf", "-inf") else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from fxquant.tools.emulation import WithoutHistory
 from fxquant.tools.trials import Trials
 
 _STATISTICS = ("sqnr", "product_error", "loss_change")
+
+_UNFIT = 1.8
+_LEAST = 1e-3
 
 Key = tuple[Operand, int]
 """An operand, and the number of a candidate."""
@@ -51,6 +55,18 @@ class Sensitivity:
         return result
 
 
+def outstanding(errors: Mapping[Key, float]) -> set[Key]:
+    """The operands for which a candidate is unfit: whose products have more than `_UNFIT` times the usual error.
+
+    That is the median of the candidate in operands of the role; the errors of a format differ little where it fits.
+    """
+    alike = defaultdict(list)
+    for (operand, i), error in errors.items():
+        alike[i, operand.role].append(error)
+    usual = {key: statistics.median_low(numbers) for key, numbers in alike.items()}
+    return {key for key, error in errors.items() if error > _UNFIT * max(usual[key[1], key[0].role], _LEAST)}
+
+
 def request_of(recipes: Sequence[Recipe], statistics: Sequence[str] = _STATISTICS) -> Request:
     """The request for a probe that tries recipes: rows name them by number."""
     candidates = (Candidate(WithoutHistory(recipe), str(i)) for i, recipe in enumerate(recipes))
@@ -70,3 +86,20 @@ def errors_of(trials: Trials, recipe: Recipe, run: Callable[[Any], object]) -> d
 def _of_values(sqnr: float | None) -> float:
     """The relative error of an operand whose signal is `sqnr` decibels above its noise."""
     return 0.0 if sqnr is None else math.inf if sqnr == -math.inf else 10 ** (-sqnr / 20)
+
+
+def to_json(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of candidates, with what `Sensitivity.of` reads of them, as JSON has them."""
+    return [{name: _text_of(row.get(name)) for name in _KEPT} for row in rows if row["whatif"]]
+
+
+def from_json(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The inverse of `to_json`."""
+    return [{name: float(x) if x in ("inf", "-inf") else x for name, x in row.items()} for row in rows]
+
+
+_KEPT = ("layer", "role", "direction", "candidate", "whatif", *_STATISTICS)
+
+
+def _text_of(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and math.isinf(value) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,11 +23,15 @@ KINDS = ("bits", "memory", "time", "loss")
 
 
 class Step(NamedTuple):
-    """Gives a group of operands a better candidate, or None, for `ratio`: the loss that a unit of cost saves."""
+    """Gives a group of operands a better candidate, or None, for `ratio`: the loss that a unit of cost saves.
+
+    One that is `first` goes before all others.
+    """
 
     group: int
     candidate: int | None
     ratio: float
+    first: bool
 
 
 @dataclass
@@ -153,10 +157,13 @@ class Space:
                 layers[operand.layer].append(operand)
         return [tuple(operands) for operands in layers.values()]
 
-    def path(self, kind: str, effects: Mapping[tuple[Operand, int], float]) -> tuple[Chosen, list[Step]]:
+    def path(
+        self, kind: str, effects: Mapping[tuple[Operand, int], float], first: Collection[tuple[Operand, int]] = ()
+    ) -> tuple[Chosen, list[Step]]:
         """The cheapest choice, and the steps from it to high precision, those first that save most loss for their cost.
 
-        Each group goes along the lower hull of its candidates by cost and effect, so that steps can be taken in order.
+        Those that take an operand from a candidate which is in `first` go before all others. Each group goes along the
+        lower hull of its candidates by cost and effect, so that steps can be taken in order.
         """
         cheapest, steps, whole = Chosen(), list[Step](), self.weight(kind)
         for number, group in enumerate(self.groups(kind)):
@@ -173,12 +180,13 @@ class Space:
             cheapest |= self.of_group(group, current)
             while True:
                 better = [c for c in choices if points[c][0] > points[current][0] and points[c][1] < points[current][1]]
+                leaves = any((operand, i) in first for operand, i in self.of_group(group, current).items())
                 ratios = {c: (points[current][1] - points[c][1]) / (points[c][0] - points[current][0]) for c in better}
                 if not better:
                     break
                 current = max(better, key=lambda c: (ratios[c], c is None))
-                steps.append(Step(number, current, ratios[current]))
-        return cheapest, sorted(steps, key=lambda step: (-step.ratio, step.group))
+                steps.append(Step(number, current, ratios[current], leaves))
+        return cheapest, sorted(steps, key=lambda step: (not step.first, -step.ratio, step.group))
 
     def of_group(self, group: Sequence[Operand], candidate: int | None) -> Chosen:
         """The choice of a candidate for a group, of which it may quantize a part."""

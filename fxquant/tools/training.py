@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Training:
     """The steps of a training over batches, one after another and again from the first.
 
     Its loss is the mean of the second half of the steps; without steps, the mean over the batches, without training.
+    With `moved` weights begin next to where they are, by 2^-9 of their size.
     """
 
     model: Any
@@ -34,6 +35,18 @@ class Training:
     loss: Callable[..., Any] | None
     steps: int
     optimizer: Callable[[Any], torch.optim.Optimizer]
+    moved: int = 0
+
+    def in_order(self, number: int, seed: int) -> Training:
+        """The same training with its batches in another order; the first is the one that there is.
+
+        Of few batches, which have few orders, weights begin elsewhere.
+        """
+        if not number:
+            return self
+        seed = 1000 * seed + number
+        places = torch.randperm(len(self.batches), generator=torch.Generator().manual_seed(seed)).tolist()
+        return replace(self, batches=[self.batches[i] for i in places], moved=0 if len(places) > 3 else seed)
 
     def run(self, compiled: Any, seen: Callable[[int], None] = lambda step: None) -> list[float]:
         """The losses of all steps; they end with the first that is not finite. `seen` is called before each step."""
@@ -41,6 +54,8 @@ class Training:
             with torch.no_grad():
                 return [float(loss_of(self.loss, compiled, batch)) for batch in self.batches]
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self.moved:
+            _move(parameters, self.moved)
         optimizer, losses = self.optimizer(parameters), list[float]()
         for step in range(self.steps):
             seen(step)
@@ -59,6 +74,13 @@ class Training:
             return math.inf
         last = losses[self.steps // 2 :] if self.steps else losses
         return sum(last) / len(last)
+
+
+@torch.no_grad()
+def _move(parameters: Iterable[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator).to(parameter) - 0.5) * 2.0**-8)
 
 
 def loss_of(loss: Callable[..., Any] | None, model: Any, batch: Any) -> Tensor:

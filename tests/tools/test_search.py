@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxquant.recipes.operands import Operand
 from fxquant.recipes.source import python_of
 from fxquant.tools.patterns import name_pattern, recipe_of
 from fxquant.tools.result import SearchResult
+from fxquant.tools.sensitivity import outstanding
 
 LAYERS = [f"blocks.{i}.{end}" for i in range(6) for end in ("attn.q", "attn.k", "mlp.up", "mlp.down")] + ["head"]
 
@@ -89,6 +91,39 @@ def planted(*places: int, depth: int = 2) -> tuple[nn.Module, list[tuple[Tensor,
     teacher = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
     inputs = [torch.randn(64, WIDTH) for _ in range(8)]
     return model, [(x, teacher(x).detach() + 0.3 * torch.randn(64, WIDTH)) for x in inputs]
+
+
+class Scaled(nn.Module):
+    """A residual block, some rows of whose gradient are larger, and those of the input smaller."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64, bias=False), nn.Linear(64, WIDTH)
+        self.register_buffer("scale", torch.ones(64, 1))
+        self.scale[::8] = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x) / self.scale) * self.scale))
+
+
+def test_operands_that_only_gradients_mind_are_protected() -> None:
+    """Rows of a gradient that are 2^8 times larger hurt the product over rows, the gradient of the weight."""
+    _, data = planted(depth=1)
+    model = nn.Sequential(Scaled(2.0**8), Scaled(1.0))
+    result = searched(model, data, {"loss": 0.01}, candidates=["nvfp4", "mxfp8"], steps=8)
+    hurt = {Operand("0.up", role, "columnwise") for role in ("input", "grad_output")}
+    assert {
+        operand for operand, candidate in result.chosen.items() if candidate == "nvfp4"
+    } == result.chosen.keys() - hurt
+    assert {effect[:3] for effect in map(astuple, result.effects[:2])} == hurt
+    assert not result.kept and result.gap < 0.01 and result.coverage == 1.0
+
+
+def test_candidates_are_unfit_where_their_error_is_unusual() -> None:
+    errors = {(Operand(str(i), "input", "rowwise"), 0): 0.1 + 0.01 * i for i in range(4)}
+    planted = (Operand("4", "input", "rowwise"), 0)
+    other = {(Operand(str(i), "weight", "rowwise"), 0): 0.5 for i in range(4)}
+    assert outstanding({**errors, planted: 0.4, **other}) == {planted}
 
 
 def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:

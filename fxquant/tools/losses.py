@@ -1,0 +1,99 @@
+"""The losses of short trainings under recipes, or choices for operands: means over several orders of the batches."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxquant.recipes import HighPrecision, Recipe
+from fxquant.tools.emulation import Emulation
+from fxquant.tools.measured import Measured, key_of
+from fxquant.tools.space import Chosen
+from fxquant.tools.training import Training
+from fxquant.tools.trials import Trials, kept_state
+
+log = logging.getLogger(__name__)
+
+MOST = 8
+"""The orders of batches over which a loss is a mean, at most."""
+
+
+class Losses:
+    """Measures losses, each once: what is known, or stands in a file, is not measured again.
+
+    A training is chaotic: rounding anything moves its loss by chance, up or down. A loss is the mean over `orders`
+    orders of the batches, of which the first is the one that there is.
+    """
+
+    def __init__(self, training: Training, trials: Trials, measured: Measured, recipes: Sequence[Recipe]) -> None:
+        self.training, self.trials, self.measured, self.recipes = training, trials, measured, recipes
+        self.orders, self.runs = 1, 0
+        self.compiled: Any = None
+        self.emulation: Emulation | None = None
+        self.recipe_of: Callable[[Chosen], Recipe] = lambda chosen: HighPrecision()
+
+    def real(self, recipe: Recipe, key: str) -> float:
+        """The loss under a recipe as it will run, in one compiled model."""
+        missing = [order for order in range(self.orders) if self.measured.get(_key(key, order)) is None]
+        self.trials.decisions = []
+        if missing:
+            self.trials.run(recipe, lambda compiled: self._train(compiled, key, missing))
+        return self._mean(key)
+
+    def of(self, chosen: Chosen, orders: int = 0) -> float:
+        """The loss under a choice, in the graph with switches if there is one."""
+        key = key_of(chosen)
+        missing = [i for i in range(orders or self.orders) if self.measured.get(_key(key, i)) is None]
+        if missing and self.emulation is None:
+            self.trials.run(self.recipe_of(chosen), lambda compiled: self._train(compiled, key, missing))
+        elif missing and self.emulation is not None:
+            self.emulation.choose(self.recipes, chosen)
+            with self.emulation.running():
+                self._train(self.compiled, key, missing)
+        return self._mean(key, orders)
+
+    def gap(self, chosen: Chosen, orders: int = 0) -> float:
+        """The share by which the loss under a choice is above that of the same graph in high precision."""
+        return share(self.of(chosen, orders), self.of({}, orders))
+
+    def gaps(self, chosen: Chosen, orders: int) -> list[float]:
+        """The gap in each order."""
+        self.gap(chosen, orders)
+        keys = key_of(chosen), key_of({})
+        return [share(*(float(self.measured.get(_key(key, i))) for key in keys)) for i in range(orders)]
+
+    def has(self, chosen: Chosen) -> bool:
+        """Returns True if a choice was measured in all orders."""
+        return all(self.measured.get(_key(key_of(chosen), order)) is not None for order in range(self.orders))
+
+    def put(self, key: str, losses: Sequence[float]) -> None:
+        """Keeps the losses of a training in the first order."""
+        self.runs += 1
+        self.measured.put(_key(key, 0), self.training.score(losses))
+
+    def _train(self, compiled: Any, key: str, orders: Sequence[int]) -> None:
+        for order in orders:
+            training = self.training.in_order(order, self.trials.seed)
+            with kept_state(self.training.model):
+                torch.manual_seed(self.trials.seed)
+                score = training.score(training.run(compiled))
+            self.runs += 1
+            self.measured.put(_key(key, order), score)
+            log.info("search: %s, order %d, loss %g", key, order, score)
+
+    def _mean(self, key: str, orders: int = 0) -> float:
+        count = orders or self.orders
+        return sum(float(self.measured.get(_key(key, order))) for order in range(count)) / count
+
+
+def share(loss: float, plain: float) -> float:
+    """The share by which a loss is above another; infinite for one that is not finite."""
+    return (loss - plain) / max(abs(plain), 1e-30) if math.isfinite(loss) else math.inf
+
+
+def _key(key: str, order: int) -> str:
+    return f"{key} order {order}" if order else key
