@@ -23,13 +23,19 @@ from fxquant.passes.graph.values import val
 from fxquant.passes.joint.scales import nodes_of_backward
 from fxquant.passes.settings import Settings
 
+_ROUNDS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+_PRODUCTS = ("scaled_mm", "grouped_scaled_mm")
+"""Products whose second operand is the weight in the forward."""
+
 
 def mark_recompute(graph: fx.Graph, settings: Settings) -> int:
     """Marks the nodes that the backward computes again; returns how many.
 
-    Dequantized heads come from payloads, which take half as much; and an attention's output is saved in one order.
+    Dequantized heads come from payloads, which take half as much; an attention's output is saved in one order; and a
+    parameter is rounded again rather than saved, quantized for the backward.
     """
     marked = {node for node in graph.nodes if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node)}
+    marked.update(node for node in graph.nodes if _rounds_weight(node))
     if settings.save == "least":
         marked.update(*products_to_repeat(graph).values())
     for node in marked:
@@ -119,6 +125,20 @@ def _is_elementwise(node: fx.Node) -> bool:
     """Returns True if an operator computes each element by itself, and the same when it runs again."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _rounds_weight(node: fx.Node) -> bool:
+    """Returns True for a cast of a graph's input to 16 bits, as under autocast, that is the weight of a product.
+
+    The partitioner would not compute it again, since no kernel of Inductor's reads it.
+    """
+    if node.target not in _ROUNDS or val(node).dtype.itemsize != 2 or behind_views(node.args[0]).op != "placeholder":
+        return False
+    quantizations = list(readers(node, VIEWS))
+    if not all(map(is_fxquant, quantizations)):
+        return False
+    products = [(user, item) for quantized in quantizations for item in quantized.users for user in item.users]
+    return any(is_fxquant(user, *_PRODUCTS) and item in user.args[1] for user, item in products)  # type: ignore[operator]
 
 
 def _lays_out_attention(node: fx.Node) -> bool:

@@ -132,7 +132,7 @@ def test_reports_name_what_a_backward_makes_again() -> None:
     model = nn.Sequential(Attends(), Attends(before=0.5), Attends())
     report = fxquant.explain(model, "current_scaling", torch.randn(2, 64, 128, requires_grad=True))
     assert report.again == ["0.project", "2.project"]
-    line = 'with save="least" the backward computes again, besides casts: 0.project, 2.project'
+    line = 'with save="least" the backward computes again, besides casts: {0,2}.project'
     assert line in report.text() and '"again"' in report.to_json()
 
 
@@ -147,6 +147,30 @@ def test_four_8b_blocks(recipe: str) -> None:
     assert quantized < 7.35
     assert least < 5.14  # and the input, an eighth, with both
     assert least + 1 / 8 < 0.6 * (plain + 1 / 8)
+
+
+@pytest.mark.parametrize(("recipe", "save"), [("current_scaling", "quantized"), ("mxfp8", "least")])
+def test_a_copy_of_a_float32_parameter_lives_no_longer_than_its_cast(recipe: str, save: str) -> None:
+    """Under autocast a weight is rounded to bfloat16 for its payload, and again in the backward for the other one."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = saved_tensors(lambda: (GatedMlp(), torch.randn(128, 64)), recipe, save=save)
+    weights = {(96, 64), (64, 96)}
+    assert not [t for t in found.saved if tuple(t.shape) in weights], "neither copies nor payloads of weights are saved"
+    copies = 0
+    for graph in (found.forward.graph, found.backward.graph):
+        nodes = list(graph.nodes)
+        for node in nodes:
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor) or tuple(value.shape) not in weights or value.dtype != torch.bfloat16:
+                continue
+            if node.target is SCALED_MM or node.all_input_nodes[0].op != "placeholder":
+                continue
+            copies += 1
+            last = max(map(nodes.index, node.users))
+            assert all("fxquant" in str(user.target) for user in node.users)
+            between = [other for other in nodes[nodes.index(node) : last] if other.target is SCALED_MM]
+            assert not between, f"{node} is held over a product"
+    assert copies == 6, "of three weights, in each half"
 
 
 def test_one_amax_serves_forward_and_backward() -> None:
