@@ -35,7 +35,14 @@ from fxquant.backend.weight_cache import CachedWeights, WeightCache
 from fxquant.checks import article, checked
 from fxquant.compat.frames import unwrapped
 from fxquant.compat.patches import compile_with_inductor
-from fxquant.compat.private import aot_autograd, make_boxed_func, own_errors, recomputes_activations, with_hooks
+from fxquant.compat.private import (
+    CapturedInputs,
+    aot_autograd,
+    make_boxed_func,
+    own_errors,
+    recomputes_activations,
+    with_hooks,
+)
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.recompiles import breaks_around, recompile_reason
 from fxquant.compat.trace import trace_artifact
@@ -143,7 +150,9 @@ class Backend:
 
     def compile_captured(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles one captured graph under this backend's recipe."""
-        record = GraphRecord(first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason())
+        record = GraphRecord(
+            first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason(), inputs=CapturedInputs(gm)
+        )
         self._record = record
         place = self.controls.place() if self.switches else None
         with with_hooks(_same, _same):  # a checkpoint around counts saved tensors
@@ -268,6 +277,9 @@ class Backend:
     ) -> Any:
         self.records.run(record)
         self.controls.run()
+        if record.inputs is not None:
+            record.inputs.forget()
+            record.inputs = None
         assert record.shared is not None
         names, modules, new = record.shared.begin()
         if new:

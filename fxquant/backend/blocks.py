@@ -67,6 +67,22 @@ def _joined(*words: str) -> str:
     return ".".join(filter(None, words))
 
 
+@dataclass(frozen=True)
+class _Attribute:
+    """A parameter or a buffer of a module by its name: `swap_tensors` refuses a tensor that anything refers to."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+
+    @classmethod
+    def of(cls, root: nn.Module, path: str) -> _Attribute:
+        parent, _, name = path.rpartition(".")
+        return cls(weakref.ref(root.get_submodule(parent)), name)
+
+    def has(self, tensor: object) -> bool:
+        return getattr(self.module(), self.name, None) is tensor
+
+
 class Blocks:
     """The states of the modules that one graph serves: of each, those of the slots that the graph asks for.
 
@@ -80,7 +96,7 @@ class Blocks:
         self._path = first.path if first is not None else ""
         self.first = self._of(first)
         self._marks: list[tuple[int, str]] = []
-        self._known: dict[tuple[int, ...], tuple[list[weakref.ref[Tensor]], _Read]] = {}
+        self._known: dict[tuple[int, ...], tuple[list[_Attribute], _Read]] = {}
         self._renamed: dict[int, tuple[Mapping[str, str], _Read]] = {}
         self._places: Callable[[Mapping[str, Any]], Place | None] = lambda tensors: None
 
@@ -121,14 +137,14 @@ class Blocks:
         marks = [inputs[i] for i, _ in self._marks]
         key = tuple(map(id, marks))
         if key in self._known:
-            references, read = self._known[key]
-            if all(reference() is mark for reference, mark in zip(references, marks, strict=True)):
+            attributes, read = self._known[key]
+            if all(attribute.has(mark) for attribute, mark in zip(attributes, marks, strict=True)):
                 return read
         place = self._places({name: mark for (_, name), mark in zip(self._marks, marks, strict=True)})
         if place is None:
             return None
         read = self._of(place)
-        self._known[key] = ([weakref.ref(mark) for mark in marks], read)
+        self._known[key] = ([_Attribute.of(place.root, name) for _, name in self._marks], read)
         return read
 
     def _of(self, place: Place | None) -> _Read:

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
+from fxquant.compat.private import CapturedInputs
 from fxquant.compat.trace import trace_artifact
 from fxquant.decisions import Considered, Decision, KeptInFp8, NotFused, Saved, SentQuantized
 from fxquant.passes.look import half, snapshot
@@ -43,7 +44,8 @@ class GraphRecord:
     before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `others`
     are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles;
     `runners` are the modules, those it was captured for first.
-    Products without a name left the parts of the recipe `undecided` that go by names.
+    Products without a name leave the parts of the recipe `undecided` that go by names. `inputs` are those of the first
+    call, until it runs.
     `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``;
     `views` has the nodes of the first two. A `keeper` keeps both beside torch's cache.
     """
@@ -63,6 +65,7 @@ class GraphRecord:
     breaks: Sequence[str] = ()
     recompiled: str = ""
     undecided: Sequence[str] = ()
+    inputs: CapturedInputs | None = None
 
     def add_layers(self, names: Mapping[str, str], first_site: int) -> int:
         """Adds the layers of another module that runs this graph, by the names of those captured.

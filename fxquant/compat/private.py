@@ -18,6 +18,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._compile import _disable_dynamo as uncaptured
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import _clear_fake_mode_weakrefs
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import lazy_format_graph_code  # type: ignore[attr-defined]
@@ -132,6 +133,33 @@ class RunsBesideDynamo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def is_tracing() -> bool:
     """Returns True if operators run for a graph that is being captured or compiled."""
     return TracingContext.try_get() is not None
+
+
+class CapturedInputs:
+    """The inputs of the call that a graph is captured for, which its nodes and torch's records of the capture refer to.
+
+    torch forgets them for backends that it knows by name: `swap_tensors`, by which `Module.to` moves subclasses of
+    tensors, refuses a tensor that anything refers to weakly.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        inputs = [node.meta for node in gm.graph.find_nodes(op="placeholder")]
+        self._held = [meta["grapharg"] for meta in inputs if meta.get("grapharg") is not None]
+        self._modes = {getattr(meta.get("example_value"), "fake_mode", None) for meta in inputs}
+        self._context = TracingContext.try_get()
+
+    def forget(self) -> None:
+        """Drops the references, once torch has compiled the frame."""
+        for argument in self._held:
+            argument.erase()
+        self._held.clear()
+        if self._context is not None:
+            self._context.tensor_to_context.clear()
+            self._modes.add(self._context.fake_mode)
+        for mode in self._modes:  # Dynamo's, and the one that its backend gets
+            _clear_fake_mode_weakrefs(mode)
+        self._context = None
+        self._modes.clear()
 
 
 def compiling_again(fakes: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -159,7 +159,15 @@ def test_a_rule_by_name_that_cannot_be_decided_is_told_once() -> None:
 def test_models_compiled_under_a_name_of_which_nothing_was_captured_are_told_at_exit(monkeypatch: Any) -> None:
     monkeypatch.setattr(notices, "_untold", [])
     monkeypatch.setattr(notices, "_uncalled", [])
-    net = nn.Sequential(nn.Linear(32, 32))  # torch compiles no forward of its own in place
+
+    class Skipped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = x @ self.weight
+                torch._dynamo.graph_break()
+            return x
+
+    net = Skipped(32, 32)
     net.compile(backend="fxquant-nvfp4", options=EAGER)
     net(torch.randn(16, 32))
     with pytest.warns(UnquantizedWarning, match="no graph of a model compiled with backend='fxquant-nvfp4' has run"):

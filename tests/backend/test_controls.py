@@ -315,3 +315,17 @@ def test_runs_of_another_thread_do_not_count() -> None:
     assert not controls.ran_since(before)
     controls.run()
     assert controls.ran_since(before)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed_scaling"])
+def test_tensors_of_a_compiled_model_can_be_swapped(recipe: str) -> None:
+    """As `Module.to` does with DTensors, and with all parameters if it is told to."""
+    net, x = model(), torch.randn(16, 64)
+    run = fxquant.compile(net, recipe, options={**EAGER, "cache_weights": True})
+    run(x).sum().backward()
+    torch.utils.swap_tensors(net[0].weight, nn.Parameter(torch.rand(96, 64) / 8))
+    net.zero_grad()
+    run(x).sum().backward()
+    torch.utils.swap_tensors(net[0].weight, nn.Parameter(-torch.rand(96, 64) / 8))
+    with torch.no_grad():
+        assert (run(x) - net(x)).norm() < 0.2 * net(x).norm()
