@@ -331,7 +331,8 @@ def _wrapped(operator: Any, weight: QuantizedWeight, args: Sequence[Any], kwargs
         return new
     if operator in _SHAPED and weight.master is not None:
         result = operator(weight.master, *args[1:], **kwargs)
-        return tree_map_only(Tensor, lambda part: QuantizedWeight(weight.spec, master=part, layer=weight.layer), result)
+        spec = str(plain_spec(OperandSpec.parse(weight.spec)))
+        return tree_map_only(Tensor, lambda part: QuantizedWeight(spec, master=part, layer=weight.layer), result)
     return None
 
 

@@ -50,6 +50,12 @@ PAIRS = (
     ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_2d_e4m3"), ("nvfp4", "nvfp4_2d"), ("nvfp4(rht)", "nvfp4(rht)"),
     ("nvfp4(row_scaled)", "nvfp4"),
 )  # fmt: skip
+LONG = (
+    ("per_tensor_e4m3", "per_tensor_e4m3"),
+    ("per_tensor_e5m2", "per_tensor_e4m3"),
+    ("per_row_e4m3", "per_row_e4m3"),
+)
+"""Formats with scales of tensors and rows, which a GEMM in bfloat16 has."""
 SIZES = [(256, 512, 384), (5, 64, 41), (1000, 4096, 1024)]
 """M, K, N."""
 STATE = torch.tensor([1234567, 3, 0])
@@ -93,21 +99,23 @@ def bytes_of_casts() -> None:
 
 
 def gemms() -> None:
-    for a, b in PAIRS:
+    cores, long = (GemmKernel.MXFP8, GemmKernel.NVFP4), (GemmKernel.PER_TENSOR, GemmKernel.PER_ROW)
+    for (a, b), kernels in (*((pair, cores) for pair in PAIRS), *((pair, long) for pair in LONG)):
         for m, k, n in SIZES:
             with checking(f"GEMM of {a} by {b}, {m} x {k} x {n}"):
                 specs = QuantSpec.parse(a), QuantSpec.parse(b)
                 x, w = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
                 parts = [reference.quantize(t, spec) for t, spec in ((x, specs[0]), (w, specs[1]))]
                 on_card = [[part.cuda() for part in side] for side in parts]
-                facts = GemmFacts.of(*on_card, a, b, None, torch.float32, False)
+                dtype, most = (torch.float32, 1e-3) if kernels is cores else (torch.bfloat16, 0.01)
+                facts = GemmFacts.of(*on_card, a, b, None, dtype, False)
                 kernel = scaled_mm.choose(facts).kernel
-                assert kernel in (GemmKernel.MXFP8, GemmKernel.NVFP4), f"{kernel} was chosen"
-                got = scaled_mm.best(*on_card, a, b, None, torch.float32, False).cpu()
+                assert kernel in kernels, f"{kernel} was chosen"
+                got = scaled_mm.best(*on_card, a, b, None, dtype, False).cpu()
                 left, right = (reference.dequantize(p, s).double() for p, s in zip(parts, specs, strict=True))
                 want = left @ right.mT
                 error = ((got - want).norm() / want.norm()).item()
-                assert error < 1e-3, f"relative error {error:.1e}"
+                assert error < most, f"relative error {error:.1e}"
 
 
 def in_groups(parts: list[Tensor], ends: Tensor, text: str, direction: str) -> list[Tensor]:

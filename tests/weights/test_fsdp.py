@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -187,12 +188,11 @@ def in_tiles() -> tuple[set[str], list[float]]:
         specs.add(f"{layer.name.split('.')[-1]}: {sent.spec}")
         return gathered(sent, layer)
 
-    capability = weight_parts.capability
-    weight_parts.capability, fsdp.gathered_parts = lambda device: (10, 0), parts  # type: ignore[attr-defined]
-    try:
+    with (
+        mock.patch.object(weight_parts, "capability", lambda device: (10, 0)),
+        mock.patch.object(fsdp, "gathered_parts", parts),
+    ):
         _, sent = compare("mxfp8", 128, {})
-    finally:
-        weight_parts.capability, fsdp.gathered_parts = capability, gathered  # type: ignore[attr-defined]
     return specs, bytes_an_element(sent, 128)
 
 

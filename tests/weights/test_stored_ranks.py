@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
@@ -12,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fxquant
-from fxquant.weights import QuantizedWeight
+from fxquant.weights import QuantizedWeight, parts
 
 EAGER = {"inner": "aot_eager"}
 
@@ -50,12 +53,17 @@ def test_replicas_have_the_bits_of_plain_ones(ranks: Ranks) -> None:
     ranks.run(replicated)
 
 
+def sharded_on(card: tuple[int, int]) -> list[str]:
+    with mock.patch.object(parts, "capability", lambda device: card):
+        return sharded()
+
+
 def sharded() -> list[str]:
     results, holds = [], []
     for store in (False, True):
         torch.compiler.reset()
         torch.manual_seed(0)
-        run = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False))
+        run = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64, bias=False))
         (fxquant.quantize_parameters if store else fxquant.prepare_fsdp)(run, "mxfp8")
         fully_shard(run, mesh=init_device_mesh("cpu", (2,)))
         run.compile(backend=fxquant.Backend("mxfp8", model=run, inner="aot_eager"))
@@ -66,6 +74,8 @@ def sharded() -> list[str]:
     return holds
 
 
-def test_shards_of_stored_weights_are_those_of_prepared_ones(ranks: Ranks) -> None:
-    for prepared, stored in ranks.run(sharded):
+@pytest.mark.parametrize("card", [(10, 0), (0, 0)], ids=str)
+def test_shards_of_stored_weights_are_those_of_prepared_ones(ranks: Ranks, card: tuple[int, int]) -> None:
+    """On a card that reads scales of blocks too, whose order those of a shard of 128 rows have."""
+    for prepared, stored in ranks.run(sharded_on, card):
         assert prepared == stored and stored.endswith("holds master)"), stored
