@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fxquant.cost.kept import known_cards, rates_of
 from fxquant.cost.work import NOTHING_MULTIPLIES
 from fxquant.decisions import Decision, SentQuantized
-from fxquant.report.data import MODEL, ReportData, layer_pattern, result, role_text, shape_text
+from fxquant.report.data import MODEL, ReportData, folded, layer_pattern, result, role_text, shape_text
 from fxquant.report.fusions import epilogues, in_short, unfused
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
@@ -39,7 +39,11 @@ def text(report: ReportData, layer: str = "", *, collapse: bool = False, full: b
         return "\n".join([*lines, *filter(None, [loss_table(report, most=MOST_REASONS)]), overview(report), hint])
     layers = report.layers(layer, collapse=collapse)
     lines.append(table(report, layer, collapse=collapse) if layers else _no_such_layer(report, layer))
-    tables = (work_table(report, layer, collapse=collapse), epilogue_table(report, layer), loss_table(report, layer))
+    tables = (
+        work_table(report, layer, collapse=collapse),
+        epilogue_table(report, layer, collapse=collapse),
+        loss_table(report, layer),
+    )
     return "\n".join([*lines, *filter(None, tables)])
 
 
@@ -167,21 +171,23 @@ def work_table(report: ReportData, layer: str = "", *, collapse: bool = False) -
     return aligned([row if timed else row[:3] for row in (WORK_COLUMNS, *rows)]) if rows else ""
 
 
-def epilogue_table(report: ReportData, layer: str = "") -> str:
-    """One row for each GEMM on a GPU that has an epilogue, with the kernel that runs it; see `table` for `layer`.
+def epilogue_table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
+    """One row for each GEMM on a GPU that has an epilogue, with the kernel that runs it; see `table` for the arguments.
 
     Triton fuses the epilogue into the GEMM. Beside cuBLAS it is part of a kernel that Inductor makes.
     """
-    rows = epilogue_rows(report, layer)
-    return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
-
-
-def epilogue_rows(report: ReportData, layer: str = "") -> list[tuple[str, ...]]:
-    """The rows of `epilogue_table`."""
-    return [
+    rows: list[tuple[str, ...]] = [
         (gemm.layer or MODEL, gemm.graph, gemm.problem.size, gemm.problem.epilogue, str(gemm.chosen(report.card)))
         for gemm in epilogues(report, layer)
     ]
+    if collapse:
+        by_layer: dict[str, list[tuple[str, ...]]] = {}
+        for name, *facts in rows:
+            by_layer.setdefault(name, []).append(tuple(facts))
+        of_layers = list(by_layer.values())
+        merged = folded(list(by_layer), [tuple(sorted(of_layer)) for of_layer in of_layers])
+        rows = [(name, *facts) for name, places in merged for facts in of_layers[places[0]]]
+    return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
 
 
 def loss_table(report: ReportData, layer: str = "", *, most: int = sys.maxsize) -> str:

@@ -108,4 +108,8 @@ def test_epilogues_are_grouped_by_kind_and_repeated_layers() -> None:
     assert rows[0] == (
         "8", "+ residual", str(kernel), "forward", f"layers.{{0..3}}.o {facts}\nlayers.{{0..3}}.down {facts}",
     )  # fmt: skip
+    lines = Report(recipe="mxfp8", epilogues=gemms, card="H100").epilogue_table(collapse=True).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        "layers.0.o", "layers.0.o", "layers.{0..3}.down", "layers.{1..3}.o", "layers.0.up",
+    ]  # fmt: skip
     assert [row[0] for row in rows] == ["8", "1", "1"] and rows[1][1] == "gelu" and rows[2][3] == "backward"
