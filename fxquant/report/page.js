@@ -247,15 +247,16 @@ function fxqTree(root) {
       const th = make("th", "", `${part} ${gemm}`.trim());
       th.scope = "row";
       return line([th, ...operands.map(o => {
-        const td = make("td"), under = make("span", "soft op");
-        td.append(make("b", "", o[0]), ` ${o[1]} ${o[2]} `, make("br"), chip(o[4], o[3]));
+        const td = make("td"), box = make("div"), under = make("span", "soft op");
+        box.append(make("b", "", o[0]), ` ${o[1]} ${o[2]} `, make("br"), chip(o[4], o[3]));
         const size = o[5] === null ? "" : o[5] === o[6] ? FXQ.bytes(o[5]) : `${FXQ.bytes(o[5])} → ${FXQ.bytes(o[6])}`;
         under.textContent = [size, o[7]].filter(Boolean).join(" · ");
-        td.append(under);
+        box.append(under);
+        td.append(box);
         return td;
-      }), Object.assign(make("td", "num", flops ? FXQ.si(flops) + "FLOP" : ""))]);
+      }), Object.assign(make("td", "num", flops ? FXQ.si(flops) : ""))]);
     });
-    return table([["GEMM"], ["left operand"], ["right operand"], ["", "num"]], lines, "list");
+    return table([["GEMM"], ["left operand"], ["right operand"], ["FLOP", "num"]], lines, "list stack");
   }
 
   function workOf(leaf) {
