@@ -16,12 +16,11 @@ from fxquant.kernels.state.step import StepState
 from fxquant.quantizers import (
     DelayedScalingRequest,
     Float8CurrentScalingQuantizer,
-    IdentityQuantizer,
     QuantizedTensor,
     Quantizer,
 )
 from fxquant.quantizers.base import QuantizedOperand
-from fxquant.recipes import Recipe
+from fxquant.recipes import HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
 from fxquant.roles import Direction, QuantizerRole
 
@@ -53,14 +52,15 @@ class _Numbered(Quantizer):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Switchable(Recipe):
-    """Numbers every operand that it is asked for."""
+    """Numbers every operand that it is asked for; `others`, which have kernels of their own, are as in that recipe."""
 
+    others: Recipe = field(default_factory=HighPrecision)
     operands: dict[Operand, int] = field(default_factory=dict)
     roles: dict[Operand, QuantizerRole] = field(default_factory=dict)
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
+    def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         if role.module_type not in ROLES:
-            return IdentityQuantizer()
+            return self.others.quantizer(role)
         numbers = []
         for direction in Direction:
             operand = Operand(role.name, role.tensor_type, str(direction))

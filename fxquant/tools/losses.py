@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fxquant.recipes import HighPrecision, Recipe
-from fxquant.tools.emulation import Emulation
+from fxquant.recipes.operands import Operand
+from fxquant.roles import QuantizerRole
+from fxquant.tools.emulation import ROLES, Emulation, Switchable
 from fxquant.tools.measured import Measured, key_of
 from fxquant.tools.space import Chosen
 from fxquant.tools.training import Training
@@ -32,9 +34,9 @@ class Losses:
     def __init__(self, training: Training, trials: Trials, measured: Measured, recipes: Sequence[Recipe]) -> None:
         self.training, self.trials, self.measured, self.recipes = training, trials, measured, recipes
         self.orders, self.runs = 1, 0
-        self.compiled: Any = None
-        self.emulation: Emulation | None = None
+        self.roles: Mapping[Operand, QuantizerRole] = {}
         self.recipe_of: Callable[[Chosen], Recipe] = lambda chosen: HighPrecision()
+        self._graphs: dict[str, tuple[Any, Emulation]] = {}
 
     def real(self, recipe: Recipe, key: str) -> float:
         """The loss under a recipe as it will run, in one compiled model."""
@@ -45,16 +47,24 @@ class Losses:
         return self._mean(key)
 
     def of(self, chosen: Chosen, orders: int = 0) -> float:
-        """The loss under a choice, in the graph with switches if there is one."""
+        """The loss under a choice, in a graph whose linears are switched; one for each choice for all others."""
         key = key_of(chosen)
         missing = [i for i in range(orders or self.orders) if self.measured.get(_key(key, i)) is None]
-        if missing and self.emulation is None:
-            self.trials.run(self.recipe_of(chosen), lambda compiled: self._train(compiled, key, missing))
-        elif missing and self.emulation is not None:
-            self.emulation.choose(self.recipes, chosen)
-            with self.emulation.running():
-                self._train(self.compiled, key, missing)
+        if missing:
+            compiled, emulation = self._graph(chosen)
+            emulation.choose(self.recipes, chosen)
+            with self.trials.scope(), emulation.running():
+                self._train(compiled, key, missing)
         return self._mean(key, orders)
+
+    def _graph(self, chosen: Chosen) -> tuple[Any, Emulation]:
+        """The model whose attention and experts are as in a choice, and the switches of its linears."""
+        others = {o: i for o, i in chosen.items() if self.roles[o].module_type not in ROLES}
+        key = key_of(others)
+        if key not in self._graphs:
+            numbered = Switchable(others=self.recipe_of(others))
+            self._graphs[key] = self.trials.compile(numbered)[0], Emulation(numbered)
+        return self._graphs[key]
 
     def gap(self, chosen: Chosen, orders: int = 0) -> float:
         """The share by which the loss under a choice is above that of the same graph in high precision."""

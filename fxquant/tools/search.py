@@ -20,7 +20,7 @@ from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import CustomRecipe, HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
-from fxquant.tools.emulation import ROLES, Emulation, Switchable
+from fxquant.tools.emulation import ROLES
 from fxquant.tools.losses import MOST, Losses, share
 from fxquant.tools.measured import Measured, key_of
 from fxquant.tools.patterns import recipe_of
@@ -137,7 +137,6 @@ class _Search:
         self.chosen: Chosen = {}
         self.tried: dict[str, Chosen] = {}
         self.way: tuple[Chosen, list[Step]] = ({}, [])
-        self.switched = True
 
     def state(self) -> str:
         """Says how far it is."""
@@ -154,17 +153,8 @@ class _Search:
             self.space.add(i, decisions, self._excluded(decisions))
         if not self.space.units:
             raise RecipeError("no candidate quantizes anything of this model: fxquant.explain shows every operand")
-        self.switched = all(role.module_type in ROLES for role in self.space.roles.values())
         self._estimate()
-        self.losses.recipe_of = self._recipe
-        numbered = Switchable()
-        self.trials.run(numbered, lambda compiled: self._with(compiled, numbered))
-        return self._finish()
-
-    def _with(self, compiled: Any, numbered: Switchable) -> None:
-        """Measures and chooses, in the graph that has a switch at every operand."""
-        if self.switched:
-            self.losses.compiled, self.losses.emulation = compiled, Emulation(numbered)
+        self.losses.roles, self.losses.recipe_of = self.space.roles, self._recipe
         self._measure_groups()
         if self.training.steps:
             self._calibrate()
@@ -173,6 +163,7 @@ class _Search:
             self._find_noise()
         self.chosen = self._under_budget()
         self._measure_alone()
+        return self._finish()
 
     # -- runs
 
@@ -288,7 +279,8 @@ class _Search:
         self.doing = "measuring forward and backward alone"
         for forward in (True, False):
             fit = [
-                {o: i for o in self._uniform(i, forward) if (o, i) not in self.unfit} for i in range(len(self.recipes))
+                {o: i for o in self._uniform(i, forward) if (o, i) not in self.unfit and self._is_switched(o)}
+                for i in range(len(self.recipes))
             ]
             totals = [sum(self.effects[key] for key in alike.items()) for alike in fit]
             total, alike = max(zip(totals, fit, strict=True), key=lambda pair: pair[0])
@@ -297,14 +289,18 @@ class _Search:
             change = self.gap(self.space.mended(alike)) * abs(self.plain)
             if math.isfinite(change):
                 factor = max(change, _FLOOR * abs(self.plain)) / total
-                scaled = [(o, i) for o, i in self.effects if is_of_forward(o) is forward]
+                scaled = [(o, i) for o, i in self.effects if is_of_forward(o) is forward and self._is_switched(o)]
                 self.effects |= {key: self.effects[key] * factor for key in scaled}
+
+    def _is_switched(self, operand: Operand) -> bool:
+        """Returns True for an operand that is estimated, and chosen, by itself: of no attention, and of no expert."""
+        return self.space.roles[operand].module_type in ROLES
 
     def _measure_groups(self) -> None:
         """Measures attention and experts alone."""
         self.doing = "measuring attention and experts"
         for unit in self.space.units:
-            for i in range(len(self.recipes)) if self.space.roles[unit[0]].module_type not in ROLES else ():
+            for i in range(len(self.recipes)) if not self._is_switched(unit[0]) else ():
                 if not self._over() and (chosen := self.space.of_group(unit, i)):
                     change = max(self.gap(chosen), 0.0) * abs(self.plain)
                     self.effects |= {(operand, i): change / len(chosen) for operand in chosen}
@@ -449,7 +445,7 @@ class _Search:
         ]
         effects.sort(key=lambda effect: -effect.effect)
         return SearchResult(
-            recipe=recipe, front=pareto([*self._points(), *uniform, result], self.kind), uniform=uniform,
+            recipe=recipe, front=pareto([*uniform, result, *self._points()], self.kind), uniform=uniform,
             loss=result.loss, plain=plain, gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects,
             runs=losses.runs, orders=losses.orders, budget={self.kind: self.limit},
             chosen={operand: str(self.recipes[i]) for operand, i in chosen.items()},

@@ -69,19 +69,29 @@ class Trials:
         return self._run(recipe, measured)
 
     def _run(self, recipe: Recipe, use: Callable[[Any, QuietBackend], R]) -> R:
-        self.runs += 1
-        module = self.model if isinstance(self.model, nn.Module) else None
-        backend = QuietBackend(recipe, **self.options, model=None if module is None else unwrapped(module))
-        compiled = torch.compile(self.model, backend=backend, **isolated())
-        with ExitStack() as stack:
-            stack.enter_context(unlimited_recompiles())
-            stack.enter_context(kept_random_state())
-            if module is not None:
-                stack.enter_context(kept_state(module))
-            torch.manual_seed(self.seed)
+        compiled, backend = self.compile(recipe)
+        with self.scope():
             result = use(compiled, backend)
         self.decisions = backend.report().decisions
         return result
+
+    def compile(self, recipe: Recipe) -> tuple[Any, QuietBackend]:
+        """The model under a recipe, to be called in a `scope`, and its backend."""
+        module = self.model if isinstance(self.model, nn.Module) else None
+        backend = QuietBackend(recipe, **self.options, model=None if module is None else unwrapped(module))
+        return torch.compile(self.model, backend=backend, **isolated()), backend
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """A scope of one run, behind which the model and the random state are as they were."""
+        self.runs += 1
+        with ExitStack() as stack:
+            stack.enter_context(unlimited_recompiles())
+            stack.enter_context(kept_random_state())
+            if isinstance(self.model, nn.Module):
+                stack.enter_context(kept_state(self.model))
+            torch.manual_seed(self.seed)
+            yield
 
 
 @contextmanager
