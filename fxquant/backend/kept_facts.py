@@ -13,19 +13,19 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
 from fxquant.backend.record import GraphRecord
 from fxquant.compat.private import cache_folder
-from fxquant.decisions import Considered, NotFused, Saved, SentQuantized
+from fxquant.decisions import Considered, NotFused
 from fxquant.errors import ProgramError
 from fxquant.files import in_its_place
 from fxquant.report.codec import decode, encode
 from fxquant.snapshots import NodeText, Snapshot
 
-_KINDS = {kind.__name__: kind for kind in (NotFused, SentQuantized, Saved)}
+_KINDS = {kind.__name__: kind for kind in get_args(Considered)}
 
 
 @dataclass(kw_only=True)

@@ -46,8 +46,8 @@ class GraphRecord:
     `runners` are the modules, those it was captured for first.
     Products without a name leave the parts of the recipe `undecided` that go by names. `inputs` are those of the first
     call, until it runs.
-    `texts` has its ``forward`` and ``backward``, or, if torch took what it had compiled before, what was ``captured``;
-    `views` has the nodes of the first two. A `keeper` keeps both beside torch's cache.
+    `texts` has its ``forward`` and ``backward``, or what was ``captured``, if torch took it from a cache beside which
+    neither was kept; `views` has the nodes of the first two. A `keeper` keeps both beside torch's cache.
     """
 
     first_site: int = 0

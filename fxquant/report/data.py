@@ -67,14 +67,14 @@ class ReportData:
     activated, added to something or measured by their readers. `again` are the layers whose product a backward computes
     again with the option ``save="least"``. Kernels and times are those of `card`, or of the tensors' own device if that
     is empty; see `on`. `losses` are the measurements of `fxquant.measure`. `not_fused` has the reasons of the passes
-    behind autograd, as far as they have run: `fxquant.explain` compiles no kernels, and a graph that comes from a cache
-    has none; `sent_quantized` has what they let ranks exchange quantized. `uncompiled` says what ran as it was, in no
-    graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked, and when;
-    `saved` is what all forwards keep for their backwards, None where none was differentiated, and `kept_fp8` has what
-    of it is in FP8 with the option ``save="fp8"``. A report that was read from JSON has the estimates as they were
-    written (`estimated`), and says the same under other rates.
-    `views` has the nodes of the forward and backward graphs, `steps` those before and after each pass, where
-    `fxquant.explain(.., stages=True)` was asked for them; `drawn` has the pictures of a report that was read.
+    behind autograd, as far as they have run: `fxquant.explain` compiles no kernels; those of a graph that comes from a
+    cache are kept beside it. `sent_quantized` has what they let ranks exchange quantized. `uncompiled` says what ran as
+    it was, in no graph, and `recompilations` why torch has compiled the same code again. `header` says what was asked,
+    and when; `saved` is what all forwards keep for their backwards, None where none was differentiated, and `kept_fp8`
+    has what of it is in FP8 with the option ``save="fp8"``. A report that was read from JSON has the estimates as they
+    were written (`estimated`), and says the same under other rates. `views` has the nodes of the forward and backward
+    graphs, `steps` those before and after each pass, where `fxquant.explain(.., stages=True)` was asked for them;
+    `drawn` has the pictures of a report that was read.
     """
 
     recipe: str

@@ -21,7 +21,7 @@ from fxquant.report.data import MODEL, ReportData, operand_bytes, result, role_t
 from fxquant.report.fusions import KIND_COLUMNS, UNFUSED_COLUMNS, in_short, kinds_of_epilogues, once, unfused
 from fxquant.report.markup import Anchors, capital, count_text, percent, si, table
 from fxquant.report.picture import RULES, pictures
-from fxquant.report.text import bytes_text, sent_text, size_text, some, time_text, verdict
+from fxquant.report.text import bytes_text, kept_text, sent_text, size_text, some, time_text, verdict
 from fxquant.report.tree import Leaf, Node, title, tree
 from fxquant.report.why import Leaves, by_reason, unquantized
 
@@ -136,6 +136,7 @@ def _cards(report: ReportData, leaves: Leaves, anchors: Anchors) -> str:
         under = f"{bytes_text(saved.quantized)} of it quantized, {instead}"
         under = under if saved.quantized else "nothing of it in a format of the library"
         under += "; on meta, where attention keeps its scores" if report.header.device == "meta" else ""
+        under += "".join(f". {capital(escape(line))}" for line in kept_text(report))
         number = _from_to(bytes_text(saved.unquantized), bytes_text(saved.total))
         cards.append(_card("Saved for the backward", number, under))
     elif report.from_cache:

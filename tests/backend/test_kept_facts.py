@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import fxquant
 from fxquant import Report
 from fxquant.backend.kept_facts import Facts, _read, _write
+from fxquant.decisions import Considered, KeptInFp8, NotFused, Saved, SentQuantized
 from fxquant.report.html import FROM_CACHE, section
 
 
@@ -62,7 +63,11 @@ def test_nothing_is_kept_where_torch_keeps_nothing(folder: Path) -> None:
 
 
 def test_files_that_cannot_be_read_or_written_are_as_none(tmp_path: Path) -> None:
-    path, facts = tmp_path / "facts.json.gz", Facts(texts={"forward": ["a graph"]})
+    sent = SentQuantized(layers=("a", "b"), operand="input", spec="mxfp8_e4m3", bits=8.25, instead=16, dequantized=True)
+    left = NotFused(step="lower", layer="a", operator="amax", reason="why", graph="forward")
+    considered = [left, sent, Saved(total=3, quantized=1, instead=2), KeptInFp8("a", "silu", 1, 2)]
+    assert set(map(type, considered)) == set(get_args(Considered))
+    path, facts = tmp_path / "facts.json.gz", Facts(texts={"forward": ["a graph"]}, considered=considered)
     _write(path, facts)
     whole = path.read_bytes()
     assert _read(path) == facts
