@@ -142,7 +142,8 @@ def cast_side(
     low, high = tl.split(tl.reshape(codes, (R, C // 2, 2)))
     row = first_row + tl.arange(0, R)[:, None]
     pair = first_column // 2 + tl.arange(0, C // 2)[None, :]
-    place = row.to(tl.int64) * row_bytes + pair
+    data += first_row.to(tl.int64) * row_bytes  # a tile's own places fit 32 bits
+    place = tl.arange(0, R)[:, None] * row_bytes + pair
     tl.store(data + place, (low | (high << 4)).to(tl.uint8), mask=(row < rows) & (2 * pair < padded))
     block = first_column // 16 + tl.arange(0, C // 16)[None, :]
     bits = stored.to(tl.uint8, bitcast=True)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.compat.values import statically_known_true
+
 Dim = int | torch.SymInt
 
 
@@ -46,6 +48,8 @@ def moved(x: Tensor, ends: Tensor, places: Tensor, count: Dim, axis: int) -> Ten
     group = group_of(places, count).clamp(max=ends.shape[0] - 1)
     within = place - starts(places)[group]
     taken = within < (ends - starts(ends))[group]
-    source = (within + starts(ends)[group]).clamp(0, max(x.shape[axis] - 1, 0)).long()
     raw = x.view(torch.uint8) if x.itemsize == 1 else x
+    if not statically_known_true(x.shape[axis] > 0):
+        raw = torch.nn.functional.pad(raw, (0, 1) if axis else (0, 0, 0, 1))
+    source = (within + starts(ends)[group]).clamp(min=0, max=raw.shape[axis] - 1).long()
     return torch.where(taken.unsqueeze(1 - axis), raw.index_select(axis, source), 0).view(x.dtype)

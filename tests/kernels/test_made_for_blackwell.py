@@ -158,7 +158,8 @@ MORE: dict[str, Callable[[], object]] = {
     "groups of mxfp8, rows": lambda: swizzled_groups("mxfp8_e4m3(swizzled)", None),
     "batch of 2-d mxfp8": lambda: grouped_cast.quantize(
         matrix(2, 512, 384), None, *[QuantSpec.parse("mxfp8_2d_e4m3(swizzled)")] * 2),
-    "groups of nvfp4, ragged": lambda: swizzled_groups("nvfp4(swizzled)", "nvfp4(rht,swizzled)", 129, 50),
+    "groups of nvfp4, ragged": lambda: swizzled_groups(
+        "nvfp4(stochastic,swizzled)", "nvfp4(rht,stochastic,swizzled)", 129, 50),
     "groups of nvfp4, plain": lambda: swizzled_groups("nvfp4", "nvfp4(rht)"),
     "groups of nvfp4, columns": lambda: swizzled_groups(None, "nvfp4(swizzled)"),
     "batch of 2-d nvfp4": lambda: grouped_nvfp4.quantize(
