@@ -292,7 +292,7 @@ class Partition(CustomPartitionerFn):
         self.reasons += traced(considered(gm.graph, "joint"))
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
-        with recomputable(quantizing) if self.settings.save != "quantized" else contextlib.nullcontext():
+        with recomputable(quantizing) if self.settings.save in ("least", "fp8") else contextlib.nullcontext():
             halves = (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
         for one in halves:
             if drop_unused(one.graph):

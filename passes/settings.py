@@ -34,5 +34,5 @@ class Settings:
     ranges: bool = False
 
 
-SAVE = ("quantized", "least", "fp8")
+SAVE = ("quantized", "less", "least", "fp8")
 """The choices of what a forward saves for its backward."""

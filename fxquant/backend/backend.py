@@ -78,8 +78,9 @@ class Backend:
     `inner` compiles the rewritten graphs: ``inductor``, or ``aot_eager`` to run their operators one by one, for
     debugging. `allow_float64` quantizes float64 operands too (as float32). `mode` and `inductor` (a dict of settings)
     go to Inductor. A forward keeps ``quantized`` activations for its backward, or the ``least`` (`save`): the backward
-    then quantizes them again, and multiplies again where attention's output goes into a sum. By ``fp8`` what norms,
-    activations and attention keep is in FP8 too, from which gradients lose a little. With `cache_weights` a
+    then quantizes them again, and multiplies again where attention's output goes into a sum. By ``less`` a
+    GPU makes activations once more alone, and by ``fp8`` what norms, activations and attention keep is in FP8 too,
+    from which gradients lose a little. With `cache_weights` a
     weight is quantized only after a change, and its payloads take memory in between; `clear_cache` tells of a change
     that nothing shows. `gemm` chooses between two kernels of a GPU: ``cublas``, ``triton``, which fuses the operators
     after a GEMM, the faster by earlier measurements (``auto``) or by measuring while compiling (``autotune``). `model`

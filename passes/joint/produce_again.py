@@ -11,8 +11,8 @@ where the second runs in the backward, by the arithmetic of the first, so that b
 both directions writes. The norm of a residual stream, whose backward keeps x and rstd, then costs one more read of x,
 and so does the output of an attention, which lies in memory and is kept for that.
 
-Left as they are: scales of lines, whose amaxes would be taken twice, and products of several large tensors (SiLU times
-a factor), which it would take a read of each to make again.
+Left as they are: scales of lines, whose amaxes would be taken twice. Products of several large tensors (SiLU times a
+factor), which it takes a read of each to make again, and GELU are made again with ``save="less"`` alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _FAMILIES = ("per_tensor", "block", "mxfp8")
 
 def produce_again(graph: fx.Graph, settings: Settings) -> int:
     """Rewrites a joint graph in place; returns how many quantizations the backward makes again."""
-    if settings.exact_recompute or settings.save != "quantized":  # what is made again is Inductor's to make
+    # what is made again is Inductor's to make
+    if settings.exact_recompute or settings.save not in ("quantized", "less"):
         return 0
     of_backward = nodes_of_backward(graph)
     by_root: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -63,7 +64,7 @@ def produce_again(graph: fx.Graph, settings: Settings) -> int:
         if in_memory(root):
             if _is_kept(root, of_backward) and behind_views(root).op == "call_function":
                 count += sum(map(_mark, columns))
-        elif (maker := _made(root, nodes, of_backward)) is not None:
+        elif (maker := _made(root, nodes, of_backward, settings.save == "less")) is not None:
             views: list[Any] = [node.args[0] for node in nodes]
             count += maker.write([node for node in nodes if node not in columns], columns)
             erase_unused([*dict.fromkeys(views), root])
@@ -160,8 +161,11 @@ class _Made:
         return parts
 
 
-def _made(root: fx.Node, nodes: Sequence[fx.Node], of_backward: set[fx.Node]) -> _Made | None:
-    """Returns how a producer makes a tensor that is only quantized, of tensors that the backward keeps."""
+def _made(root: fx.Node, nodes: Sequence[fx.Node], of_backward: set[fx.Node], at_a_price: bool) -> _Made | None:
+    """Returns how a producer makes a tensor that is only quantized, of tensors that the backward keeps.
+
+    It reads one large tensor, and takes no longer than that; any producer will do `at_a_price`.
+    """
     of_scales = [_state(node).args[0] for node in nodes if is_fxquant(_state(node), "scale_from_amax")]
     users = list(readers(root))
     amaxes = [user for user in users if is_fxquant(user, "amax")]
@@ -169,7 +173,8 @@ def _made(root: fx.Node, nodes: Sequence[fx.Node], of_backward: set[fx.Node]) ->
         return None
     rows, length = val(nodes[0].args[0]).shape
     for name, producer in PRODUCERS.items():
-        if producer is IDENTITY or producer.parts or producer.matrices > 1 or producer.slow:
+        free = producer.matrices == 1 and not producer.slow
+        if producer is IDENTITY or producer.parts or not (free or at_a_price):
             continue
         inputs = match_producer(producer, root, rows, length)
         large = [x for x, kind in zip(inputs or (), producer.inputs, strict=False) if kind in ("matrix", "heads")]

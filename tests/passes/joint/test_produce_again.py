@@ -121,8 +121,8 @@ def test_what_the_backward_does_not_keep_is_saved() -> None:
 class Split(Backend):
     """Runs the forward and the backward as Inductor would get them, lowered, and keeps them."""
 
-    def __init__(self, recipe: str) -> None:
-        super().__init__(recipe, inner="aot_eager")
+    def __init__(self, recipe: str, save: str) -> None:
+        super().__init__(recipe, inner="aot_eager", save=save)
         self.graphs: list[list[str]] = []
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -140,13 +140,16 @@ class Split(Backend):
         return run(gm, list(example_inputs))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("recipe", ["delayed_scaling", "float8_blockwise"])
-def test_a_decoder_trains_with_the_same_bits(recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "save", "count"), [("delayed_scaling", "less", 4), ("float8_blockwise", "quantized", 3)]
+)
+def test_a_decoder_trains_with_the_same_bits(recipe: str, save: str, count: int) -> None:
+    """Two norms and attention are made again, and with ``less`` SiLU x factor."""
     found = []
     for without in ("produce_again", ""):
         torch.compiler.reset()
         torch.manual_seed(0)
-        model, backend = SMALL.model(), Split(recipe)
+        model, backend = SMALL.model(), Split(recipe, save)
         run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
         with inductor_config.patch(disabled_passes=without):
             steps = []
@@ -156,20 +159,26 @@ def test_a_decoder_trains_with_the_same_bits(recipe: str) -> None:
         found.append({f"{key} {i}": value for i, step in enumerate(steps) for key, value in step.items()})
         found[-1] |= backend.state_dict()
     forward, backward = backend.graphs
-    assert [names.count("produce_quantize") for names in (forward, backward)] == [3, 3], "norms and attention"
+    assert [names.count("produce_quantize") for names in (forward, backward)] == [count, count]
     assert_same_bits(*found)
 
 
-@pytest.mark.parametrize("recipe", ["current_scaling", "delayed_scaling", "mxfp8"])
-def test_only_the_product_of_a_block_is_saved_as_a_payload(recipe: str) -> None:
-    """bfloat16 of queries, keys, values, attention's output, gate, up, sums; and SiLU x factor quantized."""
+@pytest.mark.parametrize(
+    ("recipe", "save"), [("current_scaling", "less"), ("delayed_scaling", "quantized"), ("mxfp8", "quantized")]
+)
+def test_only_the_product_of_a_block_is_saved_as_a_payload(recipe: str, save: str) -> None:
+    """bfloat16 of queries, keys, values, attention's output, gate, up, sums; and SiLU x factor quantized.
+
+    With ``less`` not that either.
+    """
 
     def make() -> tuple[nn.Module, Tensor]:
         return SMALL.model(), SMALL.input()
 
     rows, (hidden, ffn) = SMALL.batch * SMALL.length, (SMALL.hidden, SMALL.ffn)
-    total = saved_tensors(make, recipe, device="cpu").total
-    matrices = SMALL.blocks * (2 * (4 * hidden + 2 * ffn) + ffn) + 2 * (SMALL.blocks - 1) * hidden
+    total = saved_tensors(make, recipe, device="cpu", save=save).total
+    payload = 0 if save == "less" else ffn
+    matrices = SMALL.blocks * (2 * (4 * hidden + 2 * ffn) + payload) + 2 * (SMALL.blocks - 1) * hidden
     vectors = SMALL.blocks * (SMALL.heads + 2)
     scales = SMALL.blocks * ffn * rows // 32 if recipe == "mxfp8" else 0
     assert 0 <= total - rows * (matrices + 4 * vectors) - scales < 1024
