@@ -168,9 +168,10 @@ class Request:
             unmeasured.append(Unmeasured(layer, "dp", _IN_NO_MEMORY))
         return Plan(tensors, groups, texts), unmeasured
 
-    def closed(self, layer: str) -> list[Unmeasured]:
-        """The operands that are wanted, and cannot be measured, of an attention in high precision."""
-        return [Unmeasured(layer, kind, _TORCHS_OWN) for kind in self.tensors if kind in ATTENTION_ROLES]
+    def closed(self, module_type: str, layer: str, reason: str = "") -> list[Unmeasured]:
+        """The operands that are wanted of what no operator of fxquant computes, with the reason."""
+        asked = _ROLES.get(module_type, _ROLES["linear"])
+        return [Unmeasured(layer, kind, reason or _TORCHS_OWN) for kind in self.tensors if kind in asked]
 
 
 _TORCHS_OWN = "this attention stays in high precision, and nothing of it can be seen but its results"
@@ -314,7 +315,7 @@ def statistics(vector: Tensor, product: Tensor | None = None, loss: Tensor | Non
         "exponents": exponents(vector),
         "cosine": None if product is None else cosine(product),
         "product_error": None if product is None else product_error(product),
-        "loss_change": None if loss is None else loss_change(loss),
+        "loss_change": None if loss is None or loss[0] == 0 else loss_change(loss),
     }
 
 

@@ -237,9 +237,12 @@ def open_products(bound: Bound, settings: Settings) -> Bound:
         for match in layers.name_layers(find_matmuls(gm, autocast=bound.autocast), bound.names)
         if match.node.graph in reached and (bound.shared or request.wants(match.name))
     ]
-    wanted = [match for match in matches if match.module_type in plain.MODULE_TYPES]
-    plain.open_products(gm, products.resolve(wanted, HighPrecision())[0])
-    return replace(bound, gm=gm, unmeasured=plain.closed(matches, request))
+    resolved, _ = products.resolve(
+        [match for match in matches if match.module_type in plain.MODULE_TYPES], HighPrecision()
+    )
+    plain.open_products(gm, resolved)
+    attention = [match for match in matches if match.module_type == "dpa"]
+    return replace(bound, gm=gm, unmeasured=plain.closed([*resolved, *attention], request))
 
 
 def add_observers(bound: Bound, settings: Settings) -> Bound:

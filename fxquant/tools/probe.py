@@ -65,7 +65,10 @@ def probe(
 
 @contextmanager
 def measuring(controls: Iterable[Controls], request: Request, every: int) -> Iterator[Session]:
-    """A scope in which what was compiled under some controls measures; a step ends with that of an optimizer."""
+    """A scope in which what was compiled under some controls measures; a step ends with that of an optimizer.
+
+    Rows of a step that an error has cut short are those of this rank.
+    """
     controls, session = [*controls], Session(request, every)
 
     def stepped(*_: Any) -> None:
@@ -77,6 +80,9 @@ def measuring(controls: Iterable[Controls], request: Request, every: int) -> Ite
     try:
         yield session
         session.read()
+    except BaseException:
+        session.read(over_ranks=False)  # what there is of the step; the other ranks may not come here
+        raise
     finally:
         hook.remove()
         for one in controls:

@@ -352,7 +352,8 @@ def loss_change(grad: Tensor, x: Tensor, w: Tensor, parts: Sequence[Tensor], spe
         rows = ((grad @ (_dequantized(parts, spec, w) - w)) * x).double().sum(-1)
     else:
         rows = ((grad @ w) * (_dequantized(parts, spec, x) - x)).double().sum(-1)
-    return _vector({"change": rows.sum(), "change_squares": rows.square().sum() * rows.numel()}, grad)
+    entries = {"elements": rows.numel(), "change": rows.sum(), "change_squares": rows.square().sum() * rows.numel()}
+    return _vector(entries, grad)
 
 
 def power_below(amax: Tensor) -> Tensor:

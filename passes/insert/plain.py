@@ -33,9 +33,17 @@ def open_products(gm: fx.GraphModule, matches: Sequence[Match]) -> int:
 
 
 def closed(matches: Sequence[Match], request: Request) -> list[Unmeasured]:
-    """Returns the operands of attention in high precision, whose kernel is torch's own."""
-    names = dict.fromkeys(match.name for match in matches if match.module_type == "dpa")
-    return [one for name in names for one in request.closed(name)]
+    """Returns the operands of attention in high precision, whose kernel is torch's own, and of what is no matmul."""
+    reasons = dict[tuple[str, str, str], None]()
+    for match in matches:
+        decisions = [decision for resolved in match.resolved for decision in resolved.decisions]
+        skipped = [(decision.skip_reason, decision.detail) for decision in decisions]
+        others = [(skip.value, detail) for skip, detail in skipped if skip and skip is not SkipReason.HIGH_PRECISION]
+        if match.module_type == "dpa":
+            reasons[match.module_type, match.name, ""] = None
+        elif others:
+            reasons[match.module_type, match.name, ": ".join(filter(None, others[0]))] = None
+    return [one for key in reasons for one in request.closed(*key)]
 
 
 def _written(resolved: Resolved) -> Resolved:

@@ -329,6 +329,20 @@ def test_a_model_that_fxquant_has_not_compiled_is_refused() -> None:
         pass
 
 
+def test_a_step_that_an_error_ends_is_kept_and_the_next_probe_begins_anew() -> None:
+    """A convolution that is no matmul has a reason, and a forward alone no change of a loss."""
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Flatten(), nn.Linear(256, 32))
+    run = fxquant.compile(model, "mxfp8", options=EAGER)
+    for _ in range(2):
+        with pytest.raises(KeyError), fxquant.probe(run, every=1, stats="loss_change") as log:
+            run(torch.randn(32, 16, 4, 4))
+            raise KeyError
+        assert [(row["layer"], row["role"], row["loss_change"]) for row in log.rows] == [
+            ("2", role, None) for role in ("input", "weight", "input", "weight")
+        ]
+        assert {one.layer for one in log.unmeasured} == {"0"} and log.unmeasured[0].reason.startswith("CONVOLUTION")
+
+
 def test_what_measured_nothing_is_told(compiled: Any) -> None:
     with pytest.warns(fxquant.FxQuantWarning, match="no compiled graph ran inside it"), fxquant.probe(compiled):
         pass
