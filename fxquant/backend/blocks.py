@@ -63,6 +63,12 @@ def path_in(module: nn.Module, part: nn.Module) -> str | None:
     return None if name is None else clean_path(name)
 
 
+def names_in(home: nn.Module | None) -> dict[str, str]:
+    """The paths of the modules in a module by their ids; none for None."""
+    named = () if home is None else home.named_modules()
+    return {str(id(part)): clean_path(name) for name, part in named if name}
+
+
 def _joined(*words: str) -> str:
     return ".".join(filter(None, words))
 

@@ -30,7 +30,7 @@ class ByName:
         self._options = {} if recipe is None else {"recipe": recipe}
         self._none: Mapping[str, Any] = {}
         self._backends: weakref.WeakValueDictionary[tuple[int, str | None], Backend] = weakref.WeakValueDictionary()
-        self._compiled: set[tuple[int, str | None]] = set()
+        self._compiled: list[tuple[Mapping[str, Any], str | None]] = []
 
     def __reduce__(self) -> tuple[Callable[[str], ByName], tuple[str]]:
         return found, (next(name for name, backend in BY_NAME.items() if backend is self),)
@@ -45,7 +45,8 @@ class ByName:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Compiles one captured graph; torch.compile calls this."""
-        self._compiled.add(self._key(options, mode))
+        if (options or {}, mode) not in self._compiled:
+            self._compiled.append(({**(options or {})}, mode))
         return self.backend(mode=mode, options=options)(gm, example_inputs)
 
     def backend(self, *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Backend:
@@ -69,9 +70,9 @@ class ByName:
         return backend
 
     def unmet(self) -> Iterator[str]:
-        """Names what torch.compile was given this for, as far as no graph of it has come."""
+        """Names what torch.compile was given this for, as far as no graph of it, or of equal options, has come."""
         for function, keywords in compiled_with_names():
-            if function is self and self._key(keywords.get("options"), keywords.get("mode")) not in self._compiled:
+            if function is self and (keywords.get("options") or {}, keywords.get("mode")) not in self._compiled:
                 yield f"a model compiled with backend={self.__name__!r}"
 
     def _key(self, options: Mapping[str, Any] | None, mode: str | None) -> tuple[int, str | None]:

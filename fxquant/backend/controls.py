@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fxquant.backend.blocks import Place, expected, holds, path_in, place_of
+from fxquant.backend.blocks import Place, expected, holds, names_in, path_in, place_of
 from fxquant.backend.checkpoint import Part
 from fxquant.backend.notices import tell, watch
 from fxquant.backend.outer import outermost
 from fxquant.checks import checked
 from fxquant.compat.frames import add_guard, compiled_call, frame_being_compiled, is_method_of, unwrapped
 from fxquant.errors import ArgumentError, FxQuantWarning
-from fxquant.passes.plan.layers import clean_path
 from fxquant.recipes import HighPrecision, Recipe, resolve
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class Controls:
         """The model that holds a module, all of whose parts have names from then on."""
         model = unwrapped(outermost(module))
         self._located.add(module)
-        next(iter(self.backends.values())).states.of(model)
+        self.first().states.of(model)
         return model
 
     def compiles_nothing_but(self, model: nn.Module) -> bool:
@@ -152,8 +151,12 @@ class Controls:
     def under(self, recipe: Recipe) -> Backend:
         """The backend for a recipe."""
         if recipe not in self.backends:
-            self.backends[recipe] = next(iter(self.backends.values())).under(recipe)
+            self.backends[recipe] = self.first().under(recipe)
         return self.backends[recipe]
+
+    def first(self) -> Backend:
+        """The backend that all others came from."""
+        return next(iter(self.backends.values()))
 
     def compiled_any(self) -> bool:
         """Returns True if a graph has run."""
@@ -185,10 +188,7 @@ class Controls:
         root = root_of(frame)
         recipe = self._of_call(root)
         backend = self.under(recipe)
-        around = self._compiled_now()
-        if around is not None and around not in self.roots:  # behind a graph break the frame is of a part of it
-            self.add_root(around)
-            backend.states.of(self.place_of(around).home)
+        self._add_called()
         if root is not None:
             self.add_root(root)
 
@@ -197,8 +197,8 @@ class Controls:
             current = self._of_call(root)
             if current is not recipe and current != recipe:
                 return False
-            if self.by_name and root is not None and root not in self._located:
-                self._model_around(root)
+            if root is not None and root not in self._located:
+                self._locate(root)
             self._guarded.root = root
             self.enter(recipe)
             return True
@@ -239,8 +239,23 @@ class Controls:
             root = next((module for module in modules if is_method_of(module, code)), None) or self._model_of_call()
         return None if root is None else self.place_of(root)
 
+    def _locate(self, root: nn.Module) -> None:
+        """Learns the names of a module whose call runs a graph that was captured for another one."""
+        if self.by_name:
+            self._model_around(root)
+        else:
+            self._located.add(root)
+            self._add_called()
+
+    def _add_called(self) -> None:
+        """Notes the module that torch.compile was given: behind a graph break, the frame is of a part of it."""
+        called = self._compiled_now()
+        if called is not None and called not in self.roots:
+            self.add_root(called)
+            self.first().states.of(self.place_of(called).home)
+
     def _compiled_now(self) -> nn.Module | None:
-        """The module that torch.compile was given for the call which compiles now; tools have but the one they know."""
+        """The module that torch.compile was given for the call that runs now; tools have but the one they know."""
         call = compiled_call() if self.of_a_model else None
         return None if call is None else call.module
 
@@ -254,12 +269,11 @@ class Controls:
 
     def names(self) -> dict[str, str]:
         """The names of the parts of the modules that this backend compiles, by the ids of these parts."""
-        homes = reversed(self.homes())
-        return {str(id(part)): clean_path(name) for home in homes for name, part in home.named_modules() if name}
+        return {part: name for home in reversed(self.homes()) for part, name in names_in(home).items()}
 
     def homes(self) -> list[nn.Module]:
         """The outermost modules that this backend compiles, in which layers have their names."""
-        return [*next(iter(self.backends.values())).states.by_module]
+        return [*self.first().states.by_module]
 
     def place_of(self, root: nn.Module) -> Place:
         """The place of a module in the first that this backend compiles and that holds it."""
@@ -272,7 +286,7 @@ class Controls:
 
     def parts(self, model: nn.Module | None = None) -> list[Part]:
         """The states of the modules that this backend compiles, by their own names or those in a model."""
-        first = next(iter(self.backends.values()))
+        first = self.first()
         store, group = first.states, first.options.group
         parts = [Part(store.nowhere)]
         orphan = store.latest() if model is None and not store.by_module else None

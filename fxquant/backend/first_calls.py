@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
+from fxquant.backend.blocks import names_in
 from fxquant.backend.notices import tell_uncaptured
 from fxquant.backend.record import Records
 from fxquant.backend.uncaptured import Uncaptured, is_watching
@@ -22,27 +23,25 @@ def watch_first_calls(records: Records, names: Callable[[], Mapping[str, str]], 
     It does so once for everything that torch.compile gave; `names` gives the paths of modules by their ids.
     """
     call = compiled_call()
-    if call is None or records.first_seen or id(call.compiled) in records.watched:
+    if call is None or records.first_seen or (key := (id(call.compiled), id(call.module))) in records.watched:
         return
-    records.watched.add(id(call.compiled))
+    records.watched.add(key)
     before: list[Uncaptured] = []
 
     @contextlib.contextmanager
     def watching() -> Iterator[None]:
-        seen = Uncaptured(names(), call.module)
-        try:
-            with seen.watching():
-                yield
-        finally:
-            for earlier in before:
-                records.uncaptured.remove(earlier)
-            before[:] = [seen]
-            records.uncaptured.append(seen)
-            tell_uncaptured(records, seen)
+        seen = Uncaptured({**names_in(call.module), **names()}, call.module)
+        with seen.watching():
+            yield
+        for earlier in before:
+            records.uncaptured.remove(earlier)
+        before[:] = [seen]
+        records.uncaptured.append(seen)
+        tell_uncaptured(records, seen)
 
     if no_mode_is_on() and not is_watching():  # a mode that is on could go off before this one
         rest = contextlib.ExitStack()
         rest.enter_context(watching())
-        call.at_end(rest.close)
+        call.at_end(rest.close)  # also of a call that fails: what has run until then has run
     if twice:
         call.around_next(watching)

@@ -145,6 +145,8 @@ def controls_of(model: Any) -> list[Controls]:
     alone = bool(controls) and is_compiled_form(model)
     if isinstance(model, nn.Module) and not alone:
         controls |= {id(one): one for one in controls_that_compiled(model)}
+    elif alone:
+        controls |= {id(one): one for silent in [*controls.values()] for one in _instead_of(silent, model)}
     if not controls:
         name = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
         raise OptionError(
@@ -155,12 +157,16 @@ def controls_of(model: Any) -> list[Controls]:
     return sorted(controls.values(), key=lambda one: one.number)
 
 
+def _instead_of(silent: Controls, model: nn.Module) -> Iterator[Controls]:
+    """The controls whose graphs ran instead: torch shares those of two names with equal options between models."""
+    if silent.by_name and not silent.compiled_any():
+        options = silent.first().options
+        yield from (one for one in controls_that_compiled(model) if one.by_name and one.first().options == options)
+
+
 def _behind(model: Any) -> Iterator[Controls]:
-    owner = (
-        model
-        if isinstance(model, Backend)
-        else getattr(getattr(model, "__dict__", {}).get("set_recipe"), "__self__", None)
-    )
+    method = getattr(model, "__dict__", {}).get("set_recipe")  # of what fxquant.compile gave for a function
+    owner = model if isinstance(model, Backend) else getattr(method, "__self__", None)
     if isinstance(owner, Backend):
         yield owner.controls
     for module, holder, function, keywords in backends_behind(model):

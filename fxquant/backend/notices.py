@@ -142,9 +142,9 @@ def tell_result(records: Records) -> None:
 
 def tell_uncaptured(records: Records, seen: Uncaptured) -> None:
     """Warns of layers that ran outside of the captured graphs in a call, where the recipe quantizes them."""
-    layers = [layer for layer in seen.layers(records.recipe) if layer not in records.told_layers]
-    records.told_layers.update(layers)
-    if layers:
+    layers, kind = seen.layers(records.recipe), type(seen.module())
+    if layers and kind not in records.told_kinds:  # blocks are each a call, and alike
+        records.told_kinds.add(kind)
         some = ", ".join(layer or "the model itself" for layer in layers[:5]) + (", .." if len(layers) > 5 else "")
         tell(
             f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} of {records.what} ran outside of its graphs, "

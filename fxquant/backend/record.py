@@ -137,11 +137,11 @@ class Records:
     outside: list[str] = field(default_factory=list)
     uncaptured: list[Uncaptured] = field(default_factory=list)
     first_seen: bool = False
-    watched: set[int] = field(default_factory=set)
+    watched: set[tuple[int, int]] = field(default_factory=set)
     told: bool = False
     told_plain: bool = False
     told_alone: bool = False
-    told_layers: set[str] = field(default_factory=set)
+    told_kinds: set[type] = field(default_factory=set)
     copy_of: Records | None = None
     elsewhere: bool = False
 

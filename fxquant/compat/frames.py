@@ -21,6 +21,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Guard, TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
+from fxquant.compat.private import in_backward
+
 Holds = Callable[[Mapping[str, Any]], bool]
 """A condition on a call: a function of the frame's variables."""
 
@@ -62,7 +64,7 @@ class CompiledCall:
 
         @functools.wraps(call)
         def once(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or in_backward():  # a checkpoint repeats the first call
                 return call(*args, **kwargs)
             if vars(holder).get(name) is once:
                 object.__setattr__(holder, name, call)

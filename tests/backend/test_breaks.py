@@ -11,10 +11,12 @@ import pytest
 import torch
 from helpers import eager_backend
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import CustomRecipe, FxQuantWarning, IdentityQuantizer, Recipe, Rule, Rules, UnquantizedWarning
 from fxquant.backend import notices
+from fxquant.compat.private import no_mode_is_on
 from fxquant.compat.recompiles import graph_breaks
 
 EAGER = {"inner": "aot_eager"}
@@ -77,6 +79,7 @@ def typed(net: nn.Module, recipe: Recipe) -> Any:
 
 WAYS = (by_name, by_backend, in_place, as_function, typed)
 Way = Callable[[nn.Module, Recipe], Any]
+MXFP8 = fxquant.recipes.get("mxfp8")
 RULES = Rules([Rule(IdentityQuantizer(), name=r"head|parts\.1\.down")], default="mxfp8")
 
 
@@ -107,9 +110,16 @@ class Late(Net):
         return self.head(self.unseen(x))
 
 
+class Early(Net):
+    """A layer that runs behind the first graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unseen(self.head(x))
+
+
 @pytest.mark.parametrize("way", [by_backend, as_function])
 def test_what_ran_before_the_first_graph_is_seen_in_the_second_call_or_named(way: Way) -> None:
-    run = way(Late(), fxquant.recipes.get("mxfp8"))
+    run = way(Late(), MXFP8)
     run(torch.randn(16, 32))
     assert "hidden" in fxquant.report(run).uncompiled[0]
     with pytest.warns(FxQuantWarning, match="hidden") if way is by_backend else warnings.catch_warnings():
@@ -179,3 +189,40 @@ def test_a_partial_has_the_names_of_its_module() -> None:
     compiled = fxquant.compile(partial(lambda net, x: net["head"](net["body"](x)), net), "mxfp8", options=EAGER)
     compiled(torch.randn(16, 32))
     assert {d.layer for d in fxquant.report(compiled).decisions} == {"body", "head"}
+
+
+def layers_of(report: fxquant.Report) -> set[tuple[str, bool]]:
+    return {(d.layer, d.skip_reason == "NOT_CAPTURED") for d in report.decisions}
+
+
+@pytest.mark.parametrize("way", [by_name, by_backend])
+def test_models_that_share_graphs_are_all_reported(way: Way) -> None:
+    backend = eager_backend("mxfp8")
+    nets = [Net(), Net()]
+    runs = [torch.compile(net, backend=backend) if way is by_backend else by_name(net, MXFP8) for net in nets]
+    for run in runs:
+        run(torch.randn(16, 32))
+    first, second = (fxquant.report(run) for run in runs)
+    assert layers_of(first) == layers_of(second) and ("hidden", True) in layers_of(second)
+    assert len(layers_of(first)) == 6 and not second.uncompiled
+
+
+def test_a_second_call_that_fails_or_is_a_repetition_changes_no_record() -> None:
+    net, x = Net(), torch.randn(16, 32, requires_grad=True)
+    run = by_backend(net, MXFP8)
+    checkpoint(run, x, use_reentrant=False).sum().backward()  # the second call is in the backward
+    hidden, net.hidden = net.hidden, None
+    with pytest.raises(TypeError):
+        run(x)
+    net.hidden = hidden
+    assert ("hidden", True) in layers_of(fxquant.report(run)) and no_mode_is_on()
+
+
+def test_blocks_compiled_in_place_report_what_each_runs_outside_of_graphs_and_tell_once() -> None:
+    net = nn.Sequential(Early(), Early())
+    fxquant.compile_blocks(net, "mxfp8", Early, options=EAGER)
+    with pytest.warns(UnquantizedWarning, match="hidden") as caught:
+        for _ in range(2):
+            net(torch.randn(16, 32))
+    seen = {layer for layer, outside in layers_of(fxquant.report(net)) if outside}
+    assert seen == {"0.hidden", "1.hidden"} and len(caught) == 1

@@ -219,7 +219,7 @@ def test_a_scope_that_met_no_compiled_model_warns() -> None:
 
 
 def test_a_model_that_another_recipe_or_another_library_ran_is_not_told_of_at_exit(monkeypatch: Any) -> None:
-    for waiting in ("_untold", "_uncalled"):
+    for waiting in ("_untold", "_uncalled", "_unmet"):
         monkeypatch.setattr(notices, waiting, [])
     x = torch.randn(16, 64)
     for change in (by_backend, by_name, typed, as_fabric_does):
