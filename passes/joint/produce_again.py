@@ -31,7 +31,7 @@ from fxquant.compat.private import prefer_recompute
 from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.choice import supports
-from fxquant.kernels.cast.producers import IDENTITY, PRODUCERS, CastSpec
+from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, CastSpec
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.passes.graph.builder import Builder, call_key, erase_unused, put_in_place, put_in_places
 from fxquant.passes.graph.match import behind_views, readers
@@ -166,7 +166,6 @@ def _made(root: fx.Node, nodes: Sequence[fx.Node], of_backward: set[fx.Node], at
 
     It reads one large tensor, and takes no longer than that; any producer will do `at_a_price`.
     """
-    of_scales = [_state(node).args[0] for node in nodes if is_fxquant(_state(node), "scale_from_amax")]
     users = list(readers(root))
     amaxes = [user for user in users if is_fxquant(user, "amax")]
     if len(nodes) + len(amaxes) != len(users):
@@ -179,7 +178,9 @@ def _made(root: fx.Node, nodes: Sequence[fx.Node], of_backward: set[fx.Node], at
         inputs = match_producer(producer, root, rows, length)
         large = [x for x, kind in zip(inputs or (), producer.inputs, strict=False) if kind in ("matrix", "heads")]
         if inputs is not None and all(_is_kept(x, of_backward) for x in large):
-            return _Made(name, inputs, [amax for amax in amaxes if amax not in of_scales])
+            for amax in amaxes if producer is JOINED_HEADS else ():  # of the same elements, which are in memory
+                amax.args = inputs
+            return _Made(name, inputs, [amax for amax in amaxes if _is_recorded(amax)])
     return None
 
 
@@ -206,8 +207,9 @@ def _bring(source: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> None:
         order[source] = order[anchor]
 
 
-def _state(node: fx.Node) -> Any:
-    return node.args[3] if len(node.args) > 3 else node
+def _is_recorded(amax: fx.Node) -> bool:
+    """Returns True for an amax that goes into a state alone, and into no scale of its own tensor."""
+    return all(is_fxquant(user, "record", "record_since") for user in amax.users)
 
 
 def _what(state: Any) -> Any:

@@ -103,6 +103,42 @@ return [%12, %12, %22, %24]""")  # fmt: skip
         assert produce_again(joint(with_backward), settings) == 0
 
 
+def scaled_over_ranks(x: Tensor, weight: Tensor, scale: Tensor, tangents: Tensor) -> list[Tensor]:
+    """The norm, with a scale of its own amax behind something, as where ranks have one scale."""
+    y = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5) * weight).to(x.dtype).view(ROWS, -1)
+    text = "per_tensor_e4m3"
+    scale = _ops.scale_from_amax(_ops.amax(y) * 2, text)
+    row, columns = (_ops.quantize(y, text, direction, scale) for direction in ("rowwise", "columnwise"))
+    grad = _ops.scaled_mm(_ops.quantize(tangents, text, "columnwise", scale), columns, text, text, None, x.dtype, False)
+    return [row[0], grad, tangents.view(x.shape) * x]
+
+
+def test_an_amax_that_is_no_record_stays() -> None:
+    graph = joint(scaled_over_ranks)
+    assert produce_again(graph, CPU) == 1
+    assert [node.args[-1] for node in graph.nodes if fxquant_op(node) == "produce_quantize"] == [False, False]
+    assert sum(fxquant_op(node) == "amax" for node in graph.nodes) == 1
+
+
+def joined(o: Tensor, scale: Tensor, tangents: Tensor) -> list[Tensor]:
+    """Heads side by side as a linear reads them, and the part of a backward that reads them in columns."""
+    text, x = "per_tensor_e4m3", o.transpose(1, 2).contiguous().view(ROWS, -1)
+    scale = _ops.scale_from_amax(_ops.amax(x), text)
+    row, columns = (_ops.quantize(x, text, direction, scale) for direction in ("rowwise", "columnwise"))
+    grad = _ops.scaled_mm(_ops.quantize(tangents, text, "columnwise", scale), columns, text, text, None, x.dtype, False)
+    return [row[0], grad, tangents.view(2, 2, ROWS // 2, 32) * o]
+
+
+def test_heads_that_are_joined_are_read_from_memory() -> None:
+    o, tangents = torch.randn(2, 2, ROWS // 2, 32).bfloat16(), torch.randn(ROWS, 64).bfloat16()
+    graph = make_fx(joined, tracing_mode="fake", decomposition_table=dict(inductor_decompositions()))(
+        o, torch.ones(1), tangents
+    ).graph
+    assert produce_again(graph, CPU) == 1
+    (amax,) = (node for node in graph.nodes if fxquant_op(node) == "amax")
+    assert amax.args[0].op == "placeholder" and not any(op_name(node) == "clone" for node in graph.nodes)
+
+
 def test_sizes_that_are_not_known_stay_nodes() -> None:
     graph = joint(with_backward, "symbolic")
     assert produce_again(graph, CPU) == 1
