@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 
@@ -19,9 +21,11 @@ MOST_LINES = 80
 
 
 def python_of(recipe: Recipe) -> str:
-    """The expression that makes a recipe, behind the source of the factories of the user's in it, and its import."""
-    expression, functions = _expression(recipe, 0), dict.fromkeys(_functions(recipe))
-    sources = [source for function in functions if (source := _source(function))]
+    """The expression that makes a recipe, behind imports and the source of the user's factories in it."""
+    expression = _expression(recipe, 0)
+    own = dict.fromkeys(_own(recipe))
+    imported = [item for item in own if isinstance(item, type) and _can_be_imported(item)]
+    sources = [source for item in own if item not in imported and (source := _source(item))]
     words = {name for name in re.findall(r"\b[A-Z]\w*", expression) if name in fxquant.__all__}
     words |= {"recipes"} if "recipes." in expression else set()
     imports = [f"import {name}" for name in ("fxquant", "torch") if re.search(rf"\b{name}\.", expression)]
@@ -30,6 +34,7 @@ def python_of(recipe: Recipe) -> str:
     if len(line) > WIDTH:
         line = "from fxquant import (\n" + "".join(f"    {word},\n" for word in sorted(words)) + ")"
     imports += [line] if words else []
+    imports += [f"from {item.__module__} import {item.__name__}" for item in imported]
     return "\n\n\n".join(filter(None, ["\n".join(imports), *sources, f"recipe = {expression}"]))
 
 
@@ -69,9 +74,13 @@ def _call(value: object) -> tuple[str, list[tuple[str, object]], str]:
     fields = getattr(value, "__dataclass_fields__", None)
     if fields is not None and not isinstance(value, type):
         kept = {f.name: getattr(value, f.name) for f in fields.values() if f.repr}
-        shown = [(name, item) for name, item in kept.items() if item != fields[name].default]
-        first = type(value).__name__ in ("Rule", "Rules", "HybridQuantizer") and bool(shown)
-        return f"{type(value).__name__}(", [("" if first and not i else n, v) for i, (n, v) in enumerate(shown)], ")"
+        shown = [
+            (name, item)
+            for name, item in kept.items()
+            if item != fields[name].default and (name, str(item)) != ("default", fields[name].default)
+        ]
+        first = next(iter(fields), "") if type(value).__name__ in ("Rule", "Rules", "HybridQuantizer") else ""
+        return f"{type(value).__name__}(", [("" if name == first else name, item) for name, item in shown], ")"
     if isinstance(value, Quantizer | Recipe):
         return f"{type(value).__name__}(...)", [], ""
     return (_name(value) if callable(value) else value_text(value)), [], ""
@@ -88,22 +97,34 @@ def _name(function: Callable[..., object]) -> str:
     return text if text.startswith("fxquant.factories.") else name.replace("<lambda>", "lambda role: ...")
 
 
-def _functions(value: object) -> list[Callable[..., object]]:
-    """The functions of the user's that a recipe asks."""
+def _own(value: object) -> list[Callable[..., object]]:
+    """The functions of the user's that a recipe asks, and the classes of the user's whose settings it shows."""
+    cls = type(value)
+    owned = [cls] if is_dataclass(value) and not isinstance(value, type) and _is_own(cls) else []
     _, items, _ = _parts(value)
     if items:
-        return [function for _, item in items for function in _functions(item)]
-    module = getattr(value, "__module__", "") or ""
-    is_own = inspect.isfunction(value) and module.partition(".")[0] not in ("fxquant", "torch")
-    return [value] if is_own else []  # type: ignore[list-item]
+        return [*owned, *(item for _, part in items for item in _own(part))]
+    if inspect.isfunction(value) and _is_own(value):
+        owned.append(value)  # type: ignore[arg-type]
+    return owned  # type: ignore[return-value]
 
 
-def _source(function: Callable[..., object]) -> str:
-    """The source of a function, empty where it cannot be read or is long."""
+def _is_own(item: object) -> bool:
+    return (getattr(item, "__module__", "") or "").partition(".")[0] not in ("fxquant", "torch")
+
+
+def _can_be_imported(cls: type) -> bool:
+    """Returns True if other scripts find a class where it says that it is."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ != "__main__" and getattr(module, cls.__name__, None) is cls
+
+
+def _source(item: Callable[..., object]) -> str:
+    """The source of a function or class, empty where it cannot be read or is long."""
     try:
-        text = textwrap.dedent(inspect.getsource(function)).rstrip()
+        text = textwrap.dedent(inspect.getsource(item)).rstrip()
     except (OSError, TypeError):
         return ""
     if text.count("\n") >= MOST_LINES:
         return ""
-    return text if text.startswith(("def ", "@")) else textwrap.indent(text, "# ")
+    return text if text.startswith(("def ", "class ", "@")) else textwrap.indent(text, "# ")

@@ -80,6 +80,8 @@ def recipe_of(
             kinds[role.module_type, role.tensor_type][role.name] = _answer(recipes, choices, role)
     usual = {kind: _most(answers.values()) for kind, answers in kinds.items()}
     default = _most(usual.values()) if usual else "high_precision"
+    if not isinstance(default, str | Recipe):  # which would answer for all kinds of products
+        default = "high_precision"
     exceptions: dict[tuple[str, str, str], tuple[Answer, list[str]]] = {}
     for (module, tensor), answers in kinds.items():
         unusual = {name: answer for name, answer in answers.items() if not _same(answer, usual[module, tensor])}
@@ -96,7 +98,9 @@ def _answer(recipes: Sequence[Recipe], choices: Sequence[Choice], role: Quantize
     """The answer for a role whose rowwise and columnwise halves have these choices."""
     first, last = choices[0], choices[-1]
     if first == last or role.module_type == "dpa":
-        return "high_precision" if first is None else recipes[first]
+        recipe = "high_precision" if first is None else recipes[first]
+        readable = not isinstance(recipe, CustomRecipe) or role.module_type == "dpa"
+        return recipe if readable or isinstance(recipe, str) else recipe.quantizer(role)
     halves: list[Quantizer] = []
     for choice, direction in zip((first, last), Direction, strict=True):
         answer = IdentityQuantizer() if choice is None else recipes[choice].quantizer(role)

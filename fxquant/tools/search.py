@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ _RESOLVED = 0.5
     takes={
         "model": "a module",
         "data": "a batch (a tensor, a tuple of arguments or a dict of keywords), or a list of them",
-        "candidates": 'a list of recipes or their names, such as ["nvfp4", "mxfp8"]',
+        "candidates": 'a list of recipes, their names or quantizers, such as ["nvfp4", "mxfp8"], or a dict of them',
         "budget": "a dict with one of bits, memory, time and loss, such as {'bits': 6.0}",
         "steps": "a number of training steps; 0 searches for inference",
         "time_limit": "seconds",
@@ -77,6 +77,9 @@ def search(
     possible; ``{"bits": 6.0}``, the mean bits of an element, by FLOPs; ``{"memory": 0.5}``, the bytes of all operands,
     and ``{"time": 0.8}``, the estimated time of all matmuls on `card`, each as a share of that in high precision.
 
+    `candidates` are recipes, their names, or quantizers for all operands of linear layers; a dict of them by names of
+    yours lets tables call them so. The result is made of their answers.
+
     Settings: `steps` of a training that measures a choice (32, or one for each batch; 0 measures inference),
     `optimizer`, a function of the parameters (AdamW, 1e-3), `exclude`, a regular expression for layers that stay in
     high precision, `card`, `time_limit` in seconds, and `file`, in which what is measured is kept, so that the same
@@ -98,7 +101,7 @@ class _Search:
     """One search, step by step."""
 
     def __init__(
-        self, model: Any, data: Any, loss: Callable[..., Any] | None, recipes: Sequence[Recipe],
+        self, model: Any, data: Any, loss: Callable[..., Any] | None, candidates: Mapping[str, Recipe],
         budget: tuple[str, float], seed: int, settings: dict[str, Any],
     ) -> None:  # fmt: skip
         check_settings(settings)
@@ -112,13 +115,14 @@ class _Search:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             steps = 0
         self.training = Training(model, batches, loss, steps, settings.get("optimizer") or adamw)
-        self.model, self.recipes, self.kind, self.limit = model, list(recipes), *budget
+        self.names, self.recipes = list(candidates), list(candidates.values())
+        self.model, self.kind, self.limit = model, *budget
         self.exclude, self.card = settings.get("exclude"), settings.get("card") or ""
         self.trials = Trials(model, None, seed)
         self.end = math.inf if settings.get("time_limit") is None else time.monotonic() + float(settings["time_limit"])
         about = {
             "model": [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters()],
-            "candidates": [recipe.fingerprint() for recipe in recipes],
+            "candidates": [recipe.fingerprint() for recipe in self.recipes],
             "data": [[list(x.shape), float(x.sum())] for x in tree_leaves(batches) if isinstance(x, Tensor)],
             "steps": steps, "seed": seed, "exclude": str(self.exclude),
             "torch": torch.__version__,
@@ -147,7 +151,7 @@ class _Search:
         self.space = Space(self.recipes, self.trials.decisions or self._decisions(HighPrecision()), self.card)
         self.space.cost(self.kind, {})
         for i, recipe in enumerate(self.recipes):
-            self.doing = f"measuring {recipe} everywhere"
+            self.doing = f"measuring {self.names[i]} everywhere"
             self.losses.real(recipe, f"uniform {i}")
             decisions = self.trials.decisions or self._decisions(recipe)
             self.space.add(i, decisions, self._excluded(decisions))
@@ -430,7 +434,7 @@ class _Search:
             chosen, count = self.space.along(self.kind, chosen, taken), 2 * count
         uniform = [
             self._point(
-                self.space.mended(self._uniform(i)), losses.real(candidate, f"uniform {i}"), plain, str(candidate)
+                self.space.mended(self._uniform(i)), losses.real(candidate, f"uniform {i}"), plain, self.names[i]
             )
             for i, candidate in enumerate(self.recipes)
         ]
@@ -440,7 +444,7 @@ class _Search:
             chosen = dict(result.chosen)
             recipe = self._recipe(chosen)
         effects = [
-            Effect(*operand, str(self.recipes[i]), self.errors[operand, i], effect, self.alone.get(operand))
+            Effect(*operand, self.names[i], self.errors[operand, i], effect, self.alone.get(operand))
             for (operand, i), effect in self.effects.items()
         ]
         effects.sort(key=lambda effect: -effect.effect)
@@ -448,7 +452,7 @@ class _Search:
             recipe=recipe, front=pareto([*uniform, result, *self._points()], self.kind), uniform=uniform,
             loss=result.loss, plain=plain, gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects,
             runs=losses.runs, orders=losses.orders, budget={self.kind: self.limit},
-            chosen={operand: str(self.recipes[i]) for operand, i in chosen.items()},
+            chosen={operand: self.names[i] for operand, i in chosen.items()},
         )  # fmt: skip
 
     def _has(self, chosen: Chosen, step: Step) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from fxquant.checks import did_you_mean
 from fxquant.errors import ArgumentError
-from fxquant.recipes import AutoRecipe, HighPrecision, Recipe, resolve
+from fxquant.quantizers import Quantizer, value_text
+from fxquant.recipes import AutoRecipe, CustomRecipe, HighPrecision, Recipe, Rule, Rules, resolve
 from fxquant.tools.space import KINDS
 
 SETTINGS = ("steps", "optimizer", "exclude", "card", "time_limit", "file")
@@ -22,16 +24,40 @@ def check_settings(settings: Iterable[str]) -> None:
             raise ArgumentError(f"fxquant.search got an unexpected keyword {name!r}{hint} Known settings: {names}")
 
 
-def candidates_of(candidates: Any) -> list[Recipe]:
-    """The recipes that are candidates, each once. Raises ArgumentError for none."""
-    if isinstance(candidates, str | Recipe):
+def candidates_of(candidates: Any) -> dict[str, Recipe]:
+    """The recipes that are candidates, each once, by what tables call them. Raises ArgumentError for none.
+
+    A quantizer stands for a recipe that gives it to all operands of linear layers, grouped ones too.
+    """
+    if isinstance(candidates, str | Recipe | Quantizer):
         candidates = [candidates]
-    recipes = [resolve(candidate) for candidate in candidates]
-    recipes = [recipe.recipe if isinstance(recipe, AutoRecipe) else recipe for recipe in recipes]
-    recipes = [recipe for recipe in dict.fromkeys(recipes) if not isinstance(recipe, HighPrecision)]
-    if not recipes:
-        raise ArgumentError("fxquant.search needs candidates: recipes or their names, such as ['nvfp4', 'mxfp8']")
-    return recipes
+    labelled = candidates if isinstance(candidates, Mapping) else {}
+    named = dict[str, Recipe]()
+    for label, candidate in [*labelled.items()] or [("", candidate) for candidate in candidates]:
+        if not isinstance(label, str):
+            raise ArgumentError(f"fxquant.search: candidates are called by texts, not by {label!r}")
+        recipe = resolve(_of_linears(candidate) if isinstance(candidate, Quantizer) else candidate)
+        recipe = recipe.recipe if isinstance(recipe, AutoRecipe) else recipe
+        if not isinstance(recipe, HighPrecision) and recipe not in named.values():
+            named[label or _label(candidate, recipe)] = recipe
+    if not named:
+        raise ArgumentError(
+            "fxquant.search needs candidates: recipes, their names or quantizers, such as ['nvfp4', 'mxfp8'], or a "
+            "dict of them by names of yours"
+        )
+    return named
+
+
+def _of_linears(quantizer: Quantizer) -> Recipe:
+    return CustomRecipe(qfactory=Rules([Rule(quantizer, module_type="linear|grouped_linear")]))
+
+
+def _label(candidate: Any, recipe: Recipe) -> str:
+    return (
+        (value_text(candidate) if is_dataclass(candidate) else type(candidate).__name__)
+        if isinstance(candidate, Quantizer)
+        else str(recipe)
+    )
 
 
 def budget_of(budget: Any) -> tuple[str, float]:

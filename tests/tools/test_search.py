@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxquant
-from fxquant import QuantizerRole, recipes
+from fxquant import QuantizedTensor, QuantizerRole, recipes
 from fxquant.errors import ArgumentError, OptionError
+from fxquant.quantizers import QuantizedOperand
 from fxquant.recipes.operands import Operand
 from fxquant.recipes.source import python_of
 from fxquant.tools.patterns import name_pattern, recipe_of
 from fxquant.tools.result import SearchResult
 from fxquant.tools.sensitivity import outstanding
+from fxquant.tools.wanted import candidates_of
 
 LAYERS = [f"blocks.{i}.{end}" for i in range(6) for end in ("attn.q", "attn.k", "mlp.up", "mlp.down")] + ["head"]
 
@@ -65,6 +67,53 @@ def test_choices_become_rules_that_answer_alike() -> None:
     scope: dict[str, Any] = {}
     exec(python_of(recipe), scope)
     assert scope["recipe"] == recipe and len(recipe.qfactory.rules) == 2  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Rounds(fxquant.Quantizer):
+    """A format of one's own, in which rules may answer."""
+
+    steps: int = 4
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> QuantizedTensor:
+        halves = (x if rowwise else None, x.mT if columnwise else None)
+        return QuantizedTensor(
+            *(None if half is None else QuantizedOperand((half * self.steps).round()) for half in halves)
+        )
+
+    def dequantize(self, operand: QuantizedOperand) -> Tensor:
+        return operand.data / self.steps
+
+
+def test_candidates_are_recipes_or_quantizers_which_tables_name() -> None:
+    six = fxquant.BlockQuantizer("e2m3")
+    named = candidates_of({"mine": six, "theirs": "mxfp8"})
+    assert list(named) == ["mine", "theirs"] and named["theirs"] == recipes.get("mxfp8")
+    assert list(candidates_of([six, Rounds(), recipes.auto("mxfp8"), "mxfp8"])) == [
+        "BlockQuantizer(element='e2m3')",
+        "Rounds()",
+        "mxfp8",
+    ]
+    assert named["mine"].quantizer(QuantizerRole("grouped_linear", "weight", "x")) == six
+    assert isinstance(named["mine"].quantizer(QuantizerRole("dpa", "qkv", "x")), fxquant.IdentityQuantizer)
+    with pytest.raises(fxquant.FxQuantError, match="called by texts, not by 3"):
+        candidates_of({3: six})
+
+
+@pytest.mark.parametrize("candidate", ["mxfp8", fxquant.BlockQuantizer("e2m3"), Rounds()])
+def test_one_candidate_everywhere_is_python_that_makes_it(candidate: Any) -> None:
+    roles = {
+        Operand("up", role, direction): QuantizerRole("linear", role, "up")
+        for role in ("input", "weight", "grad_output")
+        for direction in ("rowwise", "columnwise")
+    }
+    candidates = list(candidates_of(candidate).values())
+    recipe = recipe_of(candidates, dict.fromkeys(roles, 0), roles)
+    scope: dict[str, Any] = {}
+    exec(python_of(recipe), scope)
+    assert scope["recipe"] == recipe and "HighPrecision" not in python_of(recipe)
+    for role in (*roles.values(), QuantizerRole("dpa", "qkv", "attention")):
+        assert str(recipe.quantizer(role)) == str(candidates[0].quantizer(role))
 
 
 WIDTH = 32
