@@ -23,9 +23,9 @@ MOST_LINES = 80
 def python_of(recipe: Recipe) -> str:
     """The expression that makes a recipe, behind imports and the source of the user's factories in it."""
     expression = _expression(recipe, 0)
-    own = dict.fromkeys(_own(recipe))
-    imported = [item for item in own if isinstance(item, type) and _can_be_imported(item)]
-    sources = [source for item in own if item not in imported and (source := _source(item))]
+    of_users = dict.fromkeys(_own(recipe))
+    imported = [item for item in of_users if isinstance(item, type) and _can_be_imported(item)]
+    sources = [source for item in of_users if item not in imported and (source := _source(item))]
     words = {name for name in re.findall(r"\b[A-Z]\w*", expression) if name in fxquant.__all__}
     words |= {"recipes"} if "recipes." in expression else set()
     imports = [f"import {name}" for name in ("fxquant", "torch") if re.search(rf"\b{name}\.", expression)]
