@@ -289,6 +289,17 @@ class Backend:
             record.runners.append(modules)
             if self.tells and self.switches:
                 watch_first_calls(self.records, self._all_names, twice=not self.inductor.get("triton.cudagraphs"))
+        with graph_runs():  # also while its form that measures is made: no product of these is the model's
+            return self._run(run, inputs, names, read)
+
+    def _run(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[Any],
+        names: Mapping[str, str],
+        read: tuple[Blocks, Bound, GatheredWeights, CachedWeights | None, Probed],
+    ) -> Any:
+        """Runs a graph, or its form that measures, with what it takes besides its inputs."""
         blocks, bound, held, cached, probed = read
         states = blocks.of_call(inputs, names)
         held.use(inputs, states)
@@ -297,7 +308,7 @@ class Backend:
         totals: list[Totals] = []
         if self.controls.session is not None and (measured := probed.of_call(self.controls.session, names)):
             run, totals = measured[0], [measured[1]]
-        with states_of_first_run([*states, *totals]), graph_runs():
+        with states_of_first_run([*states, *totals]):
             # tensors with a version of their own, so that other calls may come between this one and its backward
             taken = [tensor.data for tensor in bound.tensors_of(states)]
             return run(*inputs, *taken, *parts, *(tensor.data for one in totals for tensor in one.tensors().values()))

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
-from fxquant import CustomRecipe, FxQuantWarning, IdentityQuantizer, Recipe, Rule, Rules, UnquantizedWarning
+from fxquant import (
+    BlockQuantizer,
+    CustomRecipe,
+    FxQuantWarning,
+    IdentityQuantizer,
+    Recipe,
+    Rule,
+    Rules,
+    UnquantizedWarning,
+)
 from fxquant.backend import notices
 from fxquant.compat.private import no_mode_is_on
 from fxquant.compat.recompiles import graph_breaks
@@ -226,3 +235,14 @@ def test_blocks_compiled_in_place_report_what_each_runs_outside_of_graphs_and_te
             net(torch.randn(16, 32))
     seen = {layer for layer, outside in layers_of(fxquant.report(net)) if outside}
     assert seen == {"0.hidden", "1.hidden"} and len(caught) == 1
+
+
+def test_products_of_what_a_probe_compiles_are_not_the_models() -> None:
+    """A probe that is there before the first call makes its form of the graph in it, and runs its operators to see."""
+    torch.compiler.reset()
+    rules = Rules([Rule(BlockQuantizer("e2m3"), module_type="linear")])
+    compiled = fxquant.compile(nn.Linear(64, 64), CustomRecipe(qfactory=rules), options={"inner": "aot_eager"})
+    with fxquant.probe(compiled, every=1):
+        compiled(torch.randn(64, 64)).sum().backward()
+    report = fxquant.report(compiled)
+    assert report.coverage == 1 and report.summary()["matmuls"] == 1
