@@ -161,7 +161,10 @@ def _instead_of(silent: Controls, model: nn.Module) -> Iterator[Controls]:
     """The controls whose graphs ran instead: torch shares those of two names with equal options between models."""
     if silent.by_name and not silent.compiled_any():
         options = silent.first().options
-        yield from (one for one in controls_that_compiled(model) if one.by_name and one.first().options == options)
+        for one in controls_that_compiled(model):
+            if one.by_name and one.first().options == options:
+                silent.latest().records.elsewhere = True
+                yield one
 
 
 def _behind(model: Any) -> Iterator[Controls]:

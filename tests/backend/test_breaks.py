@@ -25,6 +25,7 @@ from fxquant import (
     UnquantizedWarning,
 )
 from fxquant.backend import notices
+from fxquant.backend.model import controls_of
 from fxquant.compat.private import no_mode_is_on
 from fxquant.compat.recompiles import graph_breaks
 
@@ -206,9 +207,13 @@ def layers_of(report: fxquant.Report) -> set[tuple[str, bool]]:
 
 @pytest.mark.parametrize("way", [by_name, by_backend])
 def test_models_that_share_graphs_are_all_reported(way: Way) -> None:
-    backend = eager_backend("mxfp8")
-    nets = [Net(), Net()]
-    runs = [torch.compile(net, backend=backend) if way is by_backend else by_name(net, MXFP8) for net in nets]
+    first_net, second_net = Net(), Net()
+    runs = [way(first_net, MXFP8)]
+    if way is by_backend:
+        (controls,) = controls_of(runs[0])
+        runs.append(torch.compile(second_net, backend=controls.first()))
+    else:
+        runs.append(way(second_net, MXFP8))
     for run in runs:
         run(torch.randn(16, 32))
     first, second = (fxquant.report(run) for run in runs)
