@@ -238,7 +238,8 @@ def mxfp8_everywhere(role: QuantizerRole | None) -> Quantizer:
     """MXFP8 in e4m3 for every operand: of linear layers, experts, attention, and products of two activations.
 
     Recipes for Pre-training LLMs with MXFP8 (arXiv 2506.08027) has e4m3 for weights, activations and gradients of
-    linear layers, with scales rounded up; here attention and other products are quantized too.
+    linear layers, with scales rounded up, whose conversion is in its appendix; here attention and other products are
+    quantized too.
     """
     return MXFP8Quantizer()
 
