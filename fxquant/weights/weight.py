@@ -400,7 +400,9 @@ def _copy(weight: QuantizedWeight, source: QuantizedWeight) -> QuantizedWeight:
         for direction in held:
             for part, new in zip(weight.parts(direction), ordered.parts(direction), strict=True):
                 part.copy_(new)
-        weight._seen, weight._cast = weight._writes(), source._cast
+        by_operators, of_itself, of_master = weight._writes()
+        weight._seen = (by_operators, of_itself + 1, of_master)  # torch counts this write when it is done
+        weight._cast = source._cast
     elif weight.master is None or not _is_real(weight.master):
         weight.quantize_again(values)
     return weight

@@ -77,11 +77,24 @@ def test_payloads_come_back_byte_for_byte(way: Way, recipe: str, tmp_path: Path)
     assert torch.equal(*runs)
 
 
-def test_masters_that_load_payloads_get_their_values_and_keep_the_bytes() -> None:
-    saved, other = model(masters=False), model(seed=1)
-    other.load_state_dict(fxquant.payload_state_dict(saved))
-    assert_same_bits(bits(fxquant.payload_state_dict(other)), bits(fxquant.payload_state_dict(saved)))
-    assert torch.equal(other[0].weight.master, saved[0].weight + 0)
+@pytest.mark.parametrize("recipe", NAMES)
+def test_masters_that_load_payloads_get_their_values_and_keep_the_bytes(recipe: str) -> None:
+    """Also the bytes of columns, and of a largest element that the values of the rows have lost."""
+    saved, other = model(recipe=recipe), model(recipe=recipe, seed=1)
+    with torch.no_grad():
+        for layer in (saved[0], saved[2]):
+            layer.weight.mul_(torch.rand_like(layer.weight).add(0.01) ** 3)
+    state = {key: value.clone() for key, value in fxquant.payload_state_dict(saved).items()}
+    other.load_state_dict(state)
+    assert_same_bits(bits(fxquant.payload_state_dict(other)), bits(state))
+    frozen = model(recipe=recipe, masters=False)
+    frozen.load_state_dict(state)
+    assert torch.equal(other[0].weight.master, frozen[0].weight + 0)
+    with torch.no_grad():
+        other[0].weight.neg_()  # and a write is seen
+    assert not torch.equal(
+        bits(fxquant.payload_state_dict(other))["0.weight.rowwise.data"], bits(state)["0.weight.rowwise.data"]
+    )
 
 
 def test_a_plain_model_and_a_quantized_one_load_each_other() -> None:
