@@ -30,25 +30,17 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "demo"))
 
 from model import Transformer
-from train import read_text
+from train import Config, read_text
 
 import fxquant
 from fxquant import CustomRecipe, Recipe, factories, recipes
 
 
 @dataclass(frozen=True)
-class Size:
-    """A model and its training."""
+class Size(Config):
+    """A model and its training, with the name of its rows."""
 
     name: str
-    dim: int
-    depth: int
-    heads: int
-    hidden: int
-    batch: int
-    length: int
-    steps: int
-    lr: float
 
     @property
     def parameters(self) -> int:
@@ -57,12 +49,12 @@ class Size:
 
 
 CPU = (
-    Size("48 wide", dim=48, depth=1, heads=2, hidden=128, batch=4, length=48, steps=60, lr=6e-3),
-    Size("96 wide", dim=96, depth=2, heads=4, hidden=256, batch=4, length=48, steps=60, lr=4e-3),
+    Size(name="48 wide", dim=48, depth=1, heads=2, hidden=128, batch=4, length=48, steps=60, lr=6e-3),
+    Size(name="96 wide", dim=96, depth=2, heads=4, hidden=256, batch=4, length=48, steps=60, lr=4e-3),
 )
 GPU = (
-    Size("512 wide", dim=512, depth=4, heads=8, hidden=1408, batch=16, length=512, steps=600, lr=1e-3),
-    Size("1024 wide", dim=1024, depth=6, heads=16, hidden=2816, batch=16, length=512, steps=600, lr=6e-4),
+    Size(name="512 wide", dim=512, depth=4, heads=8, hidden=1408, batch=16, length=512, steps=600, lr=1e-3),
+    Size(name="1024 wide", dim=1024, depth=6, heads=16, hidden=2816, batch=16, length=512, steps=600, lr=6e-4),
 )
 
 
