@@ -61,7 +61,7 @@ _MEANINGS = {
     "CONVOLUTION": "a convolution that is not a matmul of its channels or patches",
     "BILINEAR": "a product of three tensors at once",
     "MULTI_PRODUCT": "several products in one node whose order is not a chain from the activation",
-    "UNSUPPORTED_FORM": "a contraction that is not a matmul: diagonal, outer or summed axes",
+    "UNSUPPORTED_FORM": "a contraction that is not a matmul (diagonal, outer or summed axes), or a custom backward",
     "OPAQUE": "an operator whose inside cannot be seen",
     "STATE": "delayed scaling or stochastic rounding in a conditional, loop or shared region, which state cannot reach",
     "NOT_PROFITABLE": "the recipe is wrapped in auto, and the layer or attention is estimated to be slower quantized",
@@ -89,7 +89,9 @@ _REMEDIES = {
     "as their stride (patches), and transposed ones are not.",
     "BILINEAR": "Write it as a product of two, followed by another.",
     "MULTI_PRODUCT": "Write the products one by one, (x @ a) @ b.",
-    "UNSUPPORTED_FORM": "Write it as a matmul, with sums and diagonals taken before or behind it.",
+    "UNSUPPORTED_FORM": "Write it as a matmul, with sums and diagonals taken before or behind it. A product in the "
+    "backward of a custom autograd.Function stays as it is: without the Function, autograd takes the gradient of its "
+    "forward, which is quantized.",
     "OPAQUE": "Write the operator's work in torch's functions. torch's fused inference of nn.TransformerEncoderLayer "
     "goes by torch.backends.mha.set_fastpath_enabled(False).",
     "STATE": "Use a recipe without state there, such as current_scaling or mxfp8, or take the layer out of the loop "

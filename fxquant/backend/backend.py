@@ -155,9 +155,12 @@ class Backend:
             first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason(), inputs=CapturedInputs(gm)
         )
         self._record = record
-        place = self.controls.place() if self.switches else None
+        place = self.controls.place()
+        names = self._names_here(place)
         with with_hooks(_same, _same):  # a checkpoint around counts saved tensors
             slots = self.rewrite(gm, example_inputs, place)
+        if not self.switches:  # tools have states of the one model that they know
+            place = None
         devices = [x.device for x in example_inputs if isinstance(x, Tensor)]
         device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         group = self.group_of(slots.request)
@@ -166,7 +169,7 @@ class Backend:
             blocks.look_at(place.root, example_inputs, self.controls.place_with)
         states = blocks.first[1]
         shared = place is not None and bool(place.path)
-        names, autocast = self._names_here(place), _ambient_autocast(example_inputs)
+        autocast = _ambient_autocast(example_inputs)
         bound = Bound(
             gm=gm, slots=slots, states=states, group=group, shared=shared, names=names, autocast=autocast
         )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import fxquant
-from fxquant.backend.record import Records
+from fxquant.backend.record import Records, outside_text
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.compat.recompiles import is_compiled, watch_limits
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
@@ -107,25 +107,30 @@ def tell_result(records: Records) -> None:
     if isinstance(records.recipe, HighPrecision):
         return
     decisions, unused = records.decisions(), records.unused(trained=True)
+    outside = "; ".join(map(outside_text, records.used_outside(trained=True).items()))
     undecided = "; ".join(records.undecided())
     unnamed = f"its products without a layer's name were taken not to match: {undecided}" if undecided else ""
     if all(decision.quantizer is None for decision in decisions):
         skipped = Counter(str(decision.skip_reason) for decision in decisions)
         why = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
         counted = f"operands of matmuls were skipped: {why}" if decisions else "there is no matmul in its graphs"
-        also = "".join(f"; unused in the recipe: {part}" for part in unused) + (f"; {unnamed}" if unnamed else "")
+        also = "".join(f"; unused in the recipe: {part}" for part in unused)
+        also += "".join(f"; {text}" for text in (outside, unnamed) if text)
         tell(
             f"nothing of {records.what} was quantized under {records.recipe}: {counted}{also}. "
             "fxquant.explain(model, recipe, *args) shows every operand",
             UnquantizedWarning,
         )
     elif unused:
-        also = f"; {unnamed}" if unnamed else ""
+        also = "".join(f"; {text}" for text in (outside, unnamed) if text)
         tell(
             f"parts of the recipe matched nothing in the first call of {records.what}: {'; '.join(unused)}{also}. The "
             "names of layers are in its report",
             UnusedRuleWarning,
         )
+    elif outside:
+        also = f"; {unnamed}" if unnamed else ""
+        tell(f"in {records.what} {outside}{also}. Its report has the graph breaks", UnusedRuleWarning)
     elif unnamed:
         tell(
             f"parts of the recipe go by names that fxquant does not know in {records.what}: {unnamed}. "

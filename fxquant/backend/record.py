@@ -113,6 +113,13 @@ def _is_of(modules: Sequence[Callable[[], nn.Module | None]], model: nn.Module |
     return not modules or any(id(m) in parts or any(part is model for part in m.modules()) for m in alive)
 
 
+def outside_text(used: tuple[str, Sequence[str]]) -> str:
+    """Says of a part of the recipe that it matches only these layers."""
+    part, layers = used
+    some = ", ".join(layers[:5]) + (", .." if len(layers) > 5 else "")
+    return f"{part} matches only layers that run outside of the captured graphs: {some}"
+
+
 @dataclass(kw_only=True, eq=False)
 class Records:
     """The captured graphs of one backend that have run, for a recipe.
@@ -169,10 +176,29 @@ class Records:
 
     def unused(self, *, trained: bool = False) -> list[str]:
         """The parts of the recipe that matched nothing; with `trained`, nothing in a training step either."""
+        outside = [decision.role for one in self.uncaptured for decision in one.decisions(0)]
+        return self.recipe.unused([*self._roles(trained), *outside])
+
+    def used_outside(self, *, trained: bool = False) -> dict[str, list[str]]:
+        """The parts of the recipe that matched nothing but layers outside of the captured graphs, with these."""
+        roles, layers = self._roles(trained), dict[str, list[str]]()
+        outside: dict[str, list[QuantizerRole]] = {}
+        for decision in (decision for one in self.uncaptured for decision in one.decisions(0)):
+            outside.setdefault(decision.role.name, []).append(decision.role)
+        unmatched = self.recipe.unused(roles) if outside else []
+        for layer, own_roles in outside.items():
+            still = self.recipe.unused([*roles, *own_roles])
+            for part in unmatched:
+                if part not in still:
+                    layers.setdefault(part, []).append(layer or "the model itself")
+        return layers
+
+    def _roles(self, trained: bool) -> list[QuantizerRole]:
+        """The roles in graphs; with `trained` those of gradients too, which inference does not ask for."""
         roles = [role for graph in self.graphs for role in (*graph.roles, *graph.other_roles)]
-        if trained:  # gradients have roles that inference does not ask for
+        if trained:
             roles += [replace(role, tensor_type=kind) for role in roles for kind in ("grad_output", "do", "dp")]
-        return self.recipe.unused(roles)
+        return roles
 
     def undecided(self) -> list[str]:
         """The parts of the recipe that go by names and met a product without one, with its place."""
@@ -185,7 +211,7 @@ class Records:
         """
         header = header_of(self.recipe, of if model is None else model)
         report = Report(recipe=str(self.recipe), decisions=self.decisions(model), header=header)
-        report.unused = [*self.unused(), *self.undecided()]
+        report.unused = [*self.unused(), *map(outside_text, self.used_outside().items()), *self.undecided()]
         seen = self.uncaptured_in(model)
         for one in seen:
             report.decisions += one.decisions(1 + max((d.site for d in report.decisions), default=-1))

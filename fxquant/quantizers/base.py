@@ -339,7 +339,7 @@ def value_text(value: object) -> str:
         items += [f"{key}={value_text(item)}" for key, item in sorted(value.keywords.items())]
         return f"partial({', '.join(items)})"
     if isinstance(value, tuple):
-        return f"({''.join(value_text(item) + ', ' for item in value)})"
+        return f"({', '.join(map(value_text, value))}{',' if len(value) == 1 else ''})"
     if is_dataclass(value) and not isinstance(value, type):
         settings = ((f, getattr(value, f.name)) for f in fields(value) if f.repr)
         shown = ((f.name, item) for f, item in settings if item != f.default)

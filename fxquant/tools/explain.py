@@ -205,9 +205,9 @@ def explain(model: Any, recipe: Recipe | str, *args: Any, stages: bool = False, 
                 compiled(*args, **kwargs)
     finally:
         backend.restore()
+    backend.records.uncaptured.append(uncaptured)
     report = backend.report()
     report.header = header_of(backend.recipe, model)
-    report.decisions += uncaptured.decisions(1 + max((d.site for d in report.decisions), default=-1))
     report.breaks = breaks if backend.captured else [*breaks, "torch.compile captured no graph at all"]
     report.epilogues, report.again = backend.epilogues, backend.again
     report.steps, report.views = backend.stages.steps, backend.views

@@ -23,6 +23,7 @@ from fxquant import (
     Rule,
     Rules,
     UnquantizedWarning,
+    UnusedRuleWarning,
 )
 from fxquant.backend import notices
 from fxquant.backend.model import controls_of
@@ -251,3 +252,39 @@ def test_products_of_what_a_probe_compiles_are_not_the_models() -> None:
         compiled(torch.randn(64, 64)).sum().backward()
     report = fxquant.report(compiled)
     assert report.coverage == 1 and report.summary()["matmuls"] == 1
+
+
+class Wrapper(nn.Module):
+    """A wrapper that calls its layer's forward by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.forward(x)
+
+
+class Recurrent(nn.Module):
+    """A wrapped layer and another one in a frame that torch leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.wrapped, self.head = nn.LSTM(32, 32, batch_first=True), Wrapper(), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.wrapped(self.rnn(x)[0]))
+
+
+def test_rules_match_the_same_layers_in_explain_and_compile_and_those_outside_of_graphs_count() -> None:
+    recipe = CustomRecipe(qfactory=Rules([Rule(IdentityQuantizer(), name="head")], default="mxfp8"))
+    model, x = Recurrent(), torch.randn(2, 16, 32)
+    explained = fxquant.explain(model, recipe, x)
+    compiled = fxquant.compile(model, recipe, options=EAGER)
+    with pytest.warns(UnusedRuleWarning, match="matches only layers that run outside of the captured graphs: head"):
+        compiled(x)
+    for report in (explained, fxquant.report(compiled)):
+        assert report.unused == [
+            "rule 0: name='head' matches only layers that run outside of the captured graphs: head"
+        ]
+        assert {d.layer for d in report.decisions} == {"wrapped", "rnn", "head"}
