@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import fxquant
 from fxquant.integrations.transformers import QuantizationCallback
 
 
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     torch.save({"losses": losses, "model": model.state_dict()}, f"{args.output}/result.pt")
     print("losses", *losses)
+    print(fxquant.report(trainer.model).totals())
 
 
 if __name__ == "__main__":
