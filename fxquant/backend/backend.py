@@ -44,7 +44,7 @@ from fxquant.compat.private import (
     with_hooks,
 )
 from fxquant.compat.ranks import in_pipeline_stage, name_of_all
-from fxquant.compat.recompiles import breaks_around, recompile_reason
+from fxquant.compat.recompiles import breaks_around, compilation, recompile_reasons
 from fxquant.compat.trace import trace_artifact
 from fxquant.compat.values import static_fakes
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
@@ -152,8 +152,9 @@ class Backend:
     def compile_captured(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles one captured graph under this backend's recipe."""
         record = GraphRecord(
-            first_site=self._sites, breaks=breaks_around(gm), recompiled=recompile_reason(), inputs=CapturedInputs(gm)
-        )
+            first_site=self._sites, breaks=breaks_around(gm), compilation=compilation(),
+            recompiled=recompile_reasons(), inputs=CapturedInputs(gm),
+        )  # fmt: skip
         self._record = record
         place = self.controls.place()
         names = self._names_here(place)

@@ -35,6 +35,7 @@ def watch_first_calls(records: Records, names: Callable[[], Mapping[str, str]], 
             yield
         for earlier in before:
             records.uncaptured.remove(earlier)
+            seen.breaks = [*dict.fromkeys([*earlier.breaks, *seen.breaks])]  # torch does not break again what it kept
         before[:] = [seen]
         records.uncaptured.append(seen)
         tell_uncaptured(records, seen)

@@ -41,7 +41,8 @@ class GraphRecord:
     """The decisions for a captured graph, the roles that its recipe was asked for, and what later passes leave.
 
     Its sites are counted from `first_site`. It is part of the report once it is `in_use`. `breaks` are the graph breaks
-    before and behind it, `recompiled` is the reason why it stands beside an earlier graph of the same code. `others`
+    before and behind it. `compilation` is the number of its compilation, and `recompiled` has the reasons why it stands
+    beside earlier graphs of the same code, by their numbers; these may be graphs of other models. `others`
     are the decisions for the layers of further modules that run it, which `shared` names, and `other_roles` the roles;
     `runners` are the modules, those it was captured for first.
     Products without a name leave the parts of the recipe `undecided` that go by names. `inputs` are those of the first
@@ -63,7 +64,8 @@ class GraphRecord:
     views: dict[str, list[Snapshot]] = field(default_factory=dict)
     keeper: Keeper | None = None
     breaks: Sequence[str] = ()
-    recompiled: str = ""
+    compilation: str = ""
+    recompiled: Mapping[str, str] = field(default_factory=dict)
     undecided: Sequence[str] = ()
     inputs: CapturedInputs | None = None
 
@@ -95,6 +97,11 @@ class GraphRecord:
         chosen = [i for i, key in enumerate(self.runners) if parts is None or _is_of(key, model, parts)]
         return [decision for i in chosen for decision in decisions[i * count : (i + 1) * count]]
 
+    def runs_in(self, model: nn.Module | None) -> bool:
+        """Returns True if a model or its parts run this graph, or a function does."""
+        parts = None if model is None else set(map(id, model.modules()))
+        return parts is None or any(_is_of(key, model, parts) for key in self.runners)
+
     def see(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Keeps the text of the forward or the backward, in which the operators of fxquant stand."""
         text, name = graph_text(gm), half(gm.graph)
@@ -118,6 +125,13 @@ def outside_text(used: tuple[str, Sequence[str]]) -> str:
     part, layers = used
     some = ", ".join(layers[:5]) + (", .." if len(layers) > 5 else "")
     return f"{part} matches only layers that run outside of the captured graphs: {some}"
+
+
+def _recompilations(graphs: Sequence[GraphRecord]) -> list[str]:
+    """The reasons why graphs stand beside others of these; what they stand beside besides is another model's."""
+    numbers = {graph.compilation for graph in graphs}
+    reasons = ([text for number, text in graph.recompiled.items() if number in numbers] for graph in graphs)
+    return [texts[0] for texts in reasons if texts]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -174,6 +188,12 @@ class Records:
         parts = set(map(id, model.modules()))
         return [one for one in self.uncaptured if one.module() is None or _is_of([one.module], model, parts)]
 
+    def _graphs_of(self, model: nn.Module | None) -> list[GraphRecord]:
+        """The graphs of a model; those of functions alone are not its, where the others are of other models."""
+        its = [graph for graph in self.graphs if graph.runs_in(model)]
+        of_modules = [graph for graph in self.graphs if all(graph.runners)]
+        return its if not of_modules or any(graph in its for graph in of_modules) else []
+
     def unused(self, *, trained: bool = False) -> list[str]:
         """The parts of the recipe that matched nothing; with `trained`, nothing in a training step either."""
         outside = [decision.role for one in self.uncaptured for decision in one.decisions(0)]
@@ -227,9 +247,10 @@ class Records:
                 report.views.setdefault(name, []).extend(views)
             for name, texts in graph.texts.items():
                 report.graphs[name] = "\n\n".join([report.graphs[name], *texts] if name in report.graphs else texts)
-        breaks = [reason for graph in self.graphs for reason in graph.breaks]
+        its = self._graphs_of(model)
+        breaks = [reason for graph in its for reason in graph.breaks]
         report.breaks = [*dict.fromkeys([*breaks, *(reason for one in seen for reason in one.breaks)])]
-        report.recompilations = [graph.recompiled for graph in self.graphs if graph.recompiled]
+        report.recompilations = _recompilations(its)
         report.uncompiled = [] if self.graphs else ["no graph has run"]
         report.uncompiled += [f"new inputs, since {text}" for text in self.limits]
         if self.outside:

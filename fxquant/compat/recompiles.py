@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import FrameSummary
@@ -15,7 +15,8 @@ from typing import Any
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
+from torch._dynamo.utils import counters, graph_break_reasons
+from torch._guards import CompileContext
 
 from fxquant.compat.private import in_short
 
@@ -34,20 +35,32 @@ class _Limits(logging.Handler):
         if not str(record.msg).startswith(_LIMIT) or not isinstance(record.args, tuple):
             return
         kind, limit, function, reason = record.args[:4]
-        frame = sys._getframe()
-        while frame is not None and not (frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals):
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is not None:
+        variables = _variables_of_compilation()
+        if variables:
             text = f"{function} has been compiled {limit} times (torch._dynamo.config.{kind})"
-            wrapper: Any = innermost_backend(frame.f_locals["compiler_fn"])
+            wrapper: Any = innermost_backend(variables["compiler_fn"])
             backend = getattr(wrapper, "compiler_fn", wrapper)  # torch.compile wraps what it is given
             self._tell(backend, f"{text}, last because {_first(str(reason))}")
 
 
+def _variables_of_compilation() -> Mapping[str, Any]:
+    """The variables of the function of Dynamo that compiles a frame now; none outside of it."""
+    frame = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals):
+        frame = frame.f_back  # type: ignore[assignment]
+    return {} if frame is None else frame.f_locals
+
+
 def _first(reason: str) -> str:
     """The first line of a reason, without the number of the compilation in front."""
-    number, separator, text = reason.strip().split("\n")[0].partition(": ")
-    return text if separator and number.replace("/", "").replace("_", "").isdecimal() else reason.split("\n")[0]
+    return _parted(reason)[1]
+
+
+def _parted(reason: str) -> tuple[str, str]:
+    """The number of the earlier compilation that a reason is about, or nothing, and its first line."""
+    line = reason.strip().split("\n")[0]
+    numbered = re.fullmatch(r"([!\d/_]+): (.*)", line)
+    return (numbered[1], numbered[2]) if numbered is not None else ("", line)
 
 
 @functools.cache
@@ -77,13 +90,33 @@ class _Placed(Counter[str]):
     def __setitem__(self, reason: str, count: int) -> None:
         if count > self[reason]:  # the caller is a method of the error
             error = sys._getframe(1).f_locals.get("self")
-            self.stacks[reason].append(getattr(error, "real_stack", None))
+            stack = getattr(error, "real_stack", None)
+            self.stacks[reason].append(stack)
+            _latest.append((*_attempt(), _break_text(reason, stack)))
         elif count < self[reason]:
             del self.stacks[reason][-1:]
         super().__setitem__(reason, count)
 
 
 _KINDS = ("graph_break", "unimplemented")
+
+_latest: deque[tuple[str, int, str]] = deque(maxlen=256)
+"""The last things that torch did not capture: the number of the compilation, that of its attempt, and the text."""
+
+
+def _attempt() -> tuple[str, int]:
+    """The number of the compilation that runs now, and how often its analysis has started again."""
+    return compilation(), getattr(CompileContext.try_get(), "attempt", 0)
+
+
+def _place_counts() -> None:
+    """Lets torch's counts know places, from here on or after they were cleared."""
+    for kind in _KINDS:
+        if not isinstance(counters[kind], _Placed):
+            counters[kind] = _Placed(counters[kind])
+
+
+_place_counts()  # what ends a first graph is found before its backend is called
 
 
 @contextmanager
@@ -92,9 +125,7 @@ def graph_breaks() -> Iterator[list[str]]:
 
     Each has the file and line where that was.
     """
-    for kind in _KINDS:
-        if not isinstance(counters[kind], _Placed):
-            counters[kind] = _Placed(counters[kind])
+    _place_counts()
     before = {kind: {text: len(stacks) for text, stacks in _stacks(kind).items()} for kind in _KINDS}
     reasons: list[str] = []
     yield reasons
@@ -110,22 +141,44 @@ def _stacks(kind: str) -> Mapping[str, list[Sequence[FrameSummary] | None]]:
 
 
 def breaks_around(gm: fx.GraphModule) -> list[str]:
-    """Returns the graph breaks behind which a graph begins, and at which it ends, each with file and line."""
+    """Returns the graph breaks behind which a graph begins, and at which it ends, each with file and line.
+
+    Where Dynamo cannot break within a call, it ends the graph at an earlier line and gives no reason but
+    "step_unsupported". The reason is then what it met in the call, in the analysis before this one.
+    """
+    _place_counts()
     ends: Any = getattr(gm, "compile_subgraph_reason", None)
     reasons = [ends] if ends is not None and ends.graph_break else []
+    if reasons and ends.reason == "step_unsupported":
+        number, attempt = _attempt()
+        causes = [text for compiled, tried, text in _latest if compiled == number and tried < attempt]
+        if number and causes:
+            ends.fxquant_cause = causes[-1]  # also for the graph that begins there
     try:
         code = InstructionTranslator.current_tx().f_code
     except AttributeError:  # not called by Dynamo
-        return [_break_text(reason.reason, reason.user_stack) for reason in reasons]
-    resumed = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name)
-    if resumed is not None:
+        code = None
+    resumed = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name) if code is not None else None
+    if code is not None and resumed is not None:
         place = (code.co_filename, int(resumed[1]))
         before = [r for r in graph_break_reasons if place in {(f.filename, f.lineno) for f in r.user_stack}]
         reasons = before[-1:] + reasons
-    return list(dict.fromkeys(_break_text(reason.reason, reason.user_stack) for reason in reasons))
+    return list(dict.fromkeys(_reason_text(reason) for reason in reasons))
 
 
-def recompile_reason() -> str:
-    """Returns the reason why Dynamo compiles a frame again; empty for the first time, and the first by a backend."""
-    reason = _first(str(get_metrics_context()._metrics.get("recompile_reason") or ""))
-    return "" if reason.startswith("BACKEND_MATCH") else reason
+def _reason_text(reason: Any) -> str:
+    return getattr(reason, "fxquant_cause", None) or _break_text(reason.reason, reason.user_stack)
+
+
+def compilation() -> str:
+    """Returns the number that Dynamo gives the compilation of a frame that runs now; empty outside of Dynamo."""
+    return str(CompileContext.current_compile_id() or "")
+
+
+def recompile_reasons() -> dict[str, str]:
+    """Returns the reasons why Dynamo compiles a frame again, by the numbers of the earlier compilations.
+
+    Modules and their hooks have code in common, so that the earlier ones may be those of other models.
+    """
+    reasons = [_parted(str(reason)) for reason in _variables_of_compilation().get("reasons") or ()]
+    return {number: text for number, text in reasons if not text.startswith("BACKEND_MATCH")}

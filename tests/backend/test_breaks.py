@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ from fxquant.compat.private import no_mode_is_on
 from fxquant.compat.recompiles import graph_breaks
 
 EAGER = {"inner": "aot_eager"}
+logger = logging.getLogger(__name__)
 
 
 class Part(nn.Module):
@@ -146,6 +148,53 @@ def test_what_torch_skips_has_a_place_too() -> None:
     lines = {int(text.rpartition(":")[2].strip(")")) for text in breaks}
     assert all(f"({__file__}:" in text for text in breaks) and len(lines) > 1
     assert fxquant.explain(net, "mxfp8", torch.randn(16, 32)).breaks == breaks
+
+
+def doubled(x: Tensor) -> Tensor:
+    logger.debug("Dynamo does not capture this")
+    return x * 2
+
+
+def scaled(x: Tensor) -> Tensor:
+    return doubled(x)
+
+
+class Logs(nn.Module):
+    """Layers around a function that calls one which cannot be captured."""
+
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(size, size), nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(hidden + scaled(hidden)).sum()
+
+
+@pytest.mark.parametrize("way", [in_place, typed])
+def test_a_break_in_a_call_is_reported_once_with_its_reason_in_each_step(way: Way) -> None:
+    run, x = way(Logs(), fxquant.recipes.get("mxfp8")), torch.randn(16, 32)
+    seen = []
+    for _ in range(3):
+        run(x).backward()
+        seen.append(fxquant.report(run).breaks)
+    (text,) = seen[0]
+    assert "Logger" in text and f"({__file__}:{doubled.__code__.co_firstlineno + 1})" in text
+    assert seen == [[text]] * 3 and fxquant.explain(Logs(), "mxfp8", x).breaks == [text]
+
+
+def test_a_report_has_recompilations_of_its_own_graphs_alone() -> None:
+    torch._dynamo.reset()
+    small, large = Logs(32), Logs(64)
+    for net in (small, large):
+        net.compile(backend=eager_backend("mxfp8", model=net))
+    small(torch.randn(16, 32))
+    large(torch.randn(16, 64))
+    assert not fxquant.report(large).recompilations
+    small(torch.randn(24, 32))
+    again = fxquant.report(small).recompilations
+    assert again and all("size mismatch at index 0" in text for text in again), again
+    assert not fxquant.report(large).recompilations
 
 
 class Holder:
