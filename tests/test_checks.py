@@ -201,7 +201,7 @@ def test_a_rule_that_no_role_can_match_is_refused(keys: dict[str, str], message:
     [
         ({"iner": "aot_eager"}, "unexpected keyword 'iner'; did you mean inner=? Known keywords: recipe, inner"),
         ({"inner": "AOT_eager"}, "inner must be 'inductor' or 'aot_eager', not 'AOT_eager'; did you mean 'aot_eager'?"),
-        ({"save": "all"}, "save must be 'quantized' or 'least', not 'all'"),
+        ({"save": "all"}, "save must be 'quantized', 'less', 'least' or 'fp8', not 'all'"),
         ({"gemm": 3}, "gemm must be 'auto', 'cublas', 'triton' or 'autotune', not 3"),
         ({"allow_float64": 1}, "allow_float64 must be True or False, not 1"),
     ],

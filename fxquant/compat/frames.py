@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import external_utils
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, skip_code
 from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Guard, TracingContext
@@ -71,6 +71,7 @@ class CompiledCall:
             with scope():
                 return call(*args, **kwargs)
 
+        skip_code(once.__code__)  # a torch.compile around this one would take its frame, and all it calls
         object.__setattr__(holder, name, once)
 
 

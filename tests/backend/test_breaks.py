@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import eager_backend
+from helpers import assert_same_bits, eager_backend, recomputable_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
 from fxquant import (
+    Backend,
     BlockQuantizer,
     CustomRecipe,
     FxQuantWarning,
     IdentityQuantizer,
+    QuantizationState,
     Recipe,
     Rule,
     Rules,
@@ -337,3 +339,19 @@ def test_rules_match_the_same_layers_in_explain_and_compile_and_those_outside_of
             "rule 0: name='head' matches only layers that run outside of the captured graphs: head"
         ]
         assert {d.layer for d in report.decisions} == {"wrapped", "rnn", "head"}
+
+
+def test_another_compiler_around_a_model_compiled_in_place_takes_no_call_of_it() -> None:
+    """As accelerate compiles a model once more if its environment says so."""
+
+    def states(around: bool) -> Mapping[str, Tensor]:
+        torch._dynamo.reset()
+        model = recomputable_mlp()
+        model.compile(backend=Backend("delayed_scaling", model=model, inner="aot_eager"))
+        run = torch.compile(model, backend="eager") if around else model
+        for factor in (1, 2, 3, 4):
+            run(factor * torch.ones(32, 64)).sum().backward()
+        assert fxquant.report(model).coverage == 1
+        return QuantizationState(model).state_dict()
+
+    assert_same_bits(states(around=True), states(around=False))
