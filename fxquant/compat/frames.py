@@ -71,7 +71,8 @@ class CompiledCall:
             with scope():
                 return call(*args, **kwargs)
 
-        skip_code(once.__code__)  # a torch.compile around this one would take its frame, and all it calls
+        # a torch.compile around this one would take its frame, and all it calls
+        skip_code(once.__code__)  # type: ignore[attr-defined]
         object.__setattr__(holder, name, once)
 
 
