@@ -1,4 +1,4 @@
-"""What tests of probes compare: the rows of a log, and an eager computation of statistics."""
+"""Tests of probes compare these: the rows of a log, and an eager computation of statistics."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 def linears_of(run: Any) -> list[tuple[Any, ...]]:
-    """What is quantized of linear layers."""
+    """Returns what is quantized of linear layers."""
     decisions = [d for d in run.report().decisions if d.role.module_type != "dpa"]
     return [(d.layer, d.role, d.gemm, d.direction, d.quantizer) for d in decisions]
 

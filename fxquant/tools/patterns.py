@@ -99,8 +99,9 @@ def _answer(recipes: Sequence[Recipe], choices: Sequence[Choice], role: Quantize
     first, last = choices[0], choices[-1]
     if first == last or role.module_type == "dpa":
         recipe = "high_precision" if first is None else recipes[first]
-        readable = not isinstance(recipe, CustomRecipe) or role.module_type == "dpa"
-        return recipe if readable or isinstance(recipe, str) else recipe.quantizer(role)
+        if isinstance(recipe, CustomRecipe) and role.module_type != "dpa":
+            return recipe.quantizer(role)  # which reads better than rules within rules
+        return recipe
     halves: list[Quantizer] = []
     for choice, direction in zip((first, last), Direction, strict=True):
         answer = IdentityQuantizer() if choice is None else recipes[choice].quantizer(role)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 from fxquant.checks import did_you_mean
 from fxquant.errors import ArgumentError
-from fxquant.quantizers import Quantizer, value_text
+from fxquant.quantizers import Quantizer, quantizer_text
 from fxquant.recipes import AutoRecipe, CustomRecipe, HighPrecision, Recipe, Rule, Rules, resolve
 from fxquant.tools.space import KINDS
 
@@ -36,10 +35,11 @@ def candidates_of(candidates: Any) -> dict[str, Recipe]:
     for label, candidate in [*labelled.items()] or [("", candidate) for candidate in candidates]:
         if not isinstance(label, str):
             raise ArgumentError(f"fxquant.search: candidates are called by texts, not by {label!r}")
-        recipe = resolve(_of_linears(candidate) if isinstance(candidate, Quantizer) else candidate)
+        is_quantizer = isinstance(candidate, Quantizer)
+        recipe = resolve(_of_linears(candidate) if is_quantizer else candidate)
         recipe = recipe.recipe if isinstance(recipe, AutoRecipe) else recipe
         if not isinstance(recipe, HighPrecision) and recipe not in named.values():
-            named[label or _label(candidate, recipe)] = recipe
+            named[label or (quantizer_text(candidate) if is_quantizer else str(recipe))] = recipe
     if not named:
         raise ArgumentError(
             "fxquant.search needs candidates: recipes, their names or quantizers, such as ['nvfp4', 'mxfp8'], or a "
@@ -50,14 +50,6 @@ def candidates_of(candidates: Any) -> dict[str, Recipe]:
 
 def _of_linears(quantizer: Quantizer) -> Recipe:
     return CustomRecipe(qfactory=Rules([Rule(quantizer, module_type="linear|grouped_linear")]))
-
-
-def _label(candidate: Any, recipe: Recipe) -> str:
-    return (
-        (value_text(candidate) if is_dataclass(candidate) else type(candidate).__name__)
-        if isinstance(candidate, Quantizer)
-        else str(recipe)
-    )
 
 
 def budget_of(budget: Any) -> tuple[str, float]:

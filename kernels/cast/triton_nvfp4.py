@@ -208,7 +208,7 @@ def side_constants(spec: QuantSpec) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """One direction of a cast: its outputs, its global amax and its state."""
 
     data: Tensor
@@ -245,7 +245,7 @@ def quantize(
         return plain[0]
 
     unread = torch.empty(1, dtype=torch.float32, device=x.device)
-    nothing = _Side(unread, unread, unread, unread)
+    nothing = Side(unread, unread, unread, unread)
     sides = [
         nothing if spec is None else _make_side(x.mT if columnwise else x, spec, state, largest, columnwise, unread)
         for spec, state, columnwise in ((row, row_state, False), (column, column_state, True))
@@ -281,7 +281,7 @@ def _transformed_amax(x: Tensor, spec: QuantSpec, columnwise: bool) -> Tensor:
 def _make_side(
     x: Tensor, spec: QuantSpec, state: Tensor | None, largest: Callable[[QuantSpec, bool], Tensor], columnwise: bool,
     unread: Tensor,
-) -> _Side:  # fmt: skip
+) -> Side:  # fmt: skip
     """Makes the outputs and arguments of one direction of x, its contracted axis last."""
     rows, length = x.shape
     blocks = triton.cdiv(length, 16)
@@ -290,10 +290,10 @@ def _make_side(
     scale = torch.empty(sizes, dtype=torch.float8_e4m3fn, device=x.device)
     if not spec.stochastic:
         amax = largest(spec, columnwise) if state is None else state.clone()
-        return _Side(data, scale, amax, unread, side_constants(spec))
+        return Side(data, scale, amax, unread, side_constants(spec))
     assert state is not None
     if state.shape[0] > _RANDOM:
         amax = state.narrow(0, _RANDOM, 1).to(torch.int32).view(torch.float32)
     else:
         amax = largest(spec, columnwise)
-    return _Side(data, scale, amax, state, side_constants(spec))
+    return Side(data, scale, amax, state, side_constants(spec))

@@ -11,7 +11,6 @@ Inductor copies the source of what a kernel calls under the name it is called by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +22,12 @@ from torch.library import wrap_triton
 from fxquant.compat.patches import writes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import magnitude
-from fxquant.kernels.cast.triton_nvfp4 import AT_SWIZZLED, cast_side, side_constants, transformed
+from fxquant.kernels.cast.triton_nvfp4 import AT_SWIZZLED, Side, cast_side, load_square, side_constants, transformed
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.ops import fake_groups
 from fxquant.kernels.grouped.triton_cast import FIELDS, Place, strip_of
 
 _TILE, _STRIP, _WARPS = 64, 128, 8
-
-
-@triton.jit
-def load_rows(x, first_row, first_column, end, K, x_step, TILE: tl.constexpr):
-    """Returns a square tile of x, zero from the row `end` and the column K on, as float32."""
-    row = first_row + tl.arange(0, TILE)[:, None]
-    column = first_column + tl.arange(0, TILE)[None, :]
-    inside = (row < end) & (column < K)
-    return tl.load(x + row.to(tl.int64) * x_step + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @writes(row_data="ROW", row_scale="ROW", column_data="COLUMN", column_scale="COLUMN")
@@ -59,7 +49,7 @@ def grouped_nvfp4_kernel(
     size = end - start
     if (group >= G) | (size <= 0):
         return
-    t = load_rows(x, start + local, first_column, end, K, x_step, TILE)
+    t = load_square(x, start + local, first_column, end, K, x_step, TILE)
     wide_start = start.to(tl.int64)
     if ROW is not None:
         data = row_data + wide_start * row_bytes
@@ -116,28 +106,13 @@ def grouped_transformed_amax_kernel(
     local += (row_tile % (STRIP // TILE)) * TILE
     if (group >= G) | (local >= end - start):
         return
-    t = load_rows(x, start + local, first_column, end, K, x_step, TILE)
+    t = load_square(x, start + local, first_column, end, K, x_step, TILE)
     if COLUMN:
         t = tl.trans(t)
     largest = tl.max(tl.max(magnitude(transformed(t, SIGNS)), axis=1), axis=0)
     tl.atomic_max(
         out.to(tl.pointer_type(tl.int32), bitcast=True) + group, largest.to(tl.int32, bitcast=True), sem="relaxed"
     )
-
-
-@dataclass(frozen=True)
-class _Side:
-    """One direction of a cast: its outputs, its global amaxes and its state."""
-
-    data: Tensor
-    scale: Tensor
-    amax: Tensor
-    state: Tensor
-    constants: tuple[Any, ...] | None = None
-
-    @property
-    def parts(self) -> list[Tensor]:
-        return [] if self.constants is None else [self.data, self.scale, self.amax]
 
 
 def quantize(
@@ -164,7 +139,7 @@ def quantize(
         plain[:] = plain or [group_amax(x, offs)]
         return plain[0]
 
-    nothing = _Side(place.unread, place.unread, place.unread, place.unread)
+    nothing = Side(place.unread, place.unread, place.unread, place.unread)
     sides = []
     for spec, state, direction in ((row, row_state, "rowwise"), (column, column_state, "columnwise")):
         if spec is None:
@@ -172,7 +147,7 @@ def quantize(
             continue
         data, scale, _ = fake_groups(x, offs, spec, direction)
         amax = largest(spec, direction == "columnwise")
-        sides.append(_Side(data, scale, amax, place.unread if state is None else state, side_constants(spec)))
+        sides.append(Side(data, scale, amax, place.unread if state is None else state, side_constants(spec)))
     rowwise, columnwise = sides
     wrap_triton(grouped_nvfp4_kernel)[(place.count * (_STRIP // _TILE) * across,)](
         x, rowwise.amax, rowwise.state, rowwise.data, rowwise.scale, columnwise.amax, columnwise.state, columnwise.data,

@@ -345,7 +345,7 @@ def test_rules_match_the_same_layers_in_explain_and_compile_and_those_outside_of
 
 
 def test_another_compiler_around_a_model_compiled_in_place_takes_no_call_of_it() -> None:
-    """As accelerate compiles a model once more if its environment says so."""
+    """Accelerate compiles a model once more if its environment says so."""
 
     def states(around: bool) -> Mapping[str, Tensor]:
         torch._dynamo.reset()

@@ -319,7 +319,7 @@ def test_runs_of_another_thread_do_not_count() -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "delayed_scaling"])
 def test_tensors_of_a_compiled_model_can_be_swapped(recipe: str) -> None:
-    """As `Module.to` does with DTensors, and with all parameters if it is told to."""
+    """`Module.to` swaps DTensors, and all parameters if it is told to."""
     net, x = model(), torch.randn(16, 64)
     run = fxquant.compile(net, recipe, options={**EAGER, "cache_weights": True})
     run(x).sum().backward()

@@ -136,7 +136,7 @@ class Experts(nn.Module):
 def test_experts_learn_on_tensor_cores_what_they_learn_emulated(
     recipe: str, cached: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one compilation for all numbers of rows; both round products to bfloat16."""
+    """One compilation serves all numbers of rows; both round products to bfloat16."""
     torch.manual_seed(0)
     experts, inputs = Experts(), list[tuple[Tensor, Tensor]]()
     for ends in ([3, 3, 140, 200], [0, 0, 16, 33]):

@@ -233,7 +233,7 @@ def test_auto_trains_attention_in_fp8_where_a_step_gains(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("on_h100")
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(fp8_dpa=True), DelayedScaling(fp8_dpa=True)], ids=str)
 def test_auto_keeps_the_backward_alone_in_high_precision(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As measured (docs/measurements/attention.md), the FP8 backward is slower than cuDNN's."""
+    """The FP8 backward is slower than cuDNN's, as docs/measurements/attention.md has it."""
     monkeypatch.setattr(attention_choice, "knows_gluon", lambda: True)
     report = explained(recipes.auto(recipe), one, *BLOCK)
     reasons = {(d.role.tensor_type, d.gemm.value): (d.skip_reason, d.detail) for d in report.decisions}

@@ -85,7 +85,7 @@ def test_statistics_are_those_of_an_eager_computation(quantizer: Quantizer) -> N
 
 
 def test_what_a_loss_changes_by_is_that_of_gradients_times_errors() -> None:
-    """Of both operands of the forward, those of a frozen weight and an input without gradients too, if it is named."""
+    """Both operands of the forward have it, a frozen weight and an input without gradients too, if it is named."""
     x, w, dy = tensors()
     run, x = linear("mxfp8", x, w)
     x.requires_grad_(False)
@@ -406,7 +406,7 @@ def test_probes_point_at_planted_operands(recipe: str, tmp_path: Path) -> None:
 
 
 def on_a_rank(half: bool) -> list[dict[str, Any]]:
-    """What a step measures where each rank has half of the rows, or all of them where there is one."""
+    """Returns what a step measures where each rank has half of the rows, or all of them where there is one."""
     torch.manual_seed(0)
     model = Model()
     run = fxquant.compile(model, "mxfp8", options=EAGER)

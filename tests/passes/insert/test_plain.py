@@ -16,7 +16,7 @@ from fxquant.probes import Request
 
 
 def test_before_and_after() -> None:
-    """Of the layers that are wanted; the other one, and the graph that it is a copy of, stay."""
+    """Only the layers that are wanted change; the other one, and the graph that it is a copy of, stay."""
     layer, x = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 16)), torch.randn(8, 32)
     bound = replace(bind(rewrite("high_precision", layer, x), Settings()), request=Request(layers=("0",)))
     before = listing(bound.gm.graph)

@@ -1,4 +1,4 @@
-"""What a forward keeps in FP8 for its backward: which tensors, how many bytes, and what gradients lose."""
+"""A forward keeps tensors in FP8 for its backward: which ones, how many bytes, and what gradients lose."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ return [%5]""")  # fmt: skip
 
 
 def test_of_float32_sums_are_kept_as_they_are() -> None:
-    """As the log-sum-exp of an attention is, but not a residual stream that norms read."""
+    """The log-sum-exp of an attention is one of these; a residual stream that norms read is not."""
     (kept,) = keep_fp8(*halves(dtype=torch.float32), 1)
     assert (kept.bytes, kept.instead) == (64 * 128 + 4 * 64, 4 * 64 * 128)
     assert not keep_fp8(*halves(dtype=torch.float32, sums=True), 1) and keep_fp8(*halves(sums=True), 1)
@@ -91,7 +91,7 @@ def block() -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("recipe", ["current_scaling", "nvfp4"])
 def test_a_block_keeps_bytes(recipe: str) -> None:
-    """Of an element one, and a scale for 128: queries, keys, values, attention's output, the sum, gate and up."""
+    """An element takes one, 128 of them a scale: queries, keys, values, attention's output, the sum, gate and up."""
     kept = saved_tensors(block, recipe, save="fp8")
     rows, elements = BLOCK.batch * BLOCK.length, 3 * BLOCK.hidden + 2 * BLOCK.kv_heads * 64 + 2 * BLOCK.ffn
     vectors = 4 * (BLOCK.heads + 2)

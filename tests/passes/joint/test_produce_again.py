@@ -1,4 +1,4 @@
-"""What the backward makes again of tensors that it keeps anyway: norms' results and attention's output, quantized."""
+"""The backward makes quantized norms' results and attention's output again, of tensors that it keeps anyway."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_products_in_high_precision_have_ranges_too(recipe: str, inner: str, tmp
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_gradients_of_torchs_products_are_told_apart(wide: bool) -> None:
-    """By what they contract, whichever way autograd writes them, and for square weights too."""
+    """They are told by what they contract, whichever way autograd writes them, and for square weights too."""
     weight, x = torch.randn(64 if wide else 8, 64), torch.randn(16, 64)
     graph = torch.fx.Graph()
     g, w, a = (graph.placeholder(name) for name in ("tangents_1", "primals_1", "primals_2"))
