@@ -16,6 +16,14 @@ from fxquant.formats import QuantSpec
 FOLDER = Path(__file__).parent / "golden"
 DEVICE = os.environ.get("FXQUANT_GOLDEN_DEVICE", "cpu")
 """Where the vectors are put, and so where the tests that use them run."""
+ON_DEVICE: dict[str, tuple[str, ...]] = {
+    "kernels/cast/test_reference.py": (
+        "test_per_tensor", "test_per_row", "test_blocks_of_128", "test_mxfp8", "test_nvfp4", "test_nvfp4_stochastic",
+        "test_nvfp4_global_scales", "test_dequantize", "test_columns_from_dequantized_rows", "test_gemms",
+    ),
+    "test_delayed.py": ("test_update_is_golden", "test_quantize_by_a_given_scale_is_golden"),
+}  # fmt: skip
+"""The tests that `gpu/test_vectors.py` runs again with every vector on a GPU, by file; `test_golden.py` reads them."""
 
 
 @cache

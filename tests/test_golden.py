@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
+from types import ModuleType
 
 import golden
 
@@ -10,11 +12,26 @@ TESTS = ("test_delayed.py", "kernels/cast/test_reference.py", "kernels/cast/test
 """The files whose tables take golden keys."""
 
 
+@cache
+def read(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"read_{name}", golden.FOLDER.parent / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tests_that_run_on_a_gpu_are_there() -> None:
+    """Each is chosen at least once: a table of keys is not empty."""
+    for file, names in golden.ON_DEVICE.items():
+        for name in names:
+            tables = [mark.args[1] for mark in getattr(getattr(read(file), name), "pytestmark", ())]
+            assert all(len(table) > 0 for table in tables), f"{file}::{name}"
+
+
 def test_no_key_is_left_out() -> None:
     for name in TESTS:
-        spec = importlib.util.spec_from_file_location(f"read_{name}", golden.FOLDER.parent / name)
-        assert spec is not None and spec.loader is not None
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        read(name)
     used = {part for _, key in golden.TABLES for part in key.split("/")}
     left = []
     for path in golden.FOLDER.glob("*.safetensors"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import golden
 import pytest
 import torch
 from test_invariants import CASES, GOLDEN, ROUTES
@@ -19,21 +21,17 @@ pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).parents[1]
 
 
-VECTORS = {
-    "kernels/test_reference.py": "per_tensor or per_row or blocks_of_128 or mxfp8 or nvfp4 or dequantize or gemms",
-    "test_delayed.py": "golden",
-}
-
-
-@pytest.mark.parametrize("file", VECTORS)
+@pytest.mark.parametrize("file", golden.ON_DEVICE)
 def test_vectors_on_the_gpu(file: str) -> None:
     """Tests of the CPU, with every vector on the GPU."""
-    chosen = ["-k", f"({VECTORS[file]}) and not inductor and not trace and not make_fx and not fake"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(TESTS / file)]
+    tests = [f"{TESTS / file}::{name}" for name in golden.ON_DEVICE[file]]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "FXQUANT_GOLDEN_DEVICE": "cuda"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    print(done.stdout[-200:])
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    print(file, done.stdout.splitlines()[-1])
+    assert passed and int(passed[1]) > len(tests), done.stdout[-200:]
 
 
 @pytest.mark.parametrize("route", ROUTES)
