@@ -255,9 +255,13 @@ class Controls:
             self.first().states.of(self.place_of(called).home)
 
     def _compiled_now(self) -> nn.Module | None:
-        """The module that torch.compile was given for the call that runs now; tools have but the one they know."""
+        """The module that torch.compile was given for the call that runs now; tools have but the one they know.
+
+        None for a call of another backend, whose guards torch asks after those of this one.
+        """
         call = compiled_call() if self.of_a_model else None
-        return None if call is None else call.module
+        another = call is not None and getattr(call.backend, "controls", self) is not self
+        return None if call is None or another else call.module
 
     def _model_of_call(self) -> nn.Module | None:
         """The backend's own model, or the module that is called if this is another."""

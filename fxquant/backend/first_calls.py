@@ -23,9 +23,9 @@ def watch_first_calls(records: Records, names: Callable[[], Mapping[str, str]], 
     It does so once for everything that torch.compile gave; `names` gives the paths of modules by their ids.
     """
     call = compiled_call()
-    if call is None or records.first_seen or (key := (id(call.compiled), id(call.module))) in records.watched:
+    if call is None or records.first_seen or call.key in records.watched:
         return
-    records.watched.add(key)
+    records.watched.add(call.key)
     before: list[Uncaptured] = []
 
     @contextlib.contextmanager

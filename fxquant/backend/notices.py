@@ -40,15 +40,17 @@ _untold: list[Records] = []
 def tell(message: str, category: type[FxQuantWarning]) -> None:
     """Warns at the innermost line that is neither torch's nor fxquant's.
 
-    A handler that was put on fxquant's own logger gets the message too.
+    A handler that was put on fxquant's own logger gets the message too, unless it writes where warnings are shown, as
+    torch's does under TORCH_LOGS=fxquant.
     """
     depth, frame = 1, sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
     warnings.warn(message, category, stacklevel=1 if frame is None else depth)
-    log = logging.getLogger("fxquant")
-    if log.handlers:
-        log.warning("%s", message)
+    log, shown = logging.getLogger("fxquant"), (sys.stderr, sys.__stderr__)
+    for handler in log.handlers if log.isEnabledFor(logging.WARNING) else ():
+        if handler.level <= logging.WARNING and getattr(handler, "stream", handler) not in shown:
+            handler.handle(log.makeRecord(log.name, logging.WARNING, __file__, 0, "%s", (message,), None))
 
 
 def watch(records: Records, instead_of: Iterable[Records] = ()) -> None:

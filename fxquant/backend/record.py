@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
+from fxquant.compat.frames import CallKey
 from fxquant.compat.private import CapturedInputs
 from fxquant.compat.trace import trace_artifact
 from fxquant.decisions import Considered, Decision, KeptInFp8, NotFused, Saved, SentQuantized
@@ -158,7 +159,7 @@ class Records:
     outside: list[str] = field(default_factory=list)
     uncaptured: list[Uncaptured] = field(default_factory=list)
     first_seen: bool = False
-    watched: set[tuple[int, int]] = field(default_factory=set)
+    watched: set[CallKey] = field(default_factory=set)
     told: bool = False
     told_plain: bool = False
     told_alone: bool = False

@@ -6,6 +6,7 @@ import functools
 import gc
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ def frame_being_compiled() -> tuple[CodeType | None, Mapping[str, Any]]:
     return translator.f_code, translator.output.local_scope
 
 
+CallKey = tuple[weakref.ref[Any], "weakref.ref[nn.Module] | None"]
+"""References to what is called: ids come again."""
+
+
 @dataclass(frozen=True, eq=False)
 class CompiledCall:
     """A call of what torch.compile gave, which runs on this thread.
@@ -50,6 +55,16 @@ class CompiledCall:
     module: nn.Module | None
     _at_end: list[Callable[[], object]]
     _caller: nn.Module | None
+
+    @property
+    def backend(self) -> Any:
+        """The backend that torch.compile was given; None where it is not known."""
+        return next((function for _, function, _ in _unwrapped(getattr(self.compiled, "callback", None))), None)
+
+    @property
+    def key(self) -> CallKey:
+        """The key of what was called, which nothing else ever has."""
+        return weakref.ref(self.compiled), None if self.module is None else weakref.ref(self.module)
 
     def at_end(self, run: Callable[[], object]) -> None:
         """Lets a function run at the end of this call, also if it fails."""

@@ -232,7 +232,18 @@ class Quantizer:
         return operand.tensors()
 
     def dequantize_side(self, parts: Sequence[Tensor], length: int | None = None) -> Tensor:
-        """The values of the parts from `quantize_side`, without the padding of an axis of this length."""
+        """The values of the parts from `quantize_side`, without the padding of an axis of this length.
+
+        Raises RecipeError for what is no list of one to three tensors.
+        """
+        most = len(fields(QuantizedOperand))
+        listed = isinstance(parts, list | tuple) and all(isinstance(part, Tensor) for part in parts)
+        if not listed or not 1 <= len(parts) <= most:
+            what = f"{len(parts)} of them" if listed else article(type(parts).__name__)
+            raise RecipeError(
+                f"{type(self).__name__}.dequantize_side takes a list of the tensors that quantize_side gave, one to "
+                f"{most}, not {what}"
+            )
         values = self.dequantize(QuantizedOperand(*parts))
         return values if length is None or self.alignment == 1 else values.narrow(-1, 0, length)
 
@@ -265,7 +276,12 @@ def _check_tensor(x: object) -> None:
 
 
 def padded(x: Tensor, multiple: int, direction: str) -> Tensor:
-    """x [*, M, K] with zeros behind the axis that is contracted."""
+    """x [*, M, K] with zeros behind the axis that is contracted.
+
+    Raises RecipeError for what is no such tensor, and for an unknown direction.
+    """
+    _check_tensor(x)
+    direction = Direction(direction)
     size = x.shape[-2 if direction == "columnwise" else -1]
     if statically_known_true(size % multiple == 0):
         return x

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxquant.checks import OneOf, checked, did_you_mean
 from fxquant.errors import RecipeError, SettingError
 from fxquant.formats import CUSTOM, ELEMENTS, FORMATS, MX_MODES, SCALES, Format, QuantSpec
-from fxquant.quantizers.base import QuantizedOperand, QuantizedTensor, Quantizer, padded
+from fxquant.quantizers.base import QuantizedOperand, QuantizedTensor, Quantizer, padded, quantizer_text
 from fxquant.roles import Direction
 
 _ELEMENT_DTYPES = {
@@ -140,7 +140,14 @@ class BlockQuantizer(Quantizer):
 
         if not isinstance(operand, QuantizedOperand) or self.row.name in FORMATS:
             return super().dequantize(operand)
-        return blocks.dequantize(operand.tensors(), self.row)
+        parts, needed = operand.tensors(), ["data", "scale", "global_amax"][: 3 if self.row.has_global_amax else 2]
+        if len(parts) != len(needed) or parts[0].element_size() > 1:
+            kinds = ", ".join(str(part.dtype) for part in parts)
+            raise RecipeError(
+                f"{quantizer_text(self)} dequantizes what its quantize gave, {', '.join(needed)} with at most a byte "
+                f"for an element, not {kinds}"
+            )
+        return blocks.dequantize(parts, self.row)
 
 
 def _name(what: str, value: Any, names: dict[str, Any], dtypes: dict[torch.dtype, str]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fxquant
 from fxquant import FxQuantWarning, OptionError, RecipeError, UnquantizedWarning
 from fxquant.backend import notices
+from fxquant.backend.controls import controls_that_compiled
 from fxquant.formats import LINEAR_OPERANDS
 
 EAGER = {"inner": "aot_eager"}
@@ -254,7 +255,8 @@ def test_a_report_is_of_its_own_compilation() -> None:
 
 
 def test_a_backend_whose_copy_ran_is_not_told_of_at_exit(monkeypatch: Any) -> None:
-    monkeypatch.setattr(notices, "_untold", [])
+    for name in ("_untold", "_uncalled", "_unmet"):
+        monkeypatch.setattr(notices, name, [])
     backend, idle = (fxquant.Backend("mxfp8", **EAGER) for _ in range(2))
     copied, _ = copy.deepcopy(backend), copy.deepcopy(copy.deepcopy(idle))
     torch.compile(model(), backend=copied)(torch.randn(16, 64))
@@ -283,6 +285,18 @@ def test_the_cached_weights_of_a_model_are_forgotten() -> None:
         assert torch.equal(run(x), first)
         fxquant.clear_cache(run)
         assert not torch.equal(run(x), first)
+
+
+@pytest.mark.parametrize("way", [by_backend, lambda net, recipe: net.compile(backend=eager_backend(recipe)) or net])
+def test_models_of_a_class_with_a_backend_each_report_their_own(way: Way) -> None:
+    nets, x = [model(), model()], torch.randn(32, 64)
+    runs = [way(net, recipe) for net, recipe in zip(nets, ("mxfp8", "nvfp4"), strict=True)]
+    for _ in range(2):
+        for run in runs:
+            run(x)
+    assert [fxquant.report(run).recipe for run in runs] == ["mxfp8", "nvfp4"]
+    assert [len(fxquant.report(run).decisions) for run in runs] == [10, 10]
+    assert [len(controls_that_compiled(net)) for net in nets] == [1, 1]
 
 
 @pytest.mark.parametrize("way", [typed, by_name, in_place])

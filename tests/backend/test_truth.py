@@ -179,19 +179,22 @@ def test_a_backend_tells_after_the_first_step_of_an_optimizer() -> None:
     assert not told(step)
 
 
-def test_filters_silence_and_a_handler_on_our_logger_hears() -> None:
+def test_filters_silence_and_a_handler_on_our_logger_hears(capsys: Any) -> None:
     heard: list[str] = []
-    handler = logging.Handler()
+    handler, terminal = logging.Handler(), logging.StreamHandler()  # the second is torch's under TORCH_LOGS=fxquant
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fxquant").addHandler(handler)
+    for one in (handler, terminal):
+        logging.getLogger("fxquant").addHandler(one)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", UnquantizedWarning)
             quantized(nn.Linear(64, 8))(torch.randn(32, 64))
     finally:
-        logging.getLogger("fxquant").removeHandler(handler)
+        for one in (handler, terminal):
+            logging.getLogger("fxquant").removeHandler(one)
     assert len(heard) == 1 and "TOO_SMALL" in heard[0]
+    assert "TOO_SMALL" not in capsys.readouterr().err, "warnings are shown there once"
 
 
 class Broken(nn.Module):
