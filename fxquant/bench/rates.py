@@ -162,7 +162,7 @@ def _starts(card: Card, rates: CardRates) -> CardRates:
     probes: dict[str, Callable[[], Callable[[], object] | None]] = {
         "launch": lambda: partial(target.copy_, small),
         "gemm_start": lambda: partial(torch.mm, square, square),
-        "amax_start": lambda: partial(amax.best, small),
+        "amax_start": lambda: card.find(CastKernel.TRITON, amax, small),
         "lines_start": lambda: card.find(CastKernel.STORED, hybrid_quantize, small, spec, spec),
     }
     starts = {what: us for what, make in probes.items() if (us := card.us(what, make)) is not None}
@@ -225,7 +225,7 @@ def _groups(card: Card, rates: CardRates) -> CardRates:
 
 def _casts(card: Card, rates: CardRates) -> CardRates:
     x = card.matrix(2 * card.size, card.size)
-    us = card.us("amax", lambda: partial(amax.best, x))
+    us = card.us("amax", lambda: card.find(CastKernel.TRITON, amax, x))
     if us is not None:
         rates = replace(rates, amax=_share(rates, 2 * x.numel(), us - rates.amax_start))
     measured = dict(rates.casts)
@@ -235,12 +235,16 @@ def _casts(card: Card, rates: CardRates) -> CardRates:
         shares = []
         both, one = (text, text, state, state), (text, "columnwise", state)
         for directions, what, called, args in ((2, "both", hybrid_quantize, both), (1, "columnwise", quantize, one)):
-            us = card.us(f"{family} cast, {what}", partial(card.find, CastKernel.STORED, called, x, *args))
+            probe = f"{family} cast, {what}"
+            us = card.us(probe, partial(card.find, CastKernel.STORED, called, x, *args))
             if us is None:
                 break
             us -= rates.launch
             if spec.row.family == "per_row":
                 us -= rates.lines_start + 2 * x.numel() / (rates.copy * rates.amax) / 1e6
+            if us <= 0:
+                card.missing[probe] = "it took less than its amaxes were measured to take"
+                break
             shares.append(_share(rates, x.numel() * (2 + directions * spec.row.bytes_per_element), us))
         if len(shares) == 2:
             measured[family] = CastRate(*shares)

@@ -69,6 +69,14 @@ def test_what_is_measured_is_the_card(card: measuring.Card) -> None:
     assert "NVIDIA" not in rates.source and not rates.attention, "two lengths that take as long say nothing"
 
 
+def test_a_cast_that_takes_less_than_its_amaxes_has_no_rate(card: measuring.Card) -> None:
+    slow = {"amax": 1e6}
+    card.timer = lambda what, calls: slow.get(what) or takes(what)
+    rates = measuring.measure(card)
+    assert rates.casts.keys() == measuring.CASTS.keys() - {"per_row"}
+    assert list(card.missing) == ["per_row cast, both"]
+
+
 def test_what_has_no_kernel_or_no_time_is_named(card: measuring.Card) -> None:
     card.find = lambda kernel, *_: None if kernel is GemmKernel.TILES else lambda: None
     ticks = iter(range(1000))
@@ -77,7 +85,7 @@ def test_what_has_no_kernel_or_no_time_is_named(card: measuring.Card) -> None:
     assert GemmKernel.TILES not in rates.gemm and GemmKernel.PER_ROW in rates.gemm
     assert card.missing[f"{GemmKernel.TILES}, large"] == "another kernel is taken on this card"
     assert "no time was left" in card.missing.values() and "not measured: " in rates.source
-    assert "not measured: " in measuring.text("a card", rates, card.missing)
+    assert "not measured: " in " ".join(measuring.text("a card", rates, card.missing).split("   "))
 
 
 def test_rates_are_kept_for_the_card(
