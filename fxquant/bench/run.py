@@ -1,14 +1,13 @@
 """Benchmarks: training steps of Llama blocks, of a whole model, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench block | model | linear | grouped | decode | attention | export | cast | sharded
+    python -m fxquant bench block | model | linear | grouped | decode | generate | attention | export | cast | sharded
                              [--providers NAME,NAME] ...
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer (`model` has float32 weights
-and an optimizer), compiled with static
-shapes and without Inductor's caches. Providers are timed in turn, round after round; times are medians after a second
-of warm-up, from CUDA events. Decoding, exported blocks and attention are timed in CUDA graphs. The modules of the
-benchmarks say more. Each finished row is appended to the CSV file. On the CPU the sizes are tiny and the numbers mean
-nothing.
+and an optimizer), compiled with static shapes and without Inductor's caches. Providers are timed in turn, round after
+round; times are medians after a second of warm-up, from CUDA events. Decoding, exported blocks and attention are timed
+in CUDA graphs. The modules of the benchmarks say more. Each finished row is appended to the CSV file. On the CPU the
+sizes are tiny and the numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fxquant.bench import attention, casts, decode, export, linear, model, ranks, sharded, training
+from fxquant.bench import attention, casts, decode, export, generate, linear, model, ranks, sharded, training
 from fxquant.bench.providers import (
     ATTENTION,
     CACHED,
@@ -50,14 +49,15 @@ from fxquant.tools.progress import progress
 
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
-    "over_read", "of_copy", "saved_gib", "peak_gib", "weights_gib", "loss_diff", "gather_bytes", "wire_gib",
+    "over_read", "of_copy", "tokens_s", "saved_gib", "peak_gib", "weights_gib", "loss_diff", "gather_bytes", "wire_gib",
     "gather_ms", "gathers_ms", "gathers_hidden", "wire_ms", "wire_hidden", "compile_s", "flops_quantized", "gemms",
     "card", "torch", "triton", "torchao", "date", "command",
 )  # fmt: skip
 SHOWN = {
     "size": "size", "provider": "what", "ms": "step ms", "us": "us", "over_bf16": "over bf16",
     "over_torchao": "over torchao", "of_floor": "of floor", "over_read": "over reading the weight",
-    "of_copy": "of copy rate", "saved_gib": "saved GiB", "peak_gib": "peak GiB", "weights_gib": "weights GiB",
+    "of_copy": "of copy rate", "tokens_s": "tokens/s", "saved_gib": "saved GiB", "peak_gib": "peak GiB",
+    "weights_gib": "weights GiB",
     "loss_diff": "losses differ by", "gather_bytes": "gathered bytes an element", "wire_gib": "received GiB",
     "gather_ms": "one gather ms", "gathers_ms": "gathers ms", "gathers_hidden": "hidden",
     "wire_ms": "collectives ms", "wire_hidden": "of them hidden",
@@ -108,6 +108,7 @@ BENCHMARKS = {
         ("bf16", *QUANTIZED, *CACHED, "torchao rowwise"),
     ),
     "decode": _of(decode, "inference of one linear layer with few tokens"),
+    "generate": _of(generate, "`generate` of a Hugging Face Llama with a static cache, in CUDA graphs"),
     "export": _of(export, "inference of a decoder block compiled ahead of time"),
     "attention": _of(attention, "attention in FP8, forward and backward"),
     "cast": _of(casts, "quantizations, beside a copy"),

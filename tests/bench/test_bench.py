@@ -20,6 +20,7 @@ from fxquant.bench import attention as bench_attention
 from fxquant.bench import casts, inference, linear, rounds, training
 from fxquant.bench import decode as bench_decode
 from fxquant.bench import export as bench_export
+from fxquant.bench import generate as bench_generate
 from fxquant.bench import model as bench_model
 from fxquant.bench import run as bench
 from fxquant.bench.providers import CACHED, WEIGHT_ONLY, recipe_of
@@ -70,6 +71,28 @@ def test_model_trains_one_set_of_parameters(tmp_path: Path) -> None:
     steps = {int(state["step"]) for state in optimizer.state.values()}
     assert len(steps) == 1 and steps.pop() >= 2 * (2 + rounds.ROUNDS), "both providers stepped it"
     assert len(optimizer.state) == len([*model.parameters()])
+
+
+def test_generate_counts_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def prepare(provider: str, model: nn.Module, cuda: bool) -> Any:
+        backend = Backend("rowwise" if provider == "rowwise" else "high_precision", model=model, inner="aot_eager")
+        config = transformers.CompileConfig(backend=backend, mode=None, fullgraph=False, dynamic=False)
+        config._compile_all_devices = True
+        return config
+
+    monkeypatch.setattr(bench_generate, "prepare", prepare)
+    path = tmp_path / "generate.csv"
+    assert bench.main(["generate", "--device", "cpu", "--providers", "bf16,rowwise", "--csv", str(path)]) == 0
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["provider"] for row in rows] == ["bf16", "rowwise"]
+    assert rows[0]["flops_quantized"] == "0%" and float(rows[1]["flops_quantized"].rstrip("%")) > 50
+    (size,) = bench_generate.TINY
+    for row in rows:
+        assert float(row["tokens_s"]) == pytest.approx(1e3 * size.sequences * size.tokens / float(row["ms"]), rel=0.02)
+    assert float(rows[0]["weights_gib"]) >= float(rows[1]["weights_gib"])
 
 
 @pytest.mark.usefixtures("uncompiled")
