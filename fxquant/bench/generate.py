@@ -93,7 +93,7 @@ def prepare(provider: str, model: nn.Module, cuda: bool) -> Any:
             _quantize_by_torchao(provider, model)
         config = CompileConfig(mode=mode, fullgraph=False, dynamic=False)
     else:
-        backend = Backend(provider, model=model, cache_weights=True, **({"mode": mode} if mode else {}))
+        backend = Backend(provider, model=model, cache_weights=True, mode=mode)
         config = CompileConfig(backend=backend, mode=None, fullgraph=False, dynamic=False)
     config._compile_all_devices = True  # transformers compiles on GPUs only, unless it is told so
     return config
