@@ -34,6 +34,7 @@ class Losses:
     def __init__(self, training: Training, trials: Trials, measured: Measured, recipes: Sequence[Recipe]) -> None:
         self.training, self.trials, self.measured, self.recipes = training, trials, measured, recipes
         self.orders, self.runs = 1, 0
+        self.tried: dict[str, Chosen] = {}
         self.roles: Mapping[Operand, QuantizerRole] = {}
         self.recipe_of: Callable[[Chosen], Recipe] = lambda chosen: HighPrecision()
         self._graphs: dict[str, tuple[Any, Emulation]] = {}
@@ -49,6 +50,7 @@ class Losses:
     def of(self, chosen: Chosen, orders: int = 0) -> float:
         """The loss under a choice, in a graph whose linears are switched; one for each choice for all others."""
         key = key_of(chosen)
+        self.tried.setdefault(key, dict(chosen))
         missing = [i for i in range(orders or self.orders) if self.measured.get(_key(key, i)) is None]
         if missing:
             compiled, emulation = self._graph(chosen)

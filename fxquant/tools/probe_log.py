@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fxquant.backend.probing import Session
 from fxquant.checks import did_you_mean
 from fxquant.errors import OptionError
 from fxquant.probes import STATISTICS, Unmeasured
+from fxquant.tools.outliers import LIMITS, outliers
 
 Operand = tuple[str, str, str]
 """A layer, role and direction."""
@@ -62,6 +64,35 @@ class ProbeLog:
         ranked = [(operand, worst(numbers)) for operand, numbers in values.items()]
         ranked.sort(key=lambda pair: pair[1], reverse=worst is max)
         return ranked[:count]
+
+    def outliers(self, candidate: str | None = None) -> list[tuple[Operand, float]]:
+        """Operands, as (layer, role, direction), of which a format loses much more than of others of their role.
+
+        These are those whose ``product_error`` is more than 5 times the usual one, the median of their role, or whose
+        ``relative_error`` is more than 2.5 times it; with how many times it is, the most first. Of several steps the
+        mean counts. It is the error under the quantizers that there are, or under a `candidate` of ``whatif``.
+
+        Raises OptionError where nothing is quantized, for a candidate that was not tried, and without the statistics.
+        """
+        rows = [row for row in self.rows if row["whatif"]] if candidate else self.rows
+        names = dict.fromkeys(str(row["candidate"]) for row in self.rows if row["whatif"])
+        if candidate and candidate not in names:
+            hint = did_you_mean(candidate, list(names)) or "."
+            raise OptionError(f"no candidate {candidate!r} was tried{hint} Tried: {', '.join(names) or 'none'}")
+        wanted = [row for row in rows if _is_of(row, candidate)]
+        if self.rows and not wanted:
+            tried = f"outliers(candidate={next(iter(names))!r})" if names else "whatif=['nvfp4'], and name it here"
+            raise OptionError(f"nothing is quantized, so nothing is lost: try {tried}")
+        errors: dict[str, dict[Operand, list[float]]] = {statistic: {} for statistic in LIMITS}
+        kinds: dict[Operand, Hashable] = {}
+        for row, statistic in product(wanted, LIMITS):
+            value = row.get(statistic)
+            if value is not None and not math.isnan(value):
+                kinds[_operand(row)] = (row["role"], row["quantizer"])
+                errors[statistic].setdefault(_operand(row), []).append(value)
+        if wanted and not kinds:
+            raise OptionError(f"outliers needs stats=[{', '.join(map(repr, LIMITS))}], or one of them")
+        return list(outliers(errors, kinds).items())
 
     def to_jsonl(self, path: str | Path) -> None:
         """Writes a row a line as JSON: numbers that are not finite are null there."""
@@ -134,6 +165,13 @@ def _check(statistic: str, ordered: Sequence[str]) -> None:
     if statistic not in ordered:
         hint = did_you_mean(statistic, ordered) or "."
         raise OptionError(f"there is no statistic {statistic!r} in an order{hint} Known: {', '.join(ordered)}")
+
+
+def _is_of(row: dict[str, Any], candidate: str | None) -> bool:
+    """Returns True for a row of a candidate; of a quantizer that there is, if there is none."""
+    if candidate is None:
+        return not row["whatif"] and row["quantizer"] != "identity"
+    return str(row["candidate"]) == candidate
 
 
 def _operand(row: dict[str, Any]) -> Operand:

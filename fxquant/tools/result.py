@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -86,6 +87,16 @@ class SearchResult:
         """The operands that stay in high precision although a candidate would quantize them."""
         operands = dict.fromkeys(Operand(e.layer, e.role, e.direction) for e in self.effects)
         return sorted(operand for operand in operands if operand not in self.chosen)
+
+    @property
+    def protected(self) -> list[Operand]:
+        """The operands with another format, or none, than most of their role and direction have."""
+        operands = sorted({*self.chosen, *self.kept})
+        kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        for operand in operands:
+            kinds[operand.role, operand.direction][self.chosen.get(operand, "")] += 1
+        usual = {kind: names.most_common(1)[0][0] for kind, names in kinds.items()}
+        return [o for o in operands if self.chosen.get(o, "") != usual[o.role, o.direction]]
 
     def __str__(self) -> str:
         ((kind, limit),) = self.budget.items()

@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import CustomRecipe, HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
 from fxquant.tools.emulation import ROLES
+from fxquant.tools.least_bits import OUTLIER, LeastBits, Tolerance
 from fxquant.tools.losses import MOST, Losses, share
 from fxquant.tools.measured import Measured, key_of
 from fxquant.tools.patterns import recipe_of
 from fxquant.tools.progress import progress
 from fxquant.tools.result import Effect, Point, SearchResult, pareto
-from fxquant.tools.sensitivity import Sensitivity, from_json, outstanding, request_of, to_json
-from fxquant.tools.space import Chosen, Space, Step
+from fxquant.tools.sensitivity import Sensitivity, from_json, request_of, to_json, unfit
+from fxquant.tools.space import Chosen, Path, Space, Step
 from fxquant.tools.training import Training, adamw, loss_of
 from fxquant.tools.trials import Trials, batches_of
 from fxquant.tools.wanted import budget_of, candidates_of, check_settings
@@ -39,9 +41,6 @@ _FLOOR = 2e-4
 
 _ALONE = 3
 """The operands that are measured alone."""
-
-_SURE = 3.0
-"""The standard errors by which a gap is beyond the limit for sure, so that further orders need not be measured."""
 
 _RESOLVED = 0.5
 """The standard error of a gap as a share of the limit that is small enough to tell them apart."""
@@ -134,13 +133,12 @@ class _Search:
         self.effects: dict[tuple[Operand, int], float] = {}
         self.errors: dict[tuple[Operand, int], float] = {}
         self.alone: dict[Operand, tuple[float, float]] = {}
-        self.unfit = set[tuple[Operand, int]]()
+        self.unfit: Mapping[tuple[Operand, int], int] = {}
         self.spread = self.chance = 0.0
         """The standard deviation of a gap from one order of the batches to another, and that of its mean."""
         self.doing = "beginning"
         self.chosen: Chosen = {}
-        self.tried: dict[str, Chosen] = {}
-        self.way: tuple[Chosen, list[Step]] = ({}, [])
+        self.way: Path
 
     def state(self) -> str:
         """Says how far it is."""
@@ -179,7 +177,6 @@ class _Search:
 
     def gap(self, chosen: Chosen) -> float:
         """The share by which the loss under a choice is above that in high precision."""
-        self.tried.setdefault(key_of(chosen), dict(chosen))
         return self.losses.gap(chosen)
 
     def _point(self, chosen: Chosen, loss: float, plain: float, name: str = "") -> Point:
@@ -189,8 +186,8 @@ class _Search:
         return Point(cost, loss, share(loss, plain), space.coverage(chosen), dict(chosen), name)
 
     def _points(self) -> list[Point]:
-        """The choices that were measured in all orders."""
-        whole = [chosen for chosen in self.tried.values() if self.losses.has(chosen)]
+        """The choices that were measured in all orders so far."""
+        whole = [chosen for chosen in self.losses.tried.values() if chosen and self.losses.has(chosen)]
         return [self._point(chosen, self.losses.of(chosen), self.losses.of({})) for chosen in whole]
 
     def _over(self) -> bool:
@@ -256,7 +253,15 @@ class _Search:
                 usual = seen.squares.get(key, 0.0) * gained * shares.get(operand, 1.0)
                 self.effects[key] = seen.losses.get(key, usual)
                 self.errors[key] = seen.errors.get(key, 0.0)
-        self.unfit = outstanding(self.errors)
+        self.unfit = unfit(seen)
+        for operand, i in self.unfit:  # whose estimate may miss what it costs
+            if (operand, i) in self.effects:
+                others = [
+                    self.effects[operand, j] for j in self.space.options[operand] if (operand, j) not in self.unfit
+                ]
+                self.effects[operand, i] = max(
+                    self.effects[operand, i], 2 * max(others, default=0.0), _FLOOR**2 * abs(self.plain)
+                )
 
     def _shares(self) -> dict[Operand, float]:
         """The share of the weights whose gradients an operand of the backward has a part in."""
@@ -312,11 +317,10 @@ class _Search:
     def _find_noise(self) -> None:
         """Finds in how many orders of the batches a gap as large as the limit is seen above chance.
 
-        Measured with the cheapest candidate in all operands for which it is fit.
+        Measured with the cheapest candidate in all operands but outliers.
         """
         self.doing = "measuring what is chance"
-        cheapest, steps = self.way
-        chosen = self.space.along(self.kind, cheapest, [step for step in steps if step.first])
+        chosen = self.way.along(step for step in self.way.steps if step.first >= OUTLIER)
         orders, wanted = 1, self.limit * _RESOLVED
         while chosen and orders < MOST and not self._over():
             orders = 3 if orders == 1 else orders + 1
@@ -334,7 +338,7 @@ class _Search:
     def _measure_alone(self) -> None:
         """Measures the operands with the largest estimates alone, and left out of the cheapest choice."""
         self.doing = "measuring operands alone"
-        cheapest, _ = self.way
+        cheapest = self.way.cheapest
         largest = sorted(cheapest, key=lambda operand: -self.effects.get((operand, cheapest[operand]), 0.0))
         for operand in largest[:_ALONE]:
             if self._over() or self.effects.get((operand, cheapest[operand]), 0.0) < _FLOOR * abs(self.plain):
@@ -349,20 +353,18 @@ class _Search:
 
     def _under_budget(self) -> Chosen:
         self.doing = f"choosing under {self.kind} {self.limit:g}"
-        cheapest, steps = self.way
+        cheapest, steps = self.way.cheapest, self.way.steps
         if self.kind == "loss":
-            return self._least_bits(cheapest, steps)
+            return self._least_bits()
         if not self._is_within(cheapest):
             least = self.space.cost(self.kind, cheapest)
             raise OptionError(f"no choice of these candidates has {self.kind} {self.limit:g}: the least is {least:.3g}")
         low, high = 0, len(steps) + 1  # numbers of steps that are within the budget, and are not
         while high - low > 1:
             middle = (low + high) // 2
-            within = self._is_within(self.space.along(self.kind, cheapest, steps[:middle]))
+            within = self._is_within(self.way.along(steps[:middle]))
             low, high = (middle, high) if within else (low, middle)
-        choices = [
-            self.space.along(self.kind, cheapest, steps[:k]) for k in dict.fromkeys((low, low * 3 // 4, low // 2))
-        ]
+        choices = [self.way.along(steps[:k]) for k in dict.fromkeys((low, low * 3 // 4, low // 2))]
         uniform = [self.space.mended(self._uniform(i)) for i in range(len(self.recipes))]
         choices += filter(self._is_within, uniform)
         best = choices[0]
@@ -371,67 +373,39 @@ class _Search:
                 best = chosen
         return best
 
-    def _is_within(self, chosen: Chosen) -> bool:
-        return self.space.cost(self.kind, chosen) <= self.limit * (1 + 1e-9)
-
-    def _least_bits(self, cheapest: Chosen, steps: Sequence[Step]) -> Chosen:
-        """The shortest way from the cheapest choice that keeps the loss, and of it what is needed."""
-        low, stride = -1, 1
-        high = sum(step.first for step in steps)  # numbers of steps with which the loss is too high, and is kept
-        while high < len(steps) and not self._over() and not self._keeps(cheapest, steps[:high]):
-            low, high, stride = high, min(len(steps), high + stride), stride * 2
-        while high - low > 1 and not self._over():
-            middle = (low + high) // 2
-            kept = self._keeps(cheapest, steps[:middle])
-            low, high = (low, middle) if kept else (middle, high)
-        chosen = self.space.along(self.kind, cheapest, self._pruned(cheapest, list(steps[:high])))
-        for i in range(len(self.recipes)):
+    def _least_bits(self) -> Chosen:
+        tolerance = Tolerance(self.losses, self.limit, self.spread, self.chance)
+        least = LeastBits(self.space, tolerance, self.effects, self.unfit, self._over)
+        chosen, self.way = least.search(self.way)
+        hurt = {i for (_, i), level in self.unfit.items() if level >= OUTLIER}
+        for i in set(range(len(self.recipes))) - hurt:
             uniform = self.space.mended(self._uniform(i))
             fewer = self.space.bits(uniform) < self.space.bits(chosen)
-            if fewer and not self._over() and self._is_kept(uniform):
+            if fewer and not self._over() and tolerance.keeps(uniform, 1.0):
                 chosen = uniform
         return chosen
 
-    def _keeps(self, cheapest: Chosen, steps: Sequence[Step]) -> bool:
-        return self._is_kept(self.space.along(self.kind, cheapest, steps))
-
-    def _is_kept(self, chosen: Chosen) -> bool:
-        """Returns True if the loss is kept under a choice, and not by chance."""
-        self.tried.setdefault(key_of(chosen), dict(chosen))
-        limit, orders = self.limit - self.chance, self.losses.orders
-        for count in range(1, orders + 1):
-            gap = self.losses.gap(chosen, count)
-            if abs(gap - limit) > _SURE * self.spread / math.sqrt(count):
-                break
-        return gap <= limit
-
-    def _pruned(self, cheapest: Chosen, steps: list[Step]) -> list[Step]:
-        """The steps without those that can be taken back: halves, quarters and eighths of them, one by one if few."""
-        size, least = len(steps), max(1, len(steps) // 8)
-        while size > least and not self._over():
-            size = max(least, size // 2)
-            end = len(steps)
-            while end > 0 and not self._over():
-                rest = [*steps[: max(0, end - size)], *steps[end:]]
-                end = max(0, end - size)
-                if self._keeps(cheapest, rest):
-                    steps = rest
-        return steps
+    def _is_within(self, chosen: Chosen) -> bool:
+        return self.space.cost(self.kind, chosen) <= self.limit * (1 + 1e-9)
 
     def _finish(self) -> SearchResult:
         """Measures the recipe as it will run, and gives it more precision until it keeps an allowed loss."""
         self.doing = "measuring the recipe"
         self.losses.orders = 1 if self._over() else self.losses.orders
-        chosen, (_, steps), losses = self.chosen, self.way, self.losses
+        chosen, losses, points = self.chosen, self.losses, self._points()
         plain = losses.real(HighPrecision(), "plain")
         count, taken = 1, list[Step]()
         while True:
             recipe = self._recipe(chosen)
             result = self._point(chosen, losses.real(recipe, f"recipe {key_of(chosen)}"), plain, "result")
-            taken = [step for step in steps if not self._has(chosen, step)][:count]
+            taken = [step for step in self.way.steps if not self._has(chosen, step)][:count]
             if self.kind != "loss" or result.gap <= self.limit or not taken or self._over():
                 break
-            chosen, count = self.space.along(self.kind, chosen, taken), 2 * count
+            if 1 < losses.orders <= MOST and result.gap - self.chance <= self.limit:  # which may be chance
+                losses.orders *= 2
+                plain = losses.real(HighPrecision(), "plain")
+                continue
+            chosen, count = replace(self.way, cheapest=chosen).along(taken), 2 * count
         uniform = [
             self._point(
                 self.space.mended(self._uniform(i)), losses.real(candidate, f"uniform {i}"), plain, self.names[i]
@@ -449,7 +423,7 @@ class _Search:
         ]
         effects.sort(key=lambda effect: -effect.effect)
         return SearchResult(
-            recipe=recipe, front=pareto([*uniform, result, *self._points()], self.kind), uniform=uniform,
+            recipe=recipe, front=pareto([*uniform, result, *points], self.kind), uniform=uniform,
             loss=result.loss, plain=plain, gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects,
             runs=losses.runs, orders=losses.orders, budget={self.kind: self.limit},
             chosen={operand: self.names[i] for operand, i in chosen.items()},
@@ -457,7 +431,7 @@ class _Search:
 
     def _has(self, chosen: Chosen, step: Step) -> bool:
         """Returns True if the operands of a step have its candidate already, or none."""
-        group = self.space.groups(self.kind)[step.group]
+        group = self.way.groups[step.group]
         return all(chosen.get(operand) in (None, step.candidate) for operand in group)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +12,15 @@ from fxquant.backend.probing import Session
 from fxquant.probes import Candidate, Request
 from fxquant.recipes import HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
+from fxquant.roles import GEMM_OPERANDS
 from fxquant.tools.emulation import WithoutHistory
+from fxquant.tools.outliers import LIMITS, outliers, times_usual
 from fxquant.tools.trials import Trials
 
-_STATISTICS = ("sqnr", "product_error", "loss_change")
+_STATISTICS = ("sqnr", "relative_error", "product_error", "loss_change")
 
-_UNFIT = 1.8
-_LEAST = 1e-3
+_UNUSUAL = 1.8
+"""How many times the usual error of a product is more than chance."""
 
 Key = tuple[Operand, int]
 """An operand, and the number of a candidate."""
@@ -31,12 +32,16 @@ class Sensitivity:
 
     `losses` has what the loss would grow by, of operands of the forward whose product has a gradient. `errors` has the
     relative errors of their products, the largest of all steps, and `squares` the sums of their squares. Of experts,
-    whose products probes do not compare, errors are those of the operand itself.
+    whose products probes do not compare, errors are those of the operand itself. `steps` has errors of products, and
+    mean errors of elements, one after another.
     """
 
     losses: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     errors: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     squares: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    steps: dict[str, dict[Key, list[float]]] = field(
+        default_factory=lambda: {name: defaultdict(list) for name in LIMITS}
+    )
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], matmuls: frozenset[str] = frozenset()) -> Sensitivity:
@@ -50,21 +55,30 @@ class Sensitivity:
             error = row["product_error"] if row["product_error"] is not None else _of_values(row["sqnr"])
             result.errors[key] = max(result.errors[key], error)
             result.squares[key] += error**2
+            result.steps["product_error"][key].append(error)
+            result.steps["relative_error"][key].append(row.get("relative_error") or 0.0)
             if row.get("loss_change") is not None:
                 result.losses[key] += row["loss_change"]
         return result
 
 
-def outstanding(errors: Mapping[Key, float]) -> set[Key]:
-    """The operands for which a candidate is unfit: whose products have more than `_UNFIT` times the usual error.
+def unfit(seen: Sensitivity) -> dict[Key, int]:
+    """The operands for which a candidate is unfit: 2 for outliers, 1 where the error of products is unusual only.
 
-    That is the median of the candidate in operands of the role; the errors of a format differ little where it fits.
+    What an outlier is multiplied with is one too, if its error is unusual: the small weights of large channels.
     """
-    alike = defaultdict(list)
-    for (operand, i), error in errors.items():
-        alike[i, operand.role].append(error)
-    usual = {key: statistics.median_low(numbers) for key, numbers in alike.items()}
-    return {key for key, error in errors.items() if error > _UNFIT * max(usual[key[1], key[0].role], _LEAST)}
+    kinds = {key: (key[1], key[0].role) for key in seen.errors}
+    unusual = {key for key, times in times_usual(seen.errors, kinds).items() if times > _UNUSUAL}
+    levels = dict.fromkeys(unusual, 1) | dict.fromkeys(outliers(seen.steps, kinds), 2)
+    for (layer, *side), i in [key for key, level in levels.items() if level == 2]:
+        for pair in GEMM_OPERANDS.values():
+            sides = [(role, str(direction)) for role, direction in pair]
+            levels |= {
+                key: 2
+                for key in ((Operand(layer, *other), i) for other in sides)
+                if tuple(side) in sides and key in unusual
+            }
+    return levels
 
 
 def request_of(recipes: Sequence[Recipe], statistics: Sequence[str] = _STATISTICS) -> Request:
@@ -79,7 +93,7 @@ def errors_of(trials: Trials, recipe: Recipe, run: Callable[[Any], object]) -> d
     def use(compiled: Any, _: Session) -> None:
         run(compiled)
 
-    _, rows = trials.measured(HighPrecision(), request_of([recipe], _STATISTICS[:2]), 1, use)
+    _, rows = trials.measured(HighPrecision(), request_of([recipe], ("sqnr", "product_error")), 1, use)
     return {operand: error for (operand, _), error in Sensitivity.of(rows).errors.items()}
 
 

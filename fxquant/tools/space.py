@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,13 +25,32 @@ KINDS = ("bits", "memory", "time", "loss")
 class Step(NamedTuple):
     """Gives a group of operands a better candidate, or None, for `ratio`: the loss that a unit of cost saves.
 
-    One that is `first` goes before all others.
+    Those with the largest `first` go before all others.
     """
 
     group: int
     candidate: int | None
     ratio: float
-    first: bool
+    first: int
+
+
+@dataclass(frozen=True)
+class Path:
+    """The cheapest choice, and the steps from it to high precision, each of one of `groups`."""
+
+    space: Space
+    groups: Sequence[tuple[Operand, ...]]
+    cheapest: Chosen
+    steps: Sequence[Step]
+
+    def along(self, steps: Iterable[Step]) -> Chosen:
+        """The choice behind some steps."""
+        chosen = dict(self.cheapest)
+        for step in steps:
+            for operand in self.groups[step.group]:
+                chosen.pop(operand, None)
+            chosen |= self.space.of_group(self.groups[step.group], step.candidate)
+        return self.space.mended(chosen)
 
 
 @dataclass
@@ -157,16 +176,30 @@ class Space:
                 layers[operand.layer].append(operand)
         return [tuple(operands) for operands in layers.values()]
 
+    def products(self, alone: Iterable[Operand]) -> list[tuple[Operand, ...]]:
+        """The operands of each of the three GEMMs of all layers; those that are `alone`, by units."""
+        single = set(alone)
+        gemms: dict[Gemm | None, list[Operand]] = defaultdict(list)
+        units = []
+        for unit in self.units:
+            if single.isdisjoint(unit):
+                gemms[_gemm_of(unit[0])] += unit
+            else:
+                units.append(unit)
+        return [*units, *map(tuple, gemms.values())]
+
     def path(
-        self, kind: str, effects: Mapping[tuple[Operand, int], float], first: Collection[tuple[Operand, int]] = ()
-    ) -> tuple[Chosen, list[Step]]:
-        """The cheapest choice, and the steps from it to high precision, those first that save most loss for their cost.
+        self, kind: str, effects: Mapping[tuple[Operand, int], float], first: Mapping[tuple[Operand, int], int],
+        groups: Sequence[tuple[Operand, ...]] = (),
+    ) -> Path:  # fmt: skip
+        """The path from the cheapest choice to high precision: steps first that save most loss for their cost.
 
         Those that take an operand from a candidate which is in `first` go before all others. Each group goes along the
         lower hull of its candidates by cost and effect, so that steps can be taken in order.
         """
         cheapest, steps, whole = Chosen(), list[Step](), self.weight(kind)
-        for number, group in enumerate(self.groups(kind)):
+        groups = groups or self.groups(kind)
+        for number, group in enumerate(groups):
             choices = [*sorted({i for operand in group for i in self.options[operand]}), None]
             points = {}
             layers = {operand.layer for operand in group}
@@ -180,28 +213,20 @@ class Space:
             cheapest |= self.of_group(group, current)
             while True:
                 better = [c for c in choices if points[c][0] > points[current][0] and points[c][1] < points[current][1]]
-                leaves = any((operand, i) in first for operand, i in self.of_group(group, current).items())
+                leaves = max((first.get(key, 0) for key in self.of_group(group, current).items()), default=0)
                 ratios = {c: (points[current][1] - points[c][1]) / (points[c][0] - points[current][0]) for c in better}
                 if not better:
                     break
                 current = max(better, key=lambda c: (ratios[c], c is None))
                 steps.append(Step(number, current, ratios[current], leaves))
-        return cheapest, sorted(steps, key=lambda step: (not step.first, -step.ratio, step.group))
+        steps.sort(key=lambda step: (-step.first, -step.ratio, step.group))
+        return Path(self, groups, cheapest, steps)
 
     def of_group(self, group: Sequence[Operand], candidate: int | None) -> Chosen:
         """The choice of a candidate for a group, of which it may quantize a part."""
         if candidate is None:
             return {}
         return {operand: candidate for operand in group if candidate in self.options[operand]}
-
-    def along(self, kind: str, cheapest: Chosen, steps: Sequence[Step]) -> Chosen:
-        """The choice behind some steps."""
-        groups, chosen = self.groups(kind), dict(cheapest)
-        for step in steps:
-            for operand in groups[step.group]:
-                chosen.pop(operand, None)
-            chosen |= self.of_group(groups[step.group], step.candidate)
-        return self.mended(chosen)
 
     def mended(self, chosen: Chosen) -> Chosen:
         """A choice without pairs that no GEMM multiplies: both operands then have the candidate of the second."""
@@ -223,6 +248,12 @@ class Space:
 def operand_of(decision: Decision) -> Operand:
     """The operand that a decision is about."""
     return Operand(decision.layer, decision.role.tensor_type, str(decision.direction))
+
+
+def _gemm_of(operand: Operand) -> Gemm | None:
+    """The GEMM of a linear layer that reads an operand; None for one of attention."""
+    sides = {(role, str(direction)): gemm for gemm, pair in GEMM_OPERANDS.items() for role, direction in pair}
+    return sides.get((operand.role, operand.direction))
 
 
 def bits_of(decision: Decision) -> float:

@@ -397,6 +397,11 @@ def test_probes_point_at_planted_operands(recipe: str, tmp_path: Path) -> None:
     expected = {("layers.2", "input"), ("layers.4", "input"), ("layers.0", "grad_output")}
     for statistic in ("kurtosis", "crest"):
         assert {operand[:2] for operand, _ in log.worst(statistic, 6)} == expected, statistic
+    losing = {operand[:2] for operand, _ in log.outliers()}
+    weights = {(layer, "weight") for layer, _ in expected}  # those of channels are small beside others
+    assert losing - weights == (expected if recipe == "nvfp4" else set()) and not log.outliers("mxfp8")
+    with pytest.raises(OptionError, match="no candidate 'mxfp' was tried; did you mean 'mxfp8'"):
+        log.outliers("mxfp")
     assert {row["step"] for row in log.rows} == {0, 1}
     if find_spec("matplotlib"):
         log.plot(tmp_path / "map.png", "underflow")

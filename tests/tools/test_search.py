@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -21,7 +22,7 @@ from fxquant.recipes.operands import Operand
 from fxquant.recipes.source import python_of
 from fxquant.tools.patterns import name_pattern, recipe_of
 from fxquant.tools.result import SearchResult
-from fxquant.tools.sensitivity import outstanding
+from fxquant.tools.sensitivity import Sensitivity, unfit
 from fxquant.tools.wanted import candidates_of
 
 LAYERS = [f"blocks.{i}.{end}" for i in range(6) for end in ("attn.q", "attn.k", "mlp.up", "mlp.down")] + ["head"]
@@ -142,6 +143,48 @@ def planted(*places: int, depth: int = 2) -> tuple[nn.Module, list[tuple[Tensor,
     return model, [(x, teacher(x).detach() + 0.3 * torch.randn(64, WIDTH)) for x in inputs]
 
 
+class Tail(torch.autograd.Function):
+    """Gives a gradient a heavy tail."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+class Tailed(Block):
+    """A block whose first linear has a gradient with a heavy tail."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.register_buffer("factors", torch.tan(math.pi * (torch.rand(64, 64) - 0.5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(Tail.apply(self.up(self.norm(x)), self.factors)))
+
+
+def test_three_faults_at_once_are_protected_and_nothing_else() -> None:
+    """Channels in two layers' inputs, whose weights are small there, and a gradient with a heavy tail in a third."""
+    _, data = planted(depth=1)
+    data = [(x, y + torch.randn_like(y)) for x, y in data]
+    model = nn.Sequential(Tailed(), Block(2.0**8), Block(1.0), Block(2.0**8))
+    result = searched(model, data, {"loss": 0.005}, candidates=["nvfp4", "mxfp8"], steps=8)
+    planted_places = {
+        ("1.up", "input"),
+        ("3.up", "input"),
+        ("1.up", "weight"),
+        ("3.up", "weight"),
+        ("0.up", "grad_output"),
+    }
+    assert {operand[:2] for operand in result.protected} == planted_places
+    assert result.gap < 0.005 < result.uniform[0].gap and result.coverage == 1.0
+    assert result.cost["bits"] < 5.1
+
+
 class Scaled(nn.Module):
     """A residual block, some rows of whose gradient are larger, and those of the input smaller."""
 
@@ -169,10 +212,21 @@ def test_operands_that_only_gradients_mind_are_protected() -> None:
 
 
 def test_candidates_are_unfit_where_their_error_is_unusual() -> None:
-    errors = {(Operand(str(i), "input", "rowwise"), 0): 0.1 + 0.01 * i for i in range(4)}
-    planted = (Operand("4", "input", "rowwise"), 0)
-    other = {(Operand(str(i), "weight", "rowwise"), 0): 0.5 for i in range(4)}
-    assert outstanding({**errors, planted: 0.4, **other}) == {planted}
+    """An error in one step, or one that hurts nothing though it is many times that of a fine format, is no outlier."""
+
+    def row(layer: str, role: str, error: float, elements: float = 0.1, candidate: int = 0) -> dict[str, Any]:
+        names = {"layer": layer, "role": role, "direction": "rowwise", "candidate": str(candidate), "whatif": True}
+        return {**names, "product_error": error, "relative_error": elements, "sqnr": 20.0}
+
+    rows = [row(str(i), role, 0.1 + 0.01 * i) for i in range(4) for role in ("input", "grad_output") for _ in range(2)]
+    rows += [row(str(i), "input", 0.01, candidate=1) for i in range(4)] + [row("4", "input", 0.1, candidate=1)]
+    rows += [row("4", "input", 0.7), row("4", "input", 0.8), row("5", "input", 0.1), row("5", "input", 0.6)]
+    rows += [row("6", "input", 0.25), row("4", "grad_output", 0.1, 0.4), row("4", "grad_output", 0.1, 0.5)]
+    levels = {(*operand[:2], i): level for (operand, i), level in unfit(Sensitivity.of(rows)).items()}
+    twice = {("4", "input", 0), ("4", "grad_output", 0)}
+    assert levels == dict.fromkeys(twice, 2) | dict.fromkeys(
+        [("5", "input", 0), ("6", "input", 0), ("4", "input", 1)], 1
+    )
 
 
 def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:
