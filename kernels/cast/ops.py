@@ -226,7 +226,7 @@ def _produce_quantize_fake(
     inputs: Parts, spec: str, rowwise_states: States = (), columnwise_states: States = (), record: bool = False
 ) -> list[Tensor]:
     cast, parts = CastSpec.parse(spec), []
-    x = inputs[0].new_empty(cast.producer.shape(inputs[0]))
+    x = inputs[0].new_empty(cast.producer.shape(inputs[0]), dtype=cast.producer.made(inputs[0]))
     for _ in range(cast.producer.results):
         parts += fake_operand(x, cast.rowwise) if cast.rowwise else []
         parts += fake_operand(x.mT, cast.columnwise) if cast.columnwise else []

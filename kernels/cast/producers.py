@@ -25,7 +25,8 @@ class Producer:
     `inputs` says what each of these is: a ``matrix`` [M, K] of that dtype (the first is, unless it has ``heads``
     [B, H, S, D] whose result is [B S, H D]), a float32 ``row`` vector [M, 1], or a ``column`` vector [K]. A producer
     of several results is made of `parts` that each take the inputs named by their positions. A `slow` one takes longer
-    to compute than to read. An `exact` one has the bits of Inductor's kernels where these round every 16-bit result.
+    to compute than to read. An `exact` one has the bits of Inductor's kernels where these round every 16-bit result. A
+    `wide` one makes bfloat16 of float32, as the cast of a linear under autocast does.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Producer:
     parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     slow: bool = False
     exact: bool = False
+    wide: bool = False
 
     @property
     def results(self) -> int:
@@ -42,6 +44,14 @@ class Producer:
     @property
     def matrices(self) -> int:
         return self.inputs.count("matrix") + self.inputs.count("heads")
+
+    def read(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of matrices and columns of which a result of a dtype is made."""
+        return torch.float32 if self.wide else dtype
+
+    def made(self, x: Tensor) -> torch.dtype:
+        """The dtype of results, from the first input."""
+        return torch.bfloat16 if self.wide else x.dtype
 
     def shape(self, x: Tensor) -> tuple[Any, Any]:
         """M and K, from the first input."""
@@ -102,6 +112,14 @@ def _layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Ten
     return ((x.float() - mean) * rstd * weight + bias).to(x.dtype)
 
 
+def _rms_norm_wide(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    return (x * rstd * weight).to(torch.bfloat16)
+
+
+def _layer_norm_wide(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return ((x - mean) * rstd * weight + bias).to(torch.bfloat16)
+
+
 IDENTITY = Producer(name="identity", run=_identity, inputs=("matrix",), exact=True)
 """The producer of a tensor that is there already: it gives the amax along with the cast."""
 JOINED_HEADS = Producer(name="joined_heads", run=_joined_heads, inputs=("heads",), exact=True)
@@ -124,6 +142,13 @@ PRODUCERS: dict[str, Producer] = {
         Producer(name="rms_norm", run=_rms_norm, inputs=("matrix", "row", "column"), exact=True),
         Producer(name="rms_norm_rounded", run=_rms_norm_rounded, inputs=("matrix", "row", "column")),
         Producer(name="layer_norm", run=_layer_norm, inputs=("matrix", "row", "row", "column", "column")),
+        Producer(name="rms_norm_wide", run=_rms_norm_wide, inputs=("matrix", "row", "column"), wide=True, exact=True),
+        Producer(
+            name="layer_norm_wide",
+            run=_layer_norm_wide,
+            inputs=("matrix", "row", "row", "column", "column"),
+            wide=True,
+        ),
         JOINED_HEADS,
         IDENTITY,
     )

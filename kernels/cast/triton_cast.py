@@ -200,6 +200,11 @@ class _Source:
         return self.inputs[0]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of what is cast."""
+        return self.x.dtype if self.producer is None else PRODUCERS[self.producer].made(self.x)
+
+    @property
     def results(self) -> int:
         return 1 if self.producer is None else PRODUCERS[self.producer].results
 
@@ -402,7 +407,7 @@ def _make_side(
     rows, length = source.shape[::-1] if columnwise else source.shape
     padded = triton.cdiv(length, row.alignment) * row.alignment
     data = torch.empty((results * rows, padded), dtype=element.dtype, device=x.device)
-    constants = side_constants(spec, x.dtype, columnwise=columnwise, multiplier=multiplier is not None)
+    constants = side_constants(spec, source.dtype, columnwise=columnwise, multiplier=multiplier is not None)
     block_rows, block_columns = row.block
     if row.family == "per_tensor":
         arg = multiplier if multiplier is not None else tensor_amax

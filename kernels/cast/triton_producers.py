@@ -31,6 +31,7 @@ _GELU, _GELU_TANH, _GELU_GRAD, _GELU_TANH_GRAD = (
 _RMS_NORM, _RMS_NORM_ROUNDED, _LAYER_NORM = (
     tl.constexpr(_KINDS[name]) for name in ("rms_norm", "rms_norm_rounded", "layer_norm")
 )
+_RMS_NORM_WIDE, _LAYER_NORM_WIDE = (tl.constexpr(_KINDS[name]) for name in ("rms_norm_wide", "layer_norm_wide"))
 _JOINED_HEADS = tl.constexpr(_KINDS["joined_heads"])
 _SQRT_HALF, _INV_SQRT_2PI = tl.constexpr(0.7071067811865476), tl.constexpr(0.3989422804014327)
 _SQRT_2_PI, _CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
@@ -165,14 +166,15 @@ def load_tile(
                 by_row = tl.broadcast_to(by_row, (across.shape[0], down.shape[1], down.shape[2], 1))
                 by_column = tl.broadcast_to(columns, (across.shape[0], down.shape[1], 1, across.shape[3]))
             in_rows, in_columns = by_row < M, by_column < K
-            if PRODUCER == _LAYER_NORM:
+            if PRODUCER == _LAYER_NORM or PRODUCER == _LAYER_NORM_WIDE:
                 v = (v - _load(in1, by_row, in_rows)) * _load(in2, by_row, in_rows)
                 y = v * _load(in3, by_column, in_columns) + _load(in4, by_column, in_columns)
             else:
-                tl.static_assert(PRODUCER == _RMS_NORM or PRODUCER == _RMS_NORM_ROUNDED)
+                tl.static_assert(PRODUCER == _RMS_NORM or PRODUCER == _RMS_NORM_ROUNDED or PRODUCER == _RMS_NORM_WIDE)
                 y = v * _load(in1, by_row, in_rows) * _load(in2, by_column, in_columns)
             y = tl.where(mask, y, 0.0)  # what the others make of zeros is zero
-        y = _narrow(y, x.dtype.element_ty).to(tl.float32)
+        WIDE: tl.constexpr = PRODUCER == _RMS_NORM_WIDE or PRODUCER == _LAYER_NORM_WIDE
+        y = _narrow(y, tl.bfloat16 if WIDE else x.dtype.element_ty).to(tl.float32)
     return y
 
 

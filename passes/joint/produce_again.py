@@ -12,7 +12,8 @@ both directions writes. The norm of a residual stream, whose backward keeps x an
 and so does the output of an attention, which lies in memory and is kept for that.
 
 Left as they are: scales of lines, whose amaxes would be taken twice. Products of several large tensors (SiLU times a
-factor), which it takes a read of each to make again, and GELU are made again with ``save="less"`` alone.
+factor), which it takes a read of each to make again, and GELU are made again with ``save="less"``, and where parameters
+are float32 and autocast rounds them: beside these, their gradients and a residual stream in float32, memory is scarcer.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def produce_again(graph: fx.Graph, settings: Settings) -> int:
     if settings.exact_recompute or settings.save not in ("quantized", "less"):
         return 0
     of_backward = nodes_of_backward(graph)
+    at_a_price = settings.save == "less" or _rounds_parameters(graph)
     by_root: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=torch.ops.fxquant.quantize.default):
         if _is_ours(node, settings):
@@ -64,12 +66,21 @@ def produce_again(graph: fx.Graph, settings: Settings) -> int:
         if in_memory(root):
             if _is_kept(root, of_backward) and behind_views(root).op == "call_function":
                 count += sum(map(_mark, columns))
-        elif (maker := _made(root, nodes, of_backward, settings.save == "less")) is not None:
+        elif (maker := _made(root, nodes, of_backward, at_a_price)) is not None:
             views: list[Any] = [node.args[0] for node in nodes]
             count += maker.write([node for node in nodes if node not in columns], columns)
             erase_unused([*dict.fromkeys(views), root])
     graph.lint()
     return count
+
+
+def _rounds_parameters(graph: fx.Graph) -> bool:
+    """Returns True if a graph takes float32 matrices that it rounds only to quantize them, as weights in autocast."""
+    return any(
+        any(is_fxquant(reader, "quantize") for reader in readers(node))
+        for node in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)
+        if behind_views(node.args[0]).op == "placeholder" and val(node.args[0]).dtype == torch.float32
+    )
 
 
 def _is_checkpointed(node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ def match_producer(producer: Producer, root: fx.Node, rows: Any, length: Any) ->
         fits = statically_known_true(x.numel() == count) and x.device == value.device
         last = {"matrix": None, "row": 1, "column": length}[kind]
         fits = fits and (last is None or statically_known_true(x.shape[-1] == last))
-        if not fits or (kind == "matrix" and (x.dtype != value.dtype or not x.is_contiguous())):
+        if not fits or (kind == "matrix" and (x.dtype != producer.read(value.dtype) or not x.is_contiguous())):
             return None
     return inputs
 
@@ -59,7 +59,8 @@ def _heads(root: fx.Node, rows: Any, length: Any) -> tuple[fx.Node] | None:
 
 def _pattern(producer: Producer, dtype: torch.dtype) -> tuple[fx.Node, list[fx.Node]]:
     """A producer of one result as Inductor's graphs show it: its output, and its inputs."""
-    kinds = {"matrix": ((4, 8), dtype), "row": ((4, 1), torch.float32), "column": ((8,), dtype)}
+    read = producer.read(dtype)
+    kinds = {"matrix": ((4, 8), read), "row": ((4, 1), torch.float32), "column": ((8,), read)}
     return pattern_of(producer.run, tuple(kinds[kind] for kind in producer.inputs))
 
 

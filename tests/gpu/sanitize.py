@@ -121,7 +121,8 @@ def produced(texts: dict[str, Iterable[str]]) -> Iterator[str]:
     shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,), "heads": (2, 4, rows // 2, 96)}
     for name, formats in texts.items():
         producer = PRODUCERS[name]
-        inputs = [noise(*shapes[k], dtype=torch.float32 if k == "row" else torch.bfloat16) for k in producer.inputs]
+        read = producer.read(torch.bfloat16)
+        inputs = [noise(*shapes[k], dtype=torch.float32 if k == "row" else read) for k in producer.inputs]
         for text in formats:
             spec = QuantSpec.parse(text)
             scales = [torch.ones(1, device=DEVICE) if spec.is_delayed else None] * producer.results

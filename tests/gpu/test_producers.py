@@ -27,7 +27,7 @@ def inputs_of(name: str, rows: int, length: int) -> list[Tensor]:
     shapes = {"matrix": (rows, length), "row": (rows, 1), "column": (length,), "heads": heads}
     generator = torch.Generator().manual_seed(rows)
     made = [(torch.randn(shapes[kind], generator=generator), kind) for kind in PRODUCERS[name].inputs]
-    return [(x if kind == "row" else x.bfloat16()).cuda() for x, kind in made]
+    return [(x if kind == "row" or PRODUCERS[name].wide else x.bfloat16()).cuda() for x, kind in made]
 
 
 @pytest.mark.parametrize("shape", [(384, 640), (200, 416)], ids=str)

@@ -54,9 +54,10 @@ def produced(text: str) -> None:
 
 
 def example_inputs(name: str) -> list[Tensor]:
+    read = PRODUCERS[name].read(torch.bfloat16)
     kinds = {
-        "matrix": lambda: matrix(4096, 2048), "heads": lambda: matrix(2, 16, 2048, 128),
-        "row": lambda: matrix(4096, 1, dtype=torch.float32), "column": lambda: matrix(2048),
+        "matrix": lambda: matrix(4096, 2048, dtype=read), "heads": lambda: matrix(2, 16, 2048, 128),
+        "row": lambda: matrix(4096, 1, dtype=torch.float32), "column": lambda: matrix(2048, dtype=read),
     }  # fmt: skip
     return [kinds[kind]() for kind in PRODUCERS[name].inputs]
 

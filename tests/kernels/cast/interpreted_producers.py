@@ -36,7 +36,7 @@ def inputs_of(name: str, shape: tuple[int, int]) -> list[Tensor]:
     made = []
     for i, kind in enumerate(PRODUCERS[name].inputs):
         x = torch.randn(shapes[kind], generator=generator) * (2.0 if i == 0 else 1.0)
-        made.append(x if kind == "row" else x.bfloat16())
+        made.append(x if kind == "row" or PRODUCERS[name].wide else x.bfloat16())
     if made[0].ndim == 2:
         made[0][:, 2] = values(torch.bfloat16, shape)[:, 2]
     return made

@@ -199,6 +199,31 @@ def test_a_decoder_trains_with_the_same_bits(recipe: str, save: str, count: int)
     assert_same_bits(*found)
 
 
+class Autocast(nn.Module):
+    """A decoder with float32 parameters and sums, whose linear layers round what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SMALL.model().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recipe", ["current_scaling", "float8_blockwise"])
+def test_of_float32_parameters_no_payload_is_saved(recipe: str) -> None:
+    """Norms in float32 are made again too."""
+
+    def make() -> tuple[nn.Module, Tensor]:
+        return Autocast(), SMALL.input().float()
+
+    backend = saved_tensors(make, recipe, device="cpu")
+    assert not [x for x in backend.saved if x.dtype.itemsize == 1], [(x.shape, x.dtype) for x in backend.saved]
+    made = [str(n.args[1]).split()[0] for n in backend.backward.graph.nodes if fxquant_op(n) == "produce_quantize"]
+    assert sorted(made) == ["joined_heads", "rms_norm_wide", "rms_norm_wide", "silu_mul"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "save"), [("current_scaling", "less"), ("delayed_scaling", "quantized"), ("mxfp8", "quantized")]
 )

@@ -140,6 +140,28 @@ rms_norm([32, 128], [32, 1], [128])
   columnwise=block_1x128_e4m3(pow2)""")  # fmt: skip
 
 
+def test_a_norm_in_float32_that_autocast_rounds() -> None:
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        rms = nn.functional.rms_norm(x, (128,), weight, 1e-5).bfloat16()
+        layer = nn.functional.layer_norm(x, (128,), weight, bias).bfloat16()
+        llama = (weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)))).bfloat16()
+        return [*both(llama, BLOCK), *both(rms, TENSOR), *both(layer, BLOCK)]
+
+    wide = [x.float() for x in tensors((32, 128), (128,), (128,))]
+    assert_expected_inline(fused(run, *wide), """\
+rms_norm_wide([32, 128], [32, 1], [128])
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)
+amax
+scale_from_amax
+rms_norm_wide([32, 128], [32, 1], [128])
+  rowwise=per_tensor_e4m3 by amax_default
+  columnwise=per_tensor_e4m3 by amax_default
+layer_norm_wide([32, 128], [32, 1], [32, 1], [128], [128])
+  rowwise=block_1x128_e4m3(pow2)
+  columnwise=block_1x128_e4m3(pow2)""")  # fmt: skip
+
+
 def test_scales_of_rows() -> None:
     def run(gate: Tensor, up: Tensor, grad: Tensor) -> list[Tensor]:
         return [*both(silu(gate) * up, ROWS), *both(gelu(grad), ROWS)]
