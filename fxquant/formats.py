@@ -468,7 +468,8 @@ def is_mixed(a: QuantSpec, b: QuantSpec) -> bool:
     Such a pair is emulated: what is quantized is dequantized, and a GEMM in high precision multiplies.
     """
     families = {a.row.family, b.row.family}
-    return len(families) > 1 and families != {"per_tensor", "per_row"} and "custom" not in families
+    unlike = len(families) > 1 and families != {"per_tensor", "per_row"}
+    return (unlike or a.row.block[1] != b.row.block[1]) and "custom" not in families
 
 
 def gemm_mismatch(a: QuantSpec, b: QuantSpec) -> str | None:

@@ -3,6 +3,7 @@
 pipeline   every stage, in order, and why each pass stands where it does; `settings` is what all of them are given
 captured   the passes over a captured graph and the facts that they hand on; `exported` those over a program
 verify     the form of graphs at the borders of stages
+look       snapshots of graphs between passes; `preview` has the last fusions on a copy, for reports
 
 graph    for graphs of any kind, without a word of quantization: names, axes, bodies, small patterns
 find     the captured graph, read only: every matmul as facts

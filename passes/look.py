@@ -16,7 +16,7 @@ from fxquant.compat.private import dtype_abbrs, tree_leaves
 from fxquant.kernels.linear.problem import Problem
 from fxquant.passes.captured import Captured
 from fxquant.passes.find.facts import Match, shape_text
-from fxquant.passes.graph.meta import CONSIDERED, CUSTOM, EXAMPLE_VALUE, VAL, layer_of
+from fxquant.passes.graph.meta import CONSIDERED, CUSTOM, EXAMPLE_VALUE, RECOMPUTE, VAL, layer_of
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.graph.values import maybe_value
 from fxquant.passes.plan.layers import layer_name
@@ -122,7 +122,7 @@ class Texts:
         meta = node.meta
         facts = (
             node.target, node.args, node.kwargs, meta.get(VAL), meta.get(EXAMPLE_VALUE), meta.get(CONSIDERED),
-            meta.get(CUSTOM), meta.get("recompute"),
+            meta.get(CUSTOM), meta.get(RECOMPUTE),
         )  # fmt: skip
         words = (node.name, place, note)
         before = self._of.get(node)
@@ -135,7 +135,7 @@ class Texts:
 def _node(node: fx.Node, place: str, names: Mapping[str, str], note: str) -> NodeText:
     operator = {"placeholder": "input", "get_attr": f"attribute {node.target}", "output": "output"}.get(node.op)
     arguments = [*map(_text, node.args), *(f"{key}={_text(value)}" for key, value in node.kwargs.items())]
-    recompute = node.meta.get("recompute")
+    recompute = node.meta.get(RECOMPUTE)
     notes = (note, "" if recompute is None else getattr(recompute, "name", str(recompute)).lower().replace("_", " "))
     return NodeText(
         name=place + node.name,

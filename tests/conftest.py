@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["FXQUANT_VERIFY"] = "graphs"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the package anew
 # Inductor compiles and loads a file for each instruction set in each process, to see that the compiler knows it
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would start a process in each process
@@ -25,6 +27,8 @@ import torch
 from ranks import Ranks, quick_compiler
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+
+gc.disable()  # until all tests are imported, which stay: `quick_compiler` freezes them
 
 # pytest listens to it, for which torch would write each graph and event of a compilation as JSON
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
@@ -51,7 +55,10 @@ def pytest_unconfigure() -> None:
 def clean_compiler() -> Iterator[None]:
     """Forgets compiled code, so that no test counts another's compilations."""
     torch.compiler.reset()
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # of the CPU alone: seeds of devices that are not there wait in a list, each with the text of its stack
+        torch.default_generator.manual_seed(0)
     yield
 
 

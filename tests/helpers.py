@@ -254,11 +254,11 @@ def recomputable_mlp(recompute: bool = False) -> RecomputableMlp:
 
 
 class TwoLinears(nn.Module):
-    """Two equal layers, for a `forward` of a test's own."""
+    """Two layers, equal unless `inner` is another size, for a `forward` of a test's own."""
 
-    def __init__(self, size: int = 32) -> None:
+    def __init__(self, size: int = 32, inner: int | None = None) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
+        self.a, self.b = nn.Linear(size, inner or size), nn.Linear(inner or size, size)
 
 
 class LayerInABranch(TwoLinears):

@@ -96,6 +96,7 @@ def quick_compiler() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 def _serve(rank: int, world: int, store: str, orders: Any, results: Any) -> None:

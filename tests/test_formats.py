@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers import linear_step, per_role, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import fxquant
+from fxquant import Float8BlockQuantizer, Quantizer
 from fxquant.errors import RecipeError
 from fxquant.formats import ELEMENTS, FORMATS, IDENTITY, MX_MODES, LinearSpec, OperandSpec, QuantSpec, gemm_mismatch
+from fxquant.roles import Direction
 
 of_nvfp4 = st.fixed_dictionaries(
     {
@@ -134,3 +140,26 @@ def test_gemm_mismatch_says_why(a: QuantSpec, b: QuantSpec, problem: str | None)
     found = gemm_mismatch(a, b)
     assert (found is None) == (problem is None), found
     assert problem is None or problem in str(found)
+
+
+class Short(Float8BlockQuantizer):
+    """Blocks of 64, which no kernel knows."""
+
+    def spec(self, direction: Direction) -> QuantSpec:
+        return QuantSpec(format="block_1x64_e4m3", pow2=True)
+
+
+@pytest.mark.parametrize("weight", [Short(), Float8BlockQuantizer()], ids=["alike", "beside 128"])
+def test_another_length_of_blocks_works_by_its_row_alone(monkeypatch: pytest.MonkeyPatch, weight: Quantizer) -> None:
+    """By the meaning of its family; kernels of other lengths leave it alone, and a pair of lengths is emulated."""
+    row = replace(FORMATS["block_1x128_e4m3"], name="block_1x64_e4m3", block=(1, 64), alignment=64)
+    monkeypatch.setitem(FORMATS, row.name, row)
+    recipe = per_role(input=Short(), weight=weight, grad_output=Short())
+    x, w, dy = problem()
+    got = linear_step(recipe, x, w, dy)
+    for name, a, b in (("y", x, w.mT), ("dx", dy, w), ("dw", dy.mT, x)):
+        exact = a.float() @ b.float()
+        assert (got[name].float() - exact).norm() < 0.06 * exact.norm()
+    report = fxquant.explain(nn.Linear(96, 160).bfloat16(), recipe, x.requires_grad_()).on("H100")
+    (kernels,) = (line for line in str(report).splitlines() if line.startswith("kernels: "))
+    assert report.coverage == 1 and "Triton" not in kernels and "cuBLAS" not in kernels, kernels

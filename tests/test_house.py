@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from test_layering import FILES, FOLDERS, imported
+from sources import FILES, FOLDERS, imported, nodes
 
 from fxquant.passes import pipeline
 from fxquant.passes.pipeline import Pass
@@ -63,12 +64,15 @@ LATE = {
 """The files and folders that import fxquant inside functions, and the reasons."""
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+@cache
+def functions(path: Path) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
     """The functions of a file, but for code of Triton."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
-                yield node
+    return tuple(
+        node
+        for node in nodes(path)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    )
 
 
 def imports_late(node: ast.AST) -> bool:
@@ -149,9 +153,9 @@ INVERTED = frozenset(("What", "Whether", "Of", "Those", "That", "Where", "As", "
 """First words of docstrings without a subject, or with their sentence turned round."""
 
 
-def docstrings(tree: ast.AST) -> Iterator[str]:
+def docstrings(path: Path) -> Iterator[str]:
     """The texts that stand alone: docstrings of modules, classes and functions, and those below names."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 
@@ -166,8 +170,29 @@ def test_locals_say_what_they_hold_and_docstrings_have_a_subject(module: str) ->
         + ([node.arg] if isinstance(node, ast.arg) else [])
     }
     assert not stored & VAGUE and ("left" not in stored or "right" in FILES[module].read_text())
-    texts = docstrings(ast.parse(FILES[module].read_text()))
-    assert not [text for text in texts if text.split() and text.split()[0].rstrip(",:") in INVERTED]
+    assert not [text for text in docstrings(FILES[module]) if text.split() and text.split()[0].rstrip(",:") in INVERTED]
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(FILES) if not m.startswith("fxquant.compat")])
+def test_keys_of_nodes_are_named_in_one_file(module: str) -> None:
+    for node in nodes(FILES[module]):
+        asked, key = None, None
+        if isinstance(node, ast.Subscript):
+            asked, key = node.value, node.slice
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            asked, key = node.func.value, node.args[0]
+        if isinstance(asked, ast.Attribute) and asked.attr == "meta":
+            assert not isinstance(key, ast.Constant), f"{ast.unparse(node)}: passes/graph/meta.py has the keys"
+
+
+@pytest.mark.parametrize("package", ["fxquant.passes", "fxquant.kernels", "fxquant.compat"])
+def test_a_map_has_every_file_and_folder(package: str) -> None:
+    names = {
+        module.removeprefix(f"{package}.").partition(".")[0] for module in FILES if module.startswith(f"{package}.")
+    }
+    text = ast.get_docstring(nodes(FILES[package])[0])  # type: ignore[arg-type]
+    assert text is not None and len(names) > 7
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
 def test_every_folder_is_in_the_package() -> None:

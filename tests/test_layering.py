@@ -6,29 +6,17 @@ import ast
 import fnmatch
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sources import FILES, imported, nodes
 from torch import fx, nn
 
-import fxquant
-import fxquant.kernels
-import fxquant.passes.pipeline
 from fxquant import compat
 
-FOLDERS = {
-    "fxquant": Path(fxquant.__file__).parent,
-    "fxquant.passes": Path(fxquant.passes.__file__).parent,
-    "fxquant.kernels": Path(fxquant.kernels.__file__).parent,
-}
-FILES = {
-    ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): path
-    for package, folder in FOLDERS.items()
-    for path in folder.rglob("*.py")
-}
-assert len(FILES) > 100
 OUTSIDE_COMPAT = sorted(m for m in FILES if not m.startswith("fxquant.compat"))
 LAYERS = (
     ("errors", "checks", "spellings", "files"), ("formats", "roles"), ("compat",), ("kernels",), ("quantizers",),
@@ -36,27 +24,6 @@ LAYERS = (
     ("passes",), ("report",), ("backend",), ("integrations",), ("export",), ("tools",), ("bench",), ("__main__",),
 )  # fmt: skip
 """The parts of fxquant, each of which is imported by those behind it."""
-
-
-def imported(path: Path) -> Iterator[tuple[str, bool]]:
-    """Every module that a file imports, and whether it does so when it is itself imported."""
-
-    def walk(node: ast.AST, now: bool) -> Iterator[tuple[str, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from ((alias.name, now) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{path.name}: relative import"
-                for alias in child.names:
-                    whole = f"{child.module}.{alias.name}"
-                    yield (whole if whole in FILES else str(child.module)), now
-            else:
-                lazy = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
-                    isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-                )
-                yield from walk(child, now and not lazy)
-
-    yield from walk(ast.parse(path.read_text()), True)
 
 
 def layer(module: str) -> int | None:
@@ -109,6 +76,7 @@ def test_private_torch_modules_are_imported_in_one_package(module: str) -> None:
         assert parts[0] != "torch" or not private, f"{module} imports {target}: that belongs in fxquant/compat"
 
 
+@cache
 def private_torch_names() -> set[str]:
     """The private attributes of torch and of what graphs are made of, those that Dynamo adds among them."""
     x = torch.ones(1)
@@ -120,7 +88,7 @@ def private_torch_names() -> set[str]:
 
 def attributes(path: Path) -> Iterator[str]:
     """The attributes that a file asks of other objects than `self` and `cls`, operators of torch.ops left out."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             if not ast.unparse(node.value).endswith(("self", "cls", "aten")):
                 yield node.attr
@@ -136,7 +104,7 @@ def test_private_attributes_of_torch_are_read_by_compat_and_names_of_nodes(modul
 
 @pytest.mark.parametrize("module", OUTSIDE_COMPAT)
 def test_nothing_else_branches_on_torchs_version(module: str) -> None:
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in nodes(FILES[module]):
         if isinstance(node, (ast.If, ast.IfExp)):
             test = ast.unparse(node.test)
             assert "torch.__version__" not in test and "torch_version" not in test, test
@@ -144,17 +112,17 @@ def test_nothing_else_branches_on_torchs_version(module: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(FILES))
 def test_private_names_are_not_imported_from_other_files(module: str) -> None:
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in nodes(FILES[module]):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fxquant"):
             private = [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")]
             assert not private, private
 
 
 def test_compat_has_what_the_rest_imports_from_it() -> None:
-    nodes = [node for module in OUTSIDE_COMPAT for node in ast.walk(ast.parse(FILES[module].read_text()))]
     wanted = {
         (node.module, alias.name)
-        for node in nodes
+        for module in OUTSIDE_COMPAT
+        for node in nodes(FILES[module])
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fxquant.compat")
         for alias in node.names
     }

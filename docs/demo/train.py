@@ -27,6 +27,7 @@ from torch import Tensor
 
 import fxquant
 from fxquant import CustomRecipe, Report, factories
+from fxquant.bench.training import SavedBytes
 from fxquant.report import html as report_html
 from fxquant.report.text import aligned
 
@@ -206,7 +207,7 @@ def train(
             torch.save({**state, "generator": generator.get_state(), "losses": run.losses}, keep)
         start = torch.randint(len(data) - config.length, (config.batch, 1), generator=generator).to(device)
         batch = data[start + window].long()
-        saved = SavedBytes(model) if step == 1 else contextlib.nullcontext()
+        saved = SavedBytes(model.parameters()) if step == 1 else contextlib.nullcontext()
         with saved, torch.autocast(device, dtype=torch.bfloat16):
             loss = compiled(batch[:, :-1], batch[:, 1:])
         loss.backward()
@@ -238,25 +239,6 @@ def digest(model: torch.nn.Module) -> str:
     for parameter in model.parameters():
         made.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return made.hexdigest()[:16]
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that a forward keeps for its backward: each storage once, parameters not."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(self._pack, lambda tensor: tensor)
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.sizes: dict[int, int] = {}
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.parameters:
-            self.sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes.values())
 
 
 class Progress:

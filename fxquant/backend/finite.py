@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from fxquant.backend.notices import tell
 from fxquant.compat.private import tree_leaves
 from fxquant.errors import NonFiniteWarning
+from fxquant.passes.graph.meta import STACK_TRACE
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.plan.layers import layer_name
 
@@ -84,7 +85,7 @@ class FiniteCheck:
     def _place(self, node: fx.Node) -> str:
         """The layer, operator and line of a node."""
         layer = layer_name(node, self.names())
-        lines = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+        lines = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)', node.meta.get(STACK_TRACE) or "")
         where = f" ({lines[-1][0]}:{lines[-1][1]}, {lines[-1][2]})" if lines else ""
         return f"{op_name(node) or node.name} of {layer or 'the model itself'}{where}"
 

@@ -21,7 +21,7 @@ from fxquant.compat.values import fake_mode_of
 from fxquant.kernels.probe.plan import Slot
 from fxquant.kernels.probe.reference import merge, neutral
 from fxquant.passes.captured import Bound
-from fxquant.passes.graph.meta import EXAMPLE_VALUE
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, GRAPH_INPUT
 from fxquant.passes.insert.observers import copied
 from fxquant.passes.pipeline import PROBED, run
 from fxquant.passes.settings import Settings
@@ -124,7 +124,7 @@ class Probed:
         self._bound = replace(bound, gm=copied(bound.gm))
         inputs = self._bound.gm.graph.find_nodes(op="placeholder")
         for node, example in itertools.zip_longest(inputs, example_inputs):
-            node.meta.pop("grapharg", None)  # the inputs of the first call, which nothing should keep
+            node.meta.pop(GRAPH_INPUT, None)  # the inputs of the first call, which nothing should keep
             if EXAMPLE_VALUE not in node.meta and fake_mode_of(example) is not None:  # of a part that DDP has made
                 node.meta[EXAMPLE_VALUE] = example
         self._settings, self._compile = settings, compile

@@ -20,7 +20,7 @@ from fxquant.compat.checkpoints import Around, Repeat, checkpoints_around, in_re
 from fxquant.compat.private import compiling_again, no_modes
 from fxquant.errors import FxQuantError
 from fxquant.passes.captured import Bound
-from fxquant.passes.graph.meta import EXAMPLE_VALUE
+from fxquant.passes.graph.meta import EXAMPLE_VALUE, GRAPH_INPUT
 from fxquant.state import State
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def without_gradients(
     waiting = {not use: by_use[not use]}
     placeholders = waiting[not use].gm.graph.find_nodes(op="placeholder")
     for node in placeholders:
-        node.meta.pop("grapharg", None)  # the inputs of the first call, which nothing should keep
+        node.meta.pop(GRAPH_INPUT, None)  # the inputs of the first call, which nothing should keep
     fakes = [node.meta[EXAMPLE_VALUE] for node in placeholders[: len(example_inputs)]]
 
     def run(*inputs: Any) -> Any:

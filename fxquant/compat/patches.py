@@ -7,6 +7,7 @@ kept; everywhere else the function does what it did. Those that mend what Induct
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import operator
@@ -79,10 +80,11 @@ def _define_early(
     return define(wrapper, kernel_name, kernel_body, *args, **kwargs)
 
 
-def _launches_given_kernels_late() -> bool:
+def _leaves_out(attribute: str) -> bool:
+    """Returns True if Inductor defines a given Triton kernel without this attribute."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-    return "launch_pdl" not in inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
+    return attribute not in inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
 
 
 EARLY_LAUNCH = Patch(
@@ -93,7 +95,7 @@ EARLY_LAUNCH = Patch(
     "once.",
     upstream="https://github.com/pytorch/pytorch/pull/187028, since which (torch 2.14) a launch may name the attribute",
     fixed_in=None,
-    still_needed=_launches_given_kernels_late,
+    still_needed=functools.partial(_leaves_out, "launch_pdl"),
     change=_define_early,
 )
 
@@ -107,12 +109,6 @@ def _define_with_fusion(
     return define(wrapper, kernel_name, kernel_body, *args, **kwargs)
 
 
-def _leaves_fusion_open() -> bool:
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    return "enable_fp_fusion" not in inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
-
-
 FUSED_ARITHMETIC = Patch(
     "torch._inductor.codegen.wrapper",
     "PythonWrapperCodegen.define_kernel",
@@ -120,7 +116,7 @@ FUSED_ARITHMETIC = Patch(
     "others Triton 3.9 warns that 3.10 will have another default, with which the last bits of results change.",
     upstream="none found; the other default is that of triton-lang/triton#11270",
     fixed_in=None,
-    still_needed=_leaves_fusion_open,
+    still_needed=functools.partial(_leaves_out, "enable_fp_fusion"),
     change=_define_with_fusion,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -160,10 +160,7 @@ class ReportData:
 
     def gemms(self) -> dict[tuple[int, Gemm], list[Decision]]:
         """The decisions by (site, gemm): normally two, left operand then right."""
-        groups: dict[tuple[int, Gemm], list[Decision]] = defaultdict(list)
-        for decision in self.decisions:
-            groups[decision.site, decision.gemm].append(decision)
-        return dict(groups)
+        return by_gemm(self.decisions)
 
     @property
     def flops(self) -> dict[str, int]:
@@ -279,6 +276,14 @@ class ReportData:
             else:
                 names[d.site] = f"{d.layer or MODEL} " + (d.part or f"#{of_layer[part_of[d.site]]}")
         return names
+
+
+def by_gemm(decisions: Iterable[Decision]) -> dict[tuple[int, Gemm], list[Decision]]:
+    """Returns the operands of each (site, gemm): normally two, left then right."""
+    groups: dict[tuple[int, Gemm], list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        groups[decision.site, decision.gemm].append(decision)
+    return dict(groups)
 
 
 def layer_pattern(layer: str, argument: str = "layer") -> re.Pattern[str]:

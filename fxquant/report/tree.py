@@ -10,7 +10,7 @@ from typing import Any
 
 from fxquant.cost.work import Estimate
 from fxquant.decisions import Decision
-from fxquant.report.data import MODEL, Loss, ReportData, ranges, result, role_text
+from fxquant.report.data import MODEL, Loss, ReportData, by_gemm, ranges, result, role_text
 from fxquant.roles import Gemm
 
 
@@ -29,10 +29,7 @@ class Leaf:
 
     def products(self) -> dict[tuple[int, Gemm], list[Decision]]:
         """The operands of each GEMM, normally two."""
-        groups: dict[tuple[int, Gemm], list[Decision]] = defaultdict(list)
-        for decision in self.decisions:
-            groups[decision.site, decision.gemm].append(decision)
-        return dict(groups)
+        return by_gemm(self.decisions)
 
     @property
     def is_attention(self) -> bool:

@@ -26,6 +26,7 @@ from fxquant.compat.recompiles import graph_breaks
 from fxquant.compat.values import fake_mode_of
 from fxquant.errors import ArgumentError
 from fxquant.passes.graph.considered import considered
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.joint.repeat import products_to_repeat
 from fxquant.passes.look import Stages, half, snapshot, watched, with_epilogues
 from fxquant.passes.lower.epilogues import problems
@@ -78,7 +79,7 @@ class _Explainer(Backend):
             self.graphs[name].append(graph_text(graph_module))
             gemms = list(problems(graph_module.graph))
             self.epilogues += [
-                EpilogueGemm(layer_name(node, self._names()), name, problem, card_name(node.meta["val"].device))
+                EpilogueGemm(layer_name(node, self._names()), name, problem, card_name(node.meta[VAL].device))
                 for node, problem, _ in gemms
             ]
             if self._half is not None:
@@ -159,7 +160,7 @@ def _zeros_of(graph_module: fx.GraphModule, changed: Sequence[int]) -> Callable[
     The new values of inputs come first, and are copied into them.
     """
     output = next(n for n in graph_module.graph.nodes if n.op == "output")
-    values = list(fx.node.map_arg(output.args[0], lambda n: n.meta["val"]))
+    values = list(fx.node.map_arg(output.args[0], lambda n: n.meta[VAL]))
 
     def zeros(*inputs: Any) -> list[Any]:
         return [*(inputs[i].clone() for i in changed), *tree_map_only(Tensor, _zeros, values[len(changed) :])]

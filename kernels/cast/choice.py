@@ -102,6 +102,8 @@ def supports(spec: QuantSpec) -> bool:
     row = spec.row
     if row.family not in ("per_tensor", "per_row", "block", "mxfp8") or spec.rht:
         return False
+    if row.family == "block" and row.block[1] != 128:
+        return False
     return not spec.torchao or (row.family != "block" and not spec.eps)
 
 

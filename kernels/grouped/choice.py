@@ -111,7 +111,7 @@ def blocks(facts: GroupedGemmFacts) -> str:
         return reason or rows(facts) or "scales of rows"
     if facts.a.row.family in ("mxfp8", "nvfp4"):
         return (mxfp8 if facts.a.row.family == "mxfp8" else nvfp4)(facts) or "multiplied by tensor cores"
-    one_by_128 = facts.a.row.block[0] == 1 and (not facts.wgrad or facts.b.row.block[0] == 1)
+    one_by_128 = facts.a.row.block == (1, 128) and (not facts.wgrad or facts.b.row.block[0] == 1)
     fits = facts.a.row.family == "block" and one_by_128 and facts.on_hopper
     return "" if fits else f"no grouped FP8 GEMM for {facts.a.row.family} scales"
 

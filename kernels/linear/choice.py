@@ -227,7 +227,7 @@ def _no_block_mm(facts: GemmFacts) -> str:
     if a.row.family != "block":
         return "no FP8 GEMM" if facts.makes_fp8 else NO_FP8
     if a.row.block != (1, 128):
-        return "the left operand is scaled in tiles"
+        return "the left operand is scaled in tiles" if a.row.block[0] > 1 else "blocks of another length than 128"
     for spec in (a, b):
         if spec.row.element is None or spec.row.element.name != "e4m3":
             return "not e4m3 by e4m3"

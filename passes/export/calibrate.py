@@ -21,7 +21,7 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.passes.export.program_state import ProgramState
 from fxquant.passes.export.store_weights import readers_of
-from fxquant.passes.graph.meta import OBSERVER, SITE, layer_of
+from fxquant.passes.graph.meta import OBSERVER, SITE, VAL, layer_of
 
 
 def calibrate(
@@ -80,7 +80,7 @@ def _observe(module: fx.GraphModule, observers: dict[int, Observer]) -> None:
     """Puts observers in front of the quantizations of a module and of its bodies, and checks in front of all inputs."""
     inputs = module.graph.find_nodes(op="placeholder")
     for node in reversed(inputs):
-        if isinstance(value := node.meta.get("val"), Tensor):
+        if isinstance(value := node.meta.get(VAL), Tensor):
             with module.graph.inserting_after(inputs[-1]):
                 module.graph.call_function(expect, (node, str(node.target), value.dtype))
     for gm in [inner for inner in module.modules() if isinstance(inner, fx.GraphModule)]:

@@ -25,6 +25,7 @@ from fxquant.compat.values import on_fakes
 from fxquant.formats import QuantSpec
 from fxquant.passes.export.program_state import ProgramState, Value
 from fxquant.passes.export.store_weights import erase_unused_users
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import SAME_VALUES, STRICT_RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
 
@@ -101,11 +102,11 @@ def _join(group: Sequence[fx.Node], state: ProgramState) -> None:
     bias = None if biases[0] is None else _added(state, biases, [_constant(state, node)[0] for node in biases])
     with graph.inserting_before(first), on_fakes(val(first)):
         whole = graph.call_function(first.target, (a, weight, a_spec, b_spec, bias, *rest))  # type: ignore[arg-type]
-        whole.meta = {**first.meta, "val": val(first).new_empty((val(first).shape[0], sum(sizes)))}
+        whole.meta = {**first.meta, VAL: val(first).new_empty((val(first).shape[0], sum(sizes)))}
         start = 0
         for node, size in zip(group, sizes, strict=True):
             columns = graph.call_function(_aten.slice.Tensor, (whole, 1, start, start + size))
-            columns.meta = {**node.meta, "val": val(whole)[:, start : start + size]}
+            columns.meta = {**node.meta, VAL: val(whole)[:, start : start + size]}
             if _is_output(node):
                 order: dict[str, Any] = {"memory_format": torch.contiguous_format}
                 columns = graph.call_function(_aten.clone.default, (columns,), order)

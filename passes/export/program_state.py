@@ -15,6 +15,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from fxquant.compat.private import OpOverload
 from fxquant.compat.values import FakeTensorMode, fake_mode_of, storage_key
 from fxquant.passes.graph.bodies import Bodies
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import SAME_VALUES, calls, is_fxquant, op_name, writes, written_arguments
 
 Value = tuple[Tensor, frozenset[fx.Node]]
@@ -180,7 +181,7 @@ class ProgramState:
         with graph.inserting_before(before):
             node = graph.placeholder(f"b_{free.replace('.', '_')}")
         node.target = node.name  # the graph made it unlike those of other tensors; the argument is called by the target
-        node.meta["val"] = self._mode.from_tensor(tensor, static_shapes=True)
+        node.meta[VAL] = self._mode.from_tensor(tensor, static_shapes=True)
         spec = InputSpec(InputKind.BUFFER, TensorArgument(node.name), free, persistent=True)
         self.inputs.insert(place, spec)
         self._specs[node.name] = spec
@@ -190,7 +191,7 @@ class ProgramState:
 
     @functools.cached_property
     def _mode(self) -> FakeTensorMode:
-        mode = fake_mode_of([node.meta.get("val") for node in self.bodies.top.graph.nodes])
+        mode = fake_mode_of([node.meta.get(VAL) for node in self.bodies.top.graph.nodes])
         assert mode is not None
         return mode
 

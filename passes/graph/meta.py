@@ -18,6 +18,12 @@ MODULE_STACK = "nn_module_stack"
 FORWARD_MODULE_STACK = "fwd_nn_module_stack"
 """The modules of the forward node that a node of the backward belongs to."""
 
+GRAPH_INPUT = "grapharg"
+"""The input of the first call that a placeholder of a captured graph stood for."""
+
+RECOMPUTE = "recompute"
+"""The policy of an activation checkpoint for a node."""
+
 STACK_TRACE = "stack_trace"
 """The user's source lines that a node comes from."""
 

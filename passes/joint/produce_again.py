@@ -36,6 +36,7 @@ from fxquant.kernels.cast.producers import IDENTITY, JOINED_HEADS, PRODUCERS, Ca
 from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.passes.graph.builder import Builder, call_key, erase_unused, put_in_place, put_in_places
 from fxquant.passes.graph.match import behind_views, readers
+from fxquant.passes.graph.meta import RECOMPUTE
 from fxquant.passes.graph.names import RESHAPES, SLICES, VIEWS, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.produced import NARROW, match_producer
@@ -85,7 +86,7 @@ def _rounds_parameters(graph: fx.Graph) -> bool:
 
 def _is_checkpointed(node: fx.Node) -> bool:
     """Returns True for a node that an activation checkpoint, or a policy of one, has a word about."""
-    return "recompute" in node.meta
+    return RECOMPUTE in node.meta
 
 
 def _is_ours(node: fx.Node, settings: Settings) -> bool:

@@ -20,6 +20,7 @@ from torch import fx
 
 from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.considered import allowed
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import VIEWS, calls
 from fxquant.passes.settings import Settings
 
@@ -57,9 +58,9 @@ def pair_directions(graph: fx.Graph, settings: Settings) -> int:
         target, *operands = row.source
         with graph.inserting_before(anchor):
             both = graph.call_function(target, (*operands, row.spec, column.spec, *scales))
-        both.meta = {**anchor.meta, "val": [*node.meta["val"], *pair.meta["val"]]}
+        both.meta = {**anchor.meta, VAL: [*node.meta[VAL], *pair.meta[VAL]]}
         _replace_outputs(node, both, 0)
-        _replace_outputs(pair, both, len(node.meta["val"]))
+        _replace_outputs(pair, both, len(node.meta[VAL]))
         del columns[pair]
         for old in (node, pair):
             graph.erase_node(old)

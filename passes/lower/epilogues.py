@@ -36,6 +36,7 @@ from fxquant.kernels.linear.problem import Problem, triton_multiplies
 from fxquant.kernels.operator import Chosen
 from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, matches, pattern_of, readers, shaped
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import sides_of
@@ -252,9 +253,9 @@ def _insert(graph: fx.Graph, node: fx.Node, epilogue: Epilogue) -> None:
             (a, b, a_spec, b_spec, bias, dtype, fast_accum, epilogue.activation, residual, record),
         )
         results = [graph.call_function(operator.getitem, (fused, i)) for i in range(1 + record)]
-        fused.meta = {**node.meta, "val": [y, *([_amax_value(y)] if record else [])]}
-        for result, value in zip(results, fused.meta["val"], strict=True):
-            result.meta = {**node.meta, "val": value}
+        fused.meta = {**node.meta, VAL: [y, *([_amax_value(y)] if record else [])]}
+        for result, value in zip(results, fused.meta[VAL], strict=True):
+            result.meta = {**node.meta, VAL: value}
         end = results[0] if root is node else shaped(results[0], [*val(root).shape])
     root.replace_all_uses_with(end)
     graph.erase_node(root)
@@ -290,8 +291,8 @@ def _scale_rows(graph: fx.Graph, node: fx.Node, scales: dict[tuple[fx.Node, int]
         with graph.inserting_before(node), on_fakes(val(scale)):
             wide = graph.call_function(_aten.expand.default, (scale, shape))
             rows = graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
-            wide.meta = {**scale.meta, "val": val(scale).expand(shape)}
-            rows.meta = {**scale.meta, "val": val(wide).contiguous()}
+            wide.meta = {**scale.meta, VAL: val(scale).expand(shape)}
+            rows.meta = {**scale.meta, VAL: val(wide).contiguous()}
         scales[key] = rows
     node.args = ([data, scales[key]], b, f"per_row_{element.name}", b_spec, *rest)
 

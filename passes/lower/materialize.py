@@ -18,6 +18,7 @@ from fxquant.compat.private import OpOverload, force_stride_order, triton_kernel
 from fxquant.compat.values import on_fakes
 from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, readers
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import VIEWS
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.sides import EXTERNAL
@@ -42,7 +43,7 @@ def materialize_shared_inputs(graph: fx.Graph, settings: Settings) -> int:
         with graph.inserting_after(base):
             written = graph.call_function(force_stride_order, (base, [int(step) for step in val(base).stride()]))
         with on_fakes(val(base)):
-            written.meta = {**base.meta, "val": val(base).clone()}
+            written.meta = {**base.meta, VAL: val(base).clone()}
         for user in users:
             user.replace_input_with(base, written)
         count += 1

@@ -34,6 +34,7 @@ from fxquant.kernels.linear.few_rows import MOST_TOKENS
 from fxquant.kernels.operator import Side
 from fxquant.passes.graph.considered import allowed
 from fxquant.passes.graph.match import behind_views, readers, shaped
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import RESHAPES, SLICES, calls, is_collective, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.produced import NARROW, match_producer
@@ -259,7 +260,7 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
                 output.meta, order[output] = dict(item.meta), order[anchor]
                 item.replace_all_uses_with(output)
                 gone.append(item)
-            values += site.quantize.meta["val"]
+            values += site.quantize.meta[VAL]
             if site.amax is not None:
                 output = graph.call_function(operator.getitem, (fused, len(values)))
                 output.meta, order[output] = dict(site.amax.meta), order[anchor]
@@ -267,7 +268,7 @@ def _insert(graph: fx.Graph, producer: Producer, group: Sequence[_Site], order: 
                 values.append(val(site.amax))
                 gone.append(site.amax)
             gone.append(site.quantize)
-        fused.meta["val"] = values
+        fused.meta[VAL] = values
     order[fused] = order[anchor]
     for node in gone:
         graph.erase_node(node)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, eager_backend, recomputable_mlp
+from helpers import TwoLinears, assert_same_bits, eager_backend, recomputable_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,17 +37,13 @@ EAGER = {"inner": "aot_eager"}
 logger = logging.getLogger(__name__)
 
 
-class Part(nn.Module):
+class Part(TwoLinears):
     """Two layers with a graph break in between."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
-
     def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
+        x = self.a(x)
         torch._dynamo.graph_break()
-        return self.down(x)
+        return self.b(x)
 
 
 class Net(nn.Module):
@@ -95,7 +91,7 @@ def typed(net: nn.Module, recipe: Recipe) -> Any:
 WAYS = (by_name, by_backend, in_place, as_function, typed)
 Way = Callable[[nn.Module, Recipe], Any]
 MXFP8 = fxquant.recipes.get("mxfp8")
-RULES = Rules([Rule(IdentityQuantizer(), name=r"head|parts\.1\.down")], default="mxfp8")
+RULES = Rules([Rule(IdentityQuantizer(), name=r"head|parts\.1\.b")], default="mxfp8")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -111,8 +107,8 @@ def test_layers_behind_breaks_are_known_by_name(way: Way) -> None:
     report = fxquant.report(run)
     weights = {d.layer: d.skip_reason for d in report.decisions if d.role.tensor_type == "weight" and d.gemm == "fprop"}
     assert weights == {
-        "parts.0.up": None, "parts.0.down": None, "parts.1.up": None,
-        "parts.1.down": "HIGH_PRECISION", "head": "HIGH_PRECISION", "hidden": "NOT_CAPTURED",
+        "parts.0.a": None, "parts.0.b": None, "parts.1.a": None,
+        "parts.1.b": "HIGH_PRECISION", "head": "HIGH_PRECISION", "hidden": "NOT_CAPTURED",
     }  # fmt: skip
     assert not report.unused and not report.uncompiled
     assert all(f"{__file__}:" in text for text in report.breaks) and len(report.breaks) > 1
@@ -161,16 +157,12 @@ def scaled(x: Tensor) -> Tensor:
     return doubled(x)
 
 
-class Logs(nn.Module):
+class Logs(TwoLinears):
     """Layers around a function that calls one which cannot be captured."""
 
-    def __init__(self, size: int = 32) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(size, size), nn.Linear(size, size)
-
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        return self.down(hidden + scaled(hidden)).sum()
+        hidden = self.a(x)
+        return self.b(hidden + scaled(hidden)).sum()
 
 
 @pytest.mark.parametrize("way", [in_place, typed])

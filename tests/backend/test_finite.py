@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import TwoLinears
 from torch import Tensor, nn
 
 import fxquant
@@ -74,20 +75,16 @@ def test_what_comes_in_is_not_the_layers_fault() -> None:
 
 @pytest.mark.usefixtures("verified")
 def test_a_layer_of_a_quantized_product_is_named() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.front, self.back = nn.Linear(32, 32), nn.Linear(32, 32)
-
+    class Two(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
-            x = self.front(x)
-            return self.back(x)  # the line of the sum
+            x = self.a(x)
+            return self.b(x)  # the line of the sum
 
     model = Two()
     with torch.no_grad():
-        model.front.weight.copy_(torch.eye(32) * 0.5)
-        model.back.weight.fill_(1.0)
-    message = "the forward has its first (NaN|Inf) in fxquant::linear of back .*the line of the sum"
+        model.a.weight.copy_(torch.eye(32) * 0.5)
+        model.b.weight.fill_(1.0)
+    message = "the forward has its first (NaN|Inf) in fxquant::linear of b .*the line of the sum"
     with pytest.warns(NonFiniteWarning, match=message):
         compiled(model, "rowwise")(torch.full((32, 32), 2e38))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import assert_same_bits, eager_backend
+from helpers import TwoLinears, assert_same_bits, eager_backend
 from torch import Tensor, nn
 
 import fxquant
@@ -192,17 +192,13 @@ def test_tools_that_save_tensors_take_it(recipe: Any, tmp_path: Any) -> None:
 
 
 def test_blocks_behind_graph_breaks_have_full_names_by_any_spelling() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
-
+    class Block(TwoLinears):
         def forward(block, x: Tensor) -> Tensor:
-            x = block.up(x)
+            x = block.a(x)
             torch._dynamo.graph_break()
-            return block.down(x)
+            return block.b(x)
 
-    blocks, x = nn.ModuleList([Block(), Block()]), torch.randn(32, 64)
+    blocks, x = nn.ModuleList([Block(64), Block(64)]), torch.randn(32, 64)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -219,6 +215,6 @@ def test_blocks_behind_graph_breaks_have_full_names_by_any_spelling() -> None:
         run(x).sum().backward()
     state = fxquant.state_dict(run)
     assert state.keys() == expected.keys() and len(state) == 24
-    scales = [state[f"blocks.{i}.{name}.input.scale"].item() for i in range(2) for name in ("up", "down")]
+    scales = [state[f"blocks.{i}.{name}.input.scale"].item() for i in range(2) for name in "ab"]
     assert len(set(scales)) == 4 and 1 not in scales
-    assert {d.layer for d in fxquant.report(run).decisions} == {f"blocks.{i}.{n}" for i in "01" for n in ("up", "down")}
+    assert {d.layer for d in fxquant.report(run).decisions} == {f"blocks.{i}.{n}" for i in "01" for n in "ab"}

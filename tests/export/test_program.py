@@ -535,18 +535,14 @@ def test_a_quantizer_of_the_users_own_has_its_weights_stored(tmp_path: Path) -> 
 
 
 def test_graphs_inside_share_what_a_quantizer_of_the_users_own_made() -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
+    class Frozen(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             y = self.a(x).relu()
             with torch.no_grad():
                 z = self.b(self.a(x + 1))
             return y * z
 
-    model, x = Frozen().eval(), torch.randn(8, 64)
+    model, x = Frozen(64).eval(), torch.randn(8, 64)
     recipe, source = per_role(input=Levels(), weight=Levels(), grad_output=Levels()), torch.export.export(model, (x,))
     program = quantize_program(source, recipe)
     program.validate()

@@ -20,6 +20,7 @@ from torch import fx
 
 from fxquant.compat.values import on_fakes
 from fxquant.passes.graph.builder import erase_unused
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -72,10 +73,10 @@ def _replace(update: fx.Node, scales: fx.Node, copy: fx.Node) -> None:
     with graph.inserting_before(update), on_fakes(like):
         advance = graph.call_function(torch.ops.fxquant.delayed_advance.default, update.args)
         values = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in range(like.shape[0])]
-        advance.meta = {**update.meta, "val": values}
+        advance.meta = {**update.meta, VAL: values}
         entries = [graph.call_function(operator.getitem, (advance, i)) for i in range(len(values))]
         for entry, value in zip(entries, values, strict=True):
-            entry.meta = {**scales.meta, "val": value}
+            entry.meta = {**scales.meta, VAL: value}
         whole = graph.call_function(_aten.cat.default, (entries,))
         whole.meta = dict(scales.meta)
     for user in list(scales.users):

@@ -23,6 +23,7 @@ from fxquant.compat.values import on_fakes
 from fxquant.kernels.cast.producers import CastSpec
 from fxquant.kernels.operator import traits_of
 from fxquant.passes.graph.considered import allowed
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -57,7 +58,7 @@ def _take(record: fx.Node) -> int:
         results = _results(node, before)
         if not allowed(node, _STEP, "" if results else "the kernel that has the amax writes no state"):
             continue
-        parts = len(node.meta["val"]) // results
+        parts = len(node.meta[VAL]) // results
         items = {_arguments(user)[1]: user for user in node.users}
         amaxes = [items[place] for i in range(results) if (place := parts * (i + 1) - 1) in items]
         alone = len(amaxes) == results and all(times[amax] == 1 and list(amax.users) == [record] for amax in amaxes)
@@ -92,8 +93,8 @@ def _record_itself(produce: fx.Node, slots: list[int], before: list[fx.Node], pa
         operands = produce.args if is_fxquant(produce, "attention_forward") else produce.args[:-1]
         more = (step, slots[0] == last and len(slots) > 1) if is_fxquant(produce, "produce_quantize") else ()
         fused = graph.call_function(recording.target, (*operands, amaxes, *more))
-        kept = [value for i, value in enumerate(produce.meta["val"]) if (i + 1) % parts]
-        fused.meta = {**produce.meta, "val": kept}
+        kept = [value for i, value in enumerate(produce.meta[VAL]) if (i + 1) % parts]
+        fused.meta = {**produce.meta, VAL: kept}
         for item in list(produce.users):
             _, place = _arguments(item)
             if (place + 1) % parts:
@@ -107,7 +108,7 @@ def _entries(state: fx.Node, first: int, last: int) -> fx.Node:
     """The first and the last of some slots of a state."""
     view = state.graph.call_function(_aten.slice.Tensor, (state, 0, first, last + 1, max(last - first, 1)))
     with on_fakes(val(state)):
-        view.meta["val"] = _aten.slice.Tensor(*map(val, view.args))
+        view.meta[VAL] = _aten.slice.Tensor(*map(val, view.args))
     return view
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat.values import on_fakes
+from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -56,10 +57,10 @@ def _split(vector: fx.Node, by_index: dict[int, list[fx.Node]]) -> None:
         slices = [graph.node_copy(node) for node in originals]
         products = graph.call_function(_aten._foreach_mul.Scalar, (slices, 1))
         like = val(vector)
-        products.meta["val"] = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in slices]
+        products.meta[VAL] = [torch.empty(1, dtype=like.dtype, device=like.device) for _ in slices]
         for i, nodes in enumerate(by_index.values()):
             scale = graph.call_function(operator.getitem, (products, i))
-            scale.meta = {**nodes[0].meta, "val": products.meta["val"][i]}
+            scale.meta = {**nodes[0].meta, VAL: products.meta[VAL][i]}
             for node in nodes:
                 node.replace_all_uses_with(scale)
     for node in itertools.chain(*by_index.values()):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import shape
-from torch import Tensor, fx, nn
+from helpers import TwoLinears, shape
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, relu, silu
 
@@ -276,21 +276,17 @@ def test_scales_of_rows_where_they_were_measured_to_be_faster(size: tuple[int, i
 
 
 def test_explain_names_the_kernel() -> None:
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
-
+    class Layers(TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(relu(self.up(x)))
+            return x + self.b(relu(self.a(x)))
 
     x = torch.randn(128, 64).bfloat16().requires_grad_()
-    report = fxquant.explain(Layers().bfloat16(), "current_scaling", x)
+    report = fxquant.explain(Layers(64, 96).bfloat16(), "current_scaling", x)
     assert report.epilogue_table() == "", "nothing to choose on a CPU"
     table = report.on("H100").epilogue_table()
     assert_expected_inline("\n".join(line.partition(" (")[0] for line in table.splitlines()), """\
 layer  graph     M x K x N      epilogue            kernel
-up     forward   128 x 64 x 96  + bias, relu, amax  cuBLAS _scaled_mm, per tensor
-down   forward   128 x 96 x 64  + bias, + residual  cuBLAS _scaled_mm, per tensor
-up     backward  128 x 96 x 64  + residual          cuBLAS _scaled_mm, per tensor""")  # fmt: skip
-    assert "estimated: rowwise" in table and report.on("H100").epilogue_table("down").count("\n") == 1
+a      forward   128 x 64 x 96  + bias, relu, amax  cuBLAS _scaled_mm, per tensor
+b      forward   128 x 96 x 64  + bias, + residual  cuBLAS _scaled_mm, per tensor
+a      backward  128 x 96 x 64  + residual          cuBLAS _scaled_mm, per tensor""")  # fmt: skip
+    assert "estimated: rowwise" in table and report.on("H100").epilogue_table("b").count("\n") == 1
