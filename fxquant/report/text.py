@@ -14,7 +14,6 @@ from fxquant.report.fusions import epilogues, in_short, unfused
 
 COLUMNS = ("layer", "role", "gemm", "direction", "shape", "quantizer")
 EPILOGUE_COLUMNS = ("layer", "graph", "M x K x N", "epilogue", "kernel")
-NOT_FUSED_COLUMNS = ("layer", "pass", "operator", "reason")
 LOSS_COLUMNS = ("layer", "result", "relative error", "elements that became zero")
 WORK_COLUMNS = ("layer", "work", "kernel", "unquantized us", "quantized us")
 OVERVIEW_COLUMNS = ("layer", "M x K x N", "unquantized us", "quantized us", "operands")
