@@ -28,7 +28,8 @@ from ranks import Ranks, quick_compiler
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 
-gc.disable()  # until all tests are imported, which stay: `quick_compiler` freezes them
+if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.disable()  # until all tests are imported, which stay: `quick_compiler` freezes them
 
 # pytest listens to it, for which torch would write each graph and event of a compilation as JSON
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
