@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits, eager_backend
+from helpers import Block, assert_same_bits, eager_backend
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,15 +61,6 @@ def test_split_graphs_take_cached_weights(group: dist.ProcessGroup) -> None:
         assert len(run.report().graphs["forward"].split("class ")) > 2, "several buckets"
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert_same_bits(*gradients)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.gelu(self.linear(x))
 
 
 class Blocks(nn.Module):
@@ -132,9 +123,9 @@ def test_rules_by_name_hold_in_graphs_that_blocks_share(group: dist.ProcessGroup
         assert torch.equal(run(x), expected)
     report = backend.report()
     answers = {d.layer: str(d.quantizer) for d in report.decisions if d.role.tensor_type == "weight"}
-    assert list(answers) == [f"layers.{i}.linear" for i in range(6)]
+    assert list(answers) == [f"layers.{i}.up" for i in range(6)]
     assert [answer == "None" for answer in answers.values()] == [True, False, False, False, False, True]
-    assert answers["layers.1.linear"] == answers["layers.4.linear"] != answers["layers.2.linear"]
+    assert answers["layers.1.up"] == answers["layers.4.up"] != answers["layers.2.up"]
     assert len({d.site for d in report.decisions}) == 6 and not report.unused
     captured = 1 if way in ("whole", "by_class") and not sharded else 3
     assert backend.captured == captured, "blocks with equal answers share a graph"

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import TwoLinears
 from torch import Tensor, nn
 
 import fxquant
@@ -42,13 +43,9 @@ def test_a_module_that_holds_itself_ends_the_search() -> None:
     assert outermost(model.layers) is model
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
+class Block(TwoLinears):
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(self.up(hidden).relu())
+        return hidden + self.b(self.a(hidden).relu())
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "delayed_scaling"])
@@ -60,7 +57,7 @@ def test_blocks_compiled_by_a_name_have_the_names_of_the_model(recipe: str) -> N
         model(torch.randn(32, 32)).sum().backward()
     for model, count in zip(models, (3, 2), strict=True):
         report = fxquant.report(model)
-        assert {f"{i}.{name}" for i in range(count) for name in ("up", "down")} == {d.layer for d in report.decisions}
+        assert {f"{i}.{name}" for i in range(count) for name in "ab"} == {d.layer for d in report.decisions}
         assert report.coverage == 1 and bool(fxquant.state_dict(model)) == (recipe == "delayed_scaling")
 
 
@@ -72,7 +69,7 @@ def test_models_that_share_graphs_have_reports_of_their_own() -> None:
         model(torch.randn(32, 32, requires_grad=True)).sum().backward()
     rows = [[(d.layer, d.gemm) for d in fxquant.report(model).decisions] for model in models]
     assert sorted(rows[0]) == sorted(rows[1]) and len(rows[2]) == len(rows[0]) // 2 * 3
-    assert {layer for layer, _ in rows[2]} == {f"{i}.{name}" for i in range(3) for name in ("up", "down")}
+    assert {layer for layer, _ in rows[2]} == {f"{i}.{name}" for i in range(3) for name in "ab"}
 
 
 EAGER = {"inner": "aot_eager"}
