@@ -98,6 +98,7 @@ COMPILE: dict[str, Call] = {
     "compile(a class)": lambda: fxquant.compile(Model, "mxfp8"),
     "compile(a tensor)": lambda: fxquant.compile(x(), "mxfp8"),
     "compile(state dict)": lambda: fxquant.compile(Model().state_dict(), "mxfp8"),
+    "compile(script)": lambda: fxquant.compile(torch.jit.script(nn.Linear(64, 64)), "mxfp8"),
     "compile(program)": lambda: fxquant.compile(program(), "mxfp8"),
     "compile(recipe, model)": lambda: fxquant.compile("mxfp8", Model()),
     "recipe None": lambda: fxquant.compile(Model(), None),

@@ -101,6 +101,8 @@ def check_model(model: object, verb: str) -> None:
             f"a module or a function is {verb}, not an ExportedProgram: fxquant.quantize_program is for programs, and "
             "program.module() is one's module"
         )
+    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        raise OptionError(f"a module or a function of Python is {verb}, not one of TorchScript: take what was scripted")
     if not callable(model):
         raise OptionError(f"a module or a function is {verb}, not {article(type(model).__name__)}")
     if isinstance(model, type):

@@ -182,6 +182,8 @@ class Match:
     emit: Emit | None = None
     skip: Skip | None = None
     name: str = ""
+    source: str = ""
+    """Dynamo's spelling of the place of the weight, for a single product that has one."""
     autocast: torch.dtype | None = None
     takes_autocast: bool = True
     """False for an operator whose dtypes autocast leaves alone."""

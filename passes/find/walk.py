@@ -18,6 +18,7 @@ from fxquant.compat.private import (
     enter_autocast,
     exit_autocast,
     is_traceable_wrapper_subclass,
+    source_text,
     tree_leaves,
 )
 from fxquant.decisions import SkipReason
@@ -28,6 +29,7 @@ from fxquant.passes.find.opaque import opaque, refused
 from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.find.transforms import Transforms
 from fxquant.passes.find.uses import Uses
+from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.meta import UNPLACED
 from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import maybe_value, value_of
@@ -80,7 +82,17 @@ class _Walk:
             site = Site(node=node, outer=self.outer)
             match = _described(site, form) if form in FORMS else opaque(site, self.free)
         if match is not None:
-            yield replace(match, autocast=regions.get(_device(node)) if match.takes_autocast else None)
+            autocast = regions.get(_device(node)) if match.takes_autocast else None
+            yield replace(match, autocast=autocast, source=self.source(match))
+
+    def source(self, match: Match) -> str:
+        """The place of the weight of a single product."""
+        several = len(match.products) != 1 or not match.products[0].rhs_is_weight
+        weight = None if several else find_weight(match.products[0].rhs, self.outer)
+        node = None if weight is None else weight.parameter
+        while node in self.outer:
+            node = self.outer[node]
+        return "" if node is None else source_text(node)
 
     def bodies(self, node: fx.Node, op: str, regions: Regions) -> Iterator[Match]:
         """Walks the graphs that a higher-order operator calls."""

@@ -14,7 +14,8 @@ from fxquant.passes.find.weights import find_weight
 from fxquant.passes.graph.meta import FORWARD_MODULE_STACK, LAYER, MODULE_STACK, PROJECTION, STACK_TRACE
 
 _ROOT = re.compile(r"^(L\['fn'\]\.(args|keywords)\['?\w+'?\]|[LG]\['[^']*'\](\[\d+\])?)\.?")  # also of a partial
-_HOLDERS = re.compile(r"^((__closure__\.\d+\.cell_contents|__self__|__wrapped__)(\.|$))+")
+_HOLDERS = re.compile(r"^((__closure__\.\d+\.cell_contents|(func\.)?__self__|__wrapped__)(\.|$))+")
+_ATTRIBUTE = re.compile(r"((^|\.)_(parameters|buffers))?(^|\.)[^.]+$")
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 
@@ -24,7 +25,7 @@ def clean_path(path: str) -> str:
         path = inner
     path = _ROOT.sub("", path)
     # modules that look up attributes in a way of their own, such as those of PEFT, are read from their __dict__
-    path = re.sub(r"(\.?__dict__\['_modules'\]|\._modules)(?=\[)", "", path)
+    path = re.sub(r"\.?(__dict__\['_modules'\]|\b_modules)(?=\[)", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return _WRAPPERS.sub("", _HOLDERS.sub("", path.strip("."))).strip(".")
 
@@ -61,8 +62,25 @@ def name_layers(matches: Sequence[Match], names: Mapping[str, str]) -> list[Matc
 
 
 def _name(match: Match, names: Mapping[str, str]) -> str:
-    parts = (match.name or layer_name(match.node, names), match.node.meta.get(PROJECTION, ""))
-    return ".".join(filter(None, parts))
+    if match.name or PROJECTION in match.node.meta:
+        parts = (match.name or layer_name(match.node, names), match.node.meta.get(PROJECTION, ""))
+        return ".".join(filter(None, parts))
+    layer = layer_name(match.node, names)
+    return _holder(match, layer, names) or layer
+
+
+def _holder(match: Match, layer: str, names: Mapping[str, str]) -> str:
+    """Returns the path of the module inside a layer that holds a product's weight; empty if there is none.
+
+    torch sees no call of a module whose `forward` is called, as in ``self.up.forward(x)``, or whose weight is read.
+    """
+    path = _ATTRIBUTE.sub("", clean_path(match.source))
+    users_names = frozenset(names.values())
+    for holder in {".".join(filter(None, (names.get("", ""), path))): None, path: None} if path else ():
+        inside = not layer or holder.startswith(f"{layer}.")
+        if inside and "parametrizations" not in holder and (holder in users_names or not names):
+            return holder
+    return ""
 
 
 def product_name(product: Product, layer: str) -> str:

@@ -333,7 +333,7 @@ def test_rules_match_the_same_layers_in_explain_and_compile_and_those_outside_of
         assert report.unused == [
             "rule 0: name='head' matches only layers that run outside of the captured graphs: head"
         ]
-        assert {d.layer for d in report.decisions} == {"wrapped", "head"}
+        assert {d.layer for d in report.decisions} == {"wrapped.inner", "head"}
 
 
 def test_another_compiler_around_a_model_compiled_in_place_takes_no_call_of_it() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from helpers import captured
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from fxquant.passes.find.walk import find_matmuls
 from fxquant.passes.plan.layers import clean_path, layer_name, name_layers
@@ -31,6 +33,9 @@ from fxquant.passes.plan.layers import clean_path, layer_name, name_layers
         ("L['fn'].__closure__[0].cell_contents.layers._modules['0'].fc", "layers.0.fc"),
         ("L['loss'].__closure__[0].cell_contents", ""),
         ("L['fn'].__self__.layers.0.fc", "layers.0.fc"),
+        ("L['fn'].func.__self__.fc", "fc"),
+        ("L['self']._modules['0']", "0"),
+        ("L['self'].my_modules['a']", "my_modules.a"),
     ],
 )
 def test_paths_lose_dynamos_spelling(path: str, clean: str) -> None:
@@ -58,6 +63,30 @@ def test_the_users_names_win() -> None:
     matches = name_layers(find_matmuls(gm), {str(id(model.blocks[0][0])): "whole.model.blocks.0.0"})
     assert [match.name for match in matches] == ["whole.model.blocks.0.0", ""]
     assert layer_name(matches[0].node, {}) == "blocks.0.0"
+
+
+class ByForward(nn.Module):
+    """Layers of which torch sees no call, and weights that belong to no other module or to none alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.heads = nn.Linear(16, 16), nn.ModuleDict({"b": nn.Linear(16, 16)})
+        self.embed, self.weight = nn.Embedding(16, 16), nn.Parameter(torch.randn(16, 16))
+        self.c = parametrizations.orthogonal(nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.heads["b"].forward(self.a.forward(x)) @ self.embed.weight.mT @ self.weight
+        x = self.c(x) @ torch.cat([self.a.weight[:8], self.embed.weight[:8]])
+        return checkpoint(self.a.forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_products_of_a_layers_weight_have_its_name_where_another_module_was_called() -> None:
+    model = ByForward()
+    (gm,) = captured(model, torch.randn(16, 16))
+    matches, inside = find_matmuls(gm), {str(id(part)): f"m.{path}" for path, part in model.named_modules() if path}
+    names = [match.name for match in name_layers(matches, {})]
+    assert [name for name in names if "parametrizations" not in name] == ["a", "heads.b", "embed", "", "c", "", "a"]
+    assert [match.name for match in name_layers(matches, {"": "m", **inside})] == [f"m.{n}".strip(".") for n in names]
 
 
 def test_names_that_are_set_stay() -> None:
