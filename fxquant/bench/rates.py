@@ -46,6 +46,8 @@ GEMMS: dict[GemmKernel, tuple[str, str]] = {
     GemmKernel.PER_ROW: ("per_row_e4m3", "per_row_e4m3"),
     GemmKernel.TILES: ("block_1x128_e4m3", "block_128x128_e4m3"),
     GemmKernel.BLOCKS: ("block_1x128_e4m3", "block_1x128_e4m3"),
+    GemmKernel.TILES_WARPS: ("block_1x128_e4m3", "block_128x128_e4m3"),
+    GemmKernel.BLOCKS_WARPS: ("block_1x128_e4m3", "block_1x128_e4m3"),
     GemmKernel.TRITON: ("per_tensor_e4m3", "per_tensor_e4m3"),
     GemmKernel.FEW_ROWS: ("per_tensor_e4m3", "per_tensor_e4m3"),
 }
@@ -81,7 +83,8 @@ def chosen(kernel: Kernel, called: Operator[..., Any], *args: Any) -> Callable[[
     """Returns a call of an operator by a kernel; None on a card for which another one is chosen."""
     if kernel is GemmKernel.TRITON:
         return partial(fused_scaled_mm.run(kernel), *args, "", None, False) if args[0][0].is_cuda else None
-    facts = replace(called.facts_of(*args), in_memory=True)
+    cublas = kernel in (GemmKernel.TILES, GemmKernel.BLOCKS)  # which large products are not, where Gluon has them
+    facts = replace(called.facts_of(*args), in_memory=True, triton=not cublas)
     return partial(called.run(kernel), *args) if called.choose(facts).kernel is kernel else None
 
 

@@ -148,6 +148,8 @@ def _kernel(matmul: Matmul, gemm: Gemm, left: QuantSpec, right: QuantSpec) -> Ch
             GroupedGemmFacts(
                 a=left, b=right, dtype=matmul.dtype, batch=not matmul.groups, wgrad=gemm is Gemm.WGRAD,
                 fast_accum=forward or left.torchao, capability=capability,
+                features=None if _AXES[gemm][2] in matmul.dynamic else getattr(matmul, _AXES[gemm][2]),
+                flops=2 * matmul.m * matmul.k * matmul.n,
             )
         )  # fmt: skip
     m, k, n = (None if axis in matmul.dynamic else getattr(matmul, axis) for axis in _AXES[gemm])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fxquant.compat.device import capability
+from fxquant.compat.device import capability, knows_gluon
+from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.formats import QuantSpec, is_mixed
-from fxquant.kernels.linear.choice import MIXED, exact_in_bfloat16
-from fxquant.kernels.operator import Facts, Parts
+from fxquant.kernels.linear.choice import LEAST_WORK_BY_WARPS, MIXED, exact_in_bfloat16
+from fxquant.kernels.operator import Dim, Facts, Parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedGemmFacts(Facts):
     """A GEMM of groups of rows, or of a batch of matrices, whose result has `dtype`.
 
-    `wgrad` is the gradient of a weight, and `fast_accum` says that sums may be kept in tensor cores throughout.
+    `features` are the columns of the result, `flops` those of all groups, `wgrad` says that it is the gradient of a
+    weight, and `fast_accum` that sums may be kept in tensor cores throughout.
     """
 
     a: QuantSpec
@@ -26,6 +29,8 @@ class GroupedGemmFacts(Facts):
     batch: bool = False
     wgrad: bool = False
     fast_accum: bool = False
+    features: Dim = None
+    flops: int = 0
 
     @classmethod
     def of(
@@ -35,6 +40,8 @@ class GroupedGemmFacts(Facts):
         return cls(
             a=QuantSpec.parse(a_spec), b=QuantSpec.parse(b_spec), dtype=dtype, batch=offs is None,
             wgrad=b[0].ndim == 2, fast_accum=fast_accum, capability=capability(a[0].device),
+            features=b[0].shape[-2],
+            flops=0 if offs is None else 2 * math.prod(map(size_hint, (*a[0].shape, b[0].shape[-2]))),
         )  # fmt: skip
 
     @property
@@ -103,6 +110,21 @@ def rows(facts: GroupedGemmFacts) -> str:
     if not facts.long_scales:
         return f"no grouped FP8 GEMM for {facts.a.row.family} scales"
     return "" if facts.on_hopper else _torchs(facts) or "torch has it"
+
+
+def blocks_by_warps(facts: GroupedGemmFacts) -> str:
+    """Returns why the kernel in Gluon does not multiply operands with scales of blocks."""
+    if reason := blocks(facts):
+        return reason
+    if not (facts.triton and facts.launches and knows_gluon()):
+        return "not beside fxquant and the Triton with the kernel's Gluon"
+    if not all(_is_e4m3(spec) for spec in (facts.a, facts.b)):
+        return "not e4m3 by e4m3"
+    if facts.b.row.block[0] != (1 if facts.wgrad else 128):
+        return "weights that are not scaled in tiles"
+    if facts.features is None or not statically_known_true(facts.features % 16 == 0):
+        return "columns that are no multiple of 16"
+    return "" if facts.flops >= LEAST_WORK_BY_WARPS else "Triton's own kernel is launched faster"
 
 
 def blocks(facts: GroupedGemmFacts) -> str:

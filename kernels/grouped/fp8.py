@@ -15,7 +15,7 @@ from torch import Tensor
 from fxquant.compat.private import torch_scaled_grouped_mm
 from fxquant.formats import QuantSpec, is_mixed
 from fxquant.kernels.cast import reference
-from fxquant.kernels.grouped import choice
+from fxquant.kernels.grouped import choice, gluon_op
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped.high_precision import grouped_mm, unmasked_grouped_mm
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
@@ -93,6 +93,14 @@ def cleared(out: Tensor, offs: Tensor) -> Tensor:
     if out.ndim == 2:
         return torch.where(in_groups(offs, out.shape[0]), out, 0)
     return torch.where((offs > starts(offs)).reshape(-1, 1, 1), out, 0)
+
+
+@grouped_scaled_mm.implementation(GemmKernel.GROUPED_WARPS, when=choice.blocks_by_warps)
+def _blocks_by_warps(
+    a: Parts, b: Parts, offs: Tensor, a_spec: str, b_spec: str, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    ends = padded_ends(offs, QuantSpec.parse(a_spec).row.alignment) if b[0].ndim == 2 else offs
+    return gluon_op.grouped_block_mm(a, b, ends, out_dtype)
 
 
 @grouped_scaled_mm.implementation(GemmKernel.GROUPED_BLOCKS, when=choice.blocks)

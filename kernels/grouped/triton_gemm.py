@@ -291,11 +291,7 @@ def grouped_rows(
     groups, features = b_data.shape[:2]
     config = _config(block, fast_accum, out_dtype)
     out = torch.empty((rows, features), dtype=out_dtype, device=a_data.device)
-    most = triton.cdiv(triton.cdiv(rows, config.m) + groups, _ENTRIES)
-    tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=a_data.device)
-    count = torch.empty(1, dtype=torch.int32, device=a_data.device)
-    enough = triton.next_power_of_2(groups)
-    wrap_triton(tiles_kernel)[(most,)](offs, tiles, count, groups, enough, config.m, _ENTRIES, num_warps=4)
+    tiles, count = tiles_of(offs, rows, config.m)
     with triton_workspace(a_data.device):
         wrap_triton(rows_kernel)[(config.programs,)](
             a_data, b_data, a_scale, b_scale, tiles, count, offs, out, rows, features, inner, groups, *a_scale.stride(),
@@ -304,6 +300,17 @@ def grouped_rows(
             num_stages=config.stages,
         )  # fmt: skip
     return out
+
+
+def tiles_of(offs: Tensor, rows: Any, height: int) -> tuple[Tensor, Tensor]:
+    """Returns the tiles of so many rows of groups, as `tiles_kernel` stores them, and their number."""
+    groups = offs.shape[0]
+    most = triton.cdiv(triton.cdiv(rows, height) + groups, _ENTRIES)
+    tiles = torch.empty((most * _ENTRIES, 4), dtype=torch.int32, device=offs.device)
+    count = torch.empty(1, dtype=torch.int32, device=offs.device)
+    enough = triton.next_power_of_2(groups)
+    wrap_triton(tiles_kernel)[(most,)](offs, tiles, count, groups, enough, height, _ENTRIES, num_warps=4)
+    return tiles, count
 
 
 def grouped_columns(

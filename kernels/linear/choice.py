@@ -34,6 +34,8 @@ class GemmKernel(Kernel):
     PER_TENSOR = "cuBLAS _scaled_mm, per tensor"
     MXFP8 = "cuBLAS scaled_mm, MXFP8"
     NVFP4 = "cuBLAS scaled_mm, NVFP4"
+    BLOCKS_WARPS = "Triton's Gluon, 1x128 by 1x128"
+    TILES_WARPS = "Triton's Gluon, 1x128 by 128x128"
     BLOCKS = "cuBLAS _scaled_mm, 1x128 by 1x128"
     TILES = "cuBLAS _scaled_mm, 1x128 by 128x128"
     TRITON = "Triton GEMM"
@@ -43,6 +45,7 @@ class GemmKernel(Kernel):
     GROUPED = "_scaled_grouped_mm"
     GROUPED_FAST = "Triton, grouped FP8, fast accumulation"
     GROUPED_TRITON = "Triton, grouped FP8"
+    GROUPED_WARPS = "Triton's Gluon, grouped FP8, block scales"
     GROUPED_BLOCKS = "Triton, grouped FP8, block scales"
     ONE_SIDED = "GEMM in high precision, one operand dequantized"
     EMULATED = "bf16 GEMM of dequantized operands"
@@ -199,21 +202,37 @@ def _no_tensor_core_scales(facts: GemmFacts) -> str:
     return "" if facts.n > 0 else "an empty result"
 
 
+def tiles_by_warps(facts: GemmFacts) -> str:
+    """Returns why the kernel in Gluon does not multiply 1x128-scaled `a` by 128x128-scaled `b`."""
+    return _no_mm_by_warps(facts) or _other_blocks(facts, 128)
+
+
+def blocks_by_warps(facts: GemmFacts) -> str:
+    """Returns why the kernel in Gluon does not multiply 1x128-scaled `a` by 1x128-scaled `b`."""
+    return _no_mm_by_warps(facts) or _other_blocks(facts, 1)
+
+
 def tiles(facts: GemmFacts) -> str:
     """Returns why cuBLAS does not multiply 1x128-scaled `a` by 128x128-scaled `b`."""
-    return _no_block_mm(facts) or ("scales of 1x128" if facts.b.row.block[0] == 1 else "")
+    return _no_block_mm(facts) or _other_blocks(facts, 128)
 
 
 def blocks(facts: GemmFacts) -> str:
     """Returns why cuBLAS does not multiply 1x128-scaled `a` by 1x128-scaled `b`."""
-    return _no_block_mm(facts) or ("" if facts.b.row.block[0] == 1 else "scales of tiles")
+    return _no_block_mm(facts) or _other_blocks(facts, 1)
 
 
-def _no_block_mm(facts: GemmFacts) -> str:
-    """Returns why cuBLAS has no GEMM of these blocks.
+def _other_blocks(facts: GemmFacts, rows: int) -> str:
+    """Returns what other scales `b` has than those of so many rows."""
+    if facts.b.row.block[0] == rows:
+        return ""
+    return "scales of 1x128" if rows == 128 else "scales of tiles"
 
-    It has one for 1x128-scaled `a` and 1x128- or 128x128-scaled `b`: e4m3, whole 128x128 tiles of `b`, sizes in
-    multiples of 16, and on Hopper alone.
+
+def _no_block_scales(facts: GemmFacts) -> str:
+    """Returns why nothing multiplies these blocks with their scales.
+
+    Hopper alone has GEMMs of 1x128-scaled `a` and 1x128- or 128x128-scaled `b`, both e4m3.
     """
     a, b = facts.a, facts.b
     if is_mixed(a, b):
@@ -231,13 +250,38 @@ def _no_block_mm(facts: GemmFacts) -> str:
     for spec in (a, b):
         if spec.row.element is None or spec.row.element.name != "e4m3":
             return "not e4m3 by e4m3"
-    if not facts.on_hopper:
-        return "no block scales on this device"
-    multiple = 16 if b.row.block[0] == 1 else 128
+    return "" if facts.on_hopper else "no block scales on this device"
+
+
+def _no_block_mm(facts: GemmFacts) -> str:
+    """Returns why cuBLAS has no GEMM of these blocks; it wants whole 128x128 tiles of `b`, sizes in multiples of 16."""
+    if reason := _no_block_scales(facts):
+        return reason
+    multiple = 16 if facts.b.row.block[0] == 1 else 128
     for size, by in ((facts.m, 16), (facts.n, multiple)):
         if size is None or not statically_known_true(size % by == 0):
             return f"{size} rows are no multiple of {by}" if isinstance(size, int) else "dynamic sizes"
     return "" if facts.m is not None and statically_known_true(facts.m > 0) else "no rows"
+
+
+LEAST_WORK_BY_WARPS = 1 << 38
+"""FLOPs, about a quarter of a millisecond: a launch of Gluon from Python takes longer than one of cuBLAS."""
+_LEAST_SIZE_BY_WARPS = 1024
+
+
+def _no_mm_by_warps(facts: GemmFacts) -> str:
+    """Returns why the kernel in Gluon does not multiply these blocks: TMA copies rows in multiples of 16 bytes."""
+    if reason := _no_block_scales(facts):
+        return reason
+    if not (facts.triton and facts.launches and knows_gluon()):
+        return "not beside fxquant and the Triton with the kernel's Gluon"
+    m, n, k = facts.m, facts.n, facts.k
+    if not (isinstance(m, int) and isinstance(n, int) and isinstance(k, int)):
+        return "dynamic sizes"
+    if n % 16 or k % 16:
+        return f"{n if n % 16 else k} is no multiple of 16"
+    large = min(m, n) >= _LEAST_SIZE_BY_WARPS and 2 * m * n * k >= LEAST_WORK_BY_WARPS
+    return "" if large else "cuBLAS is launched faster"
 
 
 def one_sided(facts: GemmFacts) -> str:

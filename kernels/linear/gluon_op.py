@@ -1,4 +1,4 @@
-"""The operator that launches `fxquant.kernels.linear.gluon`.
+"""The operators that launch `fxquant.kernels.linear.gluon` and `gluon_blocks`.
 
 Inductor emits the source of Triton kernels that a graph launches anew, which it cannot do with Gluon's.
 """
@@ -43,3 +43,16 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     """`triton_weight_only.scaled_mm` as an operator."""
     return weight_only_mm(x, w, w_spec, bias, out_dtype, upper_bound(x.shape[0]), epilogue, other, early)
+
+
+@operator(namespace="fxquant_kernels", key="CUDA")
+def block_mm(a: Parts, b: Parts, tiled: bool, out_dtype: torch.dtype) -> Tensor:
+    """a [M, K] x b [N, K]^T of e4m3 elements, scales [M, K / 128] and [N, K / 128] or, `tiled`, [N / 128, K / 128]."""
+    from fxquant.kernels.linear import gluon_blocks
+
+    return gluon_blocks.scaled_mm(a, b, tiled, out_dtype)
+
+
+@block_mm.fake
+def _block_mm_fake(a: Parts, b: Parts, tiled: bool, out_dtype: torch.dtype) -> Tensor:
+    return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)

@@ -76,6 +76,17 @@ def _weight_only(
     return triton_weight_only.scaled_mm(a[0], b, QuantSpec.parse(b_spec), bias, out_dtype, epilogue, other, early)
 
 
+@scaled_mm.implementation(GemmKernel.BLOCKS_WARPS, when=choice.blocks_by_warps)
+@scaled_mm.implementation(GemmKernel.TILES_WARPS, when=choice.tiles_by_warps)
+def _blocks_by_warps(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """A GEMM of elements with scales of 128 along K whose warps have different work."""
+    tiled = QuantSpec.parse(b_spec).row.block[0] != 1
+    out = gluon_op.block_mm(a, b, tiled, out_dtype if bias is None else torch.float32)
+    return out if bias is None else (out + bias.float()).to(out_dtype)
+
+
 @operator()
 def fused_scaled_mm(
     a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,

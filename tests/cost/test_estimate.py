@@ -19,6 +19,8 @@ from fxquant.cost.kept import find_card
 from fxquant.cost.rates import RATES
 from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Decision, Matmul
+from fxquant.kernels.grouped import choice as grouped_choice
+from fxquant.kernels.linear import choice as gemm_choice
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, IdentityQuantizer
 from fxquant.recipes import AutoRecipe, Recipe
 from fxquant.report.html import section
@@ -88,6 +90,13 @@ EXPERTS = {
     ("current_scaling", False): (2131, 4053),
 }
 """The figures are by recipe, and by whether weights stay quantized (docs/measurements/linear.md)."""
+
+
+@pytest.fixture(autouse=True)
+def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured ran without the kernels in Gluon."""
+    monkeypatch.setattr(gemm_choice, "knows_gluon", lambda: False)
+    monkeypatch.setattr(grouped_choice, "knows_gluon", lambda: False)
 
 
 def linear(

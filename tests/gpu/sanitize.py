@@ -32,9 +32,11 @@ from fxquant.kernels.cast import amax as triton_amax
 from fxquant.kernels.cast import reference, triton_cast
 from fxquant.kernels.cast.choice import supports_groups
 from fxquant.kernels.cast.producers import PRODUCERS
+from fxquant.kernels.grouped import gluon_op as grouped_gluon_op
 from fxquant.kernels.grouped import triton_cast as triton_grouped_cast
 from fxquant.kernels.grouped.ops import grouped_scaled_mm
 from fxquant.kernels.linear import few_rows, triton_gemm, triton_weight_only
+from fxquant.kernels.linear import gluon_op as linear_gluon_op
 from fxquant.kernels.linear import triton_few_rows as triton_decode
 from fxquant.kernels.linear.weight_only import Direct, is_packed
 from fxquant.kernels.state import triton as triton_delayed
@@ -222,6 +224,28 @@ def grouped() -> Iterator[str]:
     yield spec.format
 
 
+def blocks() -> Iterator[str]:
+    if not knows_gluon():
+        return
+    lines, tiles = QuantSpec.parse("block_1x128_e4m3"), QuantSpec.parse("block_128x128_e4m3")
+    for m, k, n in ((1, 128, 16), (200, 384, 272), (1000, 256, 144)):
+        a = reference.quantize(noise(m, k), lines)
+        for spec in (lines, tiles):
+            for dtype in (torch.bfloat16, torch.float32):
+                linear_gluon_op.block_mm(a, reference.quantize(noise(n, k), spec), spec is tiles, dtype)
+        yield f"blocks of 128, {(m, k, n)}"
+    for ends in ([5, 37, 165, 200], [0, 128, 128, 1024], [1500, 1500, 3000, 3001]):
+        offs, k, n = torch.tensor(ends, dtype=torch.int32, device=DEVICE), 256, 144
+        weights = [reference.quantize(noise(n, k), tiles) for _ in ends]
+        payload = torch.stack([parts[0].view(torch.uint8) for parts in weights]).view(torch.float8_e4m3fn)
+        w = [payload, torch.stack([parts[1] for parts in weights])]
+        grouped_gluon_op.grouped_block_mm(reference.quantize(noise(ends[-1] + 7, k), lines), w, offs, torch.bfloat16)
+        padded = (offs + 127) // 128 * 128
+        sides = [reference.quantize(noise(rows, int(padded[-1])), lines) for rows in (n, k)]
+        grouped_gluon_op.grouped_block_mm(sides[0], sides[1], padded, torch.bfloat16)
+        yield f"blocks of 128, groups to {ends}"
+
+
 def attention() -> Iterator[str]:
     for case in ATTENTION:
         batches, heads, kv_heads, queries, keys, width, causal, kind, scaling, dropout = case
@@ -257,7 +281,7 @@ def attention() -> Iterator[str]:
 
 FAMILIES = {
     each.__name__: each
-    for each in (activations, attention, grouped, norms, casts, block_casts, gemm, decode)
+    for each in (activations, attention, blocks, grouped, norms, casts, block_casts, gemm, decode)
 }  # fmt: skip
 
 
