@@ -376,7 +376,7 @@ class Backend:
         settings = self.inductor
         if quantizes(gm) or self.settings.ranges:  # else the compilation is Inductor's own, to the bit
             recomputed = self.settings.save == "least" or recomputes_activations(gm) or quantizes(gm, recomputed=True)
-            settings = {**memory_settings(example_inputs), **settings}
+            settings = {**memory_settings(example_inputs, self.settings.save), **settings}
             record = self._record
             settings = inductor_settings(
                 self.settings, settings, recomputed=recomputed, reasons=record.considered, seen=record.see,

@@ -57,14 +57,16 @@ def inductor_settings(
     return chosen
 
 
-def memory_settings(example_inputs: Sequence[Any]) -> dict[str, Any]:
+def memory_settings(example_inputs: Sequence[Any], save: str = "quantized") -> dict[str, Any]:
     """The settings that keep the peak of a training step low on a GPU.
 
     Inductor holds a tensor's memory for a later one of the same size, unless its estimate of the peak would rise, and
     puts kernels in the order for which it estimates the lowest. That estimate is far too high where fused kernels keep
-    tensors to themselves. Autograd's own order frees what it reads soonest.
+    tensors to themselves. What is saved in FP8 is restored in kernels of its own, which that order runs too early: it
+    then has autograd's.
     """
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    lean = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
-    return lean if trains and any(x.is_cuda for x in tensors) else {}
+    if not trains or not any(x.is_cuda for x in tensors):
+        return {}
+    return {"allow_buffer_reuse": False, **({"reorder_for_peak_memory": False} if save == "fp8" else {})}

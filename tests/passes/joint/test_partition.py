@@ -252,10 +252,12 @@ def test_linears_that_read_one_tensor_share_its_slot() -> None:
     assert len(forward) == 5
 
 
-def test_inductor_holds_no_buffers_and_keeps_the_order_in_training_on_a_gpu() -> None:
+def test_inductor_holds_no_buffers_in_training_on_a_gpu() -> None:
     with FakeTensorMode():
         weights = {device: torch.empty(4, device=device, requires_grad=True) for device in ("cuda", "cpu")}
-    assert memory_settings([weights["cuda"], 1]) == {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
+    lean = {"allow_buffer_reuse": False}
+    assert memory_settings([weights["cuda"], 1]) == lean
+    assert memory_settings([weights["cuda"]], "fp8") == {**lean, "reorder_for_peak_memory": False}
     assert memory_settings([weights["cpu"]]) == memory_settings([weights["cuda"].detach()]) == {}
     with torch.no_grad():
         assert memory_settings([weights["cuda"]]) == {}
