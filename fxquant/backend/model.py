@@ -46,7 +46,7 @@ def report(model: Any) -> Report:
     homes = [home for one in used for home in one.homes()]
     missing = [] if blocks else _in_no_graph(homes[0] if module is None and len(homes) == 1 else model, first)
     if missing:
-        first.uncompiled.append(f"{', '.join(missing)}, which no captured graph has")
+        first.uncompiled.append(f"{', '.join(missing)}, called in no captured graph")
     return first
 
 

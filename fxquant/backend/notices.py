@@ -254,8 +254,8 @@ def watch_methods(compiled: nn.Module, model: nn.Module, calls: Calls, controls:
     """
     names = [
         name
-        for kind in type(model).__mro__
-        if kind is not nn.Module and issubclass(kind, nn.Module)
+        for kind in type(model).__mro__  # also of classes beside, such as Hugging Face's, which has generate
+        if kind not in nn.Module.__mro__
         for name, method in vars(kind).items()
         if isinstance(method, FunctionType) and not name.startswith("_")
     ]

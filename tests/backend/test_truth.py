@@ -80,16 +80,20 @@ def told(call: Callable[[], Any], category: type[Warning] = FxQuantWarning) -> l
     return [str(warning.message) for warning in ours]
 
 
-class Decoder(nn.Module):
+class Generates:
+    """A class beside the module's, as transformers has it."""
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)  # type: ignore[operator, no-any-return]
+
+
+class Decoder(nn.Module, Generates):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x)
-
-    def generate(self, x: Tensor) -> Tensor:
-        return self(x)
 
     def scores(self, x: Tensor) -> Tensor:
         return self.forward(x).softmax(-1)
