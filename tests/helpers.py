@@ -28,6 +28,9 @@ from fxquant.backend.backend import compile_eager
 from fxquant.formats import QuantSpec
 from fxquant.passes.graph.names import op_name
 from fxquant.passes.graph.values import value_of
+from fxquant.passes.lower.few_rows import few_rows
+from fxquant.passes.lower.lower import lower
+from fxquant.passes.settings import Settings
 
 Tensors = dict[str, Tensor]
 
@@ -46,9 +49,25 @@ class Block(nn.Module):
         return x + nn.functional.gelu(self.up(x))
 
 
+def calls_left(graph: fx.Graph, **options: Any) -> list[fx.Node]:
+    """The calls of a graph once its GEMMs of few rows are found and operators are kernels."""
+    settings = Settings(**options)
+    few_rows(graph, settings)
+    lower(graph, settings)
+    graph.eliminate_dead_code()
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
 def eager_backend(recipe: Recipe | str, **options: Any) -> Backend:
     """A backend without Inductor: fast to compile, and its operators can be looked at."""
     return Backend(recipe, inner="aot_eager", **options)
+
+
+class Eager(Backend):
+    """Runs what it has captured and rewritten as it is: a forward has the products that AOTAutograd would leave it."""
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return gm.forward
 
 
 def compiled(run: Callable[..., Any], recipe: Recipe | str, **kwargs: Any) -> Callable[..., Any]:

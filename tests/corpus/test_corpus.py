@@ -26,7 +26,7 @@ pytest.importorskip("peft", reason="the corpus extra is not installed")
 
 import flops
 import models
-from helpers import NAMES, assert_same_bits
+from helpers import NAMES, Eager, assert_same_bits
 
 from fxquant import Backend, NVFP4BlockScaling, Recipe, Report, recipes
 from fxquant.formats import LinearSpec, OperandSpec
@@ -82,13 +82,6 @@ class Switch:
         self.found.append([match.node for match in find_matmuls(copy.deepcopy(gm))])
         compiled = {name: backend(copy.deepcopy(gm), inputs) for name, backend in self.backends.items()}
         return lambda *args: compiled[self.chosen](*args)
-
-
-class Eager(Backend):
-    """Runs rewritten graphs eagerly."""
-
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return gm.forward
 
 
 class Rounded(Backend):

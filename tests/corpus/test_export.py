@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import NAMES
+from helpers import NAMES, Eager
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from fxquant import Backend, quantize_program, report_of
+from fxquant import quantize_program, report_of
 from fxquant.kernels.cast import reference
 
 models = pytest.importorskip("models", reason="needs the corpus extra: transformers and peft")
@@ -53,13 +52,6 @@ CASES = [
     for recipe in (NAMES if name in QUICK else ("mxfp8",))
     for applied in [marks(name, recipe)]
 ]
-
-
-class Eager(Backend):
-    """Runs what it has captured and rewritten as it is: a forward has the products that AOTAutograd would leave it."""
-
-    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return gm.forward
 
 
 Payloads = list[tuple[str, str]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import size_up_to
+from helpers import calls_left, size_up_to
 from interpreting import run_interpreted
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,9 +25,6 @@ from fxquant.kernels.linear import choice, triton_weight_only
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.linear.weight_only import Tiles
-from fxquant.passes.lower.few_rows import few_rows
-from fxquant.passes.lower.lower import lower
-from fxquant.passes.settings import Settings
 
 W8, W4 = "per_row_e4m3(torchao)", "nvfp4"
 
@@ -114,14 +111,8 @@ def lowered(
 
         parts = torch.ops.fxquant.quantize(whole, spec, "rowwise") if stored else [whole]
         graph = make_fx(run, decomposition_table=dict(inductor_decompositions()))(x, *parts).graph
-    settings = Settings(**options)
-    few_rows(graph, settings)
-    lower(graph, settings)
-    graph.eliminate_dead_code()
     names = []
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in calls_left(graph, **options):
         if node.target is triton_kernel_wrapper_functional:
             names.append(",".join(node.kwargs["tensors_to_clone"]))
         elif (name := re.sub(r"^(aten|fxquant_kernels)\.|\..*$", "", str(node.target))) in _SHOWN:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import listing, size_up_to
+from helpers import calls_left, listing, size_up_to
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -17,7 +17,6 @@ from torch.nn.functional import gelu, silu
 from fxquant.compat.private import inductor_decompositions, make_fx, triton_kernel_wrapper_functional
 from fxquant.kernels.linear import choice
 from fxquant.passes.lower.few_rows import few_rows
-from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
 
 
@@ -52,12 +51,8 @@ def lowered(
             return [*(products if after is None else after(*products)), *([a[0]] if read else [])]
 
         graph = make_fx(run, decomposition_table=dict(inductor_decompositions()))(x, *weights, one).graph
-    settings = Settings(**options)
-    few_rows(graph, settings)
-    lower(graph, settings)
-    graph.eliminate_dead_code()
     names = []
-    for node in graph.nodes:
+    for node in calls_left(graph, **options):
         if node.target is triton_kernel_wrapper_functional:
             names.append(",".join(node.kwargs["tensors_to_clone"]))
         elif node.op == "call_function" and "scaled_mm" in str(node.target):
