@@ -15,16 +15,18 @@ LIMITS = {"product_error": 5.0, "relative_error": 2.5}
 The error of a product shows what hurts it; that of elements also shows what a heavy tail loses beside its largest ones.
 """
 
-_LEAST = 0.04
-"""The least usual error: a few percent hurt nothing, even where they are many times those of a finer format."""
+LEAST = {"product_error": 0.04, "relative_error": 0.12}
+"""The least usual errors: a few percent hurt nothing, even where they are many times those of a finer format."""
 
 
-def times_usual(errors: Mapping[K, float], kinds: Mapping[K, Hashable]) -> dict[K, float]:
+def times_usual(
+    errors: Mapping[K, float], kinds: Mapping[K, Hashable], statistic: str = "product_error"
+) -> dict[K, float]:
     """How many times the usual error of its kind an operand has: the median, since a format mostly fits."""
     alike = defaultdict(list)
     for key, error in errors.items():
         alike[kinds[key]].append(error)
-    usual = {kind: max(statistics.median_low(numbers), _LEAST) for kind, numbers in alike.items()}
+    usual = {kind: max(statistics.median_low(numbers), LEAST[statistic]) for kind, numbers in alike.items()}
     return {key: error / usual[kinds[key]] for key, error in errors.items()}
 
 
@@ -38,7 +40,7 @@ def outliers(
     result = dict[K, float]()
     for statistic, of_operands in errors.items():
         means = {key: statistics.fmean(numbers) for key, numbers in of_operands.items()}
-        for key, times in times_usual(means, kinds).items():
+        for key, times in times_usual(means, kinds, statistic).items():
             if times > LIMITS[statistic]:
                 result[key] = max(times, result.get(key, 0.0))
     return dict(sorted(result.items(), key=lambda item: -item[1]))
