@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
@@ -501,6 +502,9 @@ def test_none_for_a_string_role_keeps_that_operand_in_high_precision() -> None:
         lambda asked: MXFP8Quantizer() if asked.startswith("linear") else None,
         lambda asked: {"linear_input": MXFP8Quantizer()}[asked],
         {"linear_input": MXFP8Quantizer()}.get,
+        lambda asked: MXFP8Quantizer() if "input" in asked else None,
+        lambda asked: MXFP8Quantizer() if asked[:6] == "linear" else None,
+        lambda asked: MXFP8Quantizer() if re.match("linear_.*", asked) else None,
     ],
 )
 def test_a_factory_for_string_roles_without_the_adapter_is_told_of_it(

@@ -34,6 +34,8 @@ _FOR_STRINGS = "a factory for string roles such as 'linear_input' goes through f
 
 def _takes_strings(error: Exception) -> bool:
     """Returns True for what happens to a factory that takes a role for a string."""
+    if isinstance(error, TypeError):  # as of `"weight" in role`, `role[:6]` and `re.match(pattern, role)`
+        return QuantizerRole.__name__ in str(error) or "expected string" in str(error)
     return isinstance(error, KeyError) or (isinstance(error, AttributeError) and hasattr(str, error.name or ""))
 
 
