@@ -50,11 +50,11 @@ PAIRS = (
     ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_2d_e4m3"), ("nvfp4", "nvfp4_2d"), ("nvfp4(rht)", "nvfp4(rht)"),
     ("nvfp4(row_scaled)", "nvfp4"),
 )  # fmt: skip
-LONG = (
+LONG = [
     ("per_tensor_e4m3", "per_tensor_e4m3"),
     ("per_tensor_e5m2", "per_tensor_e4m3"),
     ("per_row_e4m3", "per_row_e4m3"),
-)
+]
 """Formats with scales of tensors and rows, which a GEMM in bfloat16 has."""
 SIZES = [(256, 512, 384), (5, 64, 41), (1000, 4096, 1024)]
 """M, K, N."""
