@@ -3,7 +3,8 @@
 It has four roles:
 
 - `private`: private names of torch, and functions that stand for private ones.
-- `patches`: changes to torch, and the compilations that need them; `patch` has what one is.
+- `patches`: changes to torch, and the compilations that need them; `patch` has what one is, `fakes` those that make
+  compilations shorter.
 - `device`: capability and name of devices, launches.
 - `values`: fake tensors and symbolic sizes.
 

@@ -25,7 +25,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._ops import OpOverloadPacket
 
-from fxquant.compat import memory, torch_version
+from fxquant.compat import fakes, memory, torch_version
 from fxquant.compat.patch import Patch, apply
 from fxquant.compat.private import CheckpointPolicy, inductor_config, own_errors
 
@@ -448,6 +448,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: Ma
 
     for patch in (
         LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, *NAN_ASSERTIONS, TENSORS_BESIDE, SWIZZLED_SCALES,
+        fakes.VALUES, fakes.LAUNCHES,
     ):  # fmt: skip
         apply(patch)
     # around each half, since a backward may be compiled when it runs first
@@ -466,5 +467,5 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
 
 PATCHES = (
     LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS,
-    RECOMPUTABLE, TENSORS_BESIDE, MEMORY_BUDGET, SWIZZLED_SCALES, memory.DATA,
+    RECOMPUTABLE, TENSORS_BESIDE, MEMORY_BUDGET, SWIZZLED_SCALES, fakes.VALUES, fakes.LAUNCHES, memory.DATA,
 )  # fmt: skip

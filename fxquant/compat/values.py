@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
     statically_known_true,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -60,6 +61,25 @@ def fakes_of_any_size(tensors: Sequence[torch.Tensor], free: Collection[int]) ->
         StatelessSymbolicContext(dynamic_sizes=dims) for dims in kinds
     ]
     return [mode.from_tensor(t, symbolic_context=context) for t, context in zip(tensors, contexts, strict=True)]
+
+
+def in_other_memory(fake: FakeTensor) -> FakeTensor:
+    """Returns a fake tensor like another one, in memory of its own, as the operator that gave it would."""
+    with _disable_current_modes():
+        memory = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        return FakeTensor(fake.fake_mode, memory, fake.device)
+
+
+def has_memory_of_its_own(value: Any, *inputs: Any) -> bool:
+    """Returns True for fake tensors of sizes that are numbers, none of which shares memory with another or an input."""
+    tensors = tree_leaves(value)
+    if not all(isinstance(x, FakeTensor) and x.layout is torch.strided and not x.is_sparse for x in tensors):
+        return False
+    sizes = [size for x in tensors for size in (*x.shape, *x.stride(), x.storage_offset())]
+    keys = [storage_key(x) for x in tensors]
+    taken = [storage_key(x) for x in tree_leaves(inputs) if isinstance(x, FakeTensor)]
+    plain = all(type(size) is int for size in sizes) and not any(x.storage_offset() for x in tensors)
+    return plain and len({*keys}) == len(keys) and {*keys}.isdisjoint(taken)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -106,6 +106,11 @@ def scale_from_amax(amax: Tensor, spec: str) -> Tensor:
     return reference.multiplier_from_amax(amax, QuantSpec.parse(spec))
 
 
+@scale_from_amax.fake
+def _scale_from_amax_fake(amax: Tensor, spec: str) -> Tensor:
+    return torch.empty_like(amax, dtype=torch.float32)
+
+
 @operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1, sides=both_sides, amax=amax))
 def hybrid_quantize(
     x: Tensor,

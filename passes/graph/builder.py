@@ -32,14 +32,20 @@ class Builder:
         key = None if self.calls is None else call_key(target, args, kwargs)
         if self.calls is not None and key in self.calls:
             return self.calls[key]
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
+        with on_fakes(self.anchor.meta.get(self.key), fake_args, fake_kwargs):
+            value = target(*fake_args, **fake_kwargs)
+        node = self.with_value(value, target, args, kwargs)
+        if self.calls is not None:
+            self.calls[key] = node
+        return node
+
+    def with_value(self, value: Any, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        """Adds a `call_function` node whose value is known."""
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = inherited(self.anchor)
-        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value_of)
-        with on_fakes(self.anchor.meta.get(self.key), fake_args, fake_kwargs):
-            node.meta[self.key] = target(*fake_args, **fake_kwargs)
-        if self.calls is not None:
-            self.calls[key] = node
+        node.meta[self.key] = value
         return node
 
     def constant(self, tensor: Tensor) -> fx.Node:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.private import make_fx, tree_flatten, tree_leaves
-from fxquant.compat.values import on_fakes
+from fxquant.compat.private import make_fx, tree_flatten, tree_leaves, tree_map_only
+from fxquant.compat.values import has_memory_of_its_own, in_other_memory, on_fakes
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.meta import OF_A_TRACE
 from fxquant.passes.graph.values import value_of
@@ -40,17 +41,36 @@ def trace(
         return make_fx(call, **options)(*(flat[i] for i in places))
 
 
+_VALUES = "fxquant_values"
+"""The key in the meta of a trace under which the values of its first copy stand, by its nodes."""
+
+
 def inline(builder: Builder, body: fx.GraphModule) -> tuple[Any, dict[fx.Node, fx.Node]]:
     """Copies the trace of a call of the builder's anchor in front of it; returns its outputs, and copies by node."""
     anchor = builder.anchor
     inputs = [x for x in tree_leaves((anchor.args, anchor.kwargs)) if isinstance(value_of(x), _INPUTS)]
     copies: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     *nodes, output = body.graph.nodes
+    values = body.meta.setdefault(_VALUES, {})
     for node in nodes:
         if node.op == "get_attr":
             copies[node] = builder.constant(getattr(body, str(node.target)))
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-            copies[node] = builder.call(node.target, *args, **kwargs)
+            copies[node] = _copy(builder, node, args, kwargs, values)
             copies[node].meta.update((key, node.meta[key]) for key in OF_A_TRACE if key in node.meta)
     return fx.node.map_arg(output.args[0], copies.__getitem__), copies
+
+
+def _copy(builder: Builder, node: fx.Node, args: Any, kwargs: Any, values: dict[fx.Node, Any]) -> fx.Node:
+    """Adds the copy of a node of a trace. Equal calls have equal values, each in memory of its own."""
+    if node.target is operator.getitem and isinstance(args[0], fx.Node):
+        return builder.with_value(value_of(args[0])[args[1]], operator.getitem, args, kwargs)
+    target: Any = node.target
+    if node in values and builder.calls is None:
+        value = tree_map_only(Tensor, in_other_memory, values[node])
+        return builder.with_value(value, target, args, kwargs)
+    copy = builder.call(target, *args, **kwargs)
+    if has_memory_of_its_own(value_of(copy), fx.node.map_arg((args, kwargs), value_of)):
+        values[node] = value_of(copy)
+    return copy
