@@ -151,7 +151,7 @@ class Short(Float8BlockQuantizer):
 
 @pytest.mark.parametrize("weight", [Short(), Float8BlockQuantizer()], ids=["alike", "beside 128"])
 def test_another_length_of_blocks_works_by_its_row_alone(monkeypatch: pytest.MonkeyPatch, weight: Quantizer) -> None:
-    """By the meaning of its family; kernels of other lengths leave it alone, and a pair of lengths is emulated."""
+    """The meaning of its family casts it; kernels of other lengths leave it alone; a pair of lengths is emulated."""
     row = replace(FORMATS["block_1x128_e4m3"], name="block_1x64_e4m3", block=(1, 64), alignment=64)
     monkeypatch.setitem(FORMATS, row.name, row)
     recipe = per_role(input=Short(), weight=weight, grad_output=Short())

@@ -63,7 +63,7 @@ def updated(change: bool, symbolic: bool = False) -> tuple[fx.GraphModule, int]:
 
 
 def facts(gm: fx.GraphModule) -> list[Any]:
-    """What the nodes' values are, and which nodes are in the memory of which."""
+    """Returns the values of nodes, and which nodes are in the memory of which."""
     places: dict[int, int] = {}
     values = [node.meta["val"] for node in gm.graph.nodes if "val" in node.meta]
     return [(v.shape, v.stride(), v.dtype, places.setdefault(storage_key(v), len(places))) for v in values]

@@ -94,7 +94,7 @@ EXPERTS = {
 
 @pytest.fixture(autouse=True)
 def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured ran without the kernels in Gluon."""
+    """Takes the kernels in Gluon away, without which it was measured."""
     monkeypatch.setattr(gemm_choice, "knows_gluon", lambda: False)
     monkeypatch.setattr(grouped_choice, "knows_gluon", lambda: False)
 

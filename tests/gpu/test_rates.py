@@ -1,4 +1,4 @@
-"""What `fxquant rates` measures of a GPU can be: no rate is beyond a copy's, or that of the card's tensor cores."""
+"""The rates that `fxquant rates` measures of a GPU: none is beyond a copy's, or beyond tensor cores."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Descriptor:
         self.item, self.dtype, self.layout = x.element_size(), np.float32, None
 
     def places(self, first: Sequence[Any]) -> tuple[Any, Any]:
-        """Where the elements of a box lie, and which of them are no further than the ends."""
+        """Returns where the elements of a box lie, and which of them are no further than the ends."""
         at, within = np.int64(self.base), np.bool_(True)
         for axis, length in enumerate(self.box):
             i = int(first[axis]) + np.arange(length).reshape([-1] + [1] * (len(self.box) - axis - 1))
@@ -106,7 +106,7 @@ class Descriptor:
 
 
 class Group(threading.local):
-    """What a group of warps has begun."""
+    """The copies and products that a group of warps has begun."""
 
     def __init__(self) -> None:
         self.products: list[Product] = []

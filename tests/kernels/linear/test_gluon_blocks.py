@@ -72,7 +72,7 @@ def test_values(config: dict[str, Any], shape: tuple[int, int, int], tiled: bool
     (a, a_scale, left), (b, b_scale, right) = operand(m, k), operand(n, k, tiled)
     out = torch.full((m, n), torch.nan)
     kernel.run(
-        kernel.block_mm_kernel, PROGRAMS, 
+        kernel.block_mm_kernel, PROGRAMS,
         *arguments(kernel, tiles, (a, a_scale), (b, b_scale), out, ([1, m, n], [m * n, n, 1], 0), not tiled),
         None, None, m, n, a_scale.shape[1], 1, 0, b_scale.shape[1] if tiled else 0, KIND=0, BY_COLUMN=not tiled,
         **tiles.options(torch.float32),
