@@ -46,6 +46,7 @@ from fxquant import (
     recipes,
     report_of,
 )
+from fxquant.compat import torch_version
 from fxquant.roles import Direction
 
 
@@ -676,6 +677,7 @@ ALWAYS = [("causal", "tensor"), ("masked", "heads"), ("by hand", "tensor"), ("bm
         for name, recipe in SCALINGS.items()
     ],
 )
+@pytest.mark.skipif(torch_version() < (2, 13), reason="torch 2.11 does not export it with a length of any size")
 def test_decomposed_attention_takes_every_batch_and_length(kind: str, recipe: Recipe) -> None:
     """Found with its heads, so that scales and kernels are those of the program that was not decomposed."""
     torch.manual_seed(0)
