@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test sweep sanitize lint docs site site-serve clean
+.PHONY: help demo test sweep sanitize lint ruff types docs site site-serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,9 +24,12 @@ demo: $(VENV)/.demo
 	@echo "==> training under every recipe"
 	@$(BIN)/python docs/demo/train.py
 
-test: lint $(VENV)/.test
-	@echo "==> running the tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# mypy takes one core: before the tests it would leave the others idle. Its output comes after theirs.
+test: ruff $(VENV)/.test
+	@echo "==> running the tests, and mypy beside them"
+	@mkdir -p build; $(MAKE) --silent types >build/types.txt 2>&1 & types=$$!; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal; tests=$$?; \
+		wait $$types; types=$$?; cat build/types.txt; exit $$((tests + types))
 
 sweep: $(VENV)/.test
 	@echo "==> running the tests that take long"
@@ -38,9 +41,13 @@ sanitize: $(VENV)/.test
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --target-processes all --error-exitcode 1 \
 		$(BIN)/python tests/gpu/sanitize.py
 
-lint: $(VENV)/.lint
+lint: ruff types
+
+ruff: $(VENV)/.lint
 	@echo "==> ruff"
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.lint
 	@echo "==> mypy"
 	@rm -rf build/types && mkdir -p build/types/fxquant
 	@ln -s $(CURDIR)/fxquant/* $(CURDIR)/passes $(CURDIR)/kernels build/types/fxquant/
