@@ -79,22 +79,11 @@ else
 endif
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	@echo "==> installing fxquant and what the demo needs"
-	@$(PIP) -e ".[demo]"
-	@touch $@
-
-$(VENV)/.test: $(VENV)/.torch pyproject.toml
-	@echo "==> installing fxquant and what the tests need"
-	@$(PIP) -e ".[demo,test,corpus,trainers,docs,browser]"
-	@touch $@
-
-$(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	@echo "==> installing fxquant and what the site needs"
-	@$(PIP) -e ".[docs]"
-	@touch $@
-
-$(VENV)/.lint: $(VENV)/.torch pyproject.toml
-	@echo "==> installing fxquant, ruff and mypy"
-	@$(PIP) -e ".[lint]"
+$(VENV)/.demo: EXTRAS := demo
+$(VENV)/.test: EXTRAS := demo,test,corpus,trainers,docs,browser
+$(VENV)/.docs: EXTRAS := docs
+$(VENV)/.lint: EXTRAS := lint
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.lint: $(VENV)/.torch pyproject.toml
+	@echo "==> installing fxquant[$(EXTRAS)]"
+	@$(PIP) -e ".[$(EXTRAS)]"
 	@touch $@

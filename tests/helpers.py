@@ -255,6 +255,31 @@ class Asked:
         return self.recipe.quantizer(role)
 
 
+class OneLinear(nn.Module):
+    """One layer, `fc`."""
+
+    def __init__(self, features: int = 64) -> None:
+        super().__init__()
+        self.fc = nn.Linear(features, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+class GatedBlock(nn.Module):
+    """A residual SwiGLU block behind a norm."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(size)
+        self.gate, self.up = (nn.Linear(size, 3 * size, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * size, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
 class RecomputableMlp(nn.Module):
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()

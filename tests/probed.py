@@ -33,6 +33,19 @@ class Own(Quantizer):
         return operand.data.float() * operand.scale
 
 
+class Heavy(torch.autograd.Function):
+    """Gives a gradient the tails of a Cauchy distribution."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.saved_tensors[0], None
+
+
 def seen(quantizer: Quantizer, x: Tensor, direction: str) -> Tensor:
     """The values of one quantized direction, the contracted axis last."""
     if isinstance(quantizer, Own):

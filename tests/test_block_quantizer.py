@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same
-from helpers import assert_same_bits, linear_step, per_role
+from helpers import OneLinear, assert_same_bits, linear_step, per_role
 from torch import Tensor, nn
 
 import fxquant
@@ -110,17 +110,8 @@ def test_equal_settings_are_equal_values(quantizer: BlockQuantizer) -> None:
     assert eval(repr(quantizer)) == quantizer
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(96, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
 def test_reports_and_measure_have_it() -> None:
-    model, x = Model(), torch.randn(32, 96)
+    model, x = OneLinear(96), torch.randn(32, 96)
     report = fxquant.explain(model, recipe_of(BlockQuantizer("e2m3")), x)
     assert {d.bits for d in report.decisions} == {6.25} and report.coverage == 1
     assert "e2m3_1x32_e8m0 (6.25 bits an element)" in str(report)
@@ -129,7 +120,7 @@ def test_reports_and_measure_have_it() -> None:
 
 
 def test_inductor_gives_the_bits_of_operators_run_one_by_one() -> None:
-    model, x = Model(), torch.randn(32, 96)
+    model, x = OneLinear(96), torch.randn(32, 96)
     results = []
     for inner in ("aot_eager", "inductor"):
         torch.compiler.reset()
@@ -143,7 +134,7 @@ def test_inductor_gives_the_bits_of_operators_run_one_by_one() -> None:
 @pytest.mark.parametrize("block", [(1, 32), (4, 8), (1, 0), (0, 0)])
 def test_sizes_stay_dynamic(block: tuple[int, int]) -> None:
     backend = fxquant.Backend(recipe_of(BlockQuantizer("e2m3", block)), inner="aot_eager")
-    model = Model()
+    model = OneLinear(96)
     compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
     for rows in (40, 33, 64):
         x = torch.randn(rows, 96)
@@ -157,7 +148,7 @@ def test_sizes_stay_dynamic(block: tuple[int, int]) -> None:
 
 
 def test_a_program_stores_packed_weights() -> None:
-    model, x = Model().eval(), torch.randn(32, 96)
+    model, x = OneLinear(96).eval(), torch.randn(32, 96)
     program = fxquant.quantize_program(torch.export.export(model, (x,)), recipe_of(BlockQuantizer("e2m3")))
     stored = {tuple(t.shape): t.dtype for t in program.state_dict.values()}
     assert stored[64, 72] == torch.uint8 and (64, 96) not in stored, "96 elements of 6 bits are 72 bytes"
@@ -169,7 +160,7 @@ def test_a_program_stores_packed_weights() -> None:
 def test_stochastic_rounding_goes_by_the_state_of_the_graph() -> None:
     recipe = recipe_of(BlockQuantizer("e3m2", rounding="stochastic"))
     torch.manual_seed(0)
-    model, x = Model(), torch.randn(32, 96)
+    model, x = OneLinear(96), torch.randn(32, 96)
     compiled = fxquant.compile(model, recipe, options={"inner": "aot_eager"})
     state = compiled.quantization_state_dict()
 

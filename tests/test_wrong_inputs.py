@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import OneLinear
 from torch import Tensor, nn
 
 import fxquant
@@ -42,30 +43,21 @@ MX = MXFP8Quantizer()
 Call = Callable[[], Any]
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
 def x(*shape: int, **kwargs: Any) -> Tensor:
     return torch.randn(*(shape or (32, 64)), **kwargs)
 
 
 @functools.cache
 def program() -> torch.export.ExportedProgram:
-    return torch.export.export(Model().eval(), (x(),))
+    return torch.export.export(OneLinear().eval(), (x(),))
 
 
 def run(recipe: Any, **options: Any) -> Any:
-    return fxquant.compile(Model(), recipe, options={**EAGER, **options})(x())
+    return fxquant.compile(OneLinear(), recipe, options={**EAGER, **options})(x())
 
 
 def named(options: Any) -> Any:
-    return torch.compile(Model(), backend="fxquant", options=options)(x())
+    return torch.compile(OneLinear(), backend="fxquant", options=options)(x())
 
 
 def answering(answer: Any) -> Any:
@@ -81,47 +73,47 @@ def reads(role: Any) -> Any:
 
 
 def compiled() -> Any:
-    return fxquant.compile(Model(), "delayed_scaling", options=EAGER)
+    return fxquant.compile(OneLinear(), "delayed_scaling", options=EAGER)
 
 
 @functools.cache
 def report() -> fxquant.Report:
-    return fxquant.explain(Model(), "mxfp8", x())
+    return fxquant.explain(OneLinear(), "mxfp8", x())
 
 
 COMPILE: dict[str, Call] = {
     "compile()": lambda: fxquant.compile(),
-    "compile(model)": lambda: fxquant.compile(Model()),
+    "compile(model)": lambda: fxquant.compile(OneLinear()),
     "compile(None)": lambda: fxquant.compile(None, "mxfp8"),
     "compile(3)": lambda: fxquant.compile(3, "mxfp8"),
     "compile('model')": lambda: fxquant.compile("model", "mxfp8"),
-    "compile(a class)": lambda: fxquant.compile(Model, "mxfp8"),
+    "compile(a class)": lambda: fxquant.compile(OneLinear, "mxfp8"),
     "compile(a tensor)": lambda: fxquant.compile(x(), "mxfp8"),
-    "compile(state dict)": lambda: fxquant.compile(Model().state_dict(), "mxfp8"),
+    "compile(state dict)": lambda: fxquant.compile(OneLinear().state_dict(), "mxfp8"),
     "compile(script)": lambda: fxquant.compile(torch.jit.script(nn.Linear(64, 64)), "mxfp8"),
     "compile(program)": lambda: fxquant.compile(program(), "mxfp8"),
-    "compile(recipe, model)": lambda: fxquant.compile("mxfp8", Model()),
-    "recipe None": lambda: fxquant.compile(Model(), None),
-    "recipe 3": lambda: fxquant.compile(Model(), 3),
-    "recipe a class": lambda: fxquant.compile(Model(), MXFP8BlockScaling),
-    "recipe a quantizer": lambda: fxquant.compile(Model(), MX),
-    "recipe a factory": lambda: fxquant.compile(Model(), factories.mxfp8),
-    "recipe a list": lambda: fxquant.compile(Model(), ["mxfp8"]),
-    "recipe a dtype": lambda: fxquant.compile(Model(), torch.float8_e4m3fn),
-    "recipe ''": lambda: fxquant.compile(Model(), ""),
-    "recipe misspelled": lambda: fxquant.compile(Model(), "mxpf8"),
-    "recipe in capitals": lambda: fxquant.compile(Model(), "MXFP8"),
-    "recipe fp8": lambda: fxquant.compile(Model(), "fp8"),
-    "recipe int8": lambda: fxquant.compile(Model(), "int8"),
-    "auto of nothing": lambda: fxquant.compile(Model(), "auto()"),
-    "auto unclosed": lambda: fxquant.compile(Model(), "auto(mxfp8"),
-    "inner as a keyword": lambda: fxquant.compile(Model(), "mxfp8", inner="aot_eager"),
-    "an unknown keyword": lambda: fxquant.compile(Model(), "mxfp8", dynamc=True),
-    "backend": lambda: fxquant.compile(Model(), "mxfp8", backend="inductor"),
-    "options a list": lambda: fxquant.compile(Model(), "mxfp8", options=["inner"]),
-    "options with recipe": lambda: fxquant.compile(Model(), "mxfp8", options={"recipe": "nvfp4"}),
-    "mode fast": lambda: fxquant.compile(Model(), "mxfp8", mode="fast"),
-    "mode 3": lambda: fxquant.compile(Model(), "mxfp8", mode=3),
+    "compile(recipe, model)": lambda: fxquant.compile("mxfp8", OneLinear()),
+    "recipe None": lambda: fxquant.compile(OneLinear(), None),
+    "recipe 3": lambda: fxquant.compile(OneLinear(), 3),
+    "recipe a class": lambda: fxquant.compile(OneLinear(), MXFP8BlockScaling),
+    "recipe a quantizer": lambda: fxquant.compile(OneLinear(), MX),
+    "recipe a factory": lambda: fxquant.compile(OneLinear(), factories.mxfp8),
+    "recipe a list": lambda: fxquant.compile(OneLinear(), ["mxfp8"]),
+    "recipe a dtype": lambda: fxquant.compile(OneLinear(), torch.float8_e4m3fn),
+    "recipe ''": lambda: fxquant.compile(OneLinear(), ""),
+    "recipe misspelled": lambda: fxquant.compile(OneLinear(), "mxpf8"),
+    "recipe in capitals": lambda: fxquant.compile(OneLinear(), "MXFP8"),
+    "recipe fp8": lambda: fxquant.compile(OneLinear(), "fp8"),
+    "recipe int8": lambda: fxquant.compile(OneLinear(), "int8"),
+    "auto of nothing": lambda: fxquant.compile(OneLinear(), "auto()"),
+    "auto unclosed": lambda: fxquant.compile(OneLinear(), "auto(mxfp8"),
+    "inner as a keyword": lambda: fxquant.compile(OneLinear(), "mxfp8", inner="aot_eager"),
+    "an unknown keyword": lambda: fxquant.compile(OneLinear(), "mxfp8", dynamc=True),
+    "backend": lambda: fxquant.compile(OneLinear(), "mxfp8", backend="inductor"),
+    "options a list": lambda: fxquant.compile(OneLinear(), "mxfp8", options=["inner"]),
+    "options with recipe": lambda: fxquant.compile(OneLinear(), "mxfp8", options={"recipe": "nvfp4"}),
+    "mode fast": lambda: fxquant.compile(OneLinear(), "mxfp8", mode="fast"),
+    "mode 3": lambda: fxquant.compile(OneLinear(), "mxfp8", mode=3),
     "set_recipe misspelled": lambda: compiled().set_recipe("mxpf8"),
     "set_recipe()": lambda: compiled().set_recipe(),
     "autocast positional": lambda: fxquant.autocast("mxfp8"),
@@ -244,12 +236,12 @@ QUANTIZERS: dict[str, Call] = {
 }
 TOOLS: dict[str, Call] = {
     "explain(None)": lambda: fxquant.explain(None, "mxfp8", x()),
-    "explain(model)": lambda: fxquant.explain(Model()),
-    "explain(model, x)": lambda: fxquant.explain(Model(), x()),
+    "explain(model)": lambda: fxquant.explain(OneLinear()),
+    "explain(model, x)": lambda: fxquant.explain(OneLinear(), x()),
     "explain a program": lambda: fxquant.explain(program(), "mxfp8", x()),
-    "explain misspelled": lambda: fxquant.explain(Model(), "mxpf8", x()),
+    "explain misspelled": lambda: fxquant.explain(OneLinear(), "mxpf8", x()),
     "measure(None)": lambda: fxquant.measure(None, "mxfp8", x()),
-    "measure meta": lambda: fxquant.measure(Model().to("meta"), "mxfp8", x(device="meta")),
+    "measure meta": lambda: fxquant.measure(OneLinear().to("meta"), "mxfp8", x(device="meta")),
     "to_html(None)": lambda: report().to_html(None),
     "to_html no folder": lambda: report().to_html("absent/page.html"),
     "layer (": lambda: report().table(layer="("),
@@ -258,7 +250,7 @@ TOOLS: dict[str, Call] = {
     "to_json layer (": lambda: report().to_json("("),
     "on A100": lambda: report().on("A100"),
     "on 3": lambda: report().on(3),
-    "quantize a model": lambda: fxquant.quantize_program(Model(), "mxfp8"),
+    "quantize a model": lambda: fxquant.quantize_program(OneLinear(), "mxfp8"),
     "quantize a path": lambda: fxquant.quantize_program("model.pt2", "mxfp8"),
     "quantize None": lambda: fxquant.quantize_program(None, "mxfp8"),
     "quantize program misspelled": lambda: fxquant.quantize_program(program(), "mxpf8"),
@@ -274,10 +266,10 @@ TOOLS: dict[str, Call] = {
     "calibration wrong shape": lambda: fxquant.quantize_program(
         program(), "current_scaling", calibration=[(x(32, 63),)]
     ),
-    "report_of a model": lambda: fxquant.report_of(Model()),
+    "report_of a model": lambda: fxquant.report_of(OneLinear()),
     "report_of a plain program": lambda: fxquant.report_of(program()),
-    "lower a model": lambda: fxquant.lower_program(Model()),
-    "package a model": lambda: fxquant.aoti_compile_and_package(Model()),
+    "lower a model": lambda: fxquant.lower_program(OneLinear()),
+    "package a model": lambda: fxquant.aoti_compile_and_package(OneLinear()),
     "onnx of a plain program": lambda: fxquant.onnx_export(program(), "absent/model.onnx"),
     "onnx of nvfp4": lambda: fxquant.onnx_export(
         fxquant.quantize_program(program(), "nvfp4_1d"), "model.onnx"

@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--recipe", default="delayed_scaling")
     parser.add_argument("--steps", type=int, default=8, help="steps until the run stops")
     parser.add_argument("--total", type=int, default=8, help="steps that the learning rate is planned for")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lora", action="store_true", help="train PEFT's LoRA adapters alone")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--inner", default="inductor", help="aot_eager begins sooner on a CPU")
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=args.layers, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

@@ -22,13 +22,13 @@ ACCUMULATED = 2
 """Batches in a step of the optimizer."""
 
 
-def made(name: str | None, width: int) -> PreTrainedModel:
+def made(name: str | None, width: int, layers: int) -> PreTrainedModel:
     """Returns a pretrained model by its name, or a small Llama with new weights."""
     torch.manual_seed(0)
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False, bos_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", help="a pretrained model's name or folder, in place of a small one with new weights")
     parser.add_argument("--recipe", default="delayed_scaling")
     parser.add_argument("--width", type=int, default=64, help="of the small model")
+    parser.add_argument("--layers", type=int, default=2, help="of the small model")
     parser.add_argument("--steps", type=int, default=8, help="the step at which the run stops")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--inner", default="inductor", help="aot_eager begins sooner on a CPU")
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
 
-    model = made(args.model, args.width).to(device).train()
+    model = made(args.model, args.width, args.layers).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
     model.compile(backend=fxquant.Backend(args.recipe, model=model, inner=args.inner))

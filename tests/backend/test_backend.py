@@ -6,6 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -217,13 +218,20 @@ def graphs_of(model: nn.Module, backend: Any, inputs: list[Tensor], **kwargs: An
     return counter.frame_count
 
 
+def graphs_of_sizes(name: str, dynamic: bool | None) -> int:
+    inputs = [torch.randn(n, s, 32) for n, s in ((4, 40), (4, 41), (5, 33), (20, 64), (7, 48))]
+    return graphs_of(Mlp(), eager_backend(name) if name else "aot_eager", inputs, dynamic=dynamic)
+
+
+@cache
+def plain_graphs_of_sizes(dynamic: bool | None) -> int:
+    return graphs_of_sizes("", dynamic)
+
+
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_dynamic_shapes_cost_no_more_compilations_than_without_fxquant(name: str, dynamic: bool | None) -> None:
-    model = Mlp()
-    inputs = [torch.randn(n, s, 32) for n, s in ((4, 40), (4, 41), (5, 33), (20, 64), (7, 48))]
-    plain = graphs_of(model, "aot_eager", inputs, dynamic=dynamic)
-    assert graphs_of(model, eager_backend(name), inputs, dynamic=dynamic) == plain
+    assert graphs_of_sizes(name, dynamic) == plain_graphs_of_sizes(dynamic)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -594,16 +602,15 @@ def test_inductor_quantizes_to_the_bytes_of_the_reference(name: str) -> None:
     quantizer = fxquant.recipes.get(name).quantizer(fxquant.QuantizerRole("linear", "input"))
     specs = [str(quantizer.spec(direction)) for direction in fxquant.Direction]
 
-    def run(x: Tensor) -> list[Tensor]:
-        y = F.gelu(x) + 1
-        return [y, *torch.ops.fxquant.hybrid_quantize(y, *specs)]
+    def run(inputs: list[Tensor]) -> list[list[Tensor]]:
+        made = [F.gelu(x) + 1 for x in inputs]
+        return [[y, *torch.ops.fxquant.hybrid_quantize(y, *specs)] for y in made]
 
-    for dtype in (torch.bfloat16, torch.float32):
-        x = (torch.randn(33, 50) * 3).to(dtype)
-        y, *got = torch.compile(run, backend=fxquant.Backend("high_precision"), fullgraph=True)(x)
+    inputs = [(torch.randn(33, 50) * 3).to(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for y, *got in torch.compile(run, backend=fxquant.Backend("high_precision"), fullgraph=True)(inputs):
         expected = torch.ops.fxquant.hybrid_quantize(y, *specs)
         for a, b in zip(got, expected, strict=True):
-            assert same(a, b), (name, dtype)
+            assert same(a, b), (name, y.dtype)
 
 
 @pytest.mark.slow

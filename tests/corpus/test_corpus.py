@@ -21,8 +21,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-pytest.importorskip("transformers", reason="the corpus extra is not installed")
-pytest.importorskip("peft", reason="the corpus extra is not installed")
+pytest.importorskip("models", reason="needs the corpus extra: transformers and peft")
 
 import flops
 import models

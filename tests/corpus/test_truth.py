@@ -16,8 +16,7 @@ import torch
 from torch import fx, nn
 from truth import Counted, Layered, differences, plain_flops, reported, without_layers
 
-pytest.importorskip("transformers", reason="the corpus extra is not installed")
-pytest.importorskip("peft", reason="the corpus extra is not installed")
+pytest.importorskip("models", reason="needs the corpus extra: transformers and peft")
 
 import flops
 import models

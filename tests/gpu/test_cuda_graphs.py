@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.test_producers import Block
+from helpers import GatedBlock
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -17,7 +17,7 @@ def gradients(recipe: str, mode: str | None) -> list[Tensor]:
     """Those of the last of six steps, between which the weights change."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = Block().bfloat16().cuda()
+    model = GatedBlock(256).bfloat16().cuda()
     x = torch.randn(4, 128, 256).bfloat16().cuda()
     run = torch.compile(model, backend=Backend(recipe, mode=mode), dynamic=False)
     for _ in range(6):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import silu
+from helpers import GatedBlock
+from torch import Tensor
 
 import fxquant
 from fxquant.formats import QuantSpec
@@ -50,18 +50,6 @@ def test_payloads_are_those_of_the_tensor_that_is_not_written(name: str, shape: 
             assert same.float().mean() > 0.999, f"{text}, part {i}"
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(256)
-        self.gate, self.up = nn.Linear(256, 768, bias=False), nn.Linear(256, 768, bias=False)
-        self.down = nn.Linear(768, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(silu(self.gate(y)) * self.up(y))
-
-
 @contextmanager
 def without_fusion() -> Iterator[None]:
     with torch._inductor.config.patch(force_disable_caches=True, disabled_passes="fuse_producers"):
@@ -73,7 +61,7 @@ def test_a_block_trains_as_without_fusion(recipe: str) -> None:
     def steps() -> dict[str, Tensor]:
         torch.compiler.reset()
         torch.manual_seed(0)
-        model = Block().bfloat16().cuda()
+        model = GatedBlock(256).bfloat16().cuda()
         x = torch.randn(4, 128, 256).bfloat16().cuda().requires_grad_()
         run = fxquant.compile(model, recipe, dynamic=False)
         for _ in range(2):

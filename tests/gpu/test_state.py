@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.test_producers import Block
+from helpers import GatedBlock
 from torch import Tensor
 from torch._inductor import config
 
@@ -17,7 +17,7 @@ def trained() -> tuple[list[Tensor], list[Tensor]]:
     """Outputs and gradients of a few steps, two of whose forwards come before their backwards, and every state."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = Block().bfloat16().cuda()
+    model = GatedBlock(256).bfloat16().cuda()
     inputs = [torch.randn(4, 128, 256, device="cuda").bfloat16() * 2.0**i for i in range(5)]
     backend = Backend("delayed_scaling")
     run = torch.compile(model, backend=backend, dynamic=False)

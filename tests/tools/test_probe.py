@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from probed import EAGER, Own, assert_row, by_operand, cosine, error, expected, seen
+from probed import EAGER, Heavy, Own, assert_row, by_operand, cosine, error, expected, seen
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -347,19 +347,6 @@ def test_a_step_that_an_error_ends_is_kept_and_the_next_probe_begins_anew() -> N
 def test_what_measured_nothing_is_told(compiled: Any) -> None:
     with pytest.warns(fxquant.FxQuantWarning, match="no compiled graph ran inside it"), fxquant.probe(compiled):
         pass
-
-
-class Heavy(torch.autograd.Function):
-    """Gives a gradient the tails of a Cauchy distribution."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, factors: Tensor) -> Tensor:
-        ctx.save_for_backward(factors)
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.saved_tensors[0], None
 
 
 class Planted(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from probed import Heavy
 from torch import Tensor, nn
 
 import fxquant
@@ -143,19 +144,6 @@ def planted(*places: int, depth: int = 2) -> tuple[nn.Module, list[tuple[Tensor,
     return model, [(x, teacher(x).detach() + 0.3 * torch.randn(64, WIDTH)) for x in inputs]
 
 
-class Tail(torch.autograd.Function):
-    """Gives a gradient a heavy tail."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factors: Tensor) -> Tensor:
-        ctx.save_for_backward(factors)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.saved_tensors[0], None
-
-
 class Tailed(Block):
     """A block whose first linear has a gradient with a heavy tail."""
 
@@ -164,7 +152,7 @@ class Tailed(Block):
         self.register_buffer("factors", torch.tan(math.pi * (torch.rand(64, 64) - 0.5)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(Tail.apply(self.up(self.norm(x)), self.factors)))
+        return x + self.down(F.gelu(Heavy.apply(self.up(self.norm(x)), self.factors)))
 
 
 def test_three_faults_at_once_are_protected_and_nothing_else() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import assert_same_bits, shape, train_step
+from helpers import GatedBlock, assert_same_bits, shape, train_step
 from torch import Tensor, fx, nn
 from torch.nn.functional import gelu, silu
 
@@ -303,18 +303,6 @@ def left(run: Callable[..., list[Tensor]], *inputs: Tensor, settings: Settings =
     return "".join(each.reason for each in reasons)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(128)
-        self.gate, self.up = nn.Linear(128, 384, bias=False), nn.Linear(128, 384, bias=False)
-        self.down = nn.Linear(384, 128, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(silu(self.gate(y)) * self.up(y))
-
-
 class Decomposed(Backend):
     """Runs the forward and the backward graph as Inductor would get them, lowered, with or without the pass."""
 
@@ -350,7 +338,7 @@ def test_a_block_trains_as_without_the_pass(recipe: str, count: int) -> None:
     x, seen = tensors((2, 128, 128))[0], []
     for fuse in (False, True):
         torch.manual_seed(0)
-        model, backend = Block().bfloat16(), Decomposed(recipe, fuse=fuse)
+        model, backend = GatedBlock(128).bfloat16(), Decomposed(recipe, fuse=fuse)
         run = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
         inputs = [x.clone().requires_grad_() for _ in range(2)]
         steps = [{**train_step(model, run, each), "dx": each.grad} for each in inputs]
