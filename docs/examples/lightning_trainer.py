@@ -15,24 +15,12 @@ import fxquant
 from fxquant.integrations.lightning import QuantizationCallback
 
 
-class Net(nn.Module):
-    """Two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of the same shape."""
-        return self.down(nn.functional.gelu(self.up(hidden)))
-
-
 class Regression(LightningModule):
     """Learns to reverse vectors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Net()
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         (x,) = batch

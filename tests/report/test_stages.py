@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers import RecomputableMlp
 from torch import nn
 
 import fxquant
@@ -20,9 +19,18 @@ from fxquant.report import stepper
 from fxquant.snapshots import NodeText, changes
 
 
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.up(x)))
+
+
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return fxquant.explain(RecomputableMlp(), "current_scaling", torch.randn(32, 64, requires_grad=True), stages=True)
+    return fxquant.explain(Mlp(), "current_scaling", torch.randn(32, 64, requires_grad=True), stages=True)
 
 
 def test_what_find_found_of_one_layer(report: Report) -> None:
@@ -87,8 +95,7 @@ def test_removed_nodes_stand_where_they_stood() -> None:
 
 def test_the_stepper_has_the_steps_that_change_a_block() -> None:
     """Of blocks that repeat the first; lines stand in its data once, and marks with their numbers."""
-    model = nn.Sequential(RecomputableMlp(), nn.Linear(32, 64), RecomputableMlp())
-    report = fxquant.explain(model, "mxfp8", torch.randn(32, 64), stages=True)
+    report = fxquant.explain(nn.Sequential(Mlp(), nn.Linear(32, 64), Mlp()), "mxfp8", torch.randn(32, 64), stages=True)
     assert stepper.block_of(report) == "0"
     html = stepper.section(report)
     data = json.loads(html.partition("application/json'>")[2].partition("</script>")[0])
@@ -118,5 +125,5 @@ def test_texts_of_nodes_that_stay_are_those_that_would_be_written_anew() -> None
 
     with watched(both):
         backend = fxquant.Backend("current_scaling", inner="aot_eager")
-        torch.compile(RecomputableMlp(), backend=backend)(torch.randn(32, 64, requires_grad=True)).sum().backward()
+        torch.compile(Mlp(), backend=backend)(torch.randn(32, 64, requires_grad=True)).sum().backward()
     assert len(fresh) > 20 and [step.after for step in stages.steps] == fresh
