@@ -78,9 +78,20 @@ class Losses:
         keys = key_of(chosen), key_of({})
         return [share(*(float(self.measured.get(_key(key, i))) for key in keys)) for i in range(orders)]
 
-    def has(self, chosen: Chosen) -> bool:
-        """Returns True if a choice was measured in all orders."""
-        return all(self.measured.get(_key(key_of(chosen), order)) is not None for order in range(self.orders))
+    def knows(self, key: str) -> bool:
+        """Returns True for what was measured in the first order."""
+        return self.measured.get(key) is not None
+
+    def known(self, key: str) -> float:
+        """The loss that was measured in the first order; NaN for none."""
+        return float(self.measured.get(key)) if self.knows(key) else math.nan
+
+    def count(self, chosen: Chosen) -> int:
+        """The number of orders in which a choice and high precision were measured, from the first on."""
+        keys, count = (key_of(chosen), key_of({})), 0
+        while all(self.measured.get(_key(key, count)) is not None for key in keys):
+            count += 1
+        return count
 
     def put(self, key: str, losses: Sequence[float]) -> None:
         """Keeps the losses of a training in the first order."""
@@ -103,7 +114,9 @@ class Losses:
 
 
 def share(loss: float, plain: float) -> float:
-    """The share by which a loss is above another; infinite for one that is not finite."""
+    """The share by which a loss is above another; infinite for one that is not finite, NaN for one not measured."""
+    if math.isnan(loss):
+        return math.nan
     return (loss - plain) / max(abs(plain), 1e-30) if math.isfinite(loss) else math.inf
 
 

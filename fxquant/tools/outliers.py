@@ -1,46 +1,154 @@
-"""Operands whose error stands out from that of their kind, as a probe has measured it."""
+"""Operands that lose more than their kin, as a probe has measured them."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-LIMITS = {"product_error": 5.0, "relative_error": 2.5}
-"""How many times the usual error of a kind is an outlier's: of a product, and of the elements of an operand.
+STATISTICS = ("cosine", "product_error", "relative_error", "sqnr", "kurtosis")
+"""The statistics of a row that are read."""
 
-The error of a product shows what hurts it; that of elements also shows what a heavy tail loses beside its largest ones.
+TIMES = {"product": 2.5, "elements": 1.3, "hidden": 1.65}
+"""How many times the usual is an outlier's.
+
+Formats lose the same share of all ordinary products, within a fifth; of products of other operands they lose thrice as
+much. The elements of layers of a like name lose the same within a fifth, too. What is `hidden` is what is lost of
+elements beside what is lost of the norm.
 """
 
-LEAST = {"product_error": 0.04, "relative_error": 0.12}
-"""The least usual errors: a few percent hurt nothing, even where they are many times those of a finer format."""
+LEAST = {"product": 0.2, "elements": 0.25}
+"""The least that an outlier loses: a few percent hurt nothing, even where they are many times what others lose."""
+
+_HEAVY = 100.0
+"""The kurtosis of a heavy tail: a hundredth of the elements has the energy. That of normal numbers is 3."""
+
+_SMALLER = 0.9
+"""The share of the usual loss in the norm below which a few large elements make up the norm."""
+
+_BOTH = 0.75
+"""The share of the loss of elements in one direction that is a loss by the same tail in the other."""
 
 
-def times_usual(
-    errors: Mapping[K, float], kinds: Mapping[K, Hashable], statistic: str = "product_error"
-) -> dict[K, float]:
-    """How many times the usual error of its kind an operand has: the median, since a format mostly fits."""
-    alike = defaultdict(list)
-    for key, error in errors.items():
-        alike[kinds[key]].append(error)
-    usual = {kind: max(statistics.median_low(numbers), LEAST[statistic]) for kind, numbers in alike.items()}
-    return {key: error / usual[kinds[key]] for key, error in errors.items()}
+class Place(NamedTuple):
+    """Where an operand is, and in which format."""
+
+    layer: str
+    role: str
+    direction: str
+    format: Hashable
 
 
-def outliers(
-    errors: Mapping[str, Mapping[K, Sequence[float]]], kinds: Mapping[K, Hashable]
-) -> dict[K, float]:  # fmt: skip
-    """The operands of which an error, by its statistic, is many times the usual one, with how many, the most first.
+class Seen(NamedTuple):
+    """What an operand has lost in a step.
 
-    The mean of steps counts: a product that comes out small in one of them has a large error there.
+    `product` is the relative error of its product in the norm, None where products are not measured; `elements` the
+    mean relative error of its elements, `norm` the relative error of the operand in the norm, `kurtosis` that of its
+    elements.
     """
-    result = dict[K, float]()
-    for statistic, of_operands in errors.items():
-        means = {key: statistics.fmean(numbers) for key, numbers in of_operands.items()}
-        for key, times in times_usual(means, kinds, statistic).items():
-            if times > LIMITS[statistic]:
-                result[key] = max(times, result.get(key, 0.0))
+
+    product: float | None
+    elements: float
+    norm: float
+    kurtosis: float = 0.0
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Seen:
+        """What a row of a probe tells of."""
+        error, cosine = row.get("product_error"), row.get("cosine")
+        if cosine is not None and error != math.inf:
+            error = math.sqrt(max(0.0, 1.0 - cosine**2)) if math.isfinite(cosine) else math.inf
+        return cls(error, row.get("relative_error") or 0.0, noise(row.get("sqnr")), row.get("kurtosis") or 0.0)
+
+
+def noise(sqnr: float | None) -> float:
+    """The relative error of an operand whose signal is `sqnr` decibels above its noise."""
+    return 0.0 if sqnr is None else math.inf if sqnr == -math.inf else 10 ** (-sqnr / 20)
+
+
+def outliers(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dict[K, float]:
+    """The operands that lose many times what is usual, with how many times it is, the most first.
+
+    An operand hurts its product, or it has a tail whose few large elements hide what all others lose: more than usual
+    of the elements, and less of the norm. Columns of a gradient take such tails from rows of gradients behind it, so
+    they are outliers only where rows are. The mean of steps counts.
+    """
+    products = products_times_usual(seen, places)
+    result = {key: times for key, times in products.items() if times > TIMES["product"] and _loses(seen[key])}
+    elements = {key: statistics.fmean(one.elements for one in steps) for key, steps in seen.items()}
+    tails = dict[Place, float]()
+    for key, times in _hidden(seen, elements, places).items():
+        if places[key].role != "grad_output" or places[key].direction == "rowwise":
+            tails[places[key]] = elements[key]
+            result[key] = max(times, result.get(key, 0.0))
+    for key, place in places.items():
+        other = next((p for p in tails if p[:2] == place[:2] and p[3] == place[3]), None)
+        if other and key not in result and elements[key] > max(_BOTH * tails[other], LEAST["elements"]):
+            result[key] = elements[key] / tails[other]
     return dict(sorted(result.items(), key=lambda item: -item[1]))
+
+
+def products_times_usual(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dict[K, float]:
+    """How many times the usual error in the norm a product has with each operand quantized, where it is measured.
+
+    The usual one is the median of the role and direction, and that of the format in all of its operands at least.
+    """
+    errors = {}
+    for key, steps in seen.items():
+        measured = [one.product for one in steps if one.product is not None]
+        if measured:
+            errors[key] = statistics.fmean(measured)
+    kinds, formats = _by(errors, places, lambda p: p[1:]), _by(errors, places, lambda p: p.format)
+    return {key: _times(error, max(_median(kinds[key]), _median(formats[key]))) for key, error in errors.items()}
+
+
+def _hidden(seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], places: Mapping[K, Place]) -> dict[K, float]:
+    """The operands with a tail, with how many times as much as usual they lose of their elements.
+
+    The tail is heavy in all steps, or they lose less than usual of the norm. Usual is what layers of a like name lose,
+    since an activation makes its own tail, and the median of the role at least.
+    """
+    norms = {key: statistics.fmean(one.norm for one in steps) for key, steps in seen.items()}
+    kinds, peers = _by(elements, places, lambda p: p[1:]), _by(elements, places, lambda p: (_end(p.layer), *p[1:]))
+    usual_norms = _by(norms, places, lambda p: p[1:])
+    result = {}
+    for key, lost in elements.items():
+        alike = sorted(peers[key])
+        usual = max(_median(kinds[key]), alike[len(alike) // 4 if len(alike) > 2 else 0] if len(alike) > 1 else 0.0)
+        norm = _times(norms[key], _median(usual_norms[key]))
+        times = _times(lost, usual)
+        is_heavy = min(one.kurtosis for one in seen[key]) > _HEAVY and times > TIMES["elements"]
+        is_hidden = norm < _SMALLER and _times(times, norm) > TIMES["hidden"]
+        if lost > LEAST["elements"] and (is_heavy or is_hidden):
+            result[key] = times
+    return result
+
+
+def _loses(steps: Sequence[Seen]) -> bool:
+    return statistics.fmean(one.product or 0.0 for one in steps) > LEAST["product"]
+
+
+def _end(layer: str) -> str:
+    return layer.rpartition(".")[2]
+
+
+def _by(numbers: Mapping[K, float], places: Mapping[K, Place], kind: Any) -> dict[K, list[float]]:
+    """For each operand the numbers of all operands of its kind."""
+    alike = defaultdict[Any, list[float]](list)
+    for key, number in numbers.items():
+        alike[kind(places[key])].append(number)
+    return {key: alike[kind(places[key])] for key in numbers}
+
+
+def _median(numbers: Sequence[float]) -> float:
+    return statistics.median_low(numbers)
+
+
+def _times(number: float, usual: float) -> float:
+    if math.isinf(number) and math.isinf(usual):
+        return 1.0
+    return number / usual if usual > 0 else 1.0 if number == 0 else math.inf

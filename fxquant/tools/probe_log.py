@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Hashable, Sequence
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from fxquant.backend.probing import Session
 from fxquant.checks import did_you_mean
 from fxquant.errors import OptionError
 from fxquant.probes import STATISTICS, Unmeasured
-from fxquant.tools.outliers import LIMITS, outliers
+from fxquant.tools.outliers import STATISTICS as LOST
+from fxquant.tools.outliers import Place, Seen, outliers
 
 Operand = tuple[str, str, str]
 """A layer, role and direction."""
@@ -68,9 +68,9 @@ class ProbeLog:
     def outliers(self, candidate: str | None = None) -> list[tuple[Operand, float]]:
         """Operands, as (layer, role, direction), of which a format loses much more than of others of their role.
 
-        These are those whose ``product_error`` is more than 5 times the usual one, the median of their role, or whose
-        ``relative_error`` is more than 2.5 times it; with how many times it is, the most first. Of several steps the
-        mean counts. It is the error under the quantizers that there are, or under a `candidate` of ``whatif``.
+        Their product has more than 2.5 times the usual error in the norm, or a few large elements hide that all others
+        lose more than usual; with how many times it is, the most first. Of several steps the mean counts. That is under
+        the quantizers that there are, or under a `candidate` of ``whatif``.
 
         Raises OptionError where nothing is quantized, for a candidate that was not tried, and without the statistics.
         """
@@ -83,16 +83,15 @@ class ProbeLog:
         if self.rows and not wanted:
             tried = f"outliers(candidate={next(iter(names))!r})" if names else "whatif=['nvfp4'], and name it here"
             raise OptionError(f"nothing is quantized, so nothing is lost: try {tried}")
-        errors: dict[str, dict[Operand, list[float]]] = {statistic: {} for statistic in LIMITS}
-        kinds: dict[Operand, Hashable] = {}
-        for row, statistic in product(wanted, LIMITS):
-            value = row.get(statistic)
-            if value is not None and not math.isnan(value):
-                kinds[_operand(row)] = (row["role"], row["quantizer"])
-                errors[statistic].setdefault(_operand(row), []).append(value)
-        if wanted and not kinds:
-            raise OptionError(f"outliers needs stats=[{', '.join(map(repr, LIMITS))}], or one of them")
-        return list(outliers(errors, kinds).items())
+        if wanted and not any(statistic in wanted[0] for statistic in LOST):
+            raise OptionError(f"outliers needs stats=[{', '.join(map(repr, LOST))}]")
+        seen: dict[Operand, list[Seen]] = {}
+        places: dict[Operand, Place] = {}
+        for row in wanted:
+            operand = _operand(row)
+            places[operand] = Place(*operand, row["quantizer"])
+            seen.setdefault(operand, []).append(Seen.of(row))
+        return list(outliers(seen, places).items())
 
     def to_jsonl(self, path: str | Path) -> None:
         """Writes a row a line as JSON: numbers that are not finite are null there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,8 @@ class SearchResult:
     `loss` is measured with the recipe as it runs, `plain` in high precision, `gap` the share between them. Losses are
     means over `orders` orders of the batches. `front` has the best choices that were measured, `uniform` each candidate
     everywhere, `effects` the estimates for all operands, the largest first. `chosen` has the candidate of each operand;
-    those that are missing stay in high precision.
+    those that are missing stay in high precision. `cut` is empty, or says that the time limit has ended the search, and
+    what the result is then.
     """
 
     recipe: CustomRecipe
@@ -81,6 +83,7 @@ class SearchResult:
     runs: int
     orders: int
     budget: Mapping[str, float]
+    cut: str = ""
 
     @property
     def kept(self) -> list[Operand]:
@@ -95,18 +98,20 @@ class SearchResult:
         kinds: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for operand in operands:
             kinds[operand.role, operand.direction][self.chosen.get(operand, "")] += 1
-        usual = {kind: names.most_common(1)[0][0] for kind, names in kinds.items()}
+        whole = sum(kinds.values(), Counter[str]())  # decides where half of a kind has one format, and half another
+        usual = {kind: max(names, key=lambda name: (names[name], whole[name])) for kind, names in kinds.items()}
         return [o for o in operands if self.chosen.get(o, "") != usual[o.role, o.direction]]
 
     def __str__(self) -> str:
         ((kind, limit),) = self.budget.items()
         costs = ", ".join(f"{value:.3g} {'bits' if name == 'bits' else name}" for name, value in self.cost.items())
         of_orders = f", losses are means over {self.orders} orders of the batches" if self.orders > 1 else ""
+        loss = f"loss {self.loss:.5g}, {self.gap:+.2%} of {self.plain:.5g} in high precision"
         about = (
-            f"fxquant.search under {kind} {limit:g}: loss {self.loss:.5g}, {self.gap:+.2%} of {self.plain:.5g} in high "
-            f"precision; {self.coverage:.0%} of FLOPs quantized; {costs}; {self.runs} runs{of_orders}"
+            f"fxquant.search under {kind} {limit:g}: {'loss not measured' if math.isnan(self.loss) else loss}; "
+            f"{self.coverage:.0%} of FLOPs quantized; {costs}; {self.runs} runs{of_orders}"
         )
-        lines = [f"# {line}" for line in textwrap.wrap(about, 86)]
+        lines = [f"# {line}" for text in (about, self.cut) for line in textwrap.wrap(text, 86)]
         lines += [f"#   {line}" for line in self.front_table().splitlines()]
         return "\n".join([*lines, python_of(self.recipe), ""])
 

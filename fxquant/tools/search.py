@@ -21,6 +21,7 @@ from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import CustomRecipe, HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
+from fxquant.tools.cut import best_of, sentence
 from fxquant.tools.emulation import ROLES
 from fxquant.tools.least_bits import OUTLIER, LeastBits, Tolerance
 from fxquant.tools.losses import MOST, Losses, share
@@ -30,7 +31,7 @@ from fxquant.tools.progress import progress
 from fxquant.tools.result import Effect, Point, SearchResult, pareto
 from fxquant.tools.sensitivity import Sensitivity, from_json, request_of, to_json, unfit
 from fxquant.tools.space import Chosen, Path, Space, Step
-from fxquant.tools.training import Training, adamw, loss_of
+from fxquant.tools.training import OutOfTime, Training, adamw, loss_of
 from fxquant.tools.trials import Trials, batches_of
 from fxquant.tools.wanted import budget_of, candidates_of, check_settings
 
@@ -113,12 +114,14 @@ class _Search:
             raise ArgumentError(f"fxquant.search: steps must be a number of training steps, not {steps!r}")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             steps = 0
-        self.training = Training(model, batches, loss, steps, settings.get("optimizer") or adamw)
+        self.seconds = math.inf if settings.get("time_limit") is None else float(settings["time_limit"])
+        self.end = time.monotonic() + self.seconds
+        optimizer = settings.get("optimizer") or adamw
+        self.training = Training(model, batches, loss, steps, optimizer, end=self.end)
         self.names, self.recipes = list(candidates), list(candidates.values())
         self.model, self.kind, self.limit = model, *budget
         self.exclude, self.card = settings.get("exclude"), settings.get("card") or ""
         self.trials = Trials(model, None, seed)
-        self.end = math.inf if settings.get("time_limit") is None else time.monotonic() + float(settings["time_limit"])
         about = {
             "model": [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters()],
             "candidates": [recipe.fingerprint() for recipe in self.recipes],
@@ -128,7 +131,7 @@ class _Search:
         }  # fmt: skip
         self.measured = Measured(settings.get("file"), about)
         self.losses = Losses(self.training, self.trials, self.measured, self.recipes)
-        self.space: Space
+        self.space = Space(self.recipes, [], self.card)
         self.plain, self.rows = math.nan, list[dict[str, Any]]()
         self.effects: dict[tuple[Operand, int], float] = {}
         self.errors: dict[tuple[Operand, int], float] = {}
@@ -145,6 +148,13 @@ class _Search:
         return f"{self.doing}, {self.losses.runs} runs measured"
 
     def run(self) -> SearchResult:
+        """Searches until it is done, or time is over."""
+        try:
+            return self._search()
+        except OutOfTime:
+            return self._cut()
+
+    def _search(self) -> SearchResult:
         self._look()
         self.space = Space(self.recipes, self.trials.decisions or self._decisions(HighPrecision()), self.card)
         self.space.cost(self.kind, {})
@@ -171,7 +181,7 @@ class _Search:
 
     def _decisions(self, recipe: Recipe) -> list[Any]:
         """The decisions under a recipe whose loss is known from a file."""
-        one = Training(self.model, self.training.batches[:1], self.training.loss, min(1, self.training.steps), adamw)
+        one = replace(self.training, batches=self.training.batches[:1], steps=min(1, self.training.steps))
         self.trials.run(recipe, one.run)
         return self.trials.decisions
 
@@ -182,13 +192,15 @@ class _Search:
     def _point(self, chosen: Chosen, loss: float, plain: float, name: str = "") -> Point:
         space = self.space
         cost = {kind: space.cost(kind, chosen) for kind in ("bits", "memory")}
-        cost |= {"time": space.time(chosen)} if self.kind == "time" else {}
+        cost |= {"time": space.time(chosen) if space.decisions else 1.0} if self.kind == "time" else {}
         return Point(cost, loss, share(loss, plain), space.coverage(chosen), dict(chosen), name)
 
     def _points(self) -> list[Point]:
-        """The choices that were measured in all orders so far."""
-        whole = [chosen for chosen in self.losses.tried.values() if chosen and self.losses.has(chosen)]
-        return [self._point(chosen, self.losses.of(chosen), self.losses.of({})) for chosen in whole]
+        """The choices that were measured in all orders so far; behind the time limit, in any."""
+        counts = [(chosen, self.losses.count(chosen)) for chosen in self.losses.tried.values() if chosen]
+        least = 1 if self._over() else self.losses.orders
+        seen = [(chosen, min(count, self.losses.orders)) for chosen, count in counts if count >= least]
+        return [self._point(chosen, self.losses.of(chosen, n), self.losses.of({}, n)) for chosen, n in seen]
 
     def _over(self) -> bool:
         return time.monotonic() > self.end
@@ -236,7 +248,9 @@ class _Search:
 
             return self.training.run(compiled, begin)
         with torch.enable_grad():
+            self.training.check_time()
             loss = loss_of(self.training.loss, compiled, self.training.batches[0])
+            self.training.check_time()
             if loss.requires_grad:
                 torch.autograd.backward([loss])
         session.end_step()
@@ -417,17 +431,53 @@ class _Search:
             result = min(kept, key=lambda point: point.cost["bits"])
             chosen = dict(result.chosen)
             recipe = self._recipe(chosen)
+        return self._result(recipe, result, plain, uniform, points)
+
+    def _result(
+        self, recipe: CustomRecipe, result: Point, plain: float, uniform: list[Point], points: list[Point],
+        cut: str = "",
+    ) -> SearchResult:  # fmt: skip
         effects = [
             Effect(*operand, self.names[i], self.errors[operand, i], effect, self.alone.get(operand))
             for (operand, i), effect in self.effects.items()
         ]
         effects.sort(key=lambda effect: -effect.effect)
+        seen = [point for point in (*uniform, result, *points) if not math.isnan(point.loss)]
         return SearchResult(
-            recipe=recipe, front=pareto([*uniform, result, *points], self.kind), uniform=uniform,
-            loss=result.loss, plain=plain, gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects,
-            runs=losses.runs, orders=losses.orders, budget={self.kind: self.limit},
-            chosen={operand: self.names[i] for operand, i in chosen.items()},
+            recipe=recipe, front=pareto(seen, self.kind), uniform=uniform, loss=result.loss, plain=plain,
+            gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects, runs=self.losses.runs,
+            orders=self.losses.orders, budget={self.kind: self.limit},
+            chosen={operand: self.names[i] for operand, i in result.chosen.items()}, cut=cut,
         )  # fmt: skip
+
+    def _cut(self) -> SearchResult:
+        """The best of what was measured, without another step."""
+        if not self.space.decisions:
+            self.space = Space(self.recipes, self.trials.decisions, self.card)
+        plain = self.losses.known("plain")
+        uniform = [
+            self._point(self.space.mended(self._uniform(i)), self.losses.known(f"uniform {i}"), plain, name)
+            for i, name in enumerate(self.names)
+            if self.losses.knows(f"uniform {i}") and self._uniform(i)
+        ]
+        points = self._points()
+        within = lambda point: self._is_within(point.chosen)  # noqa: E731
+        result = best_of([*uniform, *points], self.kind, self.limit, self.unfit, within) or self._unmeasured(plain)
+        return self._result(
+            self._recipe(dict(result.chosen)), result, plain, uniform, points,
+            sentence(self.seconds, self.doing, result, self.kind),
+        )  # fmt: skip
+
+    def _unmeasured(self, plain: float) -> Point:
+        """The choice within a budget by estimates, or high precision."""
+        chosen = Chosen()
+        if self.kind != "loss" and self.effects:
+            way = self.space.path(self.kind, self.effects, self.unfit)
+            steps = [*way.steps]
+            while steps and not self._is_within(way.along(steps)):
+                steps.pop()
+            chosen = way.along(steps)
+        return self._point(chosen, math.nan if chosen else plain, plain)
 
     def _has(self, chosen: Chosen, step: Step) -> bool:
         """Returns True if the operands of a step have its candidate already, or none."""

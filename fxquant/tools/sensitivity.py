@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,16 @@ from fxquant.recipes import HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
 from fxquant.roles import GEMM_OPERANDS
 from fxquant.tools.emulation import WithoutHistory
-from fxquant.tools.outliers import LIMITS, outliers, times_usual
+from fxquant.tools.outliers import STATISTICS, Place, Seen, noise, outliers, products_times_usual
 from fxquant.tools.trials import Trials
 
-_STATISTICS = ("sqnr", "relative_error", "product_error", "loss_change")
+_STATISTICS = (*STATISTICS, "loss_change")
 
 _UNUSUAL = 1.8
 """How many times the usual error of a product is more than chance."""
+
+_LEAST = 0.04
+"""The least usual error: of finer formats, many times it hurts nothing."""
 
 Key = tuple[Operand, int]
 """An operand, and the number of a candidate."""
@@ -32,16 +36,14 @@ class Sensitivity:
 
     `losses` has what the loss would grow by, of operands of the forward whose product has a gradient. `errors` has the
     relative errors of their products, the largest of all steps, and `squares` the sums of their squares. Of experts,
-    whose products probes do not compare, errors are those of the operand itself. `steps` has errors of products, and
-    mean errors of elements, one after another.
+    whose products probes do not compare, errors are those of the operand itself. `steps` has what was lost in each
+    step.
     """
 
     losses: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     errors: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     squares: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
-    steps: dict[str, dict[Key, list[float]]] = field(
-        default_factory=lambda: {name: defaultdict(list) for name in LIMITS}
-    )
+    steps: dict[Key, list[Seen]] = field(default_factory=lambda: defaultdict(list))
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], matmuls: frozenset[str] = frozenset()) -> Sensitivity:
@@ -52,11 +54,10 @@ class Sensitivity:
                 continue
             role = "input" if row["role"] == "weight" and row["layer"] in matmuls else row["role"]
             key = (Operand(row["layer"], role, row["direction"]), int(row["candidate"]))
-            error = row["product_error"] if row["product_error"] is not None else _of_values(row["sqnr"])
+            error = row["product_error"] if row["product_error"] is not None else noise(row["sqnr"])
             result.errors[key] = max(result.errors[key], error)
             result.squares[key] += error**2
-            result.steps["product_error"][key].append(error)
-            result.steps["relative_error"][key].append(row.get("relative_error") or 0.0)
+            result.steps[key].append(Seen.of(row))
             if row.get("loss_change") is not None:
                 result.losses[key] += row["loss_change"]
         return result
@@ -65,20 +66,29 @@ class Sensitivity:
 def unfit(seen: Sensitivity) -> dict[Key, int]:
     """The operands for which a candidate is unfit: 2 for outliers, 1 where the error of products is unusual only.
 
-    What an outlier is multiplied with is one too, if its error is unusual: the small weights of large channels.
+    What an outlier is multiplied with is one too, if it hurts the product: the small weights of large channels.
     """
-    kinds = {key: (key[1], key[0].role) for key in seen.errors}
-    unusual = {key for key, times in times_usual(seen.errors, kinds).items() if times > _UNUSUAL}
-    levels = dict.fromkeys(unusual, 1) | dict.fromkeys(outliers(seen.steps, kinds), 2)
+    places = {key: Place(*key[0], key[1]) for key in seen.steps}
+    levels = {key: 1 for key, times in _times_usual(seen.errors).items() if times > _UNUSUAL}
+    levels |= dict.fromkeys(outliers(seen.steps, places), 2)
+    products = products_times_usual(seen.steps, places)
+    hurting = {key for key, times in products.items() if times > _UNUSUAL and key in levels}
     for (layer, *side), i in [key for key, level in levels.items() if level == 2]:
         for pair in GEMM_OPERANDS.values():
             sides = [(role, str(direction)) for role, direction in pair]
-            levels |= {
-                key: 2
-                for key in ((Operand(layer, *other), i) for other in sides)
-                if tuple(side) in sides and key in unusual
-            }
+            if tuple(side) in sides:
+                others = {(Operand(layer, *other), i) for other in sides}
+                levels |= dict.fromkeys(others & hurting, 2)
     return levels
+
+
+def _times_usual(errors: Mapping[Key, float]) -> dict[Key, float]:
+    """How many times the usual error an operand has, the median of its candidate and role: a format mostly fits."""
+    alike = defaultdict(list)
+    for (operand, i), error in errors.items():
+        alike[i, operand.role].append(error)
+    usual = {kind: max(statistics.median_low(numbers), _LEAST) for kind, numbers in alike.items()}
+    return {(operand, i): error / usual[i, operand.role] for (operand, i), error in errors.items()}
 
 
 def request_of(recipes: Sequence[Recipe], statistics: Sequence[str] = _STATISTICS) -> Request:
@@ -95,11 +105,6 @@ def errors_of(trials: Trials, recipe: Recipe, run: Callable[[Any], object]) -> d
 
     _, rows = trials.measured(HighPrecision(), request_of([recipe], ("sqnr", "product_error")), 1, use)
     return {operand: error for (operand, _), error in Sensitivity.of(rows).errors.items()}
-
-
-def _of_values(sqnr: float | None) -> float:
-    """The relative error of an operand whose signal is `sqnr` decibels above its noise."""
-    return 0.0 if sqnr is None else math.inf if sqnr == -math.inf else 10 ** (-sqnr / 20)
 
 
 def to_json(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

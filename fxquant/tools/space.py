@@ -110,6 +110,8 @@ class Space:
         return self._mean_bits(chosen, sizes) / PLAIN_BITS
 
     def _mean_bits(self, chosen: Mapping[Operand, int], weights: Sequence[float]) -> float:
+        if not weights:
+            return PLAIN_BITS
         total = sum(weights) or 1.0
         pairs = zip(self.decisions, weights, strict=True)
         return sum(weight * self._bits_of(operand_of(decision), chosen) for decision, weight in pairs) / total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,12 +23,17 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+class OutOfTime(Exception):
+    """A time limit is over."""
+
+
 @dataclass(frozen=True)
 class Training:
     """The steps of a training over batches, one after another and again from the first.
 
     Its loss is the mean of the second half of the steps; without steps, the mean over the batches, without training.
-    With `moved` weights begin next to where they are, by 2^-9 of their size.
+    With `moved` weights begin next to where they are, by 2^-9 of their size. Behind `end`, a time of the monotonic
+    clock, no forward and no backward begins.
     """
 
     model: Any
@@ -36,6 +42,12 @@ class Training:
     steps: int
     optimizer: Callable[[Any], torch.optim.Optimizer]
     moved: int = 0
+    end: float = math.inf
+
+    def check_time(self) -> None:
+        """Raises OutOfTime behind the end."""
+        if time.monotonic() > self.end:
+            raise OutOfTime
 
     def in_order(self, number: int, seed: int) -> Training:
         """The same training with its batches in another order; the first is the one that there is.
@@ -49,23 +61,35 @@ class Training:
         return replace(self, batches=[self.batches[i] for i in places], moved=0 if len(places) > 3 else seed)
 
     def run(self, compiled: Any, seen: Callable[[int], None] = lambda step: None) -> list[float]:
-        """The losses of all steps; they end with the first that is not finite. `seen` is called before each step."""
+        """The losses of all steps; they end with the first that is not finite. `seen` is called before each step.
+
+        Raises OutOfTime where time is over before all is done.
+        """
         if not self.steps:
-            with torch.no_grad():
-                return [float(loss_of(self.loss, compiled, batch)) for batch in self.batches]
+            return self._evaluated(compiled)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if self.moved:
             _move(parameters, self.moved)
         optimizer, losses = self.optimizer(parameters), list[float]()
         for step in range(self.steps):
             seen(step)
+            self.check_time()
             loss = loss_of(self.loss, compiled, self.batches[step % len(self.batches)])
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 break
+            self.check_time()
             torch.autograd.backward([loss])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        return losses
+
+    def _evaluated(self, compiled: Any) -> list[float]:
+        losses = list[float]()
+        with torch.no_grad():
+            for batch in self.batches:
+                self.check_time()
+                losses.append(float(loss_of(self.loss, compiled, batch)))
         return losses
 
     def score(self, losses: Sequence[float]) -> float:

@@ -70,10 +70,11 @@ class Trials:
 
     def _run(self, recipe: Recipe, use: Callable[[Any, QuietBackend], R]) -> R:
         compiled, backend = self.compile(recipe)
-        with self.scope():
-            result = use(compiled, backend)
-        self.decisions = backend.report().decisions
-        return result
+        try:
+            with self.scope():
+                return use(compiled, backend)
+        finally:
+            self.decisions = backend.report().decisions
 
     def compile(self, recipe: Recipe) -> tuple[Any, QuietBackend]:
         """The model under a recipe, to be called in a `scope`, and its backend."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from fxquant.errors import ArgumentError, OptionError
 from fxquant.quantizers import QuantizedOperand
 from fxquant.recipes.operands import Operand
 from fxquant.recipes.source import python_of
+from fxquant.tools.cut import best_of
 from fxquant.tools.patterns import name_pattern, recipe_of
-from fxquant.tools.result import SearchResult
+from fxquant.tools.result import Point, SearchResult
 from fxquant.tools.sensitivity import Sensitivity, unfit
+from fxquant.tools.training import OutOfTime, Training, adamw
 from fxquant.tools.wanted import candidates_of
 
 LAYERS = [f"blocks.{i}.{end}" for i in range(6) for end in ("attn.q", "attn.k", "mlp.up", "mlp.down")] + ["head"]
@@ -199,22 +202,26 @@ def test_operands_that_only_gradients_mind_are_protected() -> None:
     assert not result.kept and result.gap < 0.01 and result.coverage == 1.0
 
 
-def test_candidates_are_unfit_where_their_error_is_unusual() -> None:
+def test_candidates_are_unfit_where_more_is_lost_than_usual() -> None:
     """An error in one step, or one that hurts nothing though it is many times that of a fine format, is no outlier."""
 
-    def row(layer: str, role: str, error: float, elements: float = 0.1, candidate: int = 0) -> dict[str, Any]:
+    def row(
+        layer: str, role: str, error: float, elements: float = 0.2, candidate: int = 0, kurtosis: float = 3.0,
+        sqnr: float = 20.0,
+    ) -> dict[str, Any]:  # fmt: skip
         names = {"layer": layer, "role": role, "direction": "rowwise", "candidate": str(candidate), "whatif": True}
-        return {**names, "product_error": error, "relative_error": elements, "sqnr": 20.0}
+        lost = {"product_error": error, "cosine": math.sqrt(1 - error**2), "relative_error": elements}
+        return {**names, **lost, "sqnr": sqnr, "kurtosis": kurtosis}
 
-    rows = [row(str(i), role, 0.1 + 0.01 * i) for i in range(4) for role in ("input", "grad_output") for _ in range(2)]
-    rows += [row(str(i), "input", 0.01, candidate=1) for i in range(4)] + [row("4", "input", 0.1, candidate=1)]
-    rows += [row("4", "input", 0.7), row("4", "input", 0.8), row("5", "input", 0.1), row("5", "input", 0.6)]
-    rows += [row("6", "input", 0.25), row("4", "grad_output", 0.1, 0.4), row("4", "grad_output", 0.1, 0.5)]
+    places = [(f"{i}.up", role) for i in range(5) for role in ("input", "grad_output")]
+    rows = [row(*place, 0.1 + 0.01 * (i % 3)) for i, place in enumerate(places) for _ in range(2)]
+    rows += [row(layer, role, 0.01, candidate=1) for layer, role in places] + [row("5.up", "input", 0.1, candidate=1)]
+    rows += [row("5.up", "input", 0.7), row("5.up", "input", 0.8), row("6.up", "input", 0.1), row("6.up", "input", 0.3)]
+    rows += [row("7.up", "grad_output", 0.1, 0.4, 0, 200.0), row("8.up", "grad_output", 0.05, 0.3, 0, 50.0, 26.0)]
+    rows += [row(f"{i}.down", "grad_output", 0.1, 0.4, 0, 200.0) for i in range(3)]  # as all of their name
     levels = {(*operand[:2], i): level for (operand, i), level in unfit(Sensitivity.of(rows)).items()}
-    twice = {("4", "input", 0), ("4", "grad_output", 0)}
-    assert levels == dict.fromkeys(twice, 2) | dict.fromkeys(
-        [("5", "input", 0), ("6", "input", 0), ("4", "input", 1)], 1
-    )
+    hurt = [("5.up", "input", 0), ("7.up", "grad_output", 0), ("8.up", "grad_output", 0)]
+    assert levels == dict.fromkeys(hurt, 2) | dict.fromkeys([("6.up", "input", 0), ("5.up", "input", 1)], 1)
 
 
 def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:
@@ -255,6 +262,49 @@ def test_budgets_are_kept() -> None:
         searched(model, data, {"time": 0.9}, steps=2)
     with pytest.raises(OptionError, match=r"no choice of these candidates has bits 3: the least is"):
         searched(model, data, {"bits": 3.0}, steps=0)
+
+
+def test_the_time_limit_ends_a_search_with_a_sentence() -> None:
+    model, data = planted(1)
+    before = [p.clone() for p in model.parameters()]
+    result = searched(model, data, {"loss": 0.05}, time_limit=1e-3)
+    assert result.runs == 0 and not result.chosen and math.isnan(result.loss) and result.cost["bits"] == 16
+    operands = [Operand(layer, role, "rowwise") for role in ("input", "weight") for layer in "abcd"]
+    halves = replace(result, chosen={operand: "nvfp4" if i > 1 else "mxfp8" for i, operand in enumerate(operands)})
+    assert halves.protected == operands[:2]  # beside as many of their kind with what most operands have
+    assert result.cut.startswith("The time limit of 0.001 s ended the search at: measuring the unquantized model; ")
+    assert "loss not measured" in str(result) and result.cut[:60] in str(result)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("steps", [8, 0])
+def test_no_step_begins_behind_the_time_limit(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a backward: the clock is read before each."""
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    calls, model, x = list[int](), nn.Linear(4, 4), torch.randn(2, 4)
+
+    def loss(output: Tensor) -> Tensor:
+        calls.append(1)
+        return output.square().mean()
+
+    training = Training(model, [x] * 8, loss, steps, adamw, end=2.5)
+    with pytest.raises(OutOfTime):
+        training.run(model)
+    assert len(calls) == (2 if steps else 3)  # a forward, its backward and a forward; or three forwards
+
+
+@pytest.mark.parametrize("budget", [{"loss": 0.05}, {"bits": 5.0}])
+def test_a_search_that_is_cut_returns_the_best_that_was_measured(budget: dict[str, float]) -> None:
+    def point(gap: float, bits: float, chosen: int) -> Point:
+        return Point({"bits": bits}, 1 + gap, gap, 1.0, {operand: chosen})
+
+    operand = Operand("up", "input", "rowwise")
+    points = [point(0.01, 4.0, 0), point(0.02, 5.0, 1), point(0.03, 6.0, 1), point(0.5, 4.5, 2)]
+    (kind, limit) = next(iter(budget.items()))
+    best = best_of(points, kind, limit, {(operand, 0): 2}, lambda one: one.cost["bits"] <= 5.0)
+    assert best == (points[1] if kind == "loss" else points[0])
+    assert best_of(points[:1], "loss", 0.05, {(operand, 0): 2}, lambda _: True) is None
 
 
 def test_what_cannot_be_searched_is_said() -> None:
