@@ -1,4 +1,4 @@
-"""What a search returns whose time limit is over."""
+"""The result of a search whose time limit is over: the best that was measured, and a sentence."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _BOTH = 0.75
 
 
 class Place(NamedTuple):
-    """Where an operand is, and in which format."""
+    """The layer, role and direction of an operand, and its format."""
 
     layer: str
     role: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What an operand has lost in a step.
+    """The losses of an operand in a step.
 
     `product` is the relative error of its product in the norm, None where products are not measured; `elements` the
     mean relative error of its elements, `norm` the relative error of the operand in the norm, `kurtosis` that of its
@@ -58,7 +58,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Seen:
-        """What a row of a probe tells of."""
+        """The losses that a row of a probe tells of."""
         error, cosine = row.get("product_error"), row.get("cosine")
         if cosine is not None and error != math.inf:
             error = math.sqrt(max(0.0, 1.0 - cosine**2)) if math.isfinite(cosine) else math.inf
