@@ -15,6 +15,7 @@ from torch import nn
 
 from fxquant.backend.backend import Backend
 from fxquant.backend.model import report
+from fxquant.bench.llama import Llama
 from fxquant.bench.providers import TORCHAO, TORCHAO_WEIGHT_ONLY, WEIGHT_ONLY
 from fxquant.bench.rounds import Contender, Problem, Row, Turns, compiling, times_text, wait
 from fxquant.bench.training import ratios
@@ -23,42 +24,32 @@ PROVIDERS = ("bf16", "current_scaling", "rowwise", "float8_blockwise", *WEIGHT_O
 _STORED = {"bf16": 2.0, "weight_only_nvfp4": 0.5625}
 """Bytes an element of a provider's weights; 1 for all others."""
 
+_LLAMA = Llama(layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8)
+
 
 @dataclass(frozen=True)
 class Generate(Problem):
-    """Sizes of a Llama, and the number of its sequences, of the tokens of their prompts, and of new tokens."""
+    """A Llama, and the number of its sequences, of the tokens of their prompts, and of new tokens."""
 
     sequences: int
-    layers: int = 4
-    hidden: int = 4096
-    ffn: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    vocabulary: int = 32000
+    llama: Llama = _LLAMA
     prompt: int = 32
     tokens: int = 64
 
     def __str__(self) -> str:
-        return f"{self.sequences} x {self.tokens} tokens, Llama {self.layers} layers {self.hidden}/{self.ffn}"
+        return f"{self.sequences} x {self.tokens} tokens, {self.llama}"
 
     def model(self) -> Any:
         """The model with bfloat16 weights that no gradient is wanted of, on the default device."""
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            hidden_size=self.hidden, intermediate_size=self.ffn, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, vocab_size=self.vocabulary,
-            max_position_embeddings=4 * (self.prompt + self.tokens), attn_implementation="sdpa",
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+        model = self.llama.model(4 * (self.prompt + self.tokens))
+        return model.to(torch.bfloat16).eval().requires_grad_(False)
 
     def contender(self, provider: str, turns: Turns) -> Contender:
         gc.collect()
         if turns.cuda:
             torch.cuda.empty_cache()
         with torch.device(turns.device):
-            model, prompt = self.model(), torch.randint(self.vocabulary, (self.sequences, self.prompt))
+            model, prompt = self.model(), torch.randint(self.llama.vocabulary, (self.sequences, self.prompt))
         settings = dict(max_new_tokens=self.tokens, min_new_tokens=self.tokens, do_sample=False, pad_token_id=0)
         compiled = prepare(provider, model, turns.cuda)
 
@@ -80,7 +71,7 @@ class Generate(Problem):
 
 
 SIZES = tuple(Generate(sequences) for sequences in (1, 16, 64))
-TINY = (Generate(2, 1, 64, 128, 4, 2, 128, 4, 3),)
+TINY = (Generate(2, Llama(1, 64, 128, 4, 2, 128), 4, 3),)
 
 
 def prepare(provider: str, model: nn.Module, cuda: bool) -> Any:

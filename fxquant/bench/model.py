@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.bench import training
+from fxquant.bench.llama import Llama
 from fxquant.bench.rounds import Contender, Problem, Row, Turns, compiling, times_text, wait
 
 
@@ -33,19 +34,14 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Model(Problem):
-    """Sizes of a Llama and of its input, tokens [batch, length]."""
+    """A Llama and the sizes of its input, tokens [batch, length]."""
 
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
+    llama: Llama
     batch: int
     length: int
 
     def __str__(self) -> str:
-        return f"Llama {self.layers} layers {self.hidden}/{self.ffn}, {self.batch}x{self.length} tokens"
+        return f"{self.llama}, {self.batch}x{self.length} tokens"
 
     def contender(self, provider: str, turns: Turns) -> Contender:
         gc.collect()
@@ -55,7 +51,7 @@ class Model(Problem):
         # of its own modules, which torchao exchanges for others, with the same parameters
         model = Loss(copy.deepcopy(trained, {id(p): p for p in trained.parameters()}))
         torch.manual_seed(0)
-        tokens = torch.randint(self.vocabulary, (self.batch, self.length), device=turns.device)
+        tokens = torch.randint(self.llama.vocabulary, (self.batch, self.length), device=turns.device)
         run, backend = training.prepare(provider, model)
 
         def forward() -> Tensor:
@@ -88,22 +84,14 @@ class Model(Problem):
         return times_text(contender.times) | training.ratios(contender.name, ms, None)
 
 
-LLAMA = Model(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocabulary=32000, batch=4, length=4096)
+LLAMA = Model(Llama(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8), batch=4, length=4096)
 """1.1 billion parameters."""
-TINY = Model(layers=1, hidden=64, ffn=128, heads=4, kv_heads=2, vocabulary=128, batch=2, length=16)
+TINY = Model(Llama(layers=1, hidden=64, ffn=128, heads=4, kv_heads=2, vocabulary=128), batch=2, length=16)
 
 
 @functools.lru_cache(maxsize=1)
 def _trained(size: Model, device: str) -> tuple[Any, torch.optim.Optimizer]:
     """The model, in float32, and its optimizer, which all providers share."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=size.hidden, intermediate_size=size.ffn, num_hidden_layers=size.layers, vocab_size=size.vocabulary,
-        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, max_position_embeddings=size.length,
-        use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config).float()
+        model = size.llama.model(size.length, use_cache=False).float()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fxquant.kernels.attention.choice import Scaling
 from fxquant.kernels.attention.triton_cast import KINDS
+from fxquant.kernels.gluon_ring import next_stage
 
 _P_LOG = gl.constexpr(8.0)
 """log2 of what probabilities are multiplied by before their cast, as in `triton_forward`."""
@@ -80,13 +81,6 @@ def _key_tiles(first, kv_len, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BN: gl.c
 
 
 @gluon.jit
-def _next_stage(stage, phase, STAGES: gl.constexpr):
-    """The place after a place in a ring of buffers, and the parity of its barriers."""
-    stage += 1
-    return gl.where(stage == STAGES, 0, stage), gl.where(stage == STAGES, phase ^ 1, phase)
-
-
-@gluon.jit
 def _load_tiles(
     q, k, v, shared, sizes, CAUSAL: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
     D: gl.constexpr,
@@ -113,7 +107,7 @@ def _load_tiles(
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), BN * D)
             tma.async_copy_global_to_shared(v, [kv_head, 0, j], v_full.index(stage), v_tiles.index(stage))
-            stage, phase = _next_stage(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -218,7 +212,7 @@ def _attend(
                 mbarrier.arrive(k_empty.index(stage))
                 mbarrier.wait(v_full.index(stage), phase)
                 mbarrier.arrive(v_empty.index(stage))
-                stage, phase = _next_stage(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(q_full.index(GROUP), q_phase)
         q_phase ^= 1
         query = q_tiles.index(GROUP).reshape([_ROWS, D])
@@ -247,7 +241,7 @@ def _attend(
         acc = gl.full([_ROWS, D], 0.0, gl.float32, O_LAYOUT)
         v_stage = stage
         v_phase = phase
-        stage, phase = _next_stage(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=count > 1)
         for i in range(1, count):
             v_before = v_stage
@@ -273,7 +267,7 @@ def _attend(
                 unit = new_unit
             v_stage = stage
             v_phase = phase
-            stage, phase = _next_stage(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
             mbarrier.wait(k_full.index(stage), phase, pred=i + 1 < count)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(v_before))

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fxquant.kernels.gluon_ring import next_stage
 from fxquant.kernels.linear.block_tiles import Config
 
 _ROWS = gl.constexpr(64)
@@ -89,13 +90,6 @@ def _tile(
 
 
 @gluon.jit
-def _next_stage(stage, phase, STAGES: gl.constexpr):
-    """The place after a place in a ring of buffers, and the parity of its barriers."""
-    stage += 1
-    return gl.where(stage == STAGES, 0, stage), gl.where(stage == STAGES, phase ^ 1, phase)
-
-
-@gluon.jit
 def _load_tiles(
     a, b, a_scale, b_scale, shared, places, sizes, KIND: gl.constexpr, BY_COLUMN: gl.constexpr, DEEP: gl.constexpr,
     BAND: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, BN: gl.constexpr,
@@ -125,7 +119,7 @@ def _load_tiles(
             tma.async_copy_global_to_shared(b, [b_row, k * _K], ready, b_tiles.index(stage))
             if BY_COLUMN:
                 tma.async_copy_global_to_shared(b_scale, [k, b_row], ready, rights.index(stage))
-            stage, phase = _next_stage(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -198,7 +192,7 @@ def _multiply(
                 before = stage
                 part = _begin(shared, stage, phase, part, GROUP, GROUPS)
                 left = _left(shared, stage * GROUPS + GROUP, 0, HEIGHT, ROW)
-                stage, phase = _next_stage(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
                 odd = _begin(shared, stage, phase, odd, GROUP, GROUPS)
                 left2 = _left(shared, stage * GROUPS + GROUP, 0, HEIGHT, ROW)
                 right_now = right
@@ -211,7 +205,7 @@ def _multiply(
                 odd = warpgroup_mma_wait(0, deps=[odd])
                 mbarrier.arrive(empty.index(stage))
                 total = _scaled(total, odd, left2, right2_now, BY_COLUMN)
-                stage, phase = _next_stage(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
         else:
             gl.static_assert(HEIGHT == 128 or not BY_COLUMN)
             for k in range(steps):
@@ -237,7 +231,7 @@ def _multiply(
                     part = warpgroup_mma_wait(0, deps=[part])
                     mbarrier.arrive(empty.index(stage))
                     total2 = _scaled(total2, part, lower, right_now, BY_COLUMN)
-                stage, phase = _next_stage(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
         c_row += GROUP * HEIGHT
         c_tile = c_tiles.index(GROUP * C_TILES)
         tma.store_wait(0)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.gated import Gated, served
 from gpu.replay import assert_same_in_a_graph
 from torch import Tensor, nn
 from torch.export import Dim
@@ -77,35 +78,17 @@ def test_folded_program(shape: tuple[int, int, int], recipe: str) -> None:
     assert (got - want).norm() < 2**-8 * want.norm()
 
 
-class Gated(nn.Module):
-    """Layers that are joined in a package, an activation and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(512, 17024, bias=False) for _ in range(2))
-        self.down, self.wide = nn.Linear(17024, 512), nn.Linear(512, 17024)
-        self.to(torch.bfloat16).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return y, nn.functional.gelu(self.wide(y)) + self.gate(y)
-
-
 @pytest.mark.parametrize("packaged", [False, True])
 @pytest.mark.parametrize("recipe", ["calibrated", "rowwise", "float8_blockwise"])
 def test_epilogues_and_dynamic_rows(recipe: str, packaged: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Gated().to(DEVICE)
+    model = Gated(512, 17024).to(DEVICE)
     x = torch.randn(5, 512, dtype=torch.bfloat16, device=DEVICE)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: Dim("batch", min=1, max=16)},))
     program = fxquant.quantize_program(
         exported, "current_scaling" if recipe == "calibrated" else recipe, calibration=[x]
     )
-    if packaged:
-        path = fxquant.aoti_compile_and_package(program, package_path=tmp_path / "model.pt2")
-        run = torch._inductor.aoti_load_package(path)
-    else:
-        run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    run = served(program, tmp_path / "model.pt2" if packaged else None)
     with torch.no_grad():
         for rows in (1, 2, 16):
             x = torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE)
@@ -118,7 +101,7 @@ def test_epilogues_and_dynamic_rows(recipe: str, packaged: bool, tmp_path: Path)
 def test_one_after_another_in_a_graph(rows: int, recipe: str) -> None:
     """Kernels that are launched while the one before still runs read what that wrote, and leave what it reads."""
     torch.manual_seed(0)
-    model = Gated().to(DEVICE)
+    model = Gated(512, 17024).to(DEVICE)
     inputs = [torch.randn(rows, 512, dtype=torch.bfloat16, device=DEVICE) for _ in range(12)]
     program = fxquant.quantize_program(
         torch.export.export(model, (inputs[0],)), "current_scaling" if recipe == "calibrated" else recipe,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from gpu.gated import Gated, served
 from gpu.replay import assert_same_in_a_graph
 from torch import Tensor, nn
 from torch.export import Dim
@@ -140,20 +140,6 @@ def test_scales_that_are_not_finite_and_tokens_that_lie_apart(text: str) -> None
         assert broken[part].numel() == 1 or not got[:, 0].isnan().any()
 
 
-class Gated(nn.Module):
-    """Layers that read one tensor, an activation, a residual, and more features than one program splits."""
-
-    def __init__(self, features: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(features, hidden, bias=False) for _ in range(2))
-        self.down, self.wide = nn.Linear(hidden, features), nn.Linear(features, hidden)
-        self.to(torch.bfloat16).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return y, nn.functional.gelu(self.wide(y)) + self.gate(y)
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("packaged", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -164,12 +150,7 @@ def test_programs_with_epilogues_and_dynamic_rows(
     x = torch.randn(5, size[0], dtype=torch.bfloat16, device=DEVICE)
     exported = torch.export.export(Gated(*size).to(DEVICE), (x,), dynamic_shapes=({0: Dim("batch", min=1, max=16)},))
     program = fxquant.quantize_program(exported, recipe)
-    run: Any
-    if packaged:
-        path = fxquant.aoti_compile_and_package(program, package_path=tmp_path / "model.pt2")
-        run = torch._inductor.aoti_load_package(path)
-    else:
-        run = torch.compile(program.module(), backend=Backend("high_precision"), fullgraph=True, dynamic=False)
+    run = served(program, tmp_path / "model.pt2" if packaged else None)
     with torch.no_grad():
         for rows in (1, 2, 16):
             x = torch.randn(rows, size[0], dtype=torch.bfloat16, device=DEVICE)

@@ -20,6 +20,7 @@ import torch
 from emulated_gluon import Array, Pointer, load
 from torch import Tensor
 
+RING = Path(__file__).parents[2] / "kernels" / "gluon_ring.py"
 _SECONDS = 20
 """The longest that a group of warps waits for another."""
 
@@ -210,11 +211,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, path: Path) -> ModuleType:
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["triton.experimental"].gluon = sys.modules["triton.experimental.gluon"]  # type: ignore[attr-defined]
-    spec = importlib.util.spec_from_file_location("emulated_warps_kernel", path)
-    assert spec is not None and spec.loader is not None
-    kernel = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "emulated_warps_kernel", kernel)
-    spec.loader.exec_module(kernel)
+    for name, file in (("fxquant.kernels.gluon_ring", RING), ("emulated_warps_kernel", path)):
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        kernel = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, kernel)
+        spec.loader.exec_module(kernel)
 
     def run(function: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         program.count = programs
