@@ -13,7 +13,8 @@ custom     users' own quantizers
 switched   products whose quantization is chosen when they run
 onnx       the operators in ONNX
 
-`operator` has what an operator is, `gluon_ring` what kernels of two families share, and `torch_in_range` puts torch's own products into ranges of a profiler.
+`operator` has what an operator is, `gluon_ring` what kernels of two families share, and `torch_in_range` puts torch's
+own products into ranges of a profiler.
 """
 
 from fxquant.kernels.attention import autograd as _attention  # noqa: F401  these imports register operators and kernels
