@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fxquant.compat.inside.ranks import largest_now, rank
 from fxquant.compat.private import largest_over_ranks
-from fxquant.compat.ranks import largest_now, rank
 from fxquant.errors import RecipeError
 from fxquant.kernels.state import reference as delayed
 from fxquant.quantizers import DelayedScalingRequest

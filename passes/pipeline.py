@@ -35,8 +35,8 @@ from fxquant.compat.private import (
     lazy_format_graph_code,
     min_cut_rematerialization_partition,
     observed,
+    trace_artifact,
 )
-from fxquant.compat.trace import trace_artifact
 from fxquant.cost.kept import kept_text
 from fxquant.decisions import Considered, NotFused
 from fxquant.kernels.linear import timing

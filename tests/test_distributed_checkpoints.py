@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import fxquant
 from fxquant import FxQuantWarning, RecipeError
-from fxquant.compat.ranks import rank
+from fxquant.compat.inside.ranks import rank
 
 EAGER = {"inner": "aot_eager"}
 DELAYED = fxquant.DelayedScaling(amax_history_len=4)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
-from fxquant.compat.ranks import rank
+from fxquant.compat.inside.ranks import rank
 
 sys.path.append(str(Path(__file__).parent.parent / "docs" / "demo"))
 from model import Transformer

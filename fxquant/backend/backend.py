@@ -33,7 +33,9 @@ from fxquant.backend.states import StateStore
 from fxquant.backend.uncaptured import graph_runs
 from fxquant.backend.weight_cache import CachedWeights, WeightCache
 from fxquant.checks import article, checked
-from fxquant.compat.frames import unwrapped
+from fxquant.compat.inside.frames import unwrapped
+from fxquant.compat.inside.ranks import in_pipeline_stage, name_of_all
+from fxquant.compat.inside.recompiles import breaks_around, compilation, recompile_reasons
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import (
     CapturedInputs,
@@ -41,11 +43,9 @@ from fxquant.compat.private import (
     make_boxed_func,
     own_errors,
     recomputes_activations,
+    trace_artifact,
     with_hooks,
 )
-from fxquant.compat.ranks import in_pipeline_stage, name_of_all
-from fxquant.compat.recompiles import breaks_around, compilation, recompile_reasons
-from fxquant.compat.trace import trace_artifact
 from fxquant.compat.values import static_fakes
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
 from fxquant.passes.captured import Bound, Captured, quantizes, undecided

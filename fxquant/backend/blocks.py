@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.backend.states import Expected, ModuleStates, StateStore
-from fxquant.compat.frames import unwrapped
-from fxquant.compat.ranks import differs_by_rank
+from fxquant.compat.inside.frames import unwrapped
+from fxquant.compat.inside.ranks import differs_by_rank
 from fxquant.formats import LINEAR_OPERANDS
 from fxquant.passes.plan.layers import clean_path
 from fxquant.quantizers import DelayedScalingRequest, Quantizer

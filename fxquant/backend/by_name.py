@@ -11,7 +11,7 @@ from torch import fx
 from fxquant.backend.backend import Backend
 from fxquant.backend.notices import watch_unmet
 from fxquant.backend.options import Options
-from fxquant.compat.frames import compiled_with_names
+from fxquant.compat.inside.frames import compiled_with_names
 from fxquant.compat.private import own_errors
 from fxquant.errors import OptionError
 from fxquant.recipes import RECIPES

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxquant.backend.notices import tell
-from fxquant.compat.ranks import rank, world
+from fxquant.compat.inside.ranks import rank, world
 from fxquant.errors import FxQuantWarning
 
 _OF_RANK = re.compile(r"(.+)@rank(\d+)")

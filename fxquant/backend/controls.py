@@ -25,7 +25,7 @@ from fxquant.backend.checkpoint import Part
 from fxquant.backend.notices import tell, watch
 from fxquant.backend.outer import outermost
 from fxquant.checks import checked
-from fxquant.compat.frames import add_guard, compiled_call, frame_being_compiled, is_method_of, unwrapped
+from fxquant.compat.inside.frames import add_guard, compiled_call, frame_being_compiled, is_method_of, unwrapped
 from fxquant.errors import ArgumentError, FxQuantWarning
 from fxquant.recipes import HighPrecision, Recipe, resolve
 

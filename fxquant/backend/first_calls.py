@@ -13,7 +13,7 @@ from fxquant.backend.blocks import names_in
 from fxquant.backend.notices import tell_uncaptured
 from fxquant.backend.record import Records
 from fxquant.backend.uncaptured import Uncaptured, is_watching
-from fxquant.compat.frames import compiled_call
+from fxquant.compat.inside.frames import compiled_call
 from fxquant.compat.private import no_mode_is_on
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 from fxquant.backend.outside import Quantizations
 from fxquant.backend.stored import dtype_read
-from fxquant.compat.checkpoints import checkpoints_around
-from fxquant.compat.placements import local_part, local_part_of
+from fxquant.compat.inside.checkpoints import checkpoints_around
+from fxquant.compat.inside.placements import local_part, local_part_of
+from fxquant.compat.inside.subclass import is_allocated
 from fxquant.compat.private import recomputes_activations
-from fxquant.compat.subclass import is_allocated
 from fxquant.errors import RecipeError
 from fxquant.formats import LinearSpec
 from fxquant.kernels.operator import traits_of

@@ -13,7 +13,7 @@ from fxquant.backend.by_name import ByName
 from fxquant.backend.by_rank import marked
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.controls import Controls, controls_that_compiled
-from fxquant.compat.frames import backends_behind, is_compiled_form, unwrapped
+from fxquant.compat.inside.frames import backends_behind, is_compiled_form, unwrapped
 from fxquant.errors import OptionError
 from fxquant.passes.plan.layers import clean_path
 from fxquant.recipes import Recipe

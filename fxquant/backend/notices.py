@@ -21,7 +21,7 @@ from torch import nn
 import fxquant
 from fxquant.backend.record import Records, outside_text
 from fxquant.backend.uncaptured import Uncaptured
-from fxquant.compat.recompiles import is_compiled, watch_limits
+from fxquant.compat.inside.recompiles import is_compiled, watch_limits
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
 from fxquant.recipes import HighPrecision
 

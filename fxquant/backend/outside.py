@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.compat.memory import compile_lock
+from fxquant.compat.inside.memory import compile_lock
 from fxquant.compat.private import make_fx
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

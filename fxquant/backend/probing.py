@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.checkpoints import in_reentrant_checkpoint
+from fxquant.compat.inside.checkpoints import in_reentrant_checkpoint
+from fxquant.compat.inside.ranks import gather_objects
 from fxquant.compat.private import compiling_again, in_backward, no_modes
-from fxquant.compat.ranks import gather_objects
 from fxquant.compat.values import fake_mode_of
 from fxquant.kernels.probe.plan import Slot
 from fxquant.kernels.probe.reference import merge, neutral

@@ -15,9 +15,8 @@ from torch import fx, nn
 
 from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
-from fxquant.compat.frames import CallKey
-from fxquant.compat.private import CapturedInputs
-from fxquant.compat.trace import trace_artifact
+from fxquant.compat.inside.frames import CallKey
+from fxquant.compat.private import CapturedInputs, trace_artifact
 from fxquant.decisions import Considered, Decision, KeptInFp8, NotFused, Saved, SentQuantized
 from fxquant.passes.look import half, snapshot
 from fxquant.recipes import Recipe

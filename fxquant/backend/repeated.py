@@ -14,7 +14,7 @@ from fxquant.backend.backend import Backend
 from fxquant.backend.notices import Calls
 from fxquant.backend.options import check_arguments
 from fxquant.checks import checked
-from fxquant.compat.frames import call_by, call_module, call_of_its_own
+from fxquant.compat.inside.frames import call_by, call_module, call_of_its_own
 from fxquant.compat.private import isolated
 from fxquant.errors import ArgumentError, FxQuantError
 from fxquant.passes.plan.layers import clean_path

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fxquant.compat.checkpoints import Around, Repeat, checkpoints_around, in_reentrant_checkpoint
+from fxquant.compat.inside.checkpoints import Around, Repeat, checkpoints_around, in_reentrant_checkpoint
 from fxquant.compat.private import compiling_again, no_modes
 from fxquant.errors import FxQuantError
 from fxquant.passes.captured import Bound

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.compat.checkpoints import CONTEXTS, selective_modes
+from fxquant.compat.inside.checkpoints import CONTEXTS, selective_modes
 from fxquant.compat.private import CheckpointPolicy, no_modes
 from fxquant.compat.values import size_hint
 from fxquant.formats import QuantSpec

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxquant.compat.frames import add_guard, frame_being_compiled
+from fxquant.compat.inside.frames import add_guard, frame_being_compiled
 from fxquant.errors import FxQuantError
 from fxquant.passes.plan.layers import clean_path
 from fxquant.quantizers import value_text

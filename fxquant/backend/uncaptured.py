@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from fxquant.compat.inside.recompiles import graph_breaks
 from fxquant.compat.private import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
-from fxquant.compat.recompiles import graph_breaks
 from fxquant.compat.values import viewed
 from fxquant.decisions import Decision, SkipReason
 from fxquant.formats import LINEAR_OPERANDS

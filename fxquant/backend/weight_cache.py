@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from fxquant.backend.notices import tell
 from fxquant.backend.outside import Quantizations
-from fxquant.compat.memory import Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
-from fxquant.compat.placements import held_part
+from fxquant.compat.inside.memory import Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
+from fxquant.compat.inside.placements import held_part
 from fxquant.compat.values import storage_key
 from fxquant.errors import FxQuantWarning
 from fxquant.passes.insert.cache_weights import Taken, Weight

@@ -1,24 +1,13 @@
 """The one door to torch's private modules, and the one place that asks for its version.
 
-It has four roles:
+It has four roles, and a folder for what torch does not say:
 
-- `private`: private names of torch, and functions that stand for private ones.
-- `patches`: changes to torch, and the compilations that need them; `patch` has what one is, `fakes` those that make
-  compilations shorter.
-- `device`: capability and name of devices, launches.
-- `values`: fake tensors and symbolic sizes.
-
-What torch does not say is a fifth, with a file for each of its parts:
-
-- `memory`: what can be seen of writes into a tensor's memory.
-- `checkpoints`: the activation checkpoints around a call.
-- `frames`: the frame that Dynamo compiles, and guards of our own on its graphs.
-- `ranks`: the ranks of a process group.
-- `fsdp`: the gather that FSDP2 makes of a parameter.
-- `subclass`: what a subclass of Tensor needs.
-- `recompiles`: why a function is compiled again, and where its graphs break.
-- `placements`: the part of a DTensor that a rank holds.
-- `trace`: texts for torch's structured trace.
+private  private names of torch, and functions that stand for private ones
+patches  changes to torch, each with its issue, its versions and a probe that says if it is needed (all of them stand in
+         `PATCHES`); `patch` has what one is, `fakes` those that make compilations shorter
+device   capability and name of devices, launches
+values   fake tensors and symbolic sizes
+inside   facts of frames, checkpoints, memory, ranks, gathers: a file for each part of torch
 """
 
 from __future__ import annotations

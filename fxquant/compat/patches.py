@@ -25,7 +25,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._ops import OpOverloadPacket
 
-from fxquant.compat import fakes, memory, torch_version
+from fxquant.compat import fakes, torch_version
+from fxquant.compat.inside import memory
 from fxquant.compat.patch import Patch, apply
 from fxquant.compat.private import CheckpointPolicy, inductor_config, own_errors
 

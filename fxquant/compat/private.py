@@ -34,6 +34,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import aoti_load_package, inductor_prims
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
+from torch._logging._internal import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
@@ -369,3 +370,8 @@ def cache_folder() -> str | None:
 def fake_kernel(library: Any, name: str) -> Callable[[_Kernel], _Kernel]:
     """Registers the decorated function as the operator's implementation for fake tensors."""
     return torch.library.register_fake(f"{library.ns}::{name}", lib=library)  # type: ignore[no-any-return]
+
+
+def trace_artifact(name: str, text: Callable[[], str], encoding: str = "string") -> None:
+    """Leaves a text under a name, at the compilation that runs now; without a trace the text is not made."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=text)

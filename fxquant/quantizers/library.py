@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.checks import AtLeast, OneOf, checked
-from fxquant.compat.ranks import name_of_all
+from fxquant.compat.inside.ranks import name_of_all
 from fxquant.errors import RecipeError, SettingError
 from fxquant.formats import QuantSpec
 from fxquant.quantizers.base import QuantizedTensor, Quantizer

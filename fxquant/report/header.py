@@ -11,7 +11,7 @@ from torch import nn
 
 import fxquant
 from fxquant.compat.device import card_name, triton_version
-from fxquant.compat.frames import unwrapped
+from fxquant.compat.inside.frames import unwrapped
 from fxquant.recipes import Recipe
 from fxquant.recipes.source import python_of
 

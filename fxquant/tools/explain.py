@@ -16,13 +16,13 @@ from fxquant.backend.record import graph_text
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import checked
 from fxquant.compat.device import card_name, kept_random_state
+from fxquant.compat.inside.recompiles import graph_breaks
 from fxquant.compat.private import (
     changed_inputs,
     compile_to_look,
     min_cut_rematerialization_partition,
     tree_map_only,
 )
-from fxquant.compat.recompiles import graph_breaks
 from fxquant.compat.values import fake_mode_of
 from fxquant.errors import ArgumentError
 from fxquant.passes.graph.considered import considered

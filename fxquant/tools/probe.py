@@ -15,7 +15,7 @@ from fxquant.backend.model import controls_of
 from fxquant.backend.notices import tell
 from fxquant.backend.probing import Session
 from fxquant.checks import AtLeast, checked, did_you_mean
-from fxquant.compat.frames import unwrapped
+from fxquant.compat.inside.frames import unwrapped
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError
 from fxquant.passes.plan.layers import clean_path
 from fxquant.probes import Request

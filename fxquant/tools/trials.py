@@ -13,7 +13,7 @@ from fxquant.backend.backend import Backend
 from fxquant.backend.probing import Session
 from fxquant.checks import article
 from fxquant.compat.device import kept_random_state
-from fxquant.compat.frames import unwrapped
+from fxquant.compat.inside.frames import unwrapped
 from fxquant.compat.private import isolated, tree_leaves, unlimited_recompiles
 from fxquant.decisions import Decision
 from fxquant.errors import OptionError

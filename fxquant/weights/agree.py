@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxquant.compat.placements import local_part_of
+from fxquant.compat.inside.placements import local_part_of
 from fxquant.compat.values import version
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference

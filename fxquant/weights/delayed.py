@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.compat.placements import local_part_of
+from fxquant.compat.inside.placements import local_part_of
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.state import DelayedState, update
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fxquant.compat.fsdp import Gather, current_gather, fill, over, unallocated
+from fxquant.compat.inside.fsdp import Gather, current_gather, fill, over, unallocated
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels import custom

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.compat.device import capability
-from fxquant.compat.memory import is_fake
+from fxquant.compat.inside.memory import is_fake
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import dequantize_operand, parts_spec, quantize, quantize_operand

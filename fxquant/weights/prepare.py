@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fxquant.checks import article, checked
-from fxquant.compat.placements import local_part_of
+from fxquant.compat.inside.placements import local_part_of
 from fxquant.errors import ArgumentError
 from fxquant.formats import OperandSpec
 from fxquant.quantizers import DelayedScalingRequest, Float8Quantizer, Quantizer

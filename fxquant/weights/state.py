@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxquant.compat.subclass import set_apply
+from fxquant.compat.inside.subclass import set_apply
 from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fxquant.compat.inside.subclass import is_allocated, no_torch_function, writes, written
 from fxquant.compat.private import tree_map_only, uncaptured
-from fxquant.compat.subclass import is_allocated, no_torch_function, writes, written
 from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast.ops import HoldsQuantized, dequantize_operand, parts_spec
@@ -280,7 +280,7 @@ class QuantizedWeight(HoldsQuantized):
         self, gathered: tuple[Tensor, ...], sent: Sent, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight over the bytes that have arrived, with no copy; FSDP2 calls this."""
-        from fxquant.compat.fsdp import over
+        from fxquant.compat.inside.fsdp import over
         from fxquant.weights.fsdp import gathered_parts, receive
 
         receive(sent)

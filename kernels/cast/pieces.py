@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.compat import patches
-from fxquant.compat.memory import compile_lock
+from fxquant.compat.inside.memory import compile_lock
 from fxquant.compat.patch import QuantizedGraphPass
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import get_hash_for_files, make_fx

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from fxquant.compat.memory import compile_lock
+from fxquant.compat.inside.memory import compile_lock
 from fxquant.compat.patches import compile_with_inductor
 from fxquant.compat.private import make_fx
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxquant.compat.device import capability
-from fxquant.compat.placements import held_part, is_spread, local_part, placements_text
+from fxquant.compat.inside.placements import held_part, is_spread, local_part, placements_text
 from fxquant.compat.private import (
     copy_sources,
     is_traceable_wrapper_subclass,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from fxquant.compat.placements import is_spread, local_part, mesh_sizes, placements_text, spread_out
+from fxquant.compat.inside.placements import is_spread, local_part, mesh_sizes, placements_text, spread_out
 from fxquant.compat.values import on_fakes
 from fxquant.passes.find.facts import Contraction, Label
 from fxquant.passes.find.forms import FORMS, form_name, read_form

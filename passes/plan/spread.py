@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxquant.compat.placements import local_part, mesh_groups, mesh_names, mesh_sizes, placements_text, spread_out
+from fxquant.compat.inside.placements import (
+    local_part,
+    mesh_groups,
+    mesh_names,
+    mesh_sizes,
+    placements_text,
+    spread_out,
+)
 from fxquant.formats import QuantSpec
 from fxquant.passes.find.facts import Contraction, Label, Match
 from fxquant.passes.graph.names import op_name

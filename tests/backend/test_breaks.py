@@ -30,8 +30,8 @@ from fxquant import (
 )
 from fxquant.backend import notices
 from fxquant.backend.model import controls_of
+from fxquant.compat.inside.recompiles import graph_breaks
 from fxquant.compat.private import no_mode_is_on
-from fxquant.compat.recompiles import graph_breaks
 
 EAGER = {"inner": "aot_eager"}
 logger = logging.getLogger(__name__)

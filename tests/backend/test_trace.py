@@ -14,7 +14,7 @@ from torch import nn
 from torch._logging._internal import TorchLogsFormatter, trace_log
 
 import fxquant
-from fxquant.compat.trace import trace_artifact
+from fxquant.compat.private import trace_artifact
 from fxquant.passes.graph.considered import allowed
 from fxquant.passes.pipeline import Lowering
 from fxquant.passes.settings import Settings

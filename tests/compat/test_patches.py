@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxquant import Backend, aoti_compile_and_package, quantize_program
-from fxquant.compat import OLDEST_TORCH, memory, patches, torch_version
-from fxquant.compat.memory import DATA, Memory
+from fxquant.compat import OLDEST_TORCH, patches, torch_version
+from fxquant.compat.inside import memory
+from fxquant.compat.inside.memory import DATA, Memory
 from fxquant.compat.patch import Patch, apply, compiles_quantized_graph
 from fxquant.compat.private import inductor_config, inductor_decompositions, make_fx
 from fxquant.passes.pipeline import Lowering
