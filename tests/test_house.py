@@ -185,13 +185,13 @@ def test_keys_of_nodes_are_named_in_one_file(module: str) -> None:
             assert not isinstance(key, ast.Constant), f"{ast.unparse(node)}: passes/graph/meta.py has the keys"
 
 
-@pytest.mark.parametrize("package", ["fxquant.passes", "fxquant.kernels", "fxquant.compat"])
+@pytest.mark.parametrize("package", ["fxquant.passes", "fxquant.kernels", "fxquant.compat", "fxquant.compat.inside"])
 def test_a_map_has_every_file_and_folder(package: str) -> None:
     names = {
         module.removeprefix(f"{package}.").partition(".")[0] for module in FILES if module.startswith(f"{package}.")
     }
     text = ast.get_docstring(nodes(FILES[package])[0])  # type: ignore[arg-type]
-    assert text is not None and len(names) > 7
+    assert text is not None and len(names) > 6
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
