@@ -80,6 +80,11 @@ def per_role(**quantizers: Quantizer) -> CustomRecipe:
     return CustomRecipe(qfactory=lambda role: quantizers[role.tensor_type])
 
 
+def recipe_of(quantizer: Quantizer) -> CustomRecipe:
+    """A recipe with one quantizer for all operands of linear layers."""
+    return per_role(input=quantizer, weight=quantizer, grad_output=quantizer)
+
+
 def hybrid(row: Quantizer, column: Quantizer, source: str = "original") -> HybridQuantizer:
     return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column, columnwise_source=source)
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from bits import same
-from helpers import OneLinear, assert_same_bits, linear_step, per_role
+from helpers import OneLinear, assert_same_bits, linear_step, per_role, recipe_of
 from torch import Tensor, nn
 
 import fxquant
 from fxquant import (
     BlockQuantizer,
-    CustomRecipe,
     Direction,
     Float8BlockQuantizer,
     IdentityQuantizer,
@@ -42,10 +41,6 @@ SAME: list[tuple[BlockQuantizer, Quantizer]] = [
     (BlockQuantizer(E2M1, (16, 16), "e4m3"), NVFP4Quantizer(with_2d_quantization=True)),
     (BlockQuantizer("e2m1", (1, 16), "e4m3", "stochastic"), NVFP4Quantizer(stochastic_rounding=True)),
 ]
-
-
-def recipe_of(quantizer: Quantizer) -> CustomRecipe:
-    return per_role(input=quantizer, weight=quantizer, grad_output=quantizer)
 
 
 @pytest.mark.parametrize(("quantizer", "known"), SAME, ids=[str(q.spec(Direction.ROWWISE)) for _, q in SAME])

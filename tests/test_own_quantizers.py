@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import linear_step, per_role
+from helpers import OneLinear, linear_step, per_role, recipe_of
 from torch import Tensor, nn
 
 import fxquant
-from fxquant import CustomRecipe, IdentityQuantizer, QuantizedTensor, Quantizer, RecipeError
+from fxquant import IdentityQuantizer, QuantizedTensor, Quantizer, RecipeError
 from fxquant.quantizers import QuantizedOperand
 
 
@@ -66,19 +66,6 @@ def test_sizes_are_padded_to_the_alignment_that_a_quantizer_declares(one_sided: 
         torch.testing.assert_close(got[key], value, rtol=1e-4, atol=1e-4)
 
 
-class Model(nn.Module):
-    def __init__(self, k: int = 96) -> None:
-        super().__init__()
-        self.fc = nn.Linear(k, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
-def recipe_of(quantizer: Quantizer) -> CustomRecipe:
-    return per_role(input=quantizer, weight=quantizer, grad_output=quantizer)
-
-
 def step(model: nn.Module, quantizer: Quantizer, x: Tensor) -> Tensor:
     torch.compiler.reset()
     return fxquant.compile(model, recipe_of(quantizer), options={"inner": "aot_eager"})(x)
@@ -87,7 +74,7 @@ def step(model: nn.Module, quantizer: Quantizer, x: Tensor) -> Tensor:
 def test_a_size_that_no_block_divides_names_layer_quantizer_and_line() -> None:
     for shape, direction in (((64, 96), "rowwise, of input"), ((33, 128), "columnwise, of grad_output")):
         with pytest.raises(RecipeError, match=rf"layer 'fc': Blocks, {direction} .*unflatten.*alignment") as error:
-            step(Model(shape[1]), Blocks(64), torch.randn(*shape))
+            step(OneLinear(shape[1]), Blocks(64), torch.randn(*shape))
         assert "test_own_quantizers.py:" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -106,24 +93,24 @@ class Reads(Blocks):
 @pytest.mark.parametrize("rows", [32, 64])
 def test_a_columnwise_half_that_is_not_transposed_is_told_before_a_backward(rows: int) -> None:
     with pytest.raises(RecipeError, match=r"layer 'fc': Untransposed, columnwise.*quantize x\.mT"):
-        step(Model(64), Untransposed(), torch.randn(rows, 64))
+        step(OneLinear(64), Untransposed(), torch.randn(rows, 64))
     with torch.no_grad():
-        step(Model(64), Untransposed(), torch.randn(rows, 64))
+        step(OneLinear(64), Untransposed(), torch.randn(rows, 64))
 
 
 def test_code_that_reads_values_is_refused_with_its_line() -> None:
     with pytest.raises(RecipeError, match=r"layer 'fc': Reads, rowwise.*if x\.abs\(\)\.max\(\) > 0"):
-        fxquant.explain(Model(), recipe_of(Reads()), torch.randn(32, 96))
+        fxquant.explain(OneLinear(96), recipe_of(Reads()), torch.randn(32, 96))
 
 
 def test_the_report_has_bits_an_element_with_scales() -> None:
-    report = fxquant.explain(Model(), recipe_of(Padded()), torch.randn(32, 96))
+    report = fxquant.explain(OneLinear(96), recipe_of(Padded()), torch.randn(32, 96))
     assert {d.bits for d in report.decisions} == {9.0} and "Padded (9 bits an element)" in str(report)
 
 
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_measure_has_the_losses_of_own_quantizers(one_sided: bool) -> None:
-    model, x = Model(), torch.randn(33, 96)
+    model, x = OneLinear(96), torch.randn(33, 96)
     quantizer = Padded(64)
     recipe = per_role(input=IdentityQuantizer() if one_sided else quantizer, weight=quantizer, grad_output=quantizer)
     (loss,) = fxquant.measure(model, recipe, x).losses
