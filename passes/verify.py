@@ -29,6 +29,7 @@ PRODUCED = frozenset(("produce_quantize",))
 
 FUSED = frozenset((
     "attention_forward_into", "delayed_advance", "fused_scaled_mm", "produce_quantize_into", "quantize_qkv_into",
+    "tensor_scale",
 ))  # fmt: skip
 """Operators that only the passes of `lower` write, behind autograd and the partitioner."""
 

@@ -12,7 +12,7 @@ from fxquant.snapshots import NodeText, Snapshot
 MOST_BOXES = 30
 
 _LOOKED_THROUGH = VIEWS | COPIES | EXPANDS | frozenset(("getitem", "wait_tensor"))
-_SCALES = frozenset(("fxquant::amax", "fxquant::scale_from_amax"))
+_SCALES = frozenset(("fxquant::amax", "fxquant::scale_from_amax", "fxquant::tensor_scale"))
 """Operators that make the scale of a quantization: they are shown as part of it."""
 _PRODUCTS = frozenset("mm addmm bmm baddbmm linear matmul convolution convolution_backward _grouped_mm".split()) | {
     f"fxquant::{name}"

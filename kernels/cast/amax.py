@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The amax of a tensor that lies in memory: one read, at the rate of a copy.
+"""The amax of a tensor that lies in memory: one read, at the rate of a copy. And the scale that amaxes give.
 
-Where a tensor's producer can take the amax along, Inductor fuses them; this kernel is for what no such producer made:
-parameters, inputs, and the results of GEMMs and attention.
+Where a tensor's producer can take the amax along, Inductor fuses them; the kernel of the amax is for what no such
+producer made: parameters, inputs, and the results of GEMMs and attention. The scale is one launch either way. As
+operators of ATen it would be a dozen nodes, for which Inductor makes loops and code in each layer anew.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.patches import writes
+from fxquant.formats import QuantSpec
+from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.codes import magnitude
+from fxquant.kernels.cast.rounded import rounded
+from fxquant.kernels.cast.triton_scales import side_constants, side_multiplier
 
 _STEPS, _BLOCK, _WARPS = 8, 4096, 4
+_MOST_AMAXES = 1 << 15
+"""Amaxes that one program reads."""
 
 
 @writes("out")
@@ -34,13 +41,50 @@ def tensor_amax_kernel(x, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.max(largest, axis=0))
 
 
+@writes("out")
+@triton.jit
+def scale_kernel(amaxes, out, numel, BLOCK: tl.constexpr, SIDE: tl.constexpr):
+    """Stores the multiplier of a tensor whose parts have these amaxes, none of them NaN."""
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, numel, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(amaxes + at, mask=at < numel, other=0.0).to(tl.float32))
+    tl.store(out + tl.arange(0, 1), side_multiplier(tl.max(largest, axis=0, keep_dims=True), SIDE))
+
+
 def tensor_amax(x: Tensor) -> Tensor:
     """`reference.amax` of a tensor of any shape: float32 [1]. What is not contiguous is copied first.
 
-    The amaxes of its pieces are left to Inductor, which takes theirs in one kernel with the scale that is made of it.
+    The amaxes of its pieces are left to Inductor, which takes theirs in one kernel with what is made of them.
     """
+    return _amaxes_of_pieces(x).amax(0, keepdim=True)
+
+
+def tensor_scale(x: Tensor, spec: QuantSpec) -> Tensor:
+    """`reference.multiplier_from_amax` for the amax of a tensor of any shape: float32 [1]."""
+    return _scale(_amaxes_of_pieces(x), spec)
+
+
+def made_tensor_scale(x: Tensor, spec: QuantSpec) -> Tensor:
+    """The same for a tensor [.., K] that a kernel of Inductor's makes, which takes the amaxes of rows along."""
+    amaxes = reference.magnitude(rounded(x)).amax(-1)
+    while amaxes.numel() > _MOST_AMAXES and amaxes.ndim > 1:
+        amaxes = amaxes.amax(-1)
+    return _scale(amaxes, spec)
+
+
+def _scale(amaxes: Tensor, spec: QuantSpec) -> Tensor:
+    numel = amaxes.numel()
+    block = min(triton.next_power_of_2(numel), 1 << 13)
+    out = torch.empty(1, dtype=torch.float32, device=amaxes.device)
+    constants = side_constants(spec, torch.float32)
+    wrap_triton(scale_kernel)[(1,)](amaxes, out, numel, block, constants, num_warps=max(1, min(16, block // 256)))
+    return out
+
+
+def _amaxes_of_pieces(x: Tensor) -> Tensor:
     x = x.contiguous()
     pieces = triton.cdiv(x.numel(), _STEPS * _BLOCK)
     out = torch.empty(pieces, dtype=torch.float32, device=x.device)
     wrap_triton(tensor_amax_kernel)[(pieces,)](x, out, x.numel(), _STEPS, _BLOCK, num_warps=_WARPS)
-    return out.amax(0, keepdim=True)
+    return out

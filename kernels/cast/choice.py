@@ -174,6 +174,25 @@ def amax(facts: CastFacts) -> str:
     return _not_stored(facts) or ("an empty tensor" if 0 in facts.shape else "")
 
 
+def stored_scale(facts: CastFacts) -> str:
+    """Returns why no Triton kernels make the scale of a tensor that lies in memory."""
+    return amax(facts) or ("" if supports(facts.specs[0]) else f"no Triton scale of {facts.specs[0]}")
+
+
+def made_scale(facts: CastFacts) -> str:
+    """Returns why no Triton kernel makes the scale of a tensor of the amaxes of its rows, which Inductor takes.
+
+    Inductor makes the scale of a single row, or of a vector, where it takes the amax.
+    """
+    if not (facts.on_cuda and facts.triton):
+        return "no Triton"
+    if not supports(facts.specs[0]):
+        return f"no Triton scale of {facts.specs[0]}"
+    shape: Any = facts.shape
+    plain = all(isinstance(size, int) for size in shape) and facts.dtype != torch.float64
+    return "" if plain and 0 not in shape and math.prod(shape[:-1]) > 1 else "no rows of a known number"
+
+
 def groups(facts: CastFacts) -> str:
     """Returns why no Triton kernel quantizes groups.
 

@@ -111,6 +111,36 @@ def _scale_from_amax_fake(amax: Tensor, spec: str) -> Tensor:
     return torch.empty_like(amax, dtype=torch.float32)
 
 
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
+def tensor_scale(x: Tensor, spec: str) -> Tensor:
+    """The number by which a tensor is multiplied so that its amax becomes the format's largest value: float32 [1]."""
+    return scale_from_amax.meaning(amax.meaning(x), spec)
+
+
+@tensor_scale.fake
+def _tensor_scale_fake(x: Tensor, spec: str) -> Tensor:
+    return _amax_fake(x)
+
+
+@tensor_scale.facts
+def _tensor_scale_facts(x: Tensor, spec: str) -> CastFacts:
+    return CastFacts.of(x, [Side("rowwise", spec, None)])
+
+
+@tensor_scale.implementation(CastKernel.STORED, when=choice.stored_scale)
+def _triton_tensor_scale(x: Tensor, spec: str) -> Tensor:
+    from fxquant.kernels.cast import amax
+
+    return amax.tensor_scale(x, QuantSpec.parse(spec))
+
+
+@tensor_scale.implementation(CastKernel.TRITON, when=choice.made_scale)
+def _triton_made_tensor_scale(x: Tensor, spec: str) -> Tensor:
+    from fxquant.kernels.cast import amax
+
+    return amax.made_tensor_scale(x, QuantSpec.parse(spec))
+
+
 @operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1, sides=both_sides, amax=amax))
 def hybrid_quantize(
     x: Tensor,

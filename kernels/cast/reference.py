@@ -94,6 +94,11 @@ def amax(x: Tensor, axis: int | None = None) -> Tensor:
     return _amax(x, axis)
 
 
+def magnitude(x: Tensor) -> Tensor:
+    """The magnitudes of elements, 0 for NaN."""
+    return torch.where(x == x, x.abs(), 0.0)
+
+
 def largest(x: Tensor, spec: QuantSpec) -> Tensor:
     """The amaxes of x [*batch, R, C], its contracted axis last, that scales of the whole tensor or of rows are made of.
 
@@ -449,15 +454,15 @@ def reciprocal(x: Tensor) -> Tensor:
 
 def _amax(x: Tensor, axis: int | None = None) -> Tensor:
     """Largest magnitude, without NaN, in float32: over everything as [1], or over one axis. 0 where nothing is."""
-    magnitude = torch.where(x == x, x.abs(), 0.0)
-    if axis is None and magnitude.ndim > 1 and statically_known_true(magnitude.shape[-1] > 0):
-        magnitude = magnitude.amax(-1)  # a norm or an activation that makes x reduces or loops over this axis too
-    size = magnitude.numel() if axis is None else magnitude.shape[axis]
+    largest = magnitude(x)
+    if axis is None and largest.ndim > 1 and statically_known_true(largest.shape[-1] > 0):
+        largest = largest.amax(-1)  # a norm or an activation that makes x reduces or loops over this axis too
+    size = largest.numel() if axis is None else largest.shape[axis]
     # an exported program takes empty batches although its symbols are believed to be 2 or more
     reliable = isinstance(size, int) or axis is not None
     if not (reliable and statically_known_true(size > 0)):
-        magnitude = torch.nn.functional.pad(magnitude.flatten() if axis is None else magnitude, (0, 1))
-    return (magnitude.amax().reshape(1) if axis is None else magnitude.amax(axis)).float()
+        largest = torch.nn.functional.pad(largest.flatten() if axis is None else largest, (0, 1))
+    return (largest.amax().reshape(1) if axis is None else largest.amax(axis)).float()
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:

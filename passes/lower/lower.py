@@ -120,7 +120,7 @@ def facts_of(node: fx.Node, settings: Settings) -> Facts:
     assert called is not None
 
     def value(source: fx.Node) -> Any:  # a scale that the graph makes of a tensor's amax is as none
-        of_tensor = is_fxquant(source, "scale_from_amax") and val(source).ndim == 1
+        of_tensor = is_fxquant(source, "scale_from_amax", "tensor_scale") and val(source).ndim == 1
         return None if of_tensor else val(source)
 
     args: Any = fx.node.map_arg(node.args, value)

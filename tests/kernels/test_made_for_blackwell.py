@@ -145,6 +145,7 @@ MORE: dict[str, Callable[[], object]] = {
         "mxfp8_e4m3", "mxfp8_2d_e5m2")},
     "produced": lambda: produced("mxfp8_e4m3(swizzled)"),
     "amax": lambda: amax.tensor_amax(matrix(4096, 2048)),
+    "scale": lambda: amax.tensor_scale(matrix(4096, 2048), QuantSpec.parse("per_tensor_e5m2(nonfinite)")),
     "state": lambda: delayed.advance(
         torch.ones(4), torch.zeros(16, 4), torch.zeros(4), torch.zeros(4, dtype=torch.int64),
         torch.zeros(4, dtype=torch.int64), torch.ones(4), 0.0, "max"),

@@ -34,7 +34,7 @@ def test_the_order_of_the_last_stage() -> None:
         "dispatch_payloads", "gather_payloads",
         "batch_amaxes", "advance_state", "split_scales", "reuse_attention_payload", "swizzle_scales", "mark_gemms",
         "pair_directions", "fuse_producers", "fuse_epilogues", "amax_before_views", "record_in_kernel", "few_rows",
-        "name_products", "lower", "materialize_shared_inputs",
+        "name_products", "scale_at_once", "lower", "materialize_shared_inputs",
     ]  # fmt: skip
 
 

@@ -113,8 +113,28 @@ def groups() -> None:
     assert torch.equal(triton_grouped_cast.clear(out.clone(), ends), torch.cat([0 * out[:1], out[1:]]))
 
 
+def scales() -> None:
+    """Scales by one launch have the bits of the reference, also of amaxes that have no quotient."""
+    largest = [0.0, 1e-45, 1e-39, 1.3e-38, 2**-100, 1e-12, 0.015, 0.3, 447.99, 448.0, 57344.5, 3e38, torch.inf]
+    for text in ("per_tensor_e5m2(nonfinite,pow2)", "per_tensor_e4m3(torchao)", *SPECS):
+        spec = QuantSpec.parse(text)
+        for amax in largest if spec.row.family == "per_tensor" else ():
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.full((3, 5, 7), amax, dtype=dtype) * torch.linspace(-1, 1, 7).to(dtype)
+                x[0, 0, :2] = torch.tensor([-amax, torch.nan])
+                want = reference.multiplier_from_amax(reference.amax(x), spec)
+                for got in (triton_amax.tensor_scale(x, spec), triton_amax.made_tensor_scale(x, spec)):
+                    assert torch.equal(as_bytes(got), as_bytes(want)), (text, amax, dtype, got, want)
+    many = torch.rand(9, 1 << 12)
+    spec = QuantSpec.parse("per_tensor_e4m3")
+    want = reference.multiplier_from_amax(reference.amax(many), spec)
+    for seen in (many.flatten()[:, None], many.reshape(-1, 2, 1)):
+        assert torch.equal(triton_amax.made_tensor_scale(seen, spec), want)
+
+
 def main() -> None:
     groups()
+    scales()
     pairs = [*((spec, spec) for spec in SPECS), *MIXED]
     for shape, dtype in INPUTS:
         x = values(dtype, shape)
