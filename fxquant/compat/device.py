@@ -75,3 +75,10 @@ def kept_random_state() -> AbstractContextManager[None]:
     """Returns a scope behind which the random states of the CPU and of CUDA devices in use are as they were."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.random.fork_rng(devices=list(range(torch.cuda.device_count() if used else 0)))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a CUDA device; without a driver that of an H100."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

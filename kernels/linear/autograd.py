@@ -114,7 +114,10 @@ class Context:
         if self.measures_loss:
             forward = {("input", "rowwise"): self.input_of("rowwise", input, None)}
             forward |= {("weight", "rowwise"): self.weight_of("rowwise", weight)}
-            observed |= {**self._observed(forward), GRADIENT: (grad_output, None, ([grad_output], IDENTITY))}
+            observed |= {
+                **self._observed(forward),
+                GRADIENT: (grad_output, None, ([grad_output], IDENTITY), OperandSpec(IDENTITY, IDENTITY)),
+            }
         self.observer.add_backward(observed, self._try)
 
     @property
@@ -123,7 +126,7 @@ class Context:
         return self.observer is not None and self.observer.of_loss
 
     def _observed(self, operands: Mapping[tuple[str, str], _Operand]) -> dict[tuple[str, str], Observation]:
-        return {key: (o.x, o.offs, o.quantized(self.gemms, self.state)) for key, o in operands.items()}
+        return {key: (o.x, o.offs, o.quantized(self.gemms, self.state), o.spec) for key, o in operands.items()}
 
     def _try(self, x: Tensor, offs: Tensor | None, spec: OperandSpec, direction: str) -> Quantized:
         """A candidate's quantization; rounded stochastically by the same numbers in every step."""

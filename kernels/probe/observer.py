@@ -3,7 +3,7 @@
 fxquant.scaled_mm(quantize(x), quantize(w))
 # has beside it
 v0, v1 = fxquant.probe_operand(x, quantize(x), ..), fxquant.probe_operand(w, quantize(w), ..)
-forward.copy_(fxquant.probe_merge(forward, stack([v0, v1, ..])))
+forward.copy_(fxquant.probe_merge(forward, [v0, v1, ..]))
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from fxquant.kernels.probe.ops import (
     probe_operand,
     probe_product,
     probe_softmax,
+    probe_turned,
 )
 from fxquant.kernels.probe.plan import GEMMS, LOSS, Plan, Slot
 from fxquant.kernels.state.step import StepState
 
 Quantized = tuple[list[Tensor], QuantSpec]
-Observation = tuple[Tensor, Tensor | None, Quantized]
-"""An operand as it is, the ends of its groups, and its quantized form."""
+Observation = tuple[Tensor, Tensor | None, Quantized, OperandSpec]
+"""An operand as it is, the ends of its groups, its quantized form, and the formats of both directions."""
 Operands = Mapping[tuple[str, str], Observation]
 """Operands by role and direction."""
 Quantize = Callable[[Tensor, Tensor | None, OperandSpec, str], Quantized]
@@ -79,13 +80,13 @@ class Observer:
         def quantized(slot: Slot) -> Quantized:
             """The quantized form of a slot's operand."""
             key = (slot.role, slot.direction, slot.candidate)
-            x, offs, parts = operands[key[:2]]
+            x, offs, parts, _ = operands[key[:2]]
             spec = self.plan.specs(slot.role)[slot.candidate] if slot.candidate >= 0 else None
             if spec is not None and key not in tried:
                 tried[key] = quantize(x, offs, spec, slot.direction)
             return parts if spec is None else tried[key]
 
-        counted = _Counted(self.plan)
+        counted, alike = _Counted(self.plan), dict[tuple[str, int], Tensor]()
 
         def vector(slot: Slot) -> Tensor | None:
             if any(operand not in operands for operand in _needed(slot)):
@@ -94,12 +95,24 @@ class Observer:
                 return _loss(slot, operands, quantized(slot))
             if slot.gemm:
                 return _product(slot, operands, quantized)
-            return self._operand(slot, operands, quantized(slot), counted.groups(slot))
+            x, groups, same = operands[slot.role, slot.direction][0], counted.groups(slot), (slot.role, slot.candidate)
+            if same in alike and slot.direction == "columnwise":
+                return _turned(alike[same], quantized(slot), _oriented(x, slot.direction), groups)
+            measured = self._operand(slot, operands, quantized(slot), groups)
+            if not self.grouped and _alike(self._spec(slot, operands)):
+                alike[same] = measured
+            return measured
 
         add(total, slots, vector)
 
+    def _spec(self, slot: Slot, operands: Operands) -> OperandSpec | None:
+        """The format of a slot's operand."""
+        if slot.candidate < 0:
+            return operands[slot.role, slot.direction][3]
+        return self.plan.specs(slot.role)[slot.candidate]
+
     def _operand(self, slot: Slot, operands: Operands, quantized: Quantized, groups: str) -> Tensor:
-        x, offs, _ = operands[slot.role, slot.direction]
+        x, offs, *_ = operands[slot.role, slot.direction]
         parts, spec = quantized
         if self.grouped:
             return probe_groups(x, offs, parts, str(spec), slot.direction, groups)
@@ -166,9 +179,21 @@ def _heads(
 def add(total: Tensor, slots: Sequence[Slot], vector: Callable[[Slot], Tensor | None]) -> None:
     """Adds the vectors of slots to what a step has measured; None is that of nothing."""
     if slots:
-        nothing = reference.neutral(total.device)
-        vectors = [nothing if measured is None else measured for measured in map(vector, slots)]
-        total.copy_(probe_merge(total, torch.stack(vectors)))
+        vectors = [*map(vector, slots)]
+        nothing = reference.neutral(total.device) if any(measured is None for measured in vectors) else total
+        total.copy_(probe_merge(total, [nothing if measured is None else measured for measured in vectors]))
+
+
+def _alike(spec: OperandSpec | None) -> bool:
+    """True if both directions of an operand have the same values: one is the other, transposed."""
+    if spec is None or spec.from_rowwise or spec.is_stochastic or spec.rowwise != spec.columnwise:
+        return False
+    return spec.rowwise.row.family == "per_tensor"
+
+
+def _turned(vector: Tensor, quantized: Quantized, x: Tensor, groups: str) -> Tensor:
+    parts, spec = quantized
+    return probe_turned(x, vector, parts, str(spec)) if "blocks" in groups.split("+") else vector
 
 
 class _Counted:

@@ -1,7 +1,7 @@
 """The operators of probes: the statistics of one operand, of one product, and their sum over a step.
 
 All give vectors of `fxquant.kernels.probe.reference.COLUMNS`, float64. Compiled graphs call them as they are, with the
-tensors that lie in memory: traced, each would be a hundred operators to compile. On CUDA they are compiled apart.
+tensors that lie in memory: traced, each would be a hundred operators to compile. On CUDA they launch kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxquant.formats import AttentionSpec, OperandSpec, QuantSpec
 from fxquant.kernels.operator import Facts, Kernel, Parts, Traits, operator
-from fxquant.kernels.probe import attention, compiled, grouped, reference
+from fxquant.kernels.probe import attention, grouped, reference
 
 
 class ProbeKernel(Kernel):
@@ -74,42 +74,39 @@ def softmax_statistics(
     )
 
 
-@group_statistics.on("CUDA")
-def _compiled_groups(
-    x: Tensor, offs: Tensor | None, parts: Parts, spec: str, direction: str, groups: str
-) -> Tensor:  # fmt: skip
-    def run(x: Tensor, *more: Tensor) -> Tensor:
-        ends, parts = (None, more) if offs is None else (more[0], more[1:])
-        return group_statistics.meaning(x, ends, parts, spec, direction, groups)
+@operator(namespace="fxquant_kernels")
+def turned_statistics(x: Tensor, vector: Tensor, parts: Parts, spec: str) -> Tensor:
+    """`probe_turned`, as lowered graphs call it."""
+    return reference.turned(vector, x, parts, QuantSpec.parse(spec))
 
-    taken = [] if offs is None else [offs]
-    return compiled.call((spec, direction, groups, offs is None), run, x, *taken, *parts)
+
+@operator(namespace="fxquant_kernels")
+def merged_statistics(total: Tensor, new: Parts) -> Tensor:
+    """`probe_merge`, as lowered graphs call it."""
+    return reference.merge(total, torch.stack([*new]))
 
 
 @operand_statistics.on("CUDA")
-def _compiled_operand(x: Tensor, parts: Parts, spec: str, groups: str) -> Tensor:
-    def run(x: Tensor, *parts: Tensor) -> Tensor:
-        return operand_statistics.meaning(x, parts, spec, groups)
+def _launched_operand(x: Tensor, parts: Parts, spec: str, groups: str) -> Tensor:
+    from fxquant.kernels.probe import triton_launch
 
-    return compiled.call((spec, groups), run, x, *parts)
+    return triton_launch.statistics(x, parts, QuantSpec.parse(spec), groups.split("+"))
+
+
+@turned_statistics.on("CUDA")
+def _launched_turned(x: Tensor, vector: Tensor, parts: Parts, spec: str) -> Tensor:
+    from fxquant.kernels.probe import triton_launch
+
+    return reference.turned(vector, x, parts, QuantSpec.parse(spec), triton_launch.statistics)
 
 
 @product_statistics.on("CUDA")
-def _compiled_product(
+def _launched_product(
     a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str, gemm: str
 ) -> Tensor:  # fmt: skip
-    def run(a: Tensor, b: Tensor, *parts: Tensor) -> Tensor:
-        return product_statistics.meaning(a, b, parts[: len(a_parts)], parts[len(a_parts) :], a_spec, b_spec, gemm)
+    from fxquant.kernels.probe import triton_launch
 
-    return compiled.call((a_spec, b_spec, len(a_parts), gemm == "wgrad"), run, a, b, *a_parts, *b_parts)
-
-
-@loss_statistics.on("CUDA")
-def _compiled_loss(grad: Tensor, x: Tensor, w: Tensor, parts: Parts, spec: str, role: str) -> Tensor:
-    def run(grad: Tensor, x: Tensor, w: Tensor, *parts: Tensor) -> Tensor:
-        return loss_statistics.meaning(grad, x, w, parts, spec, role)
-
-    return compiled.call((spec, role, "loss"), run, grad, x, w, *parts)
+    return triton_launch.products((a, b), (a_parts, b_parts), (QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)), gemm)
 
 
 @operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=1))
@@ -119,6 +116,15 @@ def probe_operand(x: Tensor, parts: Parts, spec: str, groups: str) -> Tensor:
     `groups` names those of `reference.GROUPS` that are wanted, joined by ``+``.
     """
     return operand_statistics.meaning(x, parts, spec, groups)
+
+
+@operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=1))
+def probe_turned(x: Tensor, vector: Tensor, parts: Parts, spec: str) -> Tensor:
+    """`probe_operand` of one direction of an operand whose other one has the same values, and this `vector`.
+
+    Both have one scale, that of the tensor: only the blocks of which one is the worst are others.
+    """
+    return turned_statistics.meaning(x, vector, parts, spec)
 
 
 @operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=1))
@@ -166,11 +172,12 @@ def _fake_of_parts(q: Sequence[Tensor], *_: Any) -> Tensor:
 
 
 for measured in (
-    probe_operand, probe_product, probe_groups, probe_loss, probe_heads, operand_statistics, product_statistics,
-    group_statistics, loss_statistics, heads_statistics,
+    probe_operand, probe_turned, probe_product, probe_groups, probe_loss, probe_heads, operand_statistics,
+    turned_statistics, product_statistics, group_statistics, loss_statistics, heads_statistics,
 ):  # fmt: skip
     measured.fake(_fake)
 probe_operand.implementation(ProbeKernel.CALL, when=_beside)(operand_statistics)
+probe_turned.implementation(ProbeKernel.CALL, when=_beside)(turned_statistics)
 probe_product.implementation(ProbeKernel.CALL, when=_beside)(product_statistics)
 probe_groups.implementation(ProbeKernel.CALL, when=_beside)(group_statistics)
 probe_loss.implementation(ProbeKernel.CALL, when=_beside)(loss_statistics)
@@ -180,12 +187,12 @@ for rows in (probe_softmax, softmax_statistics):
 probe_softmax.implementation(ProbeKernel.CALL, when=_beside)(softmax_statistics)
 
 
-@operator()
-def probe_merge(total: Tensor, new: Tensor) -> Tensor:
-    """The statistics [*, COLUMNS] of a step so far, and new ones, taken together."""
-    return reference.merge(total, new)
+@operator(reference=ProbeKernel.REFERENCE)
+def probe_merge(total: Tensor, new: Parts) -> Tensor:
+    """The statistics [*, COLUMNS] of a step so far, and new ones, a vector for each row, taken together."""
+    return merged_statistics.meaning(total, new)
 
 
-@probe_merge.fake
-def _fake_merge(total: Tensor, new: Tensor) -> Tensor:
-    return torch.empty_like(total)
+for merged in (probe_merge, merged_statistics):
+    merged.fake(lambda total, new: torch.empty_like(total))
+probe_merge.implementation(ProbeKernel.CALL, when=_beside)(merged_statistics)

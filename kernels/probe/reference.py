@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fxquant.compat.values import statically_known_true
 from fxquant.formats import Element, Format, QuantSpec
 from fxquant.kernels import custom
 from fxquant.kernels.cast import blocks, reference
+from fxquant.kernels.cast.swizzle import unswizzle
 
 SUMS = (
     "elements", "zeros", "underflow", "saturated", "subnormal", "nonfinite", "overflow", "signal", "noise", "fourth",
@@ -55,7 +56,7 @@ SAMPLE = 128
 _AT_ONCE = 16
 """The exponents that are counted in one pass over the tensor."""
 
-_BLOCK = (1, 32)
+BLOCK = (1, 32)
 """The block in whose place stands 'the worst' for formats without blocks."""
 
 
@@ -153,8 +154,34 @@ class Compared:
 
 def statistics(x: Tensor, parts: Sequence[Tensor], spec: QuantSpec, groups: Sequence[str]) -> Tensor:
     """The vector [COLUMNS], float64, of an operand x whose quantized form is `parts`: its `groups`."""
+    parts, spec = plain_scales(parts, spec)
     seen = compared(x.float(), parts, spec)
     return measured(seen, factors(parts, spec, seen.row), groups)
+
+
+def turned(
+    vector: Tensor, x: Tensor, parts: Sequence[Tensor], spec: QuantSpec,
+    measure: Callable[[Tensor, Sequence[Tensor], QuantSpec, Sequence[str]], Tensor] = statistics,
+) -> Tensor:  # fmt: skip
+    """The `vector` of the other direction of x, whose values are the same, with the worst block of this one."""
+    other = measure(x, parts, spec, ("blocks",))
+    before = len(SUMS) + len(LARGEST)
+    kept = torch.split(vector, [before, len(WORST), len(EXPONENTS)])
+    return torch.cat([kept[0], other.narrow(0, before, len(WORST)), kept[2]])
+
+
+def plain_scales(parts: Sequence[Tensor], spec: QuantSpec) -> tuple[Sequence[Tensor], QuantSpec]:
+    """The parts with scales in the order of blocks, without the padding that tensor cores read."""
+    if not spec.swizzled:
+        return parts, spec
+    data, scale, *rest = parts
+    scale = unswizzle(scale, data.shape[-2], data.shape[-1] * spec.row.packed // spec.row.block[1])
+    return [data, scale, *rest], replace(spec, swizzled=False)
+
+
+def block_of(row: Format | None) -> tuple[int, int]:
+    """The rows and columns of the blocks of which one is the worst."""
+    return row.block if row is not None and 0 not in row.block else BLOCK
 
 
 def measured(seen: Compared, scales: Tensor | None, groups: Sequence[str]) -> Tensor:
@@ -170,7 +197,7 @@ def measured(seen: Compared, scales: Tensor | None, groups: Sequence[str]) -> Te
         entries["signal"], entries["noise"] = energy(x, ok), energy(x - q, ok)
         entries["fourth"], entries["relative"] = fourth_moment(x, ok), relative_error(x, q, ok)
     if "codes" in groups and not seen.exact:
-        _count_codes(x, q, seen.code, None if seen.row is None else seen.row.element, entries)
+        _count_codes(seen, entries)
     if "scales" in groups:
         _measure_scales(scales, entries)
     if "blocks" in groups:
@@ -234,20 +261,27 @@ def _plain_codes(data: Tensor, q: Tensor, x: Tensor) -> Tensor | None:
     return data.narrow(-1, 0, x.shape[-1])
 
 
-def _count_codes(x: Tensor, q: Tensor, code: Tensor | None, element: Element | None, entries: dict[str, Any]) -> None:
+def _count_codes(seen: Compared, entries: dict[str, Any]) -> None:
     """Counts what is saturated and subnormal; NaN where only a user's own quantizer knows."""
-    if code is None:
+    of_codes = ends(seen)
+    if seen.code is None or of_codes is None:
         entries["saturated"] = entries["subnormal"] = math.nan
         return
+    code, (largest, normal) = seen.code.float(), of_codes
+    entries["saturated"] = saturated(seen.x, seen.q, code, largest).sum()
+    entries["subnormal"] = subnormal(code, normal).sum()
+
+
+def ends(seen: Compared) -> tuple[float, float] | None:
+    """The largest number of an operand's codes, and the smallest normal one, 0 for integers; None without codes."""
+    if seen.code is None:
+        return None
+    element = None if seen.row is None else seen.row.element
+    if (seen.code.dtype if element is None else element.dtype) == torch.int8:
+        return (127.0 if element is None else element.max), 0.0
     if element is not None:
-        largest, normal, integer = element.max, element.smallest_normal, element.dtype == torch.int8
-    else:
-        integer = code.dtype == torch.int8
-        largest = 127.0 if integer else torch.finfo(code.dtype).max
-        normal = 0.0 if integer else torch.finfo(code.dtype).smallest_normal
-    code = code.float()
-    entries["saturated"] = saturated(x, q, code, largest).sum()
-    entries["subnormal"] = 0.0 if integer else subnormal(code, normal).sum()
+        return element.max, element.smallest_normal
+    return torch.finfo(seen.code.dtype).max, torch.finfo(seen.code.dtype).smallest_normal
 
 
 def factors(parts: Sequence[Tensor], spec: QuantSpec, row: Format | None) -> Tensor | None:
@@ -277,20 +311,20 @@ def _measure_scales(scales: Tensor | None, entries: dict[str, Any]) -> None:
 
 def _find_worst(x: Tensor, q: Tensor, row: Format | None, entries: dict[str, Any]) -> None:
     """Finds the block whose noise is the largest part of its signal, the first of several, and where it begins."""
-    high, wide = row.block if row is not None and 0 not in row.block else _BLOCK
-    ok, sums = finite(x) & finite(q), []
+    high, wide = block_of(row)
+    ok, sums, rows = finite(x) & finite(q), [], x.shape[-2]
+    down, across = (rows + high - 1) // high, (x.shape[-1] + wide - 1) // wide
     for part in (x, x - q):
-        square = torch.where(ok, part, 0.0).double().square().flatten(0, -2)
-        rows, columns = square.shape
-        down, across = (rows + high - 1) // high, (columns + wide - 1) // wide
-        square = torch.nn.functional.pad(square, (0, across * wide - columns, 0, down * high - rows))
-        square = torch.unflatten(square, 1, (across, wide)).sum(-1)
-        sums.append(torch.unflatten(square, 0, (down, high)).sum(1))
+        square = torch.where(ok, part, 0.0).double().square()
+        square = torch.nn.functional.pad(square, (0, across * wide - x.shape[-1], 0, down * high - rows))
+        square = torch.unflatten(square, -1, (across, wide)).sum(-1)
+        sums.append(torch.unflatten(square, -2, (down, high)).sum(-2))
     signal, noise = sums
     ratio = torch.nn.functional.pad(torch.where(signal > 0, noise / signal, -1.0).flatten(), (0, 1), value=-1.0)
     place = ratio.argmax()
+    line = torch.div(place, across, rounding_mode="floor")
     entries["worst"] = ratio.amax()
-    entries["worst_row"] = torch.div(place, across, rounding_mode="floor") * high
+    entries["worst_row"] = torch.div(line, down, rounding_mode="floor") * rows + line % down * high
     entries["worst_column"] = place % across * wide
 
 
@@ -310,17 +344,12 @@ def products(
 ) -> Tensor:
     """The vector of a product a b^T of two operands and that of their quantized forms: its cosine and its error.
 
-    cos = <Y, Y'> / (|Y| |Y'|) for Y = a b^T and Y' = a' b'^T, in float32, over every n-th row of each operand, so that
+    cos = <Y, Y'> / (|Y| |Y'|) for Y = a b^T and Y' = a' b'^T, in float64, over every n-th row of each operand, so that
     there are at most `SAMPLE`: over all of it for operands of no more rows. The rounding of a GEMM's sums is no part.
     """
-    values = [_dequantized(parts, spec, x) for x, parts, spec in zip(operands, quantized, specs, strict=True)]
-    exact, seen = [], []
-    for x, q in zip(operands, values, strict=True):
-        x, q = _sampled(x.float()), _sampled(q)
-        power = power_below(reference.amax(x))
-        exact.append(x / power)  # products of small gradients are too small for float32
-        seen.append(q / power)
-    y, z = ((a @ b.mT).double() for a, b in (exact, seen))
+    values = [dequantized(parts, spec, x) for x, parts, spec in zip(operands, quantized, specs, strict=True)]
+    exact, seen = ([_sampled(x).double() for x in pair] for pair in (operands, values))
+    y, z = (a @ b.mT for a, b in (exact, seen))
     entries = {"inner": (y * z).sum(), "exact": y.square().sum(), "product": z.square().sum()}
     return _vector(entries | {"products": 1, "product_error": product_error(y, z, gemm)}, operands[0])
 
@@ -349,20 +378,14 @@ def loss_change(grad: Tensor, x: Tensor, w: Tensor, parts: Sequence[Tensor], spe
     """
     grad, x, w = grad.float(), x.float(), w.float()
     if role == "weight":
-        rows = ((grad @ (_dequantized(parts, spec, w) - w)) * x).double().sum(-1)
+        rows = ((grad @ (dequantized(parts, spec, w) - w)) * x).double().sum(-1)
     else:
-        rows = ((grad @ w) * (_dequantized(parts, spec, x) - x)).double().sum(-1)
+        rows = ((grad @ w) * (dequantized(parts, spec, x) - x)).double().sum(-1)
     entries = {"elements": rows.numel(), "change": rows.sum(), "change_squares": rows.square().sum() * rows.numel()}
     return _vector(entries, grad)
 
 
-def power_below(amax: Tensor) -> Tensor:
-    """The largest power of two that is no larger than float32 [1], within 2^-100 and 2^100."""
-    power = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(finite(power), power, 1.0).clamp(2.0**-100, 2.0**100)
-
-
-def _dequantized(parts: Sequence[Tensor], spec: QuantSpec, x: Tensor) -> Tensor:
+def dequantized(parts: Sequence[Tensor], spec: QuantSpec, x: Tensor) -> Tensor:
     """The values of an operand in the shape and basis of the unquantized one."""
     if spec.is_identity:
         return parts[0].float()

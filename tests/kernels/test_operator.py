@@ -215,12 +215,13 @@ def calls_of_probes(name: str) -> list[tuple[Any, ...]]:
     head_parts = attention.quantize_heads(heads, name, 2, False)
     return [
         (probes.probe_operand, a, parts, name, "values+codes"),
+        (probes.probe_turned, a, vector, parts, name),
         (probes.probe_product, a, b, parts, others, name, name, "fprop"),
         (probes.probe_loss, torch.randn(32, 16), a, b, parts, name, "input"),
         (probes.probe_groups, batch, None, grouped_parts, name, "rowwise", "values"),
         (probes.probe_heads, heads, head_parts, name, 2, False, "values"),
         (probes.probe_softmax, head_parts, head_parts, [], None, text, 64, "", "values"),
-        (probes.probe_merge, vector, vector),
+        (probes.probe_merge, vector, [vector[0]] * len(vector)),
     ]  # fmt: skip
 
 
