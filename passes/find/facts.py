@@ -158,7 +158,8 @@ class Attention:
 
     Two matches share an attention that was found as two products: `node`, the last of its nodes, identifies it.
     Nothing else reads the nodes `inside`; `axes` counts the axes of q; `learned` says that a tensor of the steps gets a
-    gradient. `spec` is None until the attention is resolved, and for one that stays in high precision.
+    gradient. `spec` is None until the attention is resolved, and for one that stays in high precision; `unmask`, where
+    its mask says what a flag can say as well, has the node say it by the flag.
     """
 
     node: fx.Node
@@ -169,6 +170,7 @@ class Attention:
     axes: int
     learned: bool
     spec: AttentionSpec | None = None
+    unmask: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

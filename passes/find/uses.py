@@ -34,7 +34,7 @@ class Uses:
     def of(cls, graph: fx.Graph) -> Uses:
         used, trained, entries = set[fx.Node](), set[fx.Node](), trained_entries(graph)
         for node in reversed(graph.nodes):
-            effects = _has_effects(node)
+            effects = has_effects(node)
             if effects or node in used:
                 used |= {node, *(() if calls(node, _FACTS) else node.all_input_nodes)}
                 if effects or node in trained:
@@ -42,7 +42,7 @@ class Uses:
         return cls(frozenset(used), frozenset(trained))
 
 
-def _has_effects(node: fx.Node) -> bool:
+def has_effects(node: fx.Node) -> bool:
     """Returns True for a graph's output, and for what may write or do more than give a result."""
     if node.op not in ("call_function", "call_method"):
         return node.op == "output"
@@ -51,7 +51,8 @@ def _has_effects(node: fx.Node) -> bool:
         return True
     if node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator", "builtins", "fxquant"):
         return True  # a function of the user's own
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or name in _OTHER_EFFECTS
+    in_place = name.endswith("_") and not name.endswith("__") and home != "_operator"  # which has `and_`
+    return in_place or name in _IN_PLACE or name in _OTHER_EFFECTS
 
 
 def _differentiable(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from torch import fx
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
+from fxquant.passes.find.attention import places
 from fxquant.passes.find.attention.emit import without_repeats
 from fxquant.passes.find.facts import Attend, Attention, Match, Product
 from fxquant.passes.find.site import Arguments, requires_grad
@@ -36,6 +37,12 @@ class ScaledDotProduct(Arguments):
         problem = self.problem()
         if problem:
             return replace(match, skip=(SkipReason.ATTENTION, problem))
+        conditions = None if self.attn_mask is None else places.kept(self.attn_mask, self.site.outer)
+        if conditions is not None and (not conditions or places.is_causal(conditions)):
+            flagged = replace(self, attn_mask=None, is_causal=self.is_causal or bool(conditions))
+            match = flagged.match()
+            assert match.attention is not None
+            return replace(match, attention=replace(match.attention, unmask=flagged.write_flag))
         masks = [] if self.attn_mask is None else [self.attn_mask]
 
         def write(builder: Builder, attend: Attend, q: fx.Node, k: fx.Node, v: fx.Node, *extras: fx.Node) -> fx.Node:
@@ -47,6 +54,13 @@ class ScaledDotProduct(Arguments):
             learned=any(map(requires_grad, masks)),
         )  # fmt: skip
         return replace(match, attention=attention)
+
+    def write_flag(self) -> None:
+        """Writes the flag into the node, and that there is no mask."""
+        node = self.site.node
+        more = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        given = dict(zip(more, node.args[3:], strict=False)) | node.kwargs
+        node.args, node.kwargs = node.args[:3], {**given, "attn_mask": None, "is_causal": self.is_causal}
 
     def needs_grad(self) -> tuple[tuple[bool, bool], ...]:
         """Says for q and k, and for weights and v, who gets gradients; the weights need one for the mask as well."""
