@@ -158,8 +158,8 @@ class Attention:
 
     Two matches share an attention that was found as two products: `node`, the last of its nodes, identifies it.
     Nothing else reads the nodes `inside`; `axes` counts the axes of q; `learned` says that a tensor of the steps gets a
-    gradient. `spec` is None until the attention is resolved, and for one that stays in high precision; `unmask`, where
-    its mask says what a flag can say as well, has the node say it by the flag.
+    gradient. `spec` is None until the attention is resolved, and for one that stays in high precision, whose node
+    `simplify` may change, given the dtype of autocast: it returns True if it has.
     """
 
     node: fx.Node
@@ -170,7 +170,7 @@ class Attention:
     axes: int
     learned: bool
     spec: AttentionSpec | None = None
-    unmask: Callable[[], None] | None = None
+    simplify: Callable[[torch.dtype | None], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

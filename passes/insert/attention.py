@@ -4,8 +4,10 @@
     # becomes
     attention = torch.ops.fxquant.attention.default(q, k, v, [mask], "qkv=per_head_e4m3 s=... steps=mul:0.125:-1;...")
 
-Attention that stays in high precision keeps its nodes, and with them the kernels that torch chooses. A mask of sizes
-alone that says causality, as Hugging Face writes it, becomes the flag, for which torch has kernels twice as fast:
+Attention that stays in high precision keeps its node, and with it the kernels that torch chooses. But a mask of sizes
+alone that says causality, as Hugging Face writes it, becomes the flag, for which torch has kernels that are twice as
+fast, and on a GPU keys that were repeated for several queries are read as they are. A graph in which nothing is
+quantized stays as it is to the bit.
 
     out = scaled_dot_product_attention(q, k, v, attn_mask=arange(n)[None, :] <= arange(n)[:, None])
     # becomes
@@ -20,14 +22,14 @@ import torch
 from torch import fx
 
 from fxquant.formats import IDENTITY, AttentionSpec
-from fxquant.passes.find.facts import Attention, Match
+from fxquant.passes.find.facts import Attention, Match, quantized
 from fxquant.passes.graph.builder import Builder, erase_unused, put_in_place
 from fxquant.passes.graph.meta import inserted_for
 
 
 def insert_attention(matches: Sequence[Match]) -> int:
     """Rewrites the graphs of the matches in place; returns how many attentions were replaced."""
-    count = 0
+    count, changes = 0, any(map(quantized, matches))
     for match in matches:
         attention = match.attention
         if attention is None or attention.node is not match.node:
@@ -35,9 +37,7 @@ def insert_attention(matches: Sequence[Match]) -> int:
         inputs = match.node.all_input_nodes
         if attention.spec is not None:
             inputs = _insert(match, attention, attention.spec)
-        elif attention.unmask is not None:
-            attention.unmask()
-        else:
+        elif not changes or attention.simplify is None or not attention.simplify(match.autocast):
             continue
         erase_unused(inputs, keep=[other.node for other in matches])
         count += 1

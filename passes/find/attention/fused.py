@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import fx
 
+from fxquant.compat.device import capability
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
@@ -39,10 +41,7 @@ class ScaledDotProduct(Arguments):
             return replace(match, skip=(SkipReason.ATTENTION, problem))
         conditions = None if self.attn_mask is None else places.kept(self.attn_mask, self.site.outer)
         if conditions is not None and (not conditions or places.is_causal(conditions)):
-            flagged = replace(self, attn_mask=None, is_causal=self.is_causal or bool(conditions))
-            match = flagged.match()
-            assert match.attention is not None
-            return replace(match, attention=replace(match.attention, unmask=flagged.write_flag))
+            return replace(self, attn_mask=None, is_causal=self.is_causal or bool(conditions)).match()
         masks = [] if self.attn_mask is None else [self.attn_mask]
 
         def write(builder: Builder, attend: Attend, q: fx.Node, k: fx.Node, v: fx.Node, *extras: fx.Node) -> fx.Node:
@@ -51,16 +50,35 @@ class ScaledDotProduct(Arguments):
         attention = Attention(
             node=self.site.node, steps=self.steps(), dropout=float(self.dropout_p),
             emit=self.site.emit(write, self.query, self.key, self.value, *masks), axes=value_of(self.query).ndim,
-            learned=any(map(requires_grad, masks)),
+            learned=any(map(requires_grad, masks)), simplify=self.simplify,
         )  # fmt: skip
         return replace(match, attention=attention)
 
-    def write_flag(self) -> None:
-        """Writes the flag into the node, and that there is no mask."""
-        node = self.site.node
-        more = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        given = dict(zip(more, node.args[3:], strict=False)) | node.kwargs
-        node.args, node.kwargs = node.args[:3], {**given, "attn_mask": None, "is_causal": self.is_causal}
+    def simplify(self, autocast: torch.dtype | None) -> bool:
+        """Has the node say causality by the flag instead of a mask, and read keys that are not repeated for queries.
+
+        The latter on CUDA and without a mask, where torch has kernels of 16 bits that do so.
+        """
+        node, names = self.site.node, [field.name for field in fields(self)[1:]]
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        changed: dict[str, Any] = {}
+        if self.attn_mask is None and given.get("attn_mask") is not None:
+            changed |= {"attn_mask": None, "is_causal": self.is_causal}
+        key, value = without_repeats(given["key"], given["value"])
+        if key is not given["key"] and self.reads_groups(autocast):
+            changed |= {"key": key, "value": value, "enable_gqa": True}
+        if changed:
+            given |= changed
+            node.args, node.kwargs = tuple(given.pop(name) for name in names[:3]), given
+        return bool(changed)
+
+    def reads_groups(self, autocast: torch.dtype | None) -> bool:
+        """Returns True if torch has a kernel for several queries of one key."""
+        q, v = value_of(self.query), value_of(self.value)
+        short = all(isinstance(x, int) and x % 8 == 0 and x <= 128 for x in (q.shape[-1], v.shape[-1]))
+        dtype = autocast or q.dtype
+        plain = self.attn_mask is None and not self.dropout_p and dtype in (torch.float16, torch.bfloat16)
+        return plain and short and capability(q.device) >= (8, 0)
 
     def needs_grad(self) -> tuple[tuple[bool, bool], ...]:
         """Says for q and k, and for weights and v, who gets gradients; the weights need one for the mask as well."""

@@ -74,34 +74,47 @@ def test_high_precision_leaves_the_graph_alone() -> None:
     assert listing(rewritten("high_precision", written_out, *args).graph) == before
 
 
-def causal_by_mask(q: Tensor, k: Tensor, v: Tensor, checkpointed: bool = False) -> Tensor:
+def causal_by_mask(q: Tensor, k: Tensor, v: Tensor, w: Tensor, checkpointed: bool = False) -> Tensor:
     place = torch.arange(q.shape[-2])
     mask = (place <= place[:, None])[None, None].expand(q.shape[0], 1, -1, -1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    return checkpoint(attend, q, k, v, mask, use_reentrant=False) if checkpointed else attend(q, k, v, mask)
+    attended = checkpoint(attend, q, k, v, mask, use_reentrant=False) if checkpointed else attend(q, k, v, mask)
+    return F.linear(attended, w)
 
 
-def test_a_mask_that_says_causality_becomes_the_flag() -> None:
-    assert_expected_inline(listing(rewritten("high_precision", causal_by_mask, *inputs()).graph), """\
-%0 = input [2, 4, 32, 16]
-%1 = input [2, 4, 32, 16]
-%2 = input [2, 4, 32, 16]
-%3 = arange(32)
-%4 = getitem(%3, [slice(None, None, None), None])
-%5 = le(%3, %4)
-%6 = getitem(%5, [None, None])
-%7 = expand(%6, 2, 1, -1, -1)
-%8 = scaled_dot_product_attention(%0, %1, %2, attn_mask=None, is_causal=True)
-return [%8]""")  # fmt: skip
-
-
-@pytest.mark.parametrize("recipe", ["high_precision", RECIPE])
-def test_also_in_a_checkpointed_body(recipe: Any) -> None:
-    args = [x.requires_grad_() for x in inputs()]
-    gm = rewritten(recipe, causal_by_mask, *args, True)
+def attention_of(gm: torch.fx.GraphModule) -> torch.fx.Node:
     bodies = [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
-    (call,) = (n for body in bodies for n in body.graph.nodes if "attention" in str(n.target))
-    assert "causal" in str(call.args[-1]) if is_fxquant(call) else call.kwargs["is_causal"]
+    (call,) = (node for body in bodies for node in body.graph.nodes if "attention" in str(node.target))
+    return call
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_mask_that_says_causality_becomes_the_flag(checkpointed: bool) -> None:
+    """Not in a graph of which nothing is quantized."""
+    args = [x.requires_grad_() for x in (*inputs(), torch.randn(32, 16))]
+    call = attention_of(rewritten("current_scaling", causal_by_mask, *args, checkpointed))
+    assert (call.kwargs["attn_mask"], call.kwargs["is_causal"]) == (None, True)
+    in_fp8 = attention_of(rewritten(RECIPE, causal_by_mask, *args, checkpointed))
+    assert " steps=mul:0.25:-1;causal:0.0:-1 " in str(in_fp8.args[-1])
+    as_it_was = attention_of(rewritten("high_precision", causal_by_mask, *args, checkpointed))
+    assert as_it_was.kwargs["attn_mask"] is not None
+
+
+def test_keys_are_not_repeated_where_torch_reads_them_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        q = q + 0  # the first that is read is the first input
+        k, v = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for x in (k, v))
+        return F.linear(F.scaled_dot_product_attention(q, k, v, is_causal=True), w)
+
+    q, k, v = inputs()
+    args = [x.bfloat16().requires_grad_() for x in (q, k[:, ::2], v[:, ::2], torch.randn(32, 16))]
+    as_it_is = rewritten("current_scaling", run, *args)
+    monkeypatch.setattr("fxquant.passes.find.attention.fused.capability", lambda device: (9, 0))
+    graph = rewritten("current_scaling", run, *args)
+    call = attention_of(graph)
+    assert call.kwargs["enable_gqa"] and isinstance(call.args[1], torch.fx.Node) and call.args[1].op == "placeholder"
+    for got, want in zip(graph(*args), as_it_is(*args), strict=True):
+        torch.testing.assert_close(got, want)
