@@ -60,16 +60,16 @@ class ScaledDotProduct(Arguments):
         The latter on CUDA and without a mask, where torch has kernels of 16 bits that do so.
         """
         node, names = self.site.node, [field.name for field in fields(self)[1:]]
-        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
         changed: dict[str, Any] = {}
-        if self.attn_mask is None and given.get("attn_mask") is not None:
+        if self.attn_mask is None and arguments.get("attn_mask") is not None:
             changed |= {"attn_mask": None, "is_causal": self.is_causal}
-        key, value = without_repeats(given["key"], given["value"])
-        if key is not given["key"] and self.reads_groups(autocast):
+        key, value = without_repeats(arguments["key"], arguments["value"])
+        if key is not arguments["key"] and self.reads_groups(autocast):
             changed |= {"key": key, "value": value, "enable_gqa": True}
         if changed:
-            given |= changed
-            node.args, node.kwargs = tuple(given.pop(name) for name in names[:3]), given
+            arguments |= changed
+            node.args, node.kwargs = tuple(arguments.pop(name) for name in names[:3]), arguments
         return bool(changed)
 
     def reads_groups(self, autocast: torch.dtype | None) -> bool:

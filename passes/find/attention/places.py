@@ -1,4 +1,4 @@
-"""What a mask says of places, where it is computed of sizes alone.
+"""Masks that are computed of sizes alone, read as conditions on places.
 
     keep = arange(n)[None, :] <= arange(n)[:, None]     # read as: kept where query - key >= 0, which is causality
 
@@ -192,11 +192,11 @@ def _arange(reader: _Reader, node: fx.Node) -> Read:
 
 def _filled(number: Number | None) -> Callable[[_Reader, fx.Node], Read]:
     def read(reader: _Reader, node: fx.Node) -> Read:
-        given = number
-        if given is None:
+        filled = number
+        if filled is None:
             place = {"tensor": 0, "scalar_tensor": 0}.get(op_name(node), 1)
-            given = _argument(node, place, "fill_value")
-        return _cast(reader.read(given), value_of(node).dtype)
+            filled = _argument(node, place, "fill_value")
+        return _cast(reader.read(filled), value_of(node).dtype)
 
     return read
 
@@ -365,7 +365,7 @@ def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[_Reader, fx.N
         conditions = {
             operator.ge: (more,), operator.le: (less,), operator.gt: (Line(-1).plus(more),),
             operator.lt: (Line(-1).plus(less),), operator.eq: (more, less),
-        }.get(function)  # type: ignore[call-overload]  # fmt: skip
+        }.get(function)  # fmt: skip
         if conditions is None:
             return Choice((more, less), False, True)
         return Choice(conditions, True, False)
