@@ -43,8 +43,13 @@ def on_fakes(*trees: Any, guarded: bool = False) -> Iterator[None]:
     mode = fake_mode_of(trees)
     shapes = None if guarded or mode is None else mode.shape_env
     quiet = nullcontext() if shapes is None else shapes.suppress_guards()
+    pending = [] if mode is None or mode.shape_env is None else mode.shape_env.pending_fresh_unbacked_symbols
+    waiting = len(pending)
     with mode or nullcontext(), enable_python_dispatcher(), unguarded_sizes(), quiet:
-        yield
+        try:
+            yield
+        finally:
+            del pending[waiting:]  # torch 2.11 takes what a slice leaves for a new size
 
 
 def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
