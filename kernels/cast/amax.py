@@ -18,7 +18,6 @@ from fxquant.compat.patches import writes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.codes import magnitude
-from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.cast.triton_scales import side_constants, side_multiplier
 
 _STEPS, _BLOCK, _WARPS = 8, 4096, 4
@@ -66,8 +65,12 @@ def tensor_scale(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def made_tensor_scale(x: Tensor, spec: QuantSpec) -> Tensor:
-    """The same for a tensor [.., K] that a kernel of Inductor's makes, which takes the amaxes of rows along."""
-    amaxes = reference.magnitude(rounded(x)).amax(-1)
+    """The same for a tensor [.., K] that a kernel of Inductor's makes, which takes the amaxes of rows along.
+
+    That kernel has x unrounded (`rounded`). Here this does not matter: rounding keeps the order of numbers, so the
+    largest of rounded magnitudes is the largest magnitude, rounded as it is stored in the dtype of x.
+    """
+    amaxes = reference.magnitude(x).amax(-1)
     while amaxes.numel() > _MOST_AMAXES and amaxes.ndim > 1:
         amaxes = amaxes.amax(-1)
     return _scale(amaxes, spec)
