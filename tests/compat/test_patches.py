@@ -17,9 +17,10 @@ from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import flop_counter
 
 from fxquant import Backend, aoti_compile_and_package, quantize_program
-from fxquant.compat import OLDEST_TORCH, patches, torch_version
+from fxquant.compat import OLDEST_TORCH, flops, patches, torch_version
 from fxquant.compat.inside import memory
 from fxquant.compat.inside.memory import DATA, Memory
 from fxquant.compat.patch import Patch, apply, compiles_quantized_graph
@@ -44,6 +45,16 @@ def test_every_change_names_its_defect_and_the_versions_with_it(patch: Patch) ->
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.function)
 def test_torch_has_the_defects_that_are_mended_and_no_others(patch: Patch) -> None:
     assert patch.still_needed() is (patch.fixed_in is None or torch_version() < patch.fixed_in)
+
+
+@pytest.mark.parametrize("name", ["sdpa_flop_count", "sdpa_backward_flop_count"])
+def test_flops_of_attention_in_groups_are_those_of_a_key_for_each_query(name: str) -> None:
+    flops.count_groups()
+    count, q, k = getattr(flop_counter, name), (2, 4, 8, 16), (2, 2, 8, 16)
+    more = [q] if "backward" in name else []
+    assert count(*more, q, k, k) == count(*more, q, q, q) > 0
+    with pytest.raises(AssertionError, match=r"incompatible|mismatch"):
+        count(*more, q, (3, 4, 8, 16), k)
 
 
 def rows_and_columns(x: Tensor) -> tuple[Tensor, Tensor]:

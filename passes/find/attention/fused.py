@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxquant.compat.device import capability
+from fxquant.compat.flops import count_groups
 from fxquant.compat.values import statically_known_true
 from fxquant.decisions import SkipReason
 from fxquant.formats import Step
@@ -67,6 +68,7 @@ class ScaledDotProduct(Arguments):
         key, value = without_repeats(arguments["key"], arguments["value"])
         if key is not arguments["key"] and self.reads_groups(autocast):
             changed |= {"key": key, "value": value, "enable_gqa": True}
+            count_groups()
         if changed:
             arguments |= changed
             node.args, node.kwargs = tuple(arguments.pop(name) for name in names[:3]), arguments
