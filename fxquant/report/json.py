@@ -112,5 +112,4 @@ def _plain(decision: Decision) -> dict[str, Any]:
         "flops": decision.flops,
         "shared": decision.shared,
         "bits": decision.bits,
-        "merged": decision.merged,
     }
