@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from fxquant.compat.patches import writes
+from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.codes import magnitude
@@ -23,6 +24,8 @@ from fxquant.kernels.cast.triton_scales import side_constants, side_multiplier
 _STEPS, _BLOCK, _WARPS = 8, 4096, 4
 _MOST_AMAXES = 1 << 15
 """Amaxes that one program reads."""
+_MOST_AT_ONCE = 1 << 13
+"""Amaxes that it reads at once, also where their number is dynamic."""
 
 
 @writes("out")
@@ -71,14 +74,14 @@ def made_tensor_scale(x: Tensor, spec: QuantSpec) -> Tensor:
     largest of rounded magnitudes is the largest magnitude, rounded as it is stored in the dtype of x.
     """
     amaxes = reference.magnitude(x).amax(-1)
-    while amaxes.numel() > _MOST_AMAXES and amaxes.ndim > 1:
+    while amaxes.ndim > 1 and not statically_known_true(amaxes.numel() <= _MOST_AMAXES):
         amaxes = amaxes.amax(-1)
     return _scale(amaxes, spec)
 
 
 def _scale(amaxes: Tensor, spec: QuantSpec) -> Tensor:
     numel = amaxes.numel()
-    block = min(triton.next_power_of_2(numel), 1 << 13)
+    block = min(triton.next_power_of_2(numel), _MOST_AT_ONCE) if isinstance(numel, int) else _MOST_AT_ONCE
     out = torch.empty(1, dtype=torch.float32, device=amaxes.device)
     constants = side_constants(spec, torch.float32)
     wrap_triton(scale_kernel)[(1,)](amaxes, out, numel, block, constants, num_warps=max(1, min(16, block // 256)))

@@ -155,7 +155,7 @@ def calls(name: str) -> list[tuple[Any, ...]]:
         (cast.quantize, x, name, "rowwise"), (cast.quantize, x, name, "columnwise"),
         (cast.hybrid_quantize, x, name, name), (cast.produce_quantize, [x, x], both, [None], [None], True),
         (cast.produce_quantize_into, [x, x], both, [None], [None], torch.zeros(1), None, False),
-        (cast.scale_from_amax, torch.ones(1), name), (cast.amaxes_of, x, name, "rowwise"),
+        (cast.scale_from_amax, torch.ones(1), name), (cast.tensor_scale, x, name), (cast.amaxes_of, x, name, "rowwise"),
         (cast.dequantize, a, name, "rowwise", [70, 50], torch.float32), (cast.amax, x),
         (scaled_mm, a, b, name, name, BIAS, torch.bfloat16, False),
         (fused_scaled_mm, a, b, name, name, None, torch.bfloat16, False, "gelu", torch.ones(70, 48).bfloat16(), True),
