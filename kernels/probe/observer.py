@@ -26,6 +26,7 @@ from fxquant.kernels.probe.ops import (
     probe_merge,
     probe_operand,
     probe_product,
+    probe_rows,
     probe_softmax,
     probe_turned,
 )
@@ -229,6 +230,8 @@ def _product(slot: Slot, operands: Operands, quantized: Callable[[Slot], Quantiz
     xs, seen = [], []
     for role, direction in GEMMS[slot.gemm]:
         x = _oriented(operands[role, direction][0], direction)
+        if slot.gemm != "fprop" and role != "grad_output":
+            x = probe_rows(x)  # which the forward can pick: a backward would keep all of x otherwise
         xs.append(x)
         if slot.candidate < 0 or (role, direction) == (slot.role, slot.direction):
             seen.append(quantized(Slot(role, direction, "", slot.candidate)))

@@ -36,6 +36,12 @@ def operand_statistics(x: Tensor, parts: Parts, spec: str, groups: str) -> Tenso
 
 
 @operator(namespace="fxquant_kernels")
+def sampled_rows(x: Tensor) -> Tensor:
+    """`probe_rows`, as lowered graphs call it."""
+    return reference.sampled(x)
+
+
+@operator(namespace="fxquant_kernels")
 def product_statistics(
     a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str, gemm: str
 ) -> Tensor:  # fmt: skip
@@ -135,11 +141,20 @@ def probe_groups(
     return group_statistics.meaning(x, offs, parts, spec, direction, groups)
 
 
+@operator(reference=ProbeKernel.REFERENCE)
+def probe_rows(x: Tensor) -> Tensor:
+    """The rows of an operand that `probe_product` reads, [*, SAMPLE, C]: a backward has them saved, and not x."""
+    return sampled_rows.meaning(x)
+
+
 @operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=2))
 def probe_product(
     a: Tensor, b: Tensor, a_parts: Parts, b_parts: Parts, a_spec: str, b_spec: str, gemm: str
 ) -> Tensor:  # fmt: skip
-    """The vector [COLUMNS] of a product of two operands and of their quantized forms: its cosine, and its error."""
+    """The vector [COLUMNS] of a product of two operands and of their quantized forms: its cosine, and its error.
+
+    Of a and b, `probe_rows` are enough.
+    """
     return product_statistics.meaning(a, b, a_parts, b_parts, a_spec, b_spec, gemm)
 
 
@@ -185,6 +200,11 @@ probe_heads.implementation(ProbeKernel.CALL, when=_beside)(heads_statistics)
 for rows in (probe_softmax, softmax_statistics):
     rows.fake(_fake_of_parts)
 probe_softmax.implementation(ProbeKernel.CALL, when=_beside)(softmax_statistics)
+
+
+for picked in (probe_rows, sampled_rows):
+    picked.fake(lambda x: x.new_empty([*x.shape[:-2], reference.SAMPLE, x.shape[-1]]))
+probe_rows.implementation(ProbeKernel.CALL, when=_beside)(sampled_rows)
 
 
 @operator(reference=ProbeKernel.REFERENCE)

@@ -348,7 +348,7 @@ def products(
     there are at most `SAMPLE`: over all of it for operands of no more rows. The rounding of a GEMM's sums is no part.
     """
     values = [dequantized(parts, spec, x) for x, parts, spec in zip(operands, quantized, specs, strict=True)]
-    exact, seen = ([_sampled(x).double() for x in pair] for pair in (operands, values))
+    exact, seen = ([sampled(x).double() for x in pair] for pair in (operands, values))
     y, z = (a @ b.mT for a, b in (exact, seen))
     entries = {"inner": (y * z).sum(), "exact": y.square().sum(), "product": z.square().sum()}
     return _vector(entries | {"products": 1, "product_error": product_error(y, z, gemm)}, operands[0])
@@ -396,8 +396,8 @@ def dequantized(parts: Sequence[Tensor], spec: QuantSpec, x: Tensor) -> Tensor:
     return q.narrow(-1, 0, x.shape[-1])
 
 
-def _sampled(x: Tensor) -> Tensor:
-    """Every n-th row of x [*, R, C], zeros behind the last of them: [*, SAMPLE, C]."""
+def sampled(x: Tensor) -> Tensor:
+    """Every n-th row of x [*, R, C], zeros behind the last of them: [*, SAMPLE, C], of which it gives the same."""
     if not statically_known_true(x.shape[-2] > 0):
         x = torch.nn.functional.pad(x, (0, 0, 0, 1))
     rows = x.shape[-2]

@@ -34,16 +34,20 @@ assert all(
 
 @triton.jit
 def pick_kernel(
-    x, data, scale, extra, out, seen, batches, rows, columns, width, apart, slices, x_batch, x_row, x_column, d_batch,
-    d_row, d_column, s_batch, s_row, g_batch, g_row, unit, KIND: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    W: tl.constexpr, HIGH: tl.constexpr, RHT: tl.constexpr, SIGNS: tl.constexpr, SLICE: tl.constexpr,
+    x, data, scale, extra, out, seen, batches, rows, columns, width, apart, x_rows, x_apart, slices, x_batch, x_row,
+    x_column, d_batch, d_row, d_column, s_batch, s_row, g_batch, g_row, unit, KIND: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, HIGH: tl.constexpr, RHT: tl.constexpr, SIGNS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Stores every n-th row of x, and of its quantized form `seen` elements behind: [batches, slices, rows, SLICE]."""
+    """Stores every n-th row of x, and of its quantized form `seen` elements behind: [batches, slices, rows, SLICE].
+
+    n is `x_apart` for x, whose rows may have been picked before, and `apart` for the quantized form.
+    """
     batch = tl.program_id(2).to(tl.int64)
     picked = tl.program_id(0) * R + tl.arange(0, R)
     row = picked.to(tl.int64) * apart
     column = tl.program_id(1) * (P * W)
-    t = original(x, batch, row, column, rows, columns, x_batch, x_row, x_column, P, W, False)
+    x_row_at = picked.to(tl.int64) * x_apart
+    t = original(x, batch, x_row_at, column, x_rows, columns, x_batch, x_row, x_column, P, W, False)
     q, _ = quantized(
         data, scale, extra, batch, row, column, rows, width, d_batch, d_row, d_column, s_batch, s_row, g_batch, g_row,
         unit, KIND, P, W, HIGH, False,
@@ -117,12 +121,14 @@ def products(
 
 def _pick(x: Tensor, form: Form, transform: bool | None, slices: int) -> Tensor:
     """Every n-th row of x [B, R, C] and of its quantized form: float64 [2, B, slices, SAMPLE, columns]."""
-    batches, rows, columns = x.shape
+    batches, x_rows, columns = x.shape
+    rows = form.data.shape[1]
     out = torch.empty((2, batches, slices, SAMPLE, _SLICE), dtype=torch.float64, device=x.device)
     grid = (SAMPLE // _ROWS, slices * _SLICE // _COLUMNS, batches)
     pick_kernel[grid](
         x, form.data, form.scale, form.extra, out, out.stride(0), batches, rows, columns, form.width,
-        triton.cdiv(rows, SAMPLE), slices, *x.stride(), *form.strides, form.unit, form.kind, _ROWS,
-        _COLUMNS // form.wide, form.wide, form.high, transform is not None, bool(transform), _SLICE, num_warps=4,
+        triton.cdiv(rows, SAMPLE), x_rows, triton.cdiv(x_rows, SAMPLE), slices, *x.stride(), *form.strides, form.unit,
+        form.kind, _ROWS, _COLUMNS // form.wide, form.wide, form.high, transform is not None, bool(transform), _SLICE,
+        num_warps=4,
     )  # fmt: skip
     return out

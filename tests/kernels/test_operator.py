@@ -216,7 +216,7 @@ def calls_of_probes(name: str) -> list[tuple[Any, ...]]:
     return [
         (probes.probe_operand, a, parts, name, "values+codes"),
         (probes.probe_turned, a, vector, parts, name),
-        (probes.probe_product, a, b, parts, others, name, name, "fprop"),
+        (probes.probe_rows, a.mT), (probes.probe_product, a, b, parts, others, name, name, "fprop"),
         (probes.probe_loss, torch.randn(32, 16), a, b, parts, name, "input"),
         (probes.probe_groups, batch, None, grouped_parts, name, "rowwise", "values"),
         (probes.probe_heads, heads, head_parts, name, 2, False, "values"),
