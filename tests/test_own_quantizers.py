@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +123,156 @@ def test_measure_has_the_losses_of_own_quantizers(one_sided: bool) -> None:
     assert loss.layer == "fc" and set(loss.lost) == {"input", "weight"}
     assert loss.error == pytest.approx(((wanted - exact).norm() / exact.norm()).item(), rel=1e-3)
     assert (loss.lost["input"] == 0) == one_sided and loss.lost["weight"] > 0
+
+
+class Levels(Quantizer):
+    """A quantizer whose levels come from wherever a subclass has them."""
+
+    def levels(self) -> Any:
+        raise NotImplementedError
+
+    def _half(self, x: Tensor) -> Any:
+        return QuantizedOperand((x * self.levels()).round(), None)
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+        return QuantizedTensor(self._half(x) if rowwise else None, self._half(x.mT) if columnwise else None)
+
+    def dequantize(self, operand: QuantizedOperand) -> Any:
+        return operand.data / self.levels()
+
+
+def around(levels: float) -> Quantizer:
+    class Around(Levels):
+        def levels(self) -> float:
+            return levels
+
+    return Around()
+
+
+@dataclass(frozen=True)
+class Hidden(Levels):
+    number: float = field(repr=False)
+
+    def levels(self) -> float:
+        return self.number
+
+
+class Named(Levels):
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return "Named()"
+
+    def levels(self) -> float:
+        return self.number
+
+
+class Slotted(Levels):
+    __slots__ = ("number",)
+    levels = Hidden.levels
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+
+@dataclass
+class Changing(Levels):
+    number: float
+
+    levels = Hidden.levels
+
+
+@dataclass(frozen=True)
+class Table(Levels):
+    """The levels lie in the middle of a tensor, which prints without them."""
+
+    table: Tensor
+
+    def levels(self) -> Tensor:
+        return self.table[1500]
+
+
+MAKE: dict[str, Callable[[float], Quantizer]] = {
+    "a variable around the class": around,
+    "a field that does not print": Hidden,
+    "an attribute that does not print": Named,
+    "a slot": Slotted,
+    "a dataclass that may change": Changing,
+    "a tensor": lambda levels: Table(torch.full((3000,), 1.0).index_fill(0, torch.tensor(1500), levels)),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_quantizers_with_other_settings_are_other_quantizers(kind: str) -> None:
+    """Wherever the settings stand: in one process, a second quantizer of a class never runs as the first."""
+    model, x = OneLinear(64), torch.randn(32, 64)
+    compiled = fxquant.compile(model, recipe_of(MAKE[kind](2.0)), options={"inner": "aot_eager"})
+    first = (compiled(x) - model(x)).norm() / model(x).norm()
+    rules = [fxquant.CustomRecipe(qfactory=fxquant.Rules([fxquant.Rule(MAKE[kind](n))])) for n in (2.0, 2e4)]
+    for recipe in rules:
+        fxquant.set_recipe(compiled, recipe)
+        error = (compiled(x) - model(x)).norm() / model(x).norm()
+        assert error < 1e-3 if recipe is rules[1] else torch.equal(error, first)
+    assert first > 0.1 and rules[0] != rules[1]
+
+
+def test_a_held_table_trains_and_is_exported() -> None:
+    model, x, recipe = OneLinear(64), torch.randn(32, 64), recipe_of(MAKE["a tensor"](256.0))
+    step(model, MAKE["a tensor"](256.0), x).sum().backward()
+    program = fxquant.quantize_program(torch.export.export(model, (x,)), recipe)
+    for module in (program.module(), fxquant.lower_program(program).module()):
+        assert (module(x) - model(x)).norm() / model(x).norm() < 0.02
+
+
+class Held(Levels):
+    """Changes what it holds while it quantizes."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.calls, self.amax = how, 1, torch.ones(())
+
+    def levels(self) -> Any:
+        if self.how == "calls":
+            self.calls += 1
+        if self.how == "amax":
+            self.amax = self.amax * 2
+        if self.how == "in place":
+            self.amax.mul_(2)
+        return self.calls
+
+
+class Wrong(Levels):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def quantize(self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+        if self.how == "writes":
+            x.mul_(2)
+        half: Any = [x] if self.how == "list" else QuantizedOperand(x, 2.0 if self.how == "number" else None)  # type: ignore[arg-type]
+        return (x, x.mT) if self.how == "tuple" else QuantizedTensor(half, half)
+
+    def dequantize(self, operand: QuantizedOperand) -> Any:
+        values = {"none": None, "bool": operand.data > 0, "complex": operand.data * 1j, "meta": operand.data.to("meta")}
+        return values.get(self.how, operand.data)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "message"),
+    [
+        (Held("calls"), "changes its attribute 'calls' while it quantizes"),
+        (Held("amax"), "changes its attribute 'amax' while it quantizes"),
+        (Held("in place"), "a tensor that is held across calls is written to"),
+        (Wrong("writes"), "quantize writes into its input"),
+        (Wrong("tuple"), "has to give a QuantizedTensor.*not a tuple"),
+        (Wrong("list"), "has to give a QuantizedOperand.*not a list"),
+        (Wrong("number"), "consists of tensors, and that of Wrong has 2.0"),
+        (Wrong("none"), "dequantize gave a NoneType"),
+        (Wrong("bool"), "dequantize gave torch.bool"),
+        (Wrong("complex"), "dequantize gave torch.complex64"),
+        (Wrong("meta"), "its values are on meta, and have to be on cpu"),
+    ],
+    ids=lambda value: value.how if isinstance(value, Levels) else "",
+)
+def test_what_no_graph_can_have_is_refused_with_layer_and_quantizer(quantizer: Quantizer, message: str) -> None:
+    with pytest.raises(RecipeError, match=rf"layer 'fc': {type(quantizer).__name__}, rowwise, of input .*{message}"):
+        step(OneLinear(64), quantizer, torch.randn(32, 64))

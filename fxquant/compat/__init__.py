@@ -7,7 +7,7 @@ patches  changes to torch, each with its issue, its versions and a probe that sa
          `PATCHES`); `patch` has what one is, `fakes` those that make compilations shorter, `flops` those of
          counts
 device   capability and name of devices, launches
-values   fake tensors and symbolic sizes
+values   fake tensors and symbolic sizes; `constants` has tensors with data in code that is traced
 inside   facts of frames, checkpoints, memory, ranks, gathers: a file for each part of torch
 """
 

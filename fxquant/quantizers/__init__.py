@@ -1,12 +1,13 @@
 """Quantizers: value objects that a recipe returns for a role.
 
-A quantizer says how an operand is quantized in each direction; it holds no tensor and no state, so equal settings
-compare equal. Names and keyword arguments follow TransformerEngine. Used eagerly:
+A quantizer says how an operand is quantized in each direction; it holds no state, so equal settings compare
+equal. Names and keyword arguments follow TransformerEngine. Used eagerly:
 
     q = MXFP8Quantizer(fp8_dtype=torch.float8_e4m3fn).quantize(x)
     q.rowwise.data, q.rowwise.scale, q.dequantize("rowwise")
 
-`base` has the contract of a quantizer, `library` the quantizers of this package, `blocks` one for blocks of any size.
+`base` has the contract of a quantizer, `library` the quantizers of this package, `blocks` one for blocks of any size,
+and `fingerprint` tells those of one's own apart.
 """
 
 from fxquant.quantizers.base import (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -15,9 +13,11 @@ import torch
 from torch import Tensor
 
 from fxquant.checks import AtLeast, article, checked
+from fxquant.compat.constants import constants_lifted
 from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
 from fxquant.formats import IDENTITY, OperandSpec, QuantSpec
+from fxquant.quantizers.fingerprint import fingerprint
 from fxquant.roles import Direction
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Quantizer:
 
         if type(self).quantize is Quantizer.quantize:
             raise RecipeError(f"{type(self).__name__} must define quantize and dequantize")
-        key = f"{type(self).__name__}-{_fingerprint(self)}"
+        key = f"{type(self).__name__}-{fingerprint(self)}"
         custom.register(key, self)
         return QuantSpec(format="custom", key=key)
 
@@ -225,11 +225,9 @@ class Quantizer:
         `draw` is given where the spec is stochastic: random bytes for a size whose last axis 16 divides, as int64.
         """
         x = padded(x, self.alignment, direction)
-        quantized = self.quantize(x, rowwise=direction == "rowwise", columnwise=direction == "columnwise")
-        operand = quantized.rowwise if direction == "rowwise" else quantized.columnwise
-        if operand is None:
-            raise RecipeError(f"{type(self).__name__}.quantize gave no {direction} half although it was asked for it")
-        return operand.tensors()
+        with constants_lifted(x):
+            quantized = self.quantize(x, rowwise=direction == "rowwise", columnwise=direction == "columnwise")
+        return _parts_of(quantized, direction, type(self).__name__)
 
     def dequantize_side(self, parts: Sequence[Tensor], length: int | None = None) -> Tensor:
         """The values of the parts from `quantize_side`, without the padding of an axis of this length.
@@ -244,7 +242,8 @@ class Quantizer:
                 f"{type(self).__name__}.dequantize_side takes a list of the tensors that quantize_side gave, one to "
                 f"{most}, not {what}"
             )
-        values = self.dequantize(QuantizedOperand(*parts))
+        with constants_lifted(parts):
+            values = self.dequantize(QuantizedOperand(*parts))
         return values if length is None or self.alignment == 1 else values.narrow(-1, 0, length)
 
     def multiply(
@@ -254,10 +253,28 @@ class Quantizer:
         qgemm = getattr(self, "qgemm", None)
         if qgemm is None:
             return None
-        return qgemm(QuantizedOperand(*a), QuantizedOperand(*b), bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        with constants_lifted(a, b):
+            return qgemm(QuantizedOperand(*a), QuantizedOperand(*b), bias=bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         return str(self.operand_spec())
+
+
+def _parts_of(quantized: object, direction: str, name: str) -> list[Tensor]:
+    """The tensors of one half of what a quantizer of the user's gave. Raises RecipeError for anything else."""
+    if not isinstance(quantized, QuantizedTensor):
+        answer = article(type(quantized).__name__)
+        raise RecipeError(f"{name}.quantize has to give a QuantizedTensor(rowwise, columnwise), not {answer}")
+    half: object = getattr(quantized, direction)
+    if half is None:
+        raise RecipeError(f"{name}.quantize gave no {direction} half although it was asked for it")
+    if not isinstance(half, QuantizedOperand):
+        answer = article(type(half).__name__)
+        raise RecipeError(f"{name}.quantize has to give a QuantizedOperand(data, scale) for each half, not {answer}")
+    for part in half.tensors():
+        if not isinstance(part, Tensor):
+            raise RecipeError(f"a QuantizedOperand consists of tensors, and that of {name} has {part!r}")
+    return half.tensors()
 
 
 def _check_tensor(x: object) -> None:
@@ -361,20 +378,8 @@ def value_text(value: object) -> str:
         shown = ((f.name, item) for f, item in settings if item != f.default)
         return f"{type(value).__name__}({', '.join(f'{name}={value_text(item)}' for name, item in shown)})"
     if isinstance(value, Quantizer):
-        return f"{type(value).__name__}-{_fingerprint(value)}"
+        return f"{type(value).__name__}-{fingerprint(value)}"
     if callable(value):
         owner = value if hasattr(value, "__qualname__") else type(value)
         return f"{owner.__module__}.{owner.__qualname__}"
     return repr(value)
-
-
-def _fingerprint(quantizer: Quantizer) -> str:
-    """A text that is equal for quantizers of equal settings and code, in every process that can read their source."""
-    cls = type(quantizer)
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        source = str(id(cls))
-    settings = repr(quantizer) if "__repr__" in vars(cls) else repr(sorted(vars(quantizer).items()))
-    text = "\n".join((cls.__module__, cls.__qualname__, settings, source))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

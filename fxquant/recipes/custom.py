@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fxquant.checks import AtLeast, article, checked, did_you_mean, place_of
 from fxquant.errors import RecipeError
 from fxquant.quantizers import DelayedScalingRequest, Format, IdentityQuantizer, Quantizer, value_text
+from fxquant.quantizers.fingerprint import fingerprint
 from fxquant.recipes.base import (
     NO_FP8_MHA,
     Answer,
@@ -123,10 +124,18 @@ class CustomRecipe(Recipe):
         return tuple(_by_value(getattr(self, f.name)) for f in fields(self))
 
     def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, CustomRecipe) else NotImplemented
+        if not isinstance(other, CustomRecipe):
+            return NotImplemented
+        try:
+            return self._key() == other._key()
+        except (RuntimeError, TypeError, ValueError):  # settings that do not compare, such as tables
+            return fingerprint(self._key()) == fingerprint(other._key())
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        try:
+            return hash(self._key())
+        except TypeError:  # of a quantizer that is a dataclass without frozen=True
+            return hash(tuple(type(part).__qualname__ for part in self._key()))
 
 
 def _by_value(value: Any) -> Any:

@@ -8,14 +8,15 @@ What would fail while autograd traces the graph, or give a gradient of the wrong
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fxquant.checks import first_line, place_of
-from fxquant.compat.values import FakeTensorMode
+from fxquant.checks import article, first_line, place_of
+from fxquant.compat.values import FakeTensorMode, version
 from fxquant.errors import RecipeError
 from fxquant.quantizers import Quantizer
 from fxquant.roles import Direction
@@ -48,17 +49,51 @@ def bits_an_element(quantizer: Quantizer, direction: Direction, operand: Tried) 
         x = torch.empty([*batch, rows, columns], dtype=operand.dtype, device=operand.device)
         try:
             draws = (_no_bytes,) if quantizer.spec(direction).stochastic else ()
-            parts = quantizer.quantize_side(x, str(direction), *draws)
-            values = quantizer.dequantize_side(parts, wanted[-1])
+            with _without_state(quantizer):
+                parts = quantizer.quantize_side(x, str(direction), *draws)
+                values = quantizer.dequantize_side(parts, wanted[-1])
+        except RecipeError as error:
+            raise RecipeError(f"{where}: {error}") from error
         except Exception as error:
             raise RecipeError(
                 f"{where}: {type(error).__name__} {first_line(error)}{place_of(error)}. {_REMEDY}"
             ) from error
+    if version(x):
+        raise RecipeError(f"{where}: quantize writes into its input, which others read: copy it first")
+    if not isinstance(values, Tensor) or values.is_complex() or values.dtype is torch.bool:
+        answer = str(values.dtype) if isinstance(values, Tensor) else article(type(values).__name__)
+        raise RecipeError(f"{where}: dequantize gave {answer}, and has to give a tensor of numbers")
+    if values.device != x.device:
+        raise RecipeError(f"{where}: its values are on {values.device}, and have to be on {x.device}")
     shape = list(values.shape)
     if shape[:-1] != wanted[:-1] or shape[-1] < wanted[-1]:
         hint = ": quantize x.mT for the columnwise half" if shape == [*batch, rows, columns] else ""
         raise RecipeError(f"{where}: its values are {shape} for {list(x.shape)}, and have to be {wanted}{hint}")
     return 8 * sum(part.numel() * part.itemsize for part in parts) / max(x.numel(), 1)
+
+
+@contextmanager
+def _without_state(quantizer: Quantizer) -> Iterator[None]:
+    """A scope in which a quantizer changes none of its attributes, since a graph has only what it was traced with.
+
+    Raises RecipeError if it does, with the attributes as they were. What was None may be set, but to no tensor.
+    """
+    attributes = getattr(quantizer, "__dict__", {})
+    before = dict(attributes)
+    yield
+    after = dict(attributes)
+    for name, value in after.items():
+        old = before.get(name)
+        if value is old or (old is None and not isinstance(value, Tensor)):
+            continue
+        if not isinstance(value, Tensor) and type(value) is type(old) and bool(value == old):
+            continue
+        attributes.clear()
+        attributes.update(before)
+        raise RecipeError(
+            f"it changes its attribute {name!r} while it quantizes, and a graph is traced once: compute it in "
+            "__init__, or of the tensor in each call"
+        )
 
 
 def _no_bytes(size: torch.Size) -> Tensor:
