@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import Any
@@ -24,14 +25,14 @@ import fxquant
 from fxquant import factories, recipes
 from fxquant.checks import article, did_you_mean
 from fxquant.cost.kept import find_card
-from fxquant.errors import FxQuantError
+from fxquant.errors import FxQuantError, FxQuantWarning
 from fxquant.files import check_outputs
 from fxquant.formats import FORMATS
 from fxquant.recipes import places
 from fxquant.report.data import plain_spec
 from fxquant.report.json import SCHEMA
 from fxquant.report.text import aligned
-from fxquant.tools.target import attribute, load, one_sentence, origin, sources
+from fxquant.tools.target import attribute, load, one_sentence, origin, sources, target
 
 
 def format_rows() -> list[dict[str, str]]:
@@ -254,7 +255,7 @@ def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown:
     command.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
-        type=_target,
+        type=target,
         help="a function without arguments that returns (model, args), (model, kwargs) or (model, args, kwargs)",
     )
     command.add_argument("--recipe", **recipe)
@@ -272,17 +273,6 @@ def _add_views(command: argparse.ArgumentParser) -> None:
         "--card", metavar="NAME", default="", help="tell kernels and times of this card, such as H100, instead of here"
     )
     command.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
-
-
-def _target(text: str) -> str:
-    if path := re.fullmatch(r"(?:\./)?([\w/]+)\.py:(\w+)", text):
-        module = path[1].strip("/").replace("/", ".")
-        raise argparse.ArgumentTypeError(f"{text!r} names a file: write the module, {module}:{path[2]}")
-    if not re.fullmatch(r"[\w.]+:\w+", text):
-        dotted = re.fullmatch(r"([\w.]+)\.(\w+)", text)
-        hint = f": write {dotted[1]}:{dotted[2]}" if dotted and dotted[2] != "py" else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form package.module:function{hint}")
-    return text
 
 
 def _path(text: str) -> str:
@@ -344,7 +334,7 @@ def _explain(options: argparse.Namespace) -> str:
         )
     if options.stage is None:
         return _shown(_reported(options, run), options)
-    if without_effect := [name for name in ("full", "collapse", "graphs") if getattr(options, name)]:
+    if without_effect := [name for name in ("full", "collapse", "graphs", "card") if getattr(options, name)]:
         _note(f"--stage prints graphs: --{', --'.join(without_effect)} has no effect")
     text: str = _reported(options, run).stage(options.stage, layer=options.layer)
     return _json({"stage": options.stage, "text": text}) if options.json else text
@@ -358,8 +348,13 @@ def _report(options: argparse.Namespace) -> str:
         find_card(options.card)
     report = Report.load(options.report)
     report = report.on(options.card) if options.card else report
+    if options.layer and report.decisions and not report.layers(options.layer):
+        _note(f"--layer {options.layer!r} has no effect: it is found in no layer's name")
     if not options.html:
         return _shown(report, options)
+    without_effect = [name for name in ("layer", "full", "collapse", "graphs", "json") if getattr(options, name)]
+    if without_effect:
+        _note(f"a page has all of a report: --{', --'.join(without_effect)} has no effect")
     report.to_html(options.html)
     return f"{options.html}: {report.totals()}"
 
@@ -400,7 +395,7 @@ def _bisect(options: argparse.Namespace) -> str:
     from fxquant.tools.trials import Batch
 
     recipe, check = _recipe(options.recipe), options.check
-    if bound := re.fullmatch(rf"({'|'.join(CHECKS[1:])})=([\d.eE+-]+)", check):
+    if bound := re.fullmatch(rf"({'|'.join(CHECKS[1:])})=([\d.]+([eE][+-]?\d+)?|-[\d.]+)", check):
         check = {bound[1]: float(bound[2])}
     elif ":" in check and not callable(check := attribute(check)):
         raise FxQuantError(f"{options.check} is no function: a check is one of (model, batch)")
@@ -445,7 +440,9 @@ def _quantize(options: argparse.Namespace) -> str:
         source = load_program(options.program)
         calibration = load_inputs(options.calibrate) if options.calibrate else None
         work = "quantizing"
-        program = quantize_program(source, recipe, calibration=calibration)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "calibration has no effect", FxQuantWarning)  # noted below
+            program = quantize_program(source, recipe, calibration=calibration)
         report = report_of(program)
         if not report.summary()["quantized_operands"]:
             raise FxQuantError(f"nothing was quantized, so nothing is written: {report.totals()}")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fxquant.checks import article
 from fxquant.errors import OptionError
 
 METHODS = ("max", "moving_average", "percentile")
@@ -69,6 +70,11 @@ class Calibration:
             raise OptionError(
                 f"calibration inputs are a list, or another iterable, of what one call takes, not a "
                 f"{type(self.inputs).__name__}: put a single input into a list"
+            )
+        if not isinstance(self.overrides, Mapping):
+            raise OptionError(
+                "overrides is a dict of regular expressions of layers and an fxquant.Amax for each, not "
+                f"{article(type(self.overrides).__name__)}"
             )
         for layers, amax in [("amax", self.amax), *self.overrides.items()]:
             if not isinstance(amax, Amax) and (layers == "amax" or amax is not None):

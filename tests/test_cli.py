@@ -138,6 +138,10 @@ def test_report_writes_the_page_of_saved_json(models: str, tmp_path: Path, capsy
     assert main(["report", str(saved)]) == 0 and capsys.readouterr().out == printed
     assert main(["report", str(saved), "--json", "--card", "H100"]) == 0
     assert "H100" in json.loads(capsys.readouterr().out)["estimate"]["card"]
+    assert main(["report", str(saved), "-o", str(page), "--layer", "0", "--full"]) == 0
+    assert "note: a page has all of a report: --layer, --full has no effect" in capsys.readouterr().err
+    assert main(["report", str(saved), "--layer", "head"]) == 0
+    assert "note: --layer 'head' has no effect" in capsys.readouterr().err
     assert main(["report", str(page)]) == 1 and "is not JSON" in capsys.readouterr().err
     assert main(["report", str(saved), "-o", str(saved)]) == 1
 
@@ -176,6 +180,7 @@ def test_bisect_prints_the_operands(models: str, capsys: pytest.CaptureFixture[s
     (operand,) = json.loads(capsys.readouterr().out)["operands"]  # each of both alone breaks it
     assert operand.pop("role") in ("input", "weight") and operand == {"layer": "0", "direction": "rowwise"}
     assert main([*command, "nan"]) == 0 and "the check holds under nvfp4" in capsys.readouterr().out
+    assert main([*command, "differs=1e"]) == 1 and "check must be 'nan'" in capsys.readouterr().err
     assert main([*command, f"{models}:number"]) == 1 and "is no function" in capsys.readouterr().err
 
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +81,11 @@ def compiled() -> Any:
 @functools.cache
 def report() -> fxquant.Report:
     return fxquant.explain(OneLinear(), "mxfp8", x())
+
+
+def log() -> fxquant.ProbeLog:
+    session: Any = SimpleNamespace(rows=[])
+    return fxquant.ProbeLog(session)
 
 
 COMPILE: dict[str, Call] = {
@@ -263,6 +270,16 @@ TOOLS: dict[str, Call] = {
     ),
     "calibration a tensor": lambda: fxquant.quantize_program(program(), "current_scaling", calibration=x()),
     "calibration empty": lambda: fxquant.quantize_program(program(), "current_scaling", calibration=[]),
+    "calibration overrides a list": lambda: fxquant.Calibration([x()], overrides=["fc"]),
+    "load None": lambda: fxquant.Report.load(None),
+    "a decision that is a number": lambda: fxquant.Report.from_json(
+        json.dumps({**json.loads(report().to_json()), "decisions": [3]})
+    ),
+    "log to no path": lambda: log().to_csv(None),
+    "log to a folder": lambda: log().to_jsonl("/"),
+    "log to no folder": lambda: log().to_csv("absent/log.csv"),
+    "plot to no folder": lambda: log().plot("absent/log.png"),
+    "prepare_fsdp(None)": lambda: fxquant.prepare_fsdp(None, "mxfp8"),
     "calibration wrong shape": lambda: fxquant.quantize_program(
         program(), "current_scaling", calibration=[(x(32, 63),)]
     ),

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -52,14 +52,34 @@ _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("fxquant_
     called="fxquant.autocast",
     takes={"fp8_recipe": "write recipe=", "dtype": "write recipe=, which names the format"},
 )
-@contextmanager
-def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
+def autocast(*, recipe: Recipe | str | None = None, enabled: bool = True) -> Autocast:
     """A scope in which compiled models run under `recipe` in place of their own, however they were compiled.
 
     `enabled=False` runs them unquantized; without a recipe each model keeps its own. Scopes nest, the inner one counts.
     A model that is not compiled is never quantized: a scope with a recipe that met no compiled one warns at its end.
+    The scope may be entered again, and decorates functions too. Raises RecipeError for an unknown recipe.
     """
-    chosen = resolve(recipe) if recipe is not None else None
+    return Autocast(resolve(recipe) if recipe is not None else None, enabled)
+
+
+class Autocast(ContextDecorator):
+    """A scope with a recipe, or without one, which may be entered several times."""
+
+    def __init__(self, recipe: Recipe | None, enabled: bool) -> None:
+        self.recipe, self.enabled = recipe, enabled
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        scope = _autocast(self.recipe, self.enabled)
+        scope.__enter__()
+        self._entered.append(scope)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+@contextmanager
+def _autocast(chosen: Recipe | None, enabled: bool) -> Iterator[None]:
     scope, outer = _Scope(chosen if enabled else HighPrecision()), _scope.get()
     token = _scope.set(scope)
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +26,14 @@ from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, OutputKind, OutputSpec
 
 from fxquant.backend.inductor import inductor_settings
+from fxquant.backend.notices import tell
 from fxquant.calibration import Calibration, arguments
 from fxquant.checks import checked
 from fxquant.compat.patches import compile_package
 from fxquant.compat.private import is_inductor_option, replacements, tree_map_only
 from fxquant.compat.values import unguarded_sizes
-from fxquant.errors import ArgumentError, OptionError, ProgramError, RecipeError
+from fxquant.decisions import Decision
+from fxquant.errors import ArgumentError, FxQuantWarning, OptionError, ProgramError, RecipeError, UnusedRuleWarning
 from fxquant.files import check_place, in_its_place
 from fxquant.kernels.onnx import MEANINGS, OPSET
 from fxquant.passes.export.program_state import ProgramState
@@ -95,10 +97,27 @@ def quantize_program(
     unused = recipe.unused(exported.roles)
     if calibration is not None:
         unused += calibration.unused({decision.layer for decision in exported.decisions})
+        _tell_of(calibration, exported.decisions, recipe)
     exported.gm.meta[REPORT] = Report(
         recipe=str(recipe), decisions=[*exported.decisions], unused=unused, header=header_of(recipe)
     )
     return _program(exported)
+
+
+def _tell_of(calibration: Calibration, decisions: Sequence[Decision], recipe: Recipe) -> None:
+    """Warns of what a calibration was given and did not do."""
+    for text in calibration.unused({decision.layer for decision in decisions}):
+        tell(f"{text} matched no layer of the program", UnusedRuleWarning)
+    details = {decision.detail for decision in decisions}
+    without = sorted(
+        {decision.layer or "<model>" for decision in decisions if "no calibration input" in decision.detail}
+    )
+    if without:
+        text = "calibration gave no scale, as no input came there with a number in it: scales stay dynamic in "
+        tell(text + ", ".join(without), FxQuantWarning)
+    elif not any("static amax" in detail or "so the calibration says" in detail for detail in details):
+        text = f"calibration has no effect: no activation of {recipe} has a scale of the whole tensor"
+        tell(text, FxQuantWarning)
 
 
 @checked(ArgumentError, called="fxquant.lower_program", takes={"program": "a quantized program"})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from fxquant.checks import article
 from fxquant.cost.work import Estimate, Work
 from fxquant.decisions import Attended, Decision, Matmul, SkipReason
 from fxquant.errors import ProgramError
@@ -46,6 +48,8 @@ def arguments_of(text: str, origin: str = "the text") -> dict[str, Any]:
 
 def read_text(path: str | Path) -> str:
     """The text of a file. Raises ProgramError if it cannot be read."""
+    if not isinstance(path, str | os.PathLike):
+        raise ProgramError(f"a path is expected, not {article(type(path).__name__)}")
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +70,7 @@ def _object(text: str, origin: str) -> dict[str, Any]:
         raise ProgramError(
             f"{origin} has the form {content['schema']} of a report, and this fxquant reads {SCHEMA}: write it again"
         )
-    if any("layers" in decision for decision in content["decisions"]):
+    if any(isinstance(decision, dict) and "layers" in decision for decision in content["decisions"] or ()):
         raise ProgramError(f"{origin} has its layers folded: write it without --collapse or collapse=True")
     if content["decisions"] and "products" not in content:
         raise ProgramError(f"{origin} was written by an fxquant whose reports cannot be read back: write it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from fxquant.backend.probing import Session
 from fxquant.checks import did_you_mean
 from fxquant.errors import OptionError
+from fxquant.files import check_place, write_whole
 from fxquant.probes import STATISTICS, Unmeasured
 from fxquant.tools.outliers import STATISTICS as LOST
 from fxquant.tools.outliers import Place, Seen, outliers
@@ -96,16 +98,17 @@ class ProbeLog:
     def to_jsonl(self, path: str | Path) -> None:
         """Writes a row a line as JSON: numbers that are not finite are null there."""
         lines = (json.dumps(_plain(row)) for row in self.rows)
-        Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        _write(path, "".join(f"{line}\n" for line in lines))
 
     def to_csv(self, path: str | Path) -> None:
         """Writes the rows as a table, the counts of exponents as JSON in their cell."""
         names = list(dict.fromkeys(name for row in self.rows for name in row))
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            for row in self.rows:
-                writer.writerow({k: json.dumps(_plain(v)) if isinstance(v, dict) else v for k, v in row.items()})
+        file = io.StringIO(newline="")
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        for row in self.rows:
+            writer.writerow({k: json.dumps(_plain(v)) if isinstance(v, dict) else v for k, v in row.items()})
+        _write(path, file.getvalue())
 
     def to_tensorboard(self, folder: str | Path) -> None:
         """Writes every statistic as a scalar by step, for TensorBoard.
@@ -129,6 +132,7 @@ class ProbeLog:
 
         Raises OptionError where the package matplotlib is not installed, and for a log without rows.
         """
+        check_place(path)
         _check(statistic, [name for name in STATISTICS if name != "exponents"])
         try:
             from matplotlib.figure import Figure
@@ -151,13 +155,20 @@ class ProbeLog:
         axes.set_xlabel("step")
         axes.set_title(_TITLES.get(statistic, statistic.replace("_", " ")), fontsize=10)
         figure.colorbar(image, ax=axes, shrink=min(1.0, 12 / len(operands)) if len(operands) > 30 else 1.0)
-        figure.savefig(path, dpi=150)
+        kind = Path(path).suffix.removeprefix(".") or "png"
+        if kind not in (kinds := figure.canvas.get_supported_filetypes()):
+            raise OptionError(f"a plot has no format {kind!r}: the path ends in one of .{', .'.join(sorted(kinds))}")
+        write_whole(path, lambda file: figure.savefig(file, dpi=150, format=kind))
 
 
 _TITLES = {
     "sqnr": "SQNR, dB", "worst_block_sqnr": "SQNR of the worst block, dB", "underflow": "share that became zero",
     "saturated": "share that saturated", "scale_spread": "spread of scales, binades",
 }  # fmt: skip
+
+
+def _write(path: str | Path, text: str) -> None:
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _check(statistic: str, ordered: Sequence[str]) -> None:

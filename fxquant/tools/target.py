@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,3 +77,15 @@ def one_sentence(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise FxQuantError(f"{what} failed: {_sentence(error)} (FXQUANT_TRACEBACK=1 shows where)") from error
+
+
+def target(text: str) -> str:
+    """Returns a text of the form MODULE:FUNCTION. Raises ArgumentTypeError, with a hint, for any other."""
+    if path := re.fullmatch(r"(?:\./)?([\w/]+)\.py:(\w+)", text):
+        module = path[1].strip("/").replace("/", ".")
+        raise argparse.ArgumentTypeError(f"{text!r} names a file: write the module, {module}:{path[2]}")
+    if not re.fullmatch(r"[\w.]+:\w+", text):
+        dotted = re.fullmatch(r"([\w.]+)\.(\w+)", text)
+        hint = f": write {dotted[1]}:{dotted[2]}" if dotted and dotted[2] != "py" else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form package.module:function{hint}")
+    return text

@@ -45,6 +45,7 @@ def prepare_fsdp(model: nn.Module, recipe: Recipe | str, blocks: Iterable[nn.Mod
     before, in high precision: optimizers, clipping and checkpoints work as they did, and `state_dict()` has plain
     tensors. Returns the model. Raises ArgumentError for a model that is sharded already.
     """
+    check_module(model)
     recipe = resolve(recipe)
     within = None if blocks is None else inside(model, blocks)
     sharded = {id(p) for part in model.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
@@ -74,13 +75,18 @@ def is_quantized(weight: Tensor) -> bool:
     return isinstance(local_part_of(weight), QuantizedWeight)
 
 
+def check_module(model: object) -> None:
+    """Raises ArgumentError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is an nn.Module, not {article(type(model).__name__)}")
+
+
 def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Gives the linear layers whose weights nothing else reads, by their names.
 
     Raises ArgumentError for what is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is an nn.Module, not {article(type(model).__name__)}")
+    check_module(model)
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -219,6 +219,17 @@ def test_a_scope_that_met_no_compiled_model_warns() -> None:
             raise ZeroDivisionError
 
 
+def test_a_scope_is_entered_again_and_decorates() -> None:
+    net, x = model(), torch.randn(16, 64)
+    compiled, scope = typed(net, "mxfp8"), fxquant.autocast(enabled=False)
+    with torch.no_grad():
+        plain, quantized = net(x), compiled(x)
+        for _ in range(2):
+            with scope, scope:
+                assert torch.equal(compiled(x), plain)
+            assert torch.equal(scope(compiled)(x), plain) and torch.equal(compiled(x), quantized)
+
+
 def test_a_model_that_another_recipe_or_another_library_ran_is_not_told_of_at_exit(monkeypatch: Any) -> None:
     for waiting in ("_untold", "_uncalled", "_unmet"):
         monkeypatch.setattr(notices, waiting, [])

@@ -30,6 +30,7 @@ from fxquant import (
     Float8CurrentScalingQuantizer,
     Float8RowwiseScaling,
     FxQuantError,
+    FxQuantWarning,
     IdentityQuantizer,
     MXFP8BlockScaling,
     MXFP8Quantizer,
@@ -41,6 +42,7 @@ from fxquant import (
     QuantizerRole,
     Recipe,
     RecipeError,
+    UnusedRuleWarning,
     lower_program,
     quantize_program,
     recipes,
@@ -895,9 +897,19 @@ def test_layers_may_have_a_method_of_their_own_or_none() -> None:
     assert details["down"].endswith("percentile 90 of 1 inputs") and details["down"].startswith("static amax ")
 
 
+def test_what_a_calibration_does_not_reach_is_told() -> None:
+    model, x = block()
+    with pytest.warns(UnusedRuleWarning, match=r"calibration of 'dwon' matched no layer") as caught:
+        calibrated(model, x, x, overrides={"dwon": Amax(method="percentile", percentile=90)})
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with pytest.warns(FxQuantWarning, match="no input came there with a number in it: scales stay dynamic in "):
+        calibrated(model, x, x * torch.nan)
+
+
 def test_formats_without_a_tensor_scale_stay_dynamic() -> None:
     model, x = block()
-    program = calibrated(model, x, x, recipe="mxfp8")
+    with pytest.warns(FxQuantWarning, match="calibration has no effect: no activation of mxfp8"):
+        program = calibrated(model, x, x, recipe="mxfp8")
     assert not multipliers(program)
     assert torch.equal(run(program, x), run(quantize_program(exported(model, x), "mxfp8"), x))
     details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "input" and d.quantizer]
