@@ -80,3 +80,14 @@ def without_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pieces, "_pieces", {})  # what is compiled so is for no other test
     yield
     PyCodeCache.cache_clear()
+
+
+@pytest.fixture
+def casts_as_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts in Inductor's graphs run as `reference`, for tests of what Inductor does around them.
+
+    That their own compilations have its bytes is what tests/kernels/cast/test_pieces.py says.
+    """
+    from fxquant.kernels.cast import pieces
+
+    monkeypatch.setattr(pieces, "_run_piece", lambda what, run, inputs, shapes: list(run(*inputs)))

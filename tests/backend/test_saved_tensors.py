@@ -27,7 +27,7 @@ FOR_INDUCTOR = {
         input=PER_TENSOR, weight=PER_TENSOR, grad_output=fxquant.NVFP4Quantizer(stochastic_rounding=True)
     ),
 }
-"""A state that a forward changes, and random numbers, in as little code as may be: Inductor takes long over NVFP4."""
+"""A state that a forward changes, and random numbers, in as little code as may be."""
 
 
 def as_they_are() -> AbstractContextManager[Any]:
@@ -103,6 +103,7 @@ def test_hooks_may_move_what_is_saved(recipe: str, hooks: Scope) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("casts_as_meant")
 @pytest.mark.parametrize("recipe", FOR_INDUCTOR.values(), ids=[*FOR_INDUCTOR])
 def test_inductor_takes_what_hooks_have_moved_and_computes_again_for_a_budget(recipe: Any) -> None:
     """Invariants 45 and 46; what is drawn again are the same numbers."""
@@ -153,6 +154,7 @@ def repeated(recipe: Any, donated: bool, inner: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("casts_as_meant")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("recipe", FOR_INDUCTOR.values(), ids=[*FOR_INDUCTOR])
 def test_a_kept_graph_goes_backward_again_with_donated_buffers(recipe: Any, inner: str) -> None:

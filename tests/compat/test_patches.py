@@ -174,6 +174,7 @@ def test_products_and_sums_of_our_kernels_are_joined_whatever_tritons_default(mo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("casts_as_meant")
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_nan_assertions_look_at_what_they_can_ask(cpp_wrapper: bool) -> None:
     """They pass payloads by, between forward and backward too, and still find an infinite input."""

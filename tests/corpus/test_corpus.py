@@ -241,14 +241,14 @@ def test_model_under_recipes(name: str, every: bool) -> None:
         reference = step(model, kwargs, model)
     counted = flops.total(flops.matmul_flops(model, kwargs, backward=False), "forward")
     names = tuple(RECIPES) if every else some(name)
-    # AOTAutograd takes most of the time: of the recipes that quantize, one goes through it unless all are asked for
-    by_aot = RECIPES if every else ("high_precision", "nvfp4")
+    # AOTAutograd takes most of the time: unless all are asked for, one recipe goes through it
+    by_aot = RECIPES if every else ("nvfp4",)
     backends = {
         recipe: (Backend if recipe in by_aot else Eager)(RECIPES[recipe], inner="aot_eager", model=model)
         for recipe in names
     }
     rounded = {f"{recipe}, only rounded": Rounded(RECIPES[recipe], inner="aot_eager") for recipe in YARDSTICKS}
-    plain = {"plain": torch._dynamo.lookup_backend("aot_eager")}
+    plain = {"plain": torch._dynamo.lookup_backend("aot_eager" if every else "eager")}
     switch = Switch({**plain, **backends, **(rounded if name in FRAGILE else {})})
     run = torch.compile(model, backend=switch)
     problems, measured = [], {}
