@@ -20,13 +20,14 @@ def new():
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
 
 x = torch.randn(32, 64)
+OPTIONS = {"recipe": "delayed_scaling", "inner": "aot_eager"}
 q = torch.randn(1, 4, 4096, 64, dtype=torch.bfloat16, device="meta")
 attend = torch.nn.functional.scaled_dot_product_attention
 """
 CALLS = {
     "compile, aot_eager": 'fxquant.compile(model, "mxfp8", options={"inner": "aot_eager"})(x).sum().backward()',
     "compile": 'fxquant.compile(model, "current_scaling")(x).sum().backward()',
-    "by name": 'torch.compile(model, backend="fxquant", options={"recipe": "delayed_scaling"})(x).sum().backward()',
+    "by name": 'torch.compile(model, backend="fxquant", options=OPTIONS)(x).sum().backward()',
     "explain and report": (
         'report = fxquant.explain(model, "nvfp4", x).on("H100")\n'
         'assert report.to_json() and report._repr_html_() and "NVIDIA H100" in str(report)'
