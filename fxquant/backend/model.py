@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,10 +44,17 @@ def report(model: Any) -> Report:
         first.sent_quantized = [*dict.fromkeys([*first.sent_quantized, *other.sent_quantized])]
     blocks = any(one.latest().records.outside for one in used)  # what stands outside of compiled blocks
     homes = [home for one in used for home in one.homes()]
-    missing = [] if blocks else _in_no_graph(homes[0] if module is None and len(homes) == 1 else model, first)
+    missing = [] if blocks else _in_no_graph(_named_in(model, module, homes), first)
     if missing:
         first.uncompiled.append(f"{', '.join(missing)}, called in no captured graph")
     return first
+
+
+def _named_in(model: Any, module: nn.Module | None, homes: Sequence[nn.Module]) -> Any:
+    """Returns the model whose names a report has: the one given, its one part that is compiled, None for several."""
+    if len(homes) == 1 and (module is None or any(part is homes[0] for part in module.modules())):
+        return homes[0]
+    return model if not homes or any(home is module for home in homes) else None
 
 
 def _in_no_graph(model: Any, report: Report) -> list[str]:

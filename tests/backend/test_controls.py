@@ -219,6 +219,16 @@ def test_a_scope_that_met_no_compiled_model_warns() -> None:
             raise ZeroDivisionError
 
 
+def test_a_part_that_is_compiled_alone_is_not_told_to_run_in_no_graph() -> None:
+    for places in ([0], [0, 1]):
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+        for place in places:
+            net[place] = fxquant.compile(net[place], "mxfp8", options=EAGER)
+        net(torch.randn(16, 64))
+        report = fxquant.report(net)
+        assert report.uncompiled == [] and report.summary()["matmuls"] == len(places)
+
+
 def test_a_scope_is_entered_again_and_decorates() -> None:
     net, x = model(), torch.randn(16, 64)
     compiled, scope = typed(net, "mxfp8"), fxquant.autocast(enabled=False)
