@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.compat.inside.checkpoints import in_reentrant_checkpoint
-from fxquant.compat.inside.ranks import gather_objects
+from fxquant.compat.inside.ranks import gather_objects, world
 from fxquant.compat.private import compiling_again, in_backward, no_modes
 from fxquant.compat.values import fake_mode_of
 from fxquant.kernels.probe.plan import Slot
@@ -35,6 +35,33 @@ _Read = dict[tuple[str, Observed], dict[Slot, Tensor]]
 """The vectors of a step by layer, linear and slot."""
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What one graph has measured in a step; the vectors are on the host once the event has happened, if there is one.
+
+    Another process can have what has been `waited` for.
+    """
+
+    observed: Sequence[Observed]
+    layers: Sequence[str]
+    vectors: Tensor
+    event: torch.Event | None = None
+
+    def waited(self) -> Taken:
+        """The same, with its vectors there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return replace(self, event=None)
+
+    def by_slot(self) -> _Read:
+        """The vectors, each of its slot."""
+        vectors = iter(self.waited().vectors)
+        return {
+            (layer, observed): {slot: next(vectors) for slot in observed.slots()}
+            for layer, observed in zip(self.layers, self.observed, strict=True)
+        }
+
+
 class Totals:
     """The tensors to which one graph adds what it measures of the layers of one module."""
 
@@ -50,14 +77,14 @@ class Totals:
         return {str(i): part for i, part in enumerate(self._parts)}
 
     @torch.no_grad()
-    def take(self) -> _Read:
-        """Returns the vectors, on the host, and begins anew."""
-        vectors = iter(self._all.to("cpu", copy=True))
+    def take(self) -> Taken:
+        """Returns what there is, on its way to the host, and begins anew."""
+        event = torch.Event(self._all.device) if self._all.is_cuda else None
+        vectors = self._all.to("cpu", copy=True, non_blocking=event is not None)
+        if event is not None:
+            event.record()
         self._all.copy_(self._neutral.expand_as(self._all))
-        return {
-            (layer, observed): {slot: next(vectors) for slot in observed.slots()}
-            for layer, observed in zip(self.layers, self.observed, strict=True)
-        }
+        return Taken(self.observed, self.layers, vectors, event)
 
 
 class Session:
@@ -69,7 +96,8 @@ class Session:
     def __init__(self, request: Request, every: int) -> None:
         self.request, self.every = request, every
         self.step = 0
-        self.rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []
+        self._taken: list[tuple[int, Sequence[Taken]]] = []
         self.stepped = self.ran = False
         self.unmeasured: dict[Unmeasured, None] = {}
         self._totals: dict[tuple[int, tuple[str, ...]], Totals] = {}
@@ -103,18 +131,29 @@ class Session:
         """Adds the rows of the step that was measured; all ranks have to call, if there are several."""
         if self.step % self.every:
             return
-        reads = [totals.take() for totals in self._totals.values()]
-        if over_ranks:
-            reads = [read for of_rank in gather_objects(reads) for read in of_rank]
-        together: _Read = {}
-        for read in reads:
-            for key, vectors in read.items():
-                before = together.setdefault(key, {})
-                together[key] = {s: merge(before[s], v) if s in before else v for s, v in vectors.items()}
-        for (layer, observed), vectors in together.items():
-            if self.request.wants(layer):
-                rows = rows_of(observed, layer, vectors, self.request)
-                self.rows += [{"step": self.step, **row} for row in rows]
+        taken = [totals.take() for totals in self._totals.values()]
+        if over_ranks and world() > 1:
+            taken = [one for of_rank in gather_objects([one.waited() for one in taken]) for one in of_rank]
+        self._taken.append((self.step, taken))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all steps that were measured.
+
+        They are made when they are asked for: a step that made them would wait for the device, and that for the host.
+        """
+        while self._taken:
+            step, taken = self._taken.pop(0)
+            together: _Read = {}
+            for read in (one.by_slot() for one in taken):
+                for key, vectors in read.items():
+                    before = together.setdefault(key, {})
+                    together[key] = {s: merge(before[s], v) if s in before else v for s, v in vectors.items()}
+            for (layer, observed), vectors in together.items():
+                if self.request.wants(layer):
+                    rows = rows_of(observed, layer, vectors, self.request)
+                    self._rows += [{"step": step, **row} for row in rows]
+        return self._rows
 
 
 class Probed:

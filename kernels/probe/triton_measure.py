@@ -287,7 +287,7 @@ def measure(
         even = t.shape[1] % 32 == 0 and t.shape[2] % 128 == 0
         exponents_kernel[(counters,)](t, counted, *t.shape, *t.stride(), _FIRST, _BINS, 32, 128, even, num_warps=4)
     out = torch.empty(len(COLUMNS), dtype=torch.float64, device=x.device)
-    collect_kernel[(1,)](partial, counted, out, x.numel(), beside, programs, counters, uninside, 32, num_warps=4)
+    collect_kernel[(1,)](partial, counted, out, x.numel(), beside, programs, counters, uninside, 128, num_warps=16)
     return out
 
 
