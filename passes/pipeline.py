@@ -76,6 +76,7 @@ from fxquant.passes.joint.compute_once import compute_once
 from fxquant.passes.joint.dispatch_payloads import dispatch_payloads
 from fxquant.passes.joint.gather_payloads import gather_payloads
 from fxquant.passes.joint.keep_fp8 import keep_fp8
+from fxquant.passes.joint.measured import quantize_measured_again
 from fxquant.passes.joint.produce_again import produce_again
 from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
@@ -160,6 +161,7 @@ JOINT = (
     Pass(mark_recompute, "reads what will be saved: all scales are in the graph", training_only=True),
     Pass(save_state_itself, "marks inputs alone, whose writes no pass before changes", training_only=True),
     Pass(compute_once, "the partitioner, which comes next, does the same in older versions of torch"),
+    Pass(quantize_measured_again, "equal quantizations of a probe and of the backward are one", training_only=True),
     Pass(swizzle_scales, "asks who reads a scale, in the forward and the backward: all of them are there, each once"),
     Pass(produce_again, "no pass before reads a quantization behind its producer", training_only=True),
 )

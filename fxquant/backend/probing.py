@@ -37,10 +37,7 @@ _Read = dict[tuple[str, Observed], dict[Slot, Tensor]]
 
 @dataclass(frozen=True)
 class Taken:
-    """What one graph has measured in a step; the vectors are on the host once the event has happened, if there is one.
-
-    Another process can have what has been `waited` for.
-    """
+    """The vectors that one graph has measured in a step: on the host once the event has happened, if there is one."""
 
     observed: Sequence[Observed]
     layers: Sequence[str]
@@ -48,7 +45,7 @@ class Taken:
     event: torch.Event | None = None
 
     def waited(self) -> Taken:
-        """The same, with its vectors there."""
+        """The same with its vectors there, as another process can have it."""
         if self.event is not None:
             self.event.synchronize()
         return replace(self, event=None)

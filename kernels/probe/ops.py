@@ -115,6 +115,13 @@ def _launched_product(
     return triton_launch.products((a, b), (a_parts, b_parts), (QuantSpec.parse(a_spec), QuantSpec.parse(b_spec)), gemm)
 
 
+@merged_statistics.on("CUDA")
+def _launched_merge(total: Tensor, new: Parts) -> Tensor:
+    from fxquant.kernels.probe import triton_merge
+
+    return triton_merge.merge(total, torch.stack([*new]))
+
+
 @operator(reference=ProbeKernel.REFERENCE, traits=Traits(reads_values=1))
 def probe_operand(x: Tensor, parts: Parts, spec: str, groups: str) -> Tensor:
     """The statistics of an operand x [*, R, C], its contracted axis last, and of its quantized form: [COLUMNS].

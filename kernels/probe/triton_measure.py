@@ -210,8 +210,8 @@ def collect_kernel(
     """
     at = tl.arange(0, ROW)
     lane = tl.arange(0, STEP)
-    total = tl.zeros((ROW,), tl.float64)
-    most = tl.full((ROW,), float("-inf"), tl.float64)
+    totals = tl.zeros((STEP, ROW), tl.float64)  # of lanes, which are added once behind the loop
+    mosts = tl.full((STEP, ROW), float("-inf"), tl.float64)
     worst, line, column = (
         tl.full((STEP,), -1.0, tl.float64),
         tl.zeros((STEP,), tl.float64),
@@ -220,8 +220,8 @@ def collect_kernel(
     for first in range(0, programs, STEP):
         inside = first + lane < programs
         rows = tl.load(partial + (first + lane)[:, None] * ROW + at[None, :], mask=inside[:, None], other=0.0)
-        total += tl.sum(rows, axis=0)
-        most = tl.maximum(most, tl.max(tl.where(inside[:, None], rows, float("-inf")), axis=0))
+        totals += rows
+        mosts = tl.maximum(mosts, tl.where(inside[:, None], rows, float("-inf")))
         place = partial + (first + lane) * ROW + AT_WORST
         ratio = tl.load(place, mask=inside, other=-1.0)
         of_line = tl.load(place + 1, mask=inside, other=0.0)
@@ -233,6 +233,7 @@ def collect_kernel(
             tl.where(take, of_line, line),
             tl.where(take, of_column, column),
         )
+    total, most = tl.sum(totals, axis=0), tl.max(mosts, axis=0)
     largest = tl.max(worst, axis=0)
     lines = tl.min(tl.where(worst == largest, line, float("inf")), axis=0)
     columns = tl.min(tl.where((worst == largest) & (line == lines), column, float("inf")), axis=0)
@@ -247,12 +248,12 @@ def collect_kernel(
     total = tl.where(at == AT_WORST + 2, columns, total)
     tl.store(out + at, total, mask=at < AT_EXPONENTS)
     bins = tl.arange(0, _BINS)
-    counts = tl.zeros((_BINS,), tl.int64)
+    counts = tl.zeros((STEP, _BINS), tl.int64)
     for first in range(0, counters, STEP):
         inside = first + lane < counters
         rows = tl.load(counted + (first + lane)[:, None] * _BINS + bins[None, :], mask=inside[:, None], other=0)
-        counts += tl.sum(rows.to(tl.int64), axis=0)
-    tl.store(out + AT_EXPONENTS + bins, counts.to(tl.float64))
+        counts += rows.to(tl.int64)
+    tl.store(out + AT_EXPONENTS + bins, tl.sum(counts, axis=0).to(tl.float64))
 
 
 def measure(

@@ -41,7 +41,7 @@ from fxquant.passes.graph.names import RESHAPES, SLICES, VIEWS, calls, is_fxquan
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.produced import NARROW, match_producer
 from fxquant.passes.joint.scales import nodes_of_backward
-from fxquant.passes.joint.sides import in_memory
+from fxquant.passes.joint.sides import in_memory, is_for_backward, measures
 from fxquant.passes.settings import Settings
 
 _FAMILIES = ("per_tensor", "block", "mxfp8")
@@ -61,7 +61,7 @@ def produce_again(graph: fx.Graph, settings: Settings) -> int:
             by_root[behind_views(node.args[0], RESHAPES)].append(node)
     count = 0
     for root, nodes in by_root.items():
-        columns = [node for node in nodes if node.args[2] == "columnwise" and _is_for(node, of_backward)]
+        columns = [node for node in nodes if node.args[2] == "columnwise" and is_for_backward(node, of_backward)]
         if not columns or _is_checkpointed(root):
             continue
         if in_memory(root):
@@ -101,12 +101,6 @@ def _is_ours(node: fx.Node, settings: Settings) -> bool:
         return False
     some = upper_bound(x.shape[0]) > MOST_TOKENS and not any(statically_known_true(size == 0) for size in x.shape)
     return some and (x.device.type != "cuda" or capability(x.device) >= (8, 9))
-
-
-def _is_for(node: fx.Node, of_backward: set[fx.Node]) -> bool:
-    """Returns True for a quantization of what the forward has that the backward alone reads."""
-    users = [user for item in node.users for user in item.users]
-    return node not in of_backward and all(user in of_backward for user in users)
 
 
 def _is_kept(node: fx.Node, of_backward: set[fx.Node]) -> bool:
@@ -178,7 +172,7 @@ def _made(root: fx.Node, nodes: Sequence[fx.Node], of_backward: set[fx.Node], at
 
     It reads one large tensor, and takes no longer than that; any producer will do `at_a_price`.
     """
-    users = list(readers(root))
+    users = [reader for reader in readers(root) if not measures(reader)]
     amaxes = [user for user in users if is_fxquant(user, "amax")]
     if len(nodes) + len(amaxes) != len(users):
         return None

@@ -21,6 +21,7 @@ from fxquant.passes.graph.match import behind_views, readers
 from fxquant.passes.graph.names import VIEWS, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.joint.scales import nodes_of_backward
+from fxquant.passes.joint.sides import measures
 from fxquant.passes.settings import Settings
 
 _ROUNDS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
@@ -35,7 +36,7 @@ def mark_recompute(graph: fx.Graph, settings: Settings) -> int:
     parameter is rounded again rather than saved, quantized for the backward.
     """
     marked = {node for node in graph.nodes if is_fxquant(node, "dequantize_heads") or _lays_out_attention(node)}
-    marked.update(node for node in graph.nodes if _rounds_weight(node))
+    marked.update(node for node in graph.nodes if rounds_weight(node))
     if settings.save == "least":
         marked.update(*products_to_repeat(graph).values())
     for node in marked:
@@ -127,7 +128,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _rounds_weight(node: fx.Node) -> bool:
+def rounds_weight(node: fx.Node) -> bool:
     """Returns True for a cast of a graph's input to 16 bits, as under autocast, that is the weight of a product.
 
     The partitioner would not compute it again, since no kernel of Inductor's reads it.
@@ -135,7 +136,7 @@ def _rounds_weight(node: fx.Node) -> bool:
     if node.target not in _ROUNDS or val(node).dtype.itemsize != 2 or behind_views(node.args[0]).op != "placeholder":
         return False
     quantizations = list(readers(node, VIEWS))
-    if not all(map(is_fxquant, quantizations)):
+    if not all(is_fxquant(reader) or measures(reader) for reader in quantizations):
         return False
     products = [(user, item) for quantized in quantizations for item in quantized.users for user in item.users]
     return any(is_fxquant(user, *_PRODUCTS) and item in user.args[1] for user, item in products)  # type: ignore[operator]

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fxquant.kernels.operator import Side, traits_of
-from fxquant.passes.graph.match import behind_views
-from fxquant.passes.graph.names import is_fxquant
+from fxquant.passes.graph.match import behind_views, readers
+from fxquant.passes.graph.names import VIEWS, calls, fxquant_op, is_fxquant
 from fxquant.passes.graph.values import val
 
 _aten = torch.ops.aten
@@ -30,6 +30,23 @@ def sides_of(node: fx.Node) -> list[Side]:
     """The directions in which a node quantizes a tensor, its first argument; none if it does not quantize."""
     sides = traits_of(node).sides
     return [] if sides is None else sides(*node.args)
+
+
+def measures(node: fx.Node) -> bool:
+    """Returns True for an operator of probes, or a view that nothing else reads."""
+    if calls(node, VIEWS):
+        return all(map(measures, readers(node, VIEWS)))
+    return fxquant_op(node).startswith("probe_")
+
+
+def is_for_backward(node: fx.Node, of_backward: set[fx.Node]) -> bool:
+    """Returns True for a quantization of what the forward has that the backward alone multiplies.
+
+    A forward that is measured may read it too: for no longer than that.
+    """
+    users = [user for item in node.users for user in item.users]
+    multiplied = [user for user in users if not measures(user)]
+    return node not in of_backward and bool(multiplied) and all(user in of_backward for user in multiplied)
 
 
 def in_memory(x: Any) -> bool:

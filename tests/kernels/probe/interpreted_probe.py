@@ -12,7 +12,7 @@ from fxquant import BlockQuantizer
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference as cast
 from fxquant.kernels.cast.ops import quantize_operand
-from fxquant.kernels.probe import reference, triton_launch, triton_measure
+from fxquant.kernels.probe import reference, triton_launch, triton_measure, triton_merge
 
 interpret()
 triton_measure.multiprocessors = lambda device: 1
@@ -76,7 +76,17 @@ def check_products() -> None:
                 same(reference.products(pair, parts, specs, gemm), wanted, "rows that were picked")
 
 
+def check_merging() -> None:
+    x, spec = values((96, 144), torch.bfloat16), QuantSpec.parse("per_tensor_e4m3")
+    vectors = [reference.statistics(t, cast.quantize(t, spec), spec, reference.GROUPS) for t in (x, x * 2, x[:48])]
+    nothing = reference.neutral(x.device)
+    old, new = (torch.stack([*pair, nothing]) for pair in (vectors[:2], vectors[1:]))
+    for pair in ((old, new), (new, old), (old, old.flip(0))):
+        assert torch.equal(triton_merge.merge(*pair), reference.merge(*pair))
+
+
 def main() -> None:
+    check_merging()
     check_products()
     check_values_in_memory()
     for number, text in enumerate(FORMATS):
