@@ -134,6 +134,9 @@ _H100 = CardRates(
         "block_2d": CastRate(0.96, 0.97),
         "mxfp8": CastRate(0.92, 0.93),
         "mxfp8_2d": CastRate(0.92, 0.93),
+        # on an H200, whose chip is the same, 16384 x 8192 (torch 2.11.0+cu130, triton 3.6.0, 2026-11-30)
+        "nvfp4": CastRate(0.09, 0.17),
+        "nvfp4_2d": CastRate(0.095, 0.17),
     },
     rowwise=0.80,
     transposed=0.37,

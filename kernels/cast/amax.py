@@ -46,12 +46,15 @@ def tensor_amax_kernel(x, out, numel, STEPS: tl.constexpr, BLOCK: tl.constexpr):
 @writes("out")
 @triton.jit
 def scale_kernel(amaxes, out, numel, BLOCK: tl.constexpr, SIDE: tl.constexpr):
-    """Stores the multiplier of a tensor whose parts have these amaxes, none of them NaN."""
+    """Stores the multiplier of a tensor whose parts have these amaxes, none NaN, or if SIDE is None the largest."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, numel, BLOCK):
         at = start + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(amaxes + at, mask=at < numel, other=0.0).to(tl.float32))
-    tl.store(out + tl.arange(0, 1), side_multiplier(tl.max(largest, axis=0, keep_dims=True), SIDE))
+    amax = tl.max(largest, axis=0, keep_dims=True)
+    if SIDE is not None:
+        amax = side_multiplier(amax, SIDE)
+    tl.store(out + tl.arange(0, 1), amax)
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -73,17 +76,36 @@ def made_tensor_scale(x: Tensor, spec: QuantSpec) -> Tensor:
     That kernel has x unrounded (`rounded`). Here this does not matter: rounding keeps the order of numbers, so the
     largest of rounded magnitudes is the largest magnitude, rounded as it is stored in the dtype of x.
     """
+    return _scale(_amaxes_of_rows(x), spec)
+
+
+def stored_amax(x: Tensor) -> Tensor:
+    """`tensor_amax` for a kernel that is not Inductor's: it is stored by a launch, not by what is made of it."""
+    return largest(_amaxes_of_pieces(x))
+
+
+def made_amax(x: Tensor) -> Tensor:
+    """The same for a tensor [.., K] of known sizes that a kernel of Inductor's makes (see `made_tensor_scale`)."""
+    return largest(_amaxes_of_rows(x))
+
+
+def largest(amaxes: Tensor) -> Tensor:
+    """The largest of amaxes, none of them NaN: float32 [1]."""
+    return _scale(amaxes, None)
+
+
+def _amaxes_of_rows(x: Tensor) -> Tensor:
     amaxes = reference.magnitude(x).amax(-1)
     while amaxes.ndim > 1 and not statically_known_true(amaxes.numel() <= _MOST_AMAXES):
         amaxes = amaxes.amax(-1)
-    return _scale(amaxes, spec)
+    return amaxes
 
 
-def _scale(amaxes: Tensor, spec: QuantSpec) -> Tensor:
+def _scale(amaxes: Tensor, spec: QuantSpec | None) -> Tensor:
     numel = amaxes.numel()
     block = min(triton.next_power_of_2(numel), _MOST_AT_ONCE) if isinstance(numel, int) else _MOST_AT_ONCE
     out = torch.empty(1, dtype=torch.float32, device=amaxes.device)
-    constants = side_constants(spec, torch.float32)
+    constants = None if spec is None else side_constants(spec, torch.float32)
     wrap_triton(scale_kernel)[(1,)](amaxes, out, numel, block, constants, num_warps=max(1, min(16, block // 256)))
     return out
 

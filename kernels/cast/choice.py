@@ -42,11 +42,11 @@ def both_sides(
 
 def register_casts(
     operators: Sequence[Operator[..., Any]], facts: Callable[..., CastFacts], run: Callable[..., list[Tensor]],
-    kernels: Sequence[tuple[CastKernel, Callable[[CastFacts], str], Callable[..., Tensor]]],
+    kernels: Sequence[tuple[CastKernel, Callable[[CastFacts], str], Any]],
 ) -> None:  # fmt: skip
     """Registers Triton's casts of an operator for one direction, and of one for both.
 
-    `kernels` have conditions and the amax that is taken before. `facts` and `run` get the sides of the arguments first.
+    `kernels` have conditions and what takes the amax before. `facts` and `run` get the sides of the arguments first.
     """
     for called, sides in zip(operators, (one_direction, both_sides), strict=True):
         called.facts(partial(facts, sides))
@@ -112,11 +112,6 @@ def supports_nvfp4(spec: QuantSpec) -> bool:
     return spec.row.family == "nvfp4" and not spec.row_scaled and not spec.four_over_six
 
 
-def _knows(facts: CastFacts, spec: QuantSpec) -> bool:
-    """Returns True for a format with a Triton cast: to NVFP4 where tensor cores multiply it."""
-    return supports(spec) or (facts.reads_block_scales and supports_nvfp4(spec))
-
-
 def supports_groups(spec: QuantSpec, *, ragged: bool) -> bool:
     """Returns True if the Triton casts of groups know a format, for `ragged` groups or a batch of matrices."""
     return (supports(spec) or supports_nvfp4(spec)) and not (ragged and spec.row.block[0] > 1)
@@ -155,7 +150,7 @@ def triton(facts: CastFacts) -> str:
     tiled = first.row.block[0] > 1 or first.row.family == "nvfp4" or (first.swizzled and facts.in_memory)
     if facts.column is None and not amax_between and not tiled:
         return "fused with what makes the tensor"
-    unknown = [str(spec) for spec in facts.specs if not _knows(facts, spec)]
+    unknown = [str(spec) for spec in facts.specs if not (supports(spec) or supports_nvfp4(spec))]
     if unknown:
         return f"no Triton cast to {unknown[0]}"
     matrix = len(facts.shape) == 2 and 0 not in facts.shape and facts.dtype != torch.float64
@@ -188,8 +183,12 @@ def made_scale(facts: CastFacts) -> str:
         return "no Triton"
     if not supports(facts.specs[0]):
         return f"no Triton scale of {facts.specs[0]}"
-    shape: Any = facts.shape
-    plain = all(isinstance(size, int) for size in shape) and facts.dtype != torch.float64
+    return no_rows(facts.shape, facts.dtype)
+
+
+def no_rows(shape: Any, dtype: torch.dtype) -> str:
+    """Returns why Inductor does not leave the amaxes of a tensor's rows to a launch."""
+    plain = all(isinstance(size, int) for size in shape) and dtype != torch.float64
     return "" if plain and 0 not in shape and math.prod(shape[:-1]) > 1 else "no rows of a known number"
 
 

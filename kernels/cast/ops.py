@@ -100,6 +100,20 @@ def _rounded_amax(x: Tensor) -> Tensor:
     return reference.amax(rounded(x))
 
 
+def _stored_amax(x: Tensor) -> Tensor:
+    from fxquant.kernels.cast.amax import stored_amax
+
+    return stored_amax(x)
+
+
+def _made_amax(x: Tensor) -> Tensor:
+    if choice.no_rows(tuple(x.shape), x.dtype):
+        return _rounded_amax(x)
+    from fxquant.kernels.cast.amax import made_amax
+
+    return made_amax(x)
+
+
 @operator()
 def scale_from_amax(amax: Tensor, spec: str) -> Tensor:
     """The number by which a tensor of this amax is multiplied."""
@@ -194,17 +208,18 @@ def _quantize_few_rows(
 
 
 def _triton_quantize(
-    sides: Callable[..., list[Side]], measure: Callable[[Tensor], Tensor], x: Tensor, *args: Any
+    sides: Callable[..., list[Side]], measures: Sequence[Callable[[Tensor], Tensor]], x: Tensor, *args: Any
 ) -> list[Tensor]:
+    """A cast behind the amax that one of `measures` takes: the first for Inductor to go on with, the last for NVFP4."""
     from fxquant.kernels.cast import triton_cast, triton_nvfp4
 
     (row, row_state), (column, column_state) = by_direction(sides(x, *args))
     in_four_bits = [spec.row.family == "nvfp4" for spec in (row, column) if spec is not None]
     if len(set(in_four_bits)) > 1:  # a kernel for each direction
-        parts = [_triton_quantize(one_direction, measure, x, *side) for side in map(_arguments, sides(x, *args))]
+        parts = [_triton_quantize(one_direction, measures, x, *side) for side in map(_arguments, sides(x, *args))]
         return [part for of_side in parts for part in of_side]
     cast = triton_nvfp4.quantize if in_four_bits[0] else triton_cast.quantize
-    return cast(x, row, column, row_state, column_state, measure)
+    return cast(x, row, column, row_state, column_state, measures[in_four_bits[0]])
 
 
 def _arguments(side: Side) -> tuple[str, str, Tensor | None]:
@@ -214,7 +229,10 @@ def _arguments(side: Side) -> tuple[str, str, Tensor | None]:
 
 register_casts(
     (quantize, hybrid_quantize), _facts, _triton_quantize,
-    [(CastKernel.STORED, choice.stored, _triton_amax), (CastKernel.TRITON, choice.triton, _rounded_amax)],
+    [
+        (CastKernel.STORED, choice.stored, (_triton_amax, _stored_amax)),
+        (CastKernel.TRITON, choice.triton, (_rounded_amax, _made_amax)),
+    ],
 )  # fmt: skip
 
 

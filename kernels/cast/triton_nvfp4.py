@@ -23,6 +23,7 @@ from torch.library import wrap_triton
 from fxquant.compat.patches import writes
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.cast.amax import largest as largest_of
 from fxquant.kernels.cast.codes import magnitude
 from fxquant.kernels.cast.swizzle import padded_sizes
 from fxquant.kernels.cast.triton_scales import swizzled_place
@@ -267,7 +268,7 @@ def quantize(
 
 
 def _transformed_amax(x: Tensor, spec: QuantSpec, columnwise: bool) -> Tensor:
-    """The amax [1] of the operand as the transform leaves it; the amaxes of its tiles are left to Inductor."""
+    """The amax [1] of the operand as the transform leaves it."""
     size_m, size_k = x.shape
     across = triton.cdiv(size_k, _TILE)
     tiles = triton.cdiv(size_m, _TILE) * across
@@ -275,7 +276,7 @@ def _transformed_amax(x: Tensor, spec: QuantSpec, columnwise: bool) -> Tensor:
     wrap_triton(transformed_amax_kernel)[(tiles,)](
         x, out, size_m, size_k, x.stride(0), across, columnwise, spec.random_signs, _TILE, num_warps=_WARPS
     )
-    return out.amax(0, keepdim=True)
+    return largest_of(out)
 
 
 def _make_side(

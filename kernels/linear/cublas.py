@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -181,11 +181,28 @@ def _one_sided_mm(
     return (out if bias is None else out + bias).to(out_dtype)
 
 
+def _block_values(parts: Parts, spec: QuantSpec) -> Tensor:
+    """Elements times their block scales in bfloat16, which holds them."""
+    if spec.row.has_global_amax:
+        parts = [*parts[:2], torch.full_like(parts[2], spec.unit_amax)]
+    return reference.dequantize(parts, spec).to(torch.bfloat16)
+
+
+def _launched_values(parts: Parts, spec: QuantSpec) -> Tensor:
+    """The same: for NVFP4 by a Triton kernel."""
+    if spec.row.family != "nvfp4" or spec.swizzled or not statically_known_true(parts[0].numel() > 0):
+        return _block_values(parts, spec)
+    from fxquant.kernels.cast.triton_values import nvfp4_values
+
+    return nvfp4_values(parts)
+
+
 @scaled_mm.implementation(GemmKernel.EMULATED, when=choice.emulated, fallback=True)
 def _bfloat16_mm(
-    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
-    """One GEMM of the elements times their block scales, accumulated in float32.
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool,
+    values: Callable[[Parts, QuantSpec], Tensor] = _block_values,
+) -> Tensor:  # fmt: skip
+    """One GEMM of the elements times their block scales (`values`), accumulated in float32.
 
     NVFP4's global factors come after, and scales of tensors and rows.
     """
@@ -199,9 +216,7 @@ def _bfloat16_mm(
         if long:
             sides.append(parts[0].to(torch.bfloat16))
             continue
-        if spec.row.has_global_amax:
-            parts = [*parts[:2], torch.full_like(parts[2], spec.unit_amax)]
-        sides.append(reference.dequantize(parts, spec).to(torch.bfloat16))
+        sides.append(values(parts, spec))
     if len(factors) == 2 and all(factor.ndim == 1 for factor in factors):
         factors = [factors[0] * factors[1]]
     left, right = sides[0], sides[1].mT
@@ -219,3 +234,10 @@ def _bfloat16_mm(
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def emulated_at_once(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """`GemmKernel.EMULATED` in a graph that may have Triton kernels: a launch dequantizes an operand in NVFP4."""
+    return _bfloat16_mm(a, b, a_spec, b_spec, bias, out_dtype, fast_accum, _launched_values)

@@ -32,6 +32,8 @@ from fxquant.errors import GraphVerificationError
 from fxquant.kernels.cast.rounded import of_rounded
 from fxquant.kernels.grouped.high_precision import portable_grouped_mm
 from fxquant.kernels.linear import cublas as gemm
+from fxquant.kernels.linear.choice import GemmKernel
+from fxquant.kernels.linear.ops import scaled_mm
 from fxquant.kernels.operator import Facts, operator_of
 from fxquant.passes.graph.builder import Builder, put_in_places
 from fxquant.passes.graph.considered import allowed
@@ -104,6 +106,8 @@ def implementation(node: fx.Node, settings: Settings) -> Callable[..., Any]:
     allowed(node, "lower", str(chosen) if chosen.reason and facts.on_cuda else "")
     if kernel is called.reference and called.pieces is not None and settings.pieces and _on_cpu(node):
         return called.pieces
+    if kernel is GemmKernel.EMULATED and called is scaled_mm and facts.triton:
+        return gemm.emulated_at_once
     if kernel is not called.reference or not called.traits.reads_values:
         return called.run(kernel)
     is_input = called.traits.reads_values == 1 and behind_views(node.args[0]).op in ("placeholder", "get_attr")

@@ -16,7 +16,7 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels.attention import triton_backward, triton_dequantize, triton_forward
 from fxquant.kernels.attention import triton_cast as head_cast
 from fxquant.kernels.attention.scores import Scores
-from fxquant.kernels.cast import amax, reference, triton_cast, triton_nvfp4, triton_producers
+from fxquant.kernels.cast import amax, reference, triton_cast, triton_nvfp4, triton_producers, triton_values
 from fxquant.kernels.cast.producers import PRODUCERS
 from fxquant.kernels.grouped import reference as grouped_reference
 from fxquant.kernels.grouped import triton_cast as grouped_cast
@@ -27,7 +27,8 @@ from fxquant.kernels.state import triton as delayed
 
 MODULES = (
     amax, delayed, grouped_cast, grouped_gemm, grouped_nvfp4, head_cast, triton_backward, triton_cast,
-    triton_dequantize, triton_few_rows, triton_forward, triton_gemm, triton_nvfp4, triton_producers, triton_weight_only,
+    triton_dequantize, triton_few_rows, triton_forward, triton_gemm, triton_nvfp4, triton_producers, triton_values,
+    triton_weight_only,
 )  # fmt: skip
 MOST_SHARED = 232_448
 E4M3 = torch.float8_e4m3fn

@@ -11,10 +11,10 @@ from interpreting import interpret
 from torch import Tensor
 
 from fxquant.formats import QuantSpec
-from fxquant.kernels.cast import reference, triton_cast, triton_nvfp4
+from fxquant.kernels.cast import reference, triton_cast, triton_nvfp4, triton_values
 from fxquant.kernels.cast.swizzle import unswizzle
 
-interpret(triton_nvfp4, triton_cast)
+interpret(triton_nvfp4, triton_cast, triton_values)
 
 CASES = (
     ("nvfp4", "nvfp4"), ("nvfp4_2d(swizzled)", "nvfp4_2d(swizzled)"), ("nvfp4(swizzled)", "nvfp4(rht,swizzled)"),
@@ -72,7 +72,18 @@ def goldens() -> int:
     return count
 
 
+def check_values(*shape: int) -> None:
+    """Every code under scales of all sizes, as bfloat16 holds the values of a unit of the global amax."""
+    spec = QuantSpec.parse("nvfp4")
+    data = torch.arange(shape[0] * shape[1] // 2).to(torch.uint8).reshape(shape[0], -1)
+    scale = (torch.arange(shape[0] * shape[1] // 16) % 127).to(torch.uint8).view(torch.float8_e4m3fn)
+    parts = [data, scale.reshape(shape[0], -1), torch.tensor([spec.unit_amax])]
+    expected = reference.dequantize(parts, spec).bfloat16()
+    assert torch.equal(as_bytes(triton_values.nvfp4_values(parts)), as_bytes(expected))
+
+
 def main() -> None:
+    check_values(130, 320)
     assert goldens() > 40
     for i, (shape, dtype) in enumerate(INPUTS[1:]):
         x = values(dtype, shape)

@@ -149,6 +149,7 @@ def launches_of(graph: fx.Graph) -> list[str]:
 def test_transposed_payloads_are_written_by_the_kernel_on_cuda() -> None:
     assert lowered("mxfp8_e4m3", 64, 96) == ["column_data,column_scale"]
     assert lowered("per_row_e4m3", 64, 96) == ["column_amax", "column_data,column_scale"]
+    assert lowered("nvfp4(rht)", 64, 96) == ["out", "out", "column_data,column_scale"]
 
 
 @pytest.mark.parametrize(
