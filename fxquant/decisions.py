@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -172,6 +172,7 @@ class Decision:
     an operator does not show its products; `flops` count the whole GEMM with dynamic sizes at their example values.
     `matmul`, or `attention` for both products of one, has the facts that decide the time, None if they are unknown. A
     `shared` operand comes from an attention that has quantized it.
+    A `merged` GEMM runs once with an equal one of the same step, which has the FLOPs.
     `part` tells the products of one layer apart: ``QK^T`` and ``PV``, or the weight's name; empty if it has none.
     `bits` are those that a quantizer of the user's own takes for an element, with scales and padding; 0 for others.
     """
@@ -191,6 +192,7 @@ class Decision:
     shared: bool = False
     bits: float = 0.0
     part: str = ""
+    merged: bool = False
 
     def __post_init__(self) -> None:
         assert (self.quantizer is None) != (self.skip_reason is None), self
@@ -297,5 +299,18 @@ class KeptInFp8:
     instead: int
 
 
-Considered = NotFused | SentQuantized | Saved | KeptInFp8
+@dataclass(frozen=True, kw_only=True)
+class ComputedOnce:
+    """A GEMM that torch computes once with an equal one: that of the matmul at a `place` in its captured graph."""
+
+    place: int
+    gemm: Gemm
+
+    def applied(self, decision: Decision) -> Decision:
+        """A decision for an operand of this GEMM."""
+        detail = "; ".join(filter(None, (decision.detail, "computed once, with an equal product")))
+        return replace(decision, merged=True, flops=0, detail=detail)
+
+
+Considered = NotFused | SentQuantized | Saved | KeptInFp8 | ComputedOnce
 """The outcomes that passes behind autograd leave for a report."""

@@ -25,6 +25,7 @@ from fxquant.passes.insert import bind_state as states
 from fxquant.passes.insert import cache_weights as weights
 from fxquant.passes.insert import linear, observers, plain, regions
 from fxquant.passes.insert import localize as placed
+from fxquant.passes.insert.places import mark_places
 from fxquant.passes.plan import layers, reuse, weigh
 from fxquant.passes.plan import resolve as products
 from fxquant.passes.plan.attention import SLOTS
@@ -159,6 +160,8 @@ def drop_unprofitable(captured: C, settings: Settings) -> C:
 
 def insert(captured: C, settings: Settings) -> C:
     """Writes one operator for each quantized product into the graphs."""
+    if any(map(quantized, captured.known)):  # else the graph is torch's own, to the bit
+        mark_places(captured.known, captured.first_site)
     if settings.ranges:
         for match in captured.known:
             for_layer(match.node, match.name)

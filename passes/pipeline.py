@@ -77,6 +77,7 @@ from fxquant.passes.joint.dispatch_payloads import dispatch_payloads
 from fxquant.passes.joint.gather_payloads import gather_payloads
 from fxquant.passes.joint.keep_fp8 import keep_fp8
 from fxquant.passes.joint.measured import quantize_measured_again
+from fxquant.passes.joint.merged import merged, products_of
 from fxquant.passes.joint.produce_again import produce_again
 from fxquant.passes.joint.repeat import mark_recompute, save_state_itself
 from fxquant.passes.joint.reuse import reuse_attention_payload
@@ -292,12 +293,15 @@ class Partition(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        before = products_of(gm.graph)
         run(JOINT, gm.graph, self.settings)
+        cut = products_of(gm.graph)
         self.reasons += traced(considered(gm.graph, "joint"))
         gm.recompile()
         quantizing = [called.target.overloadpacket for called in OPERATORS.values() if called.traits.both is not None]
         with recomputable(quantizing) if self.settings.save in ("least", "fp8") else contextlib.nullcontext():
             halves = (self.inner or min_cut_rematerialization_partition)(gm, joint_inputs, **kwargs)
+        self.reasons += merged(before, cut, {node.name for one in halves for node in one.graph.nodes})
         for one in halves:
             if drop_unused(one.graph):
                 one.recompile()

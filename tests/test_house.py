@@ -30,7 +30,7 @@ OF_KERNELS = {
     "find": (),
     "plan": (),
     "insert": ("operator", "cast.ops", "grouped.choice", "grouped.ops", "linear.choice"),
-    "joint": ("operator", "cast.choice", "cast.producers", "linear.choice", "linear.few_rows"),
+    "joint": ("operator", "cast.choice", "cast.producers", "linear.choice", "linear.few_rows", "torch_in_range"),
     "export": ("cast.reference", "custom"),
 }
 """The modules of kernels that each folder may import, none with code for a device; `lower` alone imports such."""

@@ -70,6 +70,20 @@ def _product(spec: str, parts: Sequence[Tensor]) -> tuple[str, int, int, int]:
     return parsed.row.name, prod(batch), rows, columns * packed
 
 
+def _loop(condition: Any, step: Any, carried: Sequence[Any], more: Sequence[Any]) -> Sequence[Any]:
+    while condition(*carried, *more):
+        carried = step(*carried, *more)
+    return carried
+
+
+BODIES: dict[str, Callable[..., Any]] = {
+    "invoke_subgraph": lambda graph, _, *operands: graph(*operands),
+    "cond": lambda holds, yes, no, operands: (yes if holds else no)(*operands),
+    "while_loop": _loop,
+}
+"""The meanings of operators that run graphs, by their names."""
+
+
 class Counted(RunsBesideDynamo):  # type: ignore[no-untyped-call]
     """Counts what runs in its scope: `quantized` GEMMs and attentions, and `plain` FLOPs by the name of the operator.
 
@@ -87,9 +101,9 @@ class Counted(RunsBesideDynamo):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "_name", "") == "invoke_subgraph":  # runs a body, which this sees then
+        if (body := BODIES.get(getattr(func, "_name", ""))) is not None:  # which this sees then
             with self:
-                return args[0](*args[2:])
+                return body(*args)
         result = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if is_tracing() or fake_mode_of(tensors) is not None or any(x.is_meta for x in tensors):
@@ -126,7 +140,7 @@ class Layered(Backend):
         super().__init__(recipe, inner="aot_eager", **options)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        partition = Partition(self.settings)
+        partition = Partition(self.settings, reasons=self._record.considered)
         return compile_eager(gm, example_inputs, lambda module, _: _Layers(module).run, partition)
 
 
@@ -173,6 +187,8 @@ def reported(report: Report) -> Counts:
     attentions: dict[int, set[Gemm]] = {}
     for (_, gemm), operands in report.gemms().items():
         left, right = operands
+        if left.merged:
+            continue
         attended = left.attention
         if attended is not None and attended.spec is not None:
             attentions.setdefault(attended.site, set()).add(gemm)

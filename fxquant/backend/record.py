@@ -17,7 +17,7 @@ from fxquant.backend.shared import Key, Shared
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.compat.inside.frames import CallKey
 from fxquant.compat.private import CapturedInputs, trace_artifact
-from fxquant.decisions import Considered, Decision, KeptInFp8, NotFused, Saved, SentQuantized
+from fxquant.decisions import ComputedOnce, Considered, Decision, KeptInFp8, NotFused, Saved, SentQuantized
 from fxquant.passes.look import half, snapshot
 from fxquant.recipes import Recipe
 from fxquant.report.header import header_of
@@ -92,8 +92,14 @@ class GraphRecord:
 
     def decisions_in(self, model: nn.Module | None) -> list[Decision]:
         """The decisions for the layers of a model, or for all; those of a function count as any model's."""
+        merges = [one for one in self.considered if isinstance(one, ComputedOnce)]
+        once = {(self.first_site + one.place, one.gemm): one for one in merges}
+        merged = [once.get((decision.site, decision.gemm)) for decision in self.decisions]
         count, parts = len(self.decisions), None if model is None else set(map(id, model.modules()))
-        decisions = [*self.decisions, *self.others]
+        decisions = [
+            decision if one is None else one.applied(decision)
+            for decision, one in zip([*self.decisions, *self.others], merged * (len(self.runners) or 1), strict=True)
+        ]
         chosen = [i for i, key in enumerate(self.runners) if parts is None or _is_of(key, model, parts)]
         return [decision for i in chosen for decision in decisions[i * count : (i + 1) * count]]
 

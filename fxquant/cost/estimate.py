@@ -33,6 +33,7 @@ def estimate(decisions: Sequence[Decision], card: str = "") -> dict[int, Estimat
     """
     if card:
         decisions = [_on_card(d, find_card(card)) for d in decisions]
+    decisions = [d for d in decisions if not d.merged]
     sites: dict[int, list[Decision]] = defaultdict(list)
     for decision in decisions:
         if decision.matmul is not None:

@@ -112,4 +112,5 @@ def _plain(decision: Decision) -> dict[str, Any]:
         "flops": decision.flops,
         "shared": decision.shared,
         "bits": decision.bits,
+        "merged": decision.merged,
     }

@@ -101,6 +101,7 @@ def _decision(item: Mapping[str, Any], product: Mapping[str, Any]) -> Decision:
         matmul=decode(Matmul | None, product["matmul"]),
         attention=decode(Attended | None, product["attention"]),
         **{name: item[name] for name in ("detail", "form", "site", "flops", "shared", "bits", "part")},
+        merged=item.get("merged", False),
     )
 
 

@@ -69,6 +69,9 @@ OBSERVER = "fxquant_observer"
 _OF_CUSTOM = "fxquant"
 """The key in `CUSTOM` for the name of the layer that an operator was inserted for."""
 
+_PLACES = "fxquant_places"
+"""The key in `CUSTOM` for the places of the matmuls that a node computes, counted in its captured graph."""
+
 _OF_TORCH = ("tensor_meta", "unbacked_bindings", "recompute", "ac_graph_id", "from_node")
 _OF_ONE_NODE = frozenset([VAL, EXAMPLE_VALUE, CONSIDERED, *OF_A_TRACE, *_OF_TORCH])
 
@@ -86,6 +89,16 @@ def layer_of(node: fx.Node) -> str:
 def for_layer(node: fx.Node, layer: str) -> None:
     """Says of a node, and of what autograd makes of it, which layer it belongs to."""
     node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _OF_CUSTOM: layer}
+
+
+def places_of(node: fx.Node) -> tuple[int, ...]:
+    """The places of the matmuls that a node computes among those of its captured graph; none if it is not known."""
+    return tuple(node.meta.get(CUSTOM, {}).get(_PLACES, ()))
+
+
+def stands_at(node: fx.Node, places: tuple[int, ...]) -> None:
+    """Says of a node, and of what autograd makes of it, which matmuls of its captured graph it computes."""
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _PLACES: places}
 
 
 def inserted_for(node: fx.Node, layer: str, site: int) -> None:

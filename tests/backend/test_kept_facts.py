@@ -14,8 +14,9 @@ from torch._dynamo.utils import counters
 import fxquant
 from fxquant import Report
 from fxquant.backend.kept_facts import Facts, _read, _write
-from fxquant.decisions import Considered, KeptInFp8, NotFused, Saved, SentQuantized
+from fxquant.decisions import ComputedOnce, Considered, KeptInFp8, NotFused, Saved, SentQuantized
 from fxquant.report.html import FROM_CACHE, section
+from fxquant.roles import Gemm
 
 
 class Mlp(nn.Module):
@@ -65,7 +66,8 @@ def test_nothing_is_kept_where_torch_keeps_nothing(folder: Path) -> None:
 def test_files_that_cannot_be_read_or_written_are_as_none(tmp_path: Path) -> None:
     sent = SentQuantized(layers=("a", "b"), operand="input", spec="mxfp8_e4m3", bits=8.25, instead=16, dequantized=True)
     left = NotFused(step="lower", layer="a", operator="amax", reason="why", graph="forward")
-    considered = [left, sent, Saved(total=3, quantized=1, instead=2), KeptInFp8("a", "silu", 1, 2)]
+    once = ComputedOnce(place=1, gemm=Gemm.DGRAD)
+    considered = [left, sent, Saved(total=3, quantized=1, instead=2), KeptInFp8("a", "silu", 1, 2), once]
     assert set(map(type, considered)) == set(get_args(Considered))
     path, facts = tmp_path / "facts.json.gz", Facts(texts={"forward": ["a graph"]}, considered=considered)
     _write(path, facts)

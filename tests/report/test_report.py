@@ -177,6 +177,7 @@ def test_json_holds_every_decision(report: Report) -> None:
         "site": 0,
         "flops": 2 * 64 * 32 * 128,
         "shared": False,
+        "merged": False,
         "bits": 0.0,
     }
     assert content["decisions"][-1]["skip_reason"] == "TOO_SMALL"
