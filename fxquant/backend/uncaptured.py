@@ -50,7 +50,8 @@ _IN_PLACE = {getattr(torch.ops.aten, f"{name}_"): getattr(torch.ops.aten, name) 
 class _Product:
     """One matmul [*batch, M, K] x [*batch, N, K], transposed, as it ran, or an operator that holds some.
 
-    `shapes` are those of its operands and of its result.
+    `shapes` are those of its operands and of its result. A `function` is the custom one that it ran in, if that gets
+    gradients.
     """
 
     layer: str
@@ -59,10 +60,12 @@ class _Product:
     has_weight: bool
     needs_grad: tuple[bool, bool]
     flops: int
+    function: str
 
     def decisions(self, site: int, times: int) -> Iterator[Decision]:
         detail = f"{self.op} ran outside of the captured graphs" + (f", {times} times" if times > 1 else "")
         detail += "" if self.flops else " (its FLOPs are unknown)"
+        detail += f"; the backward of {self.function} is not counted" if self.function else ""
         for gemm in gemms(self.needs_grad):
             for operand, direction in GEMM_OPERANDS[gemm]:
                 kind = "input" if operand == "weight" and not self.has_weight else operand
@@ -91,6 +94,7 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         self.products: Counter[_Product] = Counter()
         self.breaks: list[str] = []
         self._paused = False
+        self._gets_gradients = torch.is_grad_enabled()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -146,6 +150,7 @@ class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
         return _Product(
             layer=_layer(inspect.currentframe(), self.names), op=op, shapes=tuple(map(tuple, shapes)),
             has_weight=isinstance(weight, nn.Parameter), needs_grad=needs_grad, flops=flops,
+            function=_function(inspect.currentframe()) if self._gets_gradients else "",
         )  # fmt: skip
 
     def layers(self, recipe: Recipe) -> list[str]:
@@ -183,3 +188,16 @@ def _layer(frame: FrameType | None, names: Mapping[str, str]) -> str:
             return names[str(id(module))]
         frame = frame.f_back
     return ""
+
+
+def _function(frame: FrameType | None) -> str:
+    """The name of the outermost custom `torch.autograd.Function` that is running, and gets gradients."""
+    name = ""
+    while frame is not None:
+        if frame.f_code is _APPLY and any(getattr(x, "requires_grad", False) for x in frame.f_locals["args"]):
+            name = frame.f_locals["cls"].__name__
+        frame = frame.f_back
+    return name
+
+
+_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__

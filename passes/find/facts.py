@@ -199,6 +199,8 @@ class Match:
     """The axes of a product of two tensors."""
     needs_grad: tuple[tuple[bool, bool], ...] = ()
     """A pair for each product: True where lhs, and where rhs, gets a gradient."""
+    inside: str = ""
+    """The conditional or loop that it stands in, and how often it counts."""
     takes_state: bool = True
     """True if the state of delayed scaling and stochastic rounding can be passed to this node's graph."""
     resolved: tuple[Resolved, ...] = ()

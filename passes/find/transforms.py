@@ -24,6 +24,7 @@ class Transforms:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.depth = 0
+        self._derivatives = 0
         self.trained = trained_entries(graph)
         self._vmapped: list[Dim] = []
         self._sizes: dict[object, Dim] = {}
@@ -34,6 +35,7 @@ class Transforms:
         name = getattr(node.target, "__name__", "")
         begins, ends = name.endswith("_increment_nesting"), name.endswith("_decrement_nesting")
         self.depth += begins - ends
+        self._derivatives += (begins - ends) * (not name.startswith("_vmap"))
         if name == "_vmap_increment_nesting":
             self._vmapped.append(_size(node.args[0]))
         elif name == "_vmap_decrement_nesting":
@@ -47,6 +49,12 @@ class Transforms:
         if levels:
             self._levels[node] = levels
         return begins or ends
+
+    @property
+    def text(self) -> str:
+        """The place of what stands here, and what its FLOPs leave out."""
+        counted = ", whose own derivatives are not counted" if self._derivatives else ""
+        return f"inside a torch.func transform{counted}"
 
     def of_all_entries(self, match: Match) -> Match:
         """Returns a match with the products of all entries that `vmap` has: more rows of one weight, or a batch."""

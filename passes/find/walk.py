@@ -41,6 +41,12 @@ Regions = Mapping[str, torch.dtype | None]
 _LOOPS = ("scan", "while_loop", "associative_scan")
 """Higher-order operators whose steps torch differentiates one by one; it cannot stack what they save in FP8."""
 
+_INSIDE = {
+    "cond": "in a branch of torch.cond: one of its branches runs",
+    **dict.fromkeys(("map_impl", *_LOOPS), "in the body of a loop: one of its steps counts"),
+}
+"""The words for products in a body that does not run just once, by the operator that calls it."""
+
 
 class _Walk:
     """A walk over a graph and its bodies, which visits a body once."""
@@ -69,7 +75,7 @@ class _Walk:
             elif node.op in ("call_function", "call_method") and node in uses.used:
                 matches = self.node(node, regions)
                 if transforms.depth:
-                    matches = _closed(map(transforms.of_all_entries, matches), "inside a torch.func transform")
+                    matches = _closed(map(transforms.of_all_entries, matches), transforms.text)
                 yield from matches if node in uses.trained else map(_untrained, matches)
 
     def node(self, node: fx.Node, regions: Regions) -> Iterator[Match]:
@@ -110,7 +116,8 @@ class _Walk:
             if len(inputs) <= len(operands):  # a predicate comes before them
                 self.outer |= dict(zip(inputs, operands[len(operands) - len(inputs) :], strict=True))
             matches = self.graph(body, regions)
-            yield from _closed(matches, f"in a {op} that gets gradients") if trained_loop else matches
+            matches = _closed(matches, f"in a {op} that gets gradients") if trained_loop else matches
+            yield from (replace(match, inside=match.inside or _INSIDE.get(op, "")) for match in matches)
 
 
 def find_matmuls(gm: fx.GraphModule, *, autocast: Regions | None = None) -> list[Match]:

@@ -353,6 +353,7 @@ class _Resolver:
                 if operand == "weight" and weight is not None:
                     stored = _as_stored(weight, quantizer, direction, self.stored_weights)
                     detail = "; ".join(filter(None, (detail, stored)))
+                detail = "; ".join(filter(None, (detail, match.inside)))
                 decisions.append(Decision(
                     role=roles[operand], gemm=gemm, direction=direction, shape=_shape(operand, match, product),
                     quantizer=quantizer, skip_reason=reason, detail=detail, form=match.form, site=self.site,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import eager_backend
 from torch import Tensor, fx, nn
-from truth import Counted, Counts, Layered, differences, reported
+from truth import Counted, Counts, Layered, differences, reported, without_layers
 
 import fxquant
 from fxquant import (
@@ -372,6 +372,38 @@ def test_calls_breaks_and_recompilations_run_what_is_reported() -> None:
     for phase, gemms in said.items():
         new = Counter({gemm: n for gemm, n in second[phase].items() if gemm.layer == "second"})
         assert gemms == first[phase] + new, "the first graph takes all rows, and the second is compiled again"
+
+
+class Choosing(nn.Module):
+    """One layer or two, by the inputs' sum; then the first again, so many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor, times: Tensor | None = None) -> Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.down(self.up(x)), (x,))
+        if times is None:
+            return y
+        return torch.while_loop(lambda n, y: n > 0, lambda n, y: (n - 1, self.one(y)), (times, y))[1]
+
+
+@pytest.mark.parametrize(("sign", "layers"), [(1, 1), (-1, 2)])
+def test_a_branch_runs_quantized_and_a_loop_as_often_as_it_goes(sign: int, layers: int) -> None:
+    model, x = Choosing(), sign * torch.rand(32, 64)
+    backend = Layered("mxfp8", model=model)
+    with Counted() as counted:
+        torch.compile(model, backend=backend)(x).sum().backward()
+    ran, said = without_layers(counted.quantized), without_layers(reported(backend.report()))
+    assert not any(sum(names.values()) for names in counted.plain.values())
+    assert ran["forward"] <= said["forward"] and ran["backward"].total() >= 2 * layers - 1
+    assert ran["forward"].total() == layers and said["forward"].total() == 3, "both branches are reported"
+    assert all("one of its branches runs" in d.detail for d in backend.report().decisions)
+    again = Layered("mxfp8", model=model)
+    with Counted() as counted, torch.no_grad():
+        torch.compile(model, backend=again, dynamic=False)(x, torch.tensor(3))
+    assert counted.quantized["forward"].total() == layers + 3
+    assert sum("one of its steps counts" in d.detail for d in again.report().decisions) == 2
 
 
 def once(f: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -430,6 +432,29 @@ def test_fused_kernels_outside_of_graphs_are_told_of(flex: bool) -> None:
     assert {d.form: d.flops for d in report.decisions} == {**names, "_transformer_encoder_layer_fwd": 0}
     assert {d.skip_reason for d in report.decisions} == {SkipReason.NOT_CAPTURED}
     assert {d.layer for d in report.decisions} == {"", "encoder"}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_backward_of_a_custom_function_outside_of_graphs_is_said_not_to_count(trained: bool) -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            return x @ w.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad @ grad.T, grad.T @ grad
+
+    class Owner(PartlyCaptured):
+        @torch.compiler.disable
+        def outside(self, x: Tensor) -> Tensor:
+            return Own.apply(x, self.disabled.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    with torch.set_grad_enabled(trained):
+        report = fxquant.explain(Owner(recurrent=False), "mxfp8", torch.randn(8, 64))
+    said = {d.detail for d in report.decisions if d.skip_reason is SkipReason.NOT_CAPTURED}
+    backward = "; the backward of Own is not counted" if trained else ""
+    assert said == {"mm ran outside of the captured graphs" + backward}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

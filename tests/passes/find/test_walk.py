@@ -89,6 +89,18 @@ def test_functorch_transforms_are_left_alone() -> None:
     assert check(model, [randn(5, 24)], Rewrite()).reasons() == [UNSUPPORTED, None]
 
 
+def test_derivatives_that_torch_func_takes_are_said_not_to_count() -> None:
+    def taken(x: Tensor, w: Tensor) -> Tensor:
+        gradient = torch.func.grad(lambda x: (x @ w).sin().sum())(x)
+        return torch.vmap(lambda row: w @ row)(gradient) + x @ w
+
+    backend = check(Calls(taken, (24, 24)), [randn(5, 24)], Rewrite())
+    inside = "inside a torch.func transform"
+    assert [match.skip and match.skip[1] for match in backend.found] == [
+        f"{inside}, whose own derivatives are not counted", inside, None,
+    ]  # fmt: skip
+
+
 def test_other_layouts_and_dtypes_are_described() -> None:
     backend = check(Calls(lambda x, y: x @ y), [torch.ones(5, 24).long(), torch.ones(24, 40).long()], Rewrite())
     assert [match.emit is not None for match in backend.found] == [True]
