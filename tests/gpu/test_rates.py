@@ -14,6 +14,7 @@ def test_rates_are_within_what_a_card_can_do() -> None:
     rates = measuring.measure(card)
     assert 0.5 < rates.amax < 1.2, "the kernel that reads a tensor in memory"
     for family, shares in rates.casts.items():
-        assert all(0.2 < share < 1.2 for share in shares), (family, shares)
+        least = 0.04 if family.startswith("nvfp4") else 0.2  # transformed and emulated, it is arithmetic, not memory
+        assert all(least < share < 1.2 for share in shares), (family, shares)
     for kernel, rate in rates.gemm.items():
         assert all(50 < tflops < 20000 for tflops in rate[:3]) and 0.05 < rate.read <= 1, (kernel, rate)
