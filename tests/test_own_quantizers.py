@@ -256,10 +256,14 @@ class Wrong(Levels):
         return values.get(self.how, operand.data)
 
 
+def test_a_quantizer_that_counts_its_calls_is_told_that_it_counts_traces() -> None:
+    with pytest.warns(fxquant.FxQuantWarning, match="Held changes its attribute 'calls' while it quantizes"):
+        step(OneLinear(64), Held("calls"), torch.randn(32, 64))
+
+
 @pytest.mark.parametrize(
     ("quantizer", "message"),
     [
-        (Held("calls"), "changes its attribute 'calls' while it quantizes"),
         (Held("amax"), "changes its attribute 'amax' while it quantizes"),
         (Held("in place"), "a tensor that is held across calls is written to"),
         (Wrong("writes"), "quantize writes into its input"),

@@ -8,6 +8,7 @@ What would fail while autograd traces the graph, or give a gradient of the wrong
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fxquant.checks import article, first_line, place_of
 from fxquant.compat.values import FakeTensorMode, version
-from fxquant.errors import RecipeError
+from fxquant.errors import FxQuantWarning, RecipeError
 from fxquant.quantizers import Quantizer
 from fxquant.roles import Direction
 
@@ -74,9 +75,10 @@ def bits_an_element(quantizer: Quantizer, direction: Direction, operand: Tried) 
 
 @contextmanager
 def _without_state(quantizer: Quantizer) -> Iterator[None]:
-    """A scope in which a quantizer changes none of its attributes, since a graph has only what it was traced with.
+    """A scope behind which a quantizer has the attributes that it had before, but for those that were None.
 
-    Raises RecipeError if it does, with the attributes as they were. What was None may be set, but to no tensor.
+    A graph has only what it was traced with: a changed number, such as a count of calls, is told by a warning. Raises
+    RecipeError for anything else that is changed.
     """
     attributes = getattr(quantizer, "__dict__", {})
     before = dict(attributes)
@@ -90,10 +92,13 @@ def _without_state(quantizer: Quantizer) -> Iterator[None]:
             continue
         attributes.clear()
         attributes.update(before)
-        raise RecipeError(
-            f"it changes its attribute {name!r} while it quantizes, and a graph is traced once: compute it in "
-            "__init__, or of the tensor in each call"
-        )
+        changes = f"changes its attribute {name!r} while it quantizes, and a graph is traced once"
+        if not isinstance(value, int | float) or not isinstance(old, int | float):
+            raise RecipeError(f"it {changes}: compute it in __init__, or of the tensor in each call")
+        warnings.warn(
+            f"{type(quantizer).__name__} {changes}: it counts traces, and steps run with the number of theirs",
+            FxQuantWarning, stacklevel=1,
+        )  # fmt: skip
 
 
 def _no_bytes(size: torch.Size) -> Tensor:
