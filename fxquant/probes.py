@@ -125,7 +125,7 @@ class Request:
                 re.compile(pattern)
             except re.error as error:
                 raise OptionError(f"layers={pattern!r} is not a regular expression: {error}") from error
-        candidates = [whatif] if isinstance(whatif, str | Quantizer | Recipe) else whatif
+        candidates = whatif if isinstance(whatif, Iterable) and not isinstance(whatif, str) else [whatif]
         return cls(
             chosen,
             _known("tensors", tensors, TENSORS),

@@ -279,6 +279,14 @@ TOOLS: dict[str, Call] = {
     "log to a folder": lambda: log().to_jsonl("/"),
     "log to no folder": lambda: log().to_csv("absent/log.csv"),
     "plot to no folder": lambda: log().plot("absent/log.png"),
+    "precompute_scales(None)": lambda: fxquant.precompute_scales(None),
+    "payload_state_dict(None)": lambda: fxquant.payload_state_dict(None),
+    "an opset in words": lambda: fxquant.onnx_export(
+        fxquant.quantize_program(program(), "rowwise"), opset_version="21"
+    ),
+    "inductor_configs in a list": lambda: fxquant.aoti_compile_and_package(
+        fxquant.quantize_program(program(), "rowwise"), package_path="model.pt2", inductor_configs=["max_autotune"]
+    ),
     "prepare_fsdp(None)": lambda: fxquant.prepare_fsdp(None, "mxfp8"),
     "calibration wrong shape": lambda: fxquant.quantize_program(
         program(), "current_scaling", calibration=[(x(32, 63),)]
