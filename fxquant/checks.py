@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
-from fxquant.errors import FxQuantError, SettingError
+from fxquant.errors import ArgumentError, FxQuantError, SettingError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -82,6 +82,12 @@ _NOT_USERS = (
 def article(name: str) -> str:
     """A noun with its article."""
     return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def check_module(model: object) -> None:
+    """Raises ArgumentError for what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(f"model is an nn.Module, not {article(type(model).__name__)}")
 
 
 def checked(

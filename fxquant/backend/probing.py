@@ -107,7 +107,7 @@ class Session:
         return self.step % self.every == 0
 
     def end_step(self) -> None:
-        """Reads what the step has measured, and goes on to the next."""
+        """Takes what the step has measured, and goes on to the next."""
         self.read()
         self.step, self.stepped = self.step + 1, False
 
@@ -125,7 +125,7 @@ class Session:
         self.unmeasured |= {one: None for one in here if self.request.wants(one.layer)}
 
     def read(self, *, over_ranks: bool = True) -> None:
-        """Adds the rows of the step that was measured; all ranks have to call, if there are several."""
+        """Takes what the step has measured, to make rows of later; if there are several ranks, all have to call."""
         if self.step % self.every:
             return
         taken = [totals.take() for totals in self._totals.values()]

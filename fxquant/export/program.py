@@ -171,6 +171,7 @@ def _concatenated(program: ExportedProgram) -> ExportedProgram:
     return _program(opened) if opened.changed else program
 
 
+@checked(ArgumentError, called="fxquant.onnx_export", takes={"program": "a quantized program"})
 def onnx_export(
     program: ExportedProgram, path: str | Path | None = None, *, opset_version: int = OPSET, **options: Any
 ) -> torch.onnx.ONNXProgram:
@@ -183,8 +184,6 @@ def onnx_export(
     opset before 21, the first with scales for blocks.
     """
     _check_program(program)
-    if not isinstance(opset_version, int):
-        raise ArgumentError(f"opset_version must be an int, not {opset_version!r}")
     if opset_version < OPSET:
         raise OptionError(f"ONNX has the operators for FP8 blocks from opset {OPSET} on, not in {opset_version}")
     table = {getattr(torch.ops.fxquant, name).default: meaning for name, meaning in MEANINGS.items()}

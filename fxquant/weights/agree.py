@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxquant.checks import article
+from fxquant.checks import check_module
 from fxquant.compat.inside.placements import local_part_of
 from fxquant.compat.values import version
-from fxquant.errors import ArgumentError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import amax as tensor_amax
@@ -36,8 +35,7 @@ def precompute_scales(model: nn.Module) -> None:
     After each step of the optimizer, on every rank. Without it each group of `fully_shard` asks the other ranks when
     it gathers its weights. Formats in blocks (MXFP8, blocks of 128) have nothing to agree on.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"fxquant.precompute_scales takes a module, not {article(type(model).__name__)}")
+    check_module(model)
     agree(parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
 
 

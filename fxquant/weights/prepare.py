@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fxquant.checks import article, checked
+from fxquant.checks import check_module, checked
 from fxquant.compat.inside.placements import local_part_of
 from fxquant.errors import ArgumentError
 from fxquant.formats import OperandSpec
@@ -73,12 +73,6 @@ def inside(model: nn.Module, blocks: Iterable[nn.Module] | str) -> set[int]:
 def is_quantized(weight: Tensor) -> bool:
     """Returns True for a weight with quantized forms, sharded or not."""
     return isinstance(local_part_of(weight), QuantizedWeight)
-
-
-def check_module(model: object) -> None:
-    """Raises ArgumentError for what is no module."""
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is an nn.Module, not {article(type(model).__name__)}")
 
 
 def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

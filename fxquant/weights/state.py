@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxquant.checks import article
+from fxquant.checks import check_module
 from fxquant.compat.inside.subclass import set_apply
-from fxquant.errors import ArgumentError, RecipeError
+from fxquant.errors import RecipeError
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction
 from fxquant.weights.parts import plain_spec
@@ -43,8 +43,7 @@ def payload_state_dict(model: nn.Module) -> dict[str, Tensor]:
     where the model has them as tensor cores read them. Loaded into a model that trains masters, these get the values
     that the payloads stand for.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"fxquant.payload_state_dict takes a module, not {article(type(model).__name__)}")
+    check_module(model)
     with _payloads():
         return model.state_dict()
 

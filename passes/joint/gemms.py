@@ -14,6 +14,7 @@ from fxquant.kernels.torch_in_range import TORCH_PRODUCTS
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.names import COPIES, ORDERS, calls, fxquant_op, op_name
 from fxquant.passes.graph.values import val
+from fxquant.passes.joint.scales import nodes_of_backward
 from fxquant.passes.joint.sides import sides_of
 from fxquant.roles import Direction, Gemm
 
@@ -31,7 +32,7 @@ def gemms_of(graph: fx.Graph) -> dict[fx.Node, str]:
     """
     gemms = {node: PRODUCTS[fxquant_op(node)] or _gemm(node) for node in graph.nodes if fxquant_op(node) in PRODUCTS}
     others = torch_products(graph)
-    behind = _behind_gradients(graph) if others else set()
+    behind = nodes_of_backward(graph) if others else set()
     return gemms | {node: TORCH_PRODUCTS[op_name(node)] or _torch_gemm(node, behind) for node in others}
 
 
@@ -42,16 +43,6 @@ def torch_products(graph: fx.Graph) -> list[fx.Node]:
         for node in graph.nodes
         if isinstance(node.target, OpOverload) and node.target.namespace == "aten" and op_name(node) in TORCH_PRODUCTS
     ]
-
-
-def _behind_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of a backward that are computed from a gradient of its outputs."""
-    behind: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_gradient = node.op == "placeholder" and node.name.startswith("tangents")
-        if is_gradient or not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
-    return behind
 
 
 def _torch_gemm(node: fx.Node, behind: set[fx.Node]) -> str:

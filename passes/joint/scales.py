@@ -140,7 +140,7 @@ def _unviewed(node: fx.Node) -> fx.Node:
 
 
 def nodes_of_backward(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes of a joint graph that depend on the gradients of its results."""
+    """Returns the nodes of a joint graph, or of a backward, that depend on the gradients of its results."""
     of_backward: set[fx.Node] = set()
     for node in graph.nodes:
         if (node.op == "placeholder" and "tangents" in str(node.target)) or of_backward & set(node.all_input_nodes):
