@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxquant.bench.providers import gemms
-from fxquant.compat.private import inductor_config, unlimited_recompiles
+from fxquant.compat.private import inductor_config, inductor_settings_restored, unlimited_recompiles
 
 Row = dict[str, str]
 """A line of the table of results, by column."""
@@ -121,7 +121,8 @@ def compiling(row: Row) -> Iterator[None]:
 
 def _attempt(provider: str, problem: Problem, turns: Turns) -> Contender:
     try:
-        return problem.contender(provider, turns)
+        with inductor_settings_restored():  # torchao's `quantize_` changes them for all who compile behind it
+            return problem.contender(provider, turns)
     except Exception as error:
         return Contender(provider, lambda: None, {"gemms": failure(error)})
 

@@ -115,6 +115,13 @@ def unlimited_recompiles() -> Iterator[None]:
 
 
 @contextmanager
+def inductor_settings_restored() -> Iterator[None]:
+    """Gives Inductor at the end of this scope the settings that it had at the start."""
+    with inductor_config.patch(inductor_config.get_config_copy()):
+        yield
+
+
+@contextmanager
 def compile_to_look() -> Iterator[None]:
     """Lets a function be compiled any number of times in this scope, and its backward at once."""
     with unlimited_recompiles(), functorch_config.patch(force_non_lazy_backward_lowering=True):

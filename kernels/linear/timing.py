@@ -96,7 +96,7 @@ def measure(problem: Problem, device: torch.device) -> Times:
     runs = (by_scales, by_triton) if len(problem.kernels) == 2 else (by_scales, by_rows, by_triton)
     with torch.cuda.device(device):
         *times, copy = in_turn(*runs, lambda: other.copy_(y))
-    return Times(tuple(times), copy)
+    return Times(tuple(round(us, 2) for us in times), round(copy, 2))  # as they are remembered: one choice, one reason
 
 
 def in_turn(*runs: Callable[[], object]) -> list[float]:
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, list[float]]:
 def _remember(key: str, times: Times) -> None:
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = {**_read(path), key: [round(us, 2) for us in (*times.kernels, times.copy)]}
+    entries = {**_read(path), key: [*times.kernels, times.copy]}
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w") as file:
         json.dump(entries, file, indent=1)

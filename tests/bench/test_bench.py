@@ -24,6 +24,7 @@ from fxquant.bench import generate as bench_generate
 from fxquant.bench import model as bench_model
 from fxquant.bench import run as bench
 from fxquant.bench.providers import CACHED, WEIGHT_ONLY, recipe_of
+from fxquant.compat.private import inductor_config
 
 
 @pytest.fixture
@@ -151,6 +152,20 @@ def test_everyone_has_a_turn_in_each_round() -> None:
     assert order == ["a", "b", "c", "a", "b", "c", "a", "c"]
     assert [len(each.times) for each in everyone] == [3, 0, 3]
     assert everyone[1].row["gemms"] == "failed: MemoryError: full"
+
+
+def test_a_provider_leaves_inductors_settings_to_the_next() -> None:
+    class Tuned(rounds.Problem):
+        timed = False
+
+        def contender(self, provider: str, turns: rounds.Turns) -> rounds.Contender:
+            found.append(inductor_config.coordinate_descent_tuning)
+            inductor_config.coordinate_descent_tuning = True
+            return rounds.Contender(provider, lambda: None)
+
+    found: list[bool] = []
+    rounds.measure(["first", "second"], Tuned(), rounds.Turns("cpu", 0.0, 1))
+    assert found == [False, False] and not inductor_config.coordinate_descent_tuning
 
 
 def test_a_floor_has_the_fewest_bytes() -> None:
