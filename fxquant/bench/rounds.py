@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -43,13 +43,17 @@ class LeftOut(Exception):
 
 @dataclass
 class Contender:
-    """A step of some calls to time in turn with others, the columns filled in so far, and milliseconds of each step."""
+    """A step of some calls to time in turn with others, the columns filled in so far, and milliseconds of each step.
+
+    Its turns are in a scope of its own.
+    """
 
     name: str
     step: Callable[[], object]
     row: Row = field(default_factory=dict)
     calls: int = 1
     times: list[float] = field(default_factory=list)
+    scope: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Problem:
@@ -144,11 +148,12 @@ def time_in_turn(contenders: Sequence[Contender], turns: Turns) -> None:
             if "gemms" in contender.row:
                 continue
             try:
-                until = time.perf_counter() + turns.seconds / ROUNDS
-                while turns.agreed(time.perf_counter() < until):
-                    contender.step()
-                    wait(turns.device)
-                contender.times += timed(contender.step, max(1, turns.repeats // ROUNDS), turns.cuda)
+                with contender.scope():
+                    until = time.perf_counter() + turns.seconds / ROUNDS
+                    while turns.agreed(time.perf_counter() < until):
+                        contender.step()
+                        wait(turns.device)
+                    contender.times += timed(contender.step, max(1, turns.repeats // ROUNDS), turns.cuda)
             except Exception as error:
                 contender.times.clear()
                 contender.row["gemms"] = failure(error)

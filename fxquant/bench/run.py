@@ -1,7 +1,7 @@
 """Benchmarks: training steps of Llama blocks, of a whole model, and single layers, beside bf16 Inductor and torchao.
 
-    python -m fxquant bench block | model | linear | grouped | decode | generate | attention | export | cast | sharded
-                             [--providers NAME,NAME] ...
+    python -m fxquant bench block | model | linear | grouped | decode | generate | attention | export | cast | probe |
+                             sharded [--providers NAME,NAME] ...
 
 A step is a forward and a backward of bfloat16 weights on random data, without an optimizer (`model` has float32 weights
 and an optimizer), compiled with static shapes and without Inductor's caches. Providers are timed in turn, round after
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from fxquant.bench import attention, casts, decode, export, generate, linear, model, ranks, sharded, training
+from fxquant.bench import attention, casts, decode, export, generate, linear, model, probing, ranks, sharded, training
 from fxquant.bench.providers import (
     ATTENTION,
     CACHED,
@@ -49,15 +49,15 @@ from fxquant.tools.progress import progress
 
 COLUMNS = (
     "benchmark", "size", "provider", "ms", "ms_20", "ms_80", "us", "over_bf16", "over_torchao", "of_floor", "floor_ms",
-    "over_read", "of_copy", "tokens_s", "saved_gib", "peak_gib", "weights_gib", "loss_diff", "gather_bytes", "wire_gib",
-    "gather_ms", "gathers_ms", "gathers_hidden", "wire_ms", "wire_hidden", "compile_s", "flops_quantized", "gemms",
-    "card", "torch", "triton", "torchao", "date", "command",
+    "over_read", "of_copy", "probe_cost", "tokens_s", "saved_gib", "peak_gib", "weights_gib", "loss_diff",
+    "gather_bytes", "wire_gib", "gather_ms", "gathers_ms", "gathers_hidden", "wire_ms", "wire_hidden", "compile_s",
+    "flops_quantized", "gemms", "card", "torch", "triton", "torchao", "date", "command",
 )  # fmt: skip
 SHOWN = {
     "size": "size", "provider": "what", "ms": "step ms", "us": "us", "over_bf16": "over bf16",
     "over_torchao": "over torchao", "of_floor": "of floor", "over_read": "over reading the weight",
-    "of_copy": "of copy rate", "tokens_s": "tokens/s", "saved_gib": "saved GiB", "peak_gib": "peak GiB",
-    "weights_gib": "weights GiB",
+    "of_copy": "of copy rate", "probe_cost": "cost of the probe", "tokens_s": "tokens/s",
+    "saved_gib": "saved GiB", "peak_gib": "peak GiB", "weights_gib": "weights GiB",
     "loss_diff": "losses differ by", "gather_bytes": "gathered bytes an element", "wire_gib": "received GiB",
     "gather_ms": "one gather ms", "gathers_ms": "gathers ms", "gathers_hidden": "hidden",
     "wire_ms": "collectives ms", "wire_hidden": "of them hidden",
@@ -112,6 +112,7 @@ BENCHMARKS = {
     "export": _of(export, "inference of a decoder block compiled ahead of time"),
     "attention": _of(attention, "attention in FP8, forward and backward"),
     "cast": _of(casts, "quantizations, beside a copy"),
+    "probe": _of(probing, "training steps of Llama3-8B blocks with a probe that measures all, one in ten or none"),
     "sharded": Benchmark(
         "training steps of blocks under FSDP2 and tensor parallelism, a rank for each GPU",
         sharded.SIZES,
@@ -212,7 +213,9 @@ def table_rows(rows: Iterable[Row]) -> list[Row]:
 
 def _providers(text: str) -> list[str]:
     names = re.split(r",(?![^(]*\))", text)  # a spec has commas of its own, in parentheses
-    allowed = dict.fromkeys((*PROVIDERS, *decode.PROVIDERS, *attention.PROVIDERS, *casts.PROVIDERS, *sharded.PROVIDERS))
+    allowed = dict.fromkeys(
+        (*PROVIDERS, *decode.PROVIDERS, *attention.PROVIDERS, *casts.PROVIDERS, *probing.PROVIDERS, *sharded.PROVIDERS)
+    )
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown {unknown}; known: {', '.join(allowed)}")

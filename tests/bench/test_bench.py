@@ -17,7 +17,7 @@ from torch import nn
 
 from fxquant import Backend
 from fxquant.bench import attention as bench_attention
-from fxquant.bench import casts, inference, linear, rounds, training
+from fxquant.bench import casts, inference, linear, probing, rounds, training
 from fxquant.bench import decode as bench_decode
 from fxquant.bench import export as bench_export
 from fxquant.bench import generate as bench_generate
@@ -269,6 +269,46 @@ def test_cast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     both, columns = casts.TINY
     assert both.least_bytes("mxfp8_e4m3") == 4 * 128 * 256 and both.least_bytes(chosen[1]) == 6 * 128 * 256
     assert columns.least_bytes("mxfp8_e4m3") == 3 * 128 * 256
+
+
+def test_probe_measures_one_step_in_ten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu()
+
+    class Small(training.Training):
+        def model(self) -> nn.Module:
+            return Layer(32, 32, dtype=torch.bfloat16)
+
+        def input(self) -> torch.Tensor:
+            return torch.randn(16, 32, dtype=torch.bfloat16)
+
+    measured: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    scope = probing._scope
+
+    @contextlib.contextmanager
+    def counted(provider: str, step: Any) -> Any:
+        with scope(provider, step) as log:
+            yield
+        if log:
+            steps[provider] = log._session.step + 1
+            measured[provider] = len({row["step"] for row in log.rows})
+
+    monkeypatch.setattr(probing, "_scope", counted)
+    small = replace(bench.BENCHMARKS["probe"], tiny=[probing.Probed(Small())])
+    monkeypatch.setitem(bench.BENCHMARKS, "probe", small)
+    monkeypatch.setattr(probing, "backend", lambda model: Backend("current_scaling", model=model, inner="aot_eager"))
+    path = tmp_path / "probe.csv"
+    assert bench.main(["probe", "--device", "cpu", "--csv", str(path)]) == 0
+    with path.open(newline="") as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    assert tuple(rows) == probing.PROVIDERS and rows["no probe"]["probe_cost"] == "+0.0%"
+    assert float(rows["measured"]["compile_s"]) > float(rows["every=10"]["compile_s"]), "compiled once for all"
+    assert steps["every=10"] == 10 and measured["every=10"] == 1 and measured["measured"] == steps["measured"]
+    assert "cost of the probe" in capsys.readouterr().out
 
 
 def test_groups_share_all_rows_unevenly() -> None:
