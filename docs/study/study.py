@@ -1,11 +1,12 @@
 # ruff: noqa: E402
 """Trains the demo's transformer under every recipe, at two sizes with three seeds, and writes table, plots and reasons.
 
-    python docs/study/study.py [--on cpu|gpu] [--recipes NAME ...] [--seeds N] [--minutes M] [--out DIR]
+    python docs/study/study.py [--on cpu|gpu] [--sizes NAME ...] [--recipes NAME ...] [--seeds N] [--minutes M]
+                               [--jobs N] [--out DIR]
 
 The text is the standard library's own source. It is meant for half an hour on a GPU, or on a CPU at its small
 sizes. Each run is a line of results-cpu.jsonl (or -gpu) once it is over, and is not run again; from these lines the
-table in README.md and the plots are made.
+table in README.md and the plots are made. Models of one recipe compile once: several jobs compile at a time.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import argparse
 import contextlib
 import json
 import math
+import multiprocessing
+import os
 import platform
 import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -74,7 +78,10 @@ def all_recipes(depth: int) -> dict[str, Recipe]:
 
 
 def run(size: Size, name: str, seeds: Iterable[int], data: torch.Tensor, device: str) -> Iterable[dict[str, Any]]:
-    """One run for each seed, all in one compiled model, which begins anew each time."""
+    """One run for each seed, all in one compiled model, which begins anew each time.
+
+    A probe measures the last step of the first seed.
+    """
     torch._dynamo.reset()
     sizes = {"dim": size.dim, "depth": size.depth, "heads": size.heads, "hidden": size.hidden}
     model = Transformer(**sizes).to(device)
@@ -90,33 +97,49 @@ def run(size: Size, name: str, seeds: Iterable[int], data: torch.Tensor, device:
             compiled = fxquant.compile(model, recipe, options={"inner": inner})
         optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, size.lr, total_steps=size.steps + 1, pct_start=0.1)
-        generator, losses, start = torch.Generator().manual_seed(seed), list[float](), time.perf_counter()
-        for _ in range(size.steps):
+        generator, seen, start = torch.Generator().manual_seed(seed), list[torch.Tensor](), time.perf_counter()
+        rows: list[dict[str, Any]] = []
+        for step in range(size.steps):
             places = torch.randint(len(data) - size.length, (size.batch, 1), generator=generator).to(device)
             batch = data[places + window].long()
-            with torch.autocast(device, dtype=torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
-                loss = compiled(batch[:, :-1], batch[:, 1:])
-            loss.backward()
+            measured = step == size.steps - 1 and seed == 0 and name != "high_precision"
+            with fxquant.probe(compiled, every=1) if measured else contextlib.nullcontext() as log:
+                with torch.autocast(device, dtype=torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
+                    loss = compiled(batch[:, :-1], batch[:, 1:])
+                loss.backward()
+            rows = log.rows if log else rows
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
-            losses.append(round(loss.item(), 4))
+            seen.append(loss.detach())
+        losses = [round(loss, 4) for loss in torch.stack(seen).tolist()]
         final = losses[-max(1, size.steps // 5) :]
         yield {
             "size": size.name, "recipe": name, "seed": seed, "final": sum(final) / len(final), "losses": losses,
             "seconds": round(time.perf_counter() - start, 1), "coverage": fxquant.report(compiled).coverage,
-            **reasons(model, recipe, batch),
+            **(reasons(rows) if rows else {}),
         }  # fmt: skip
 
 
-def reasons(model: torch.nn.Module, recipe: Recipe, batch: torch.Tensor) -> dict[str, float]:
-    """Returns the mean error of a product in the trained model's forward, and the most that becomes zero."""
-    losses = fxquant.measure(model, recipe, batch[:, :-1], batch[:, 1:]).losses
-    if not losses:
-        return {"error": 0.0, "zeros_input": 0.0, "zeros_weight": 0.0}
-    most = {name: max((row.lost.get(name, 0.0) for row in losses), default=0.0) for name in ("input", "weight")}
-    error = math.exp(sum(math.log(max(row.error, 1e-9)) for row in losses) / len(losses))
-    return {"error": error, **{f"zeros_{name}": value for name, value in most.items()}}
+PRODUCTS = {"fprop": ("input", "rowwise"), "dgrad": ("grad_output", "rowwise"), "wgrad": ("grad_output", "columnwise")}
+"""The three products of a layer, each with the operand whose row of a probe has it."""
+ZEROS = ("input", "weight", "grad_output")
+
+
+def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What a probe says of a step: errors of products in the norm, and the largest share of an operand made zero.
+
+    An error is the geometric mean over the layers whose product is quantized; 0 for none.
+    """
+    result: dict[str, float] = {}
+    for gemm, operand in PRODUCTS.items():
+        cosines = [row["cosine"] for row in rows if (row["role"], row["direction"]) == operand]
+        errors = [math.sqrt(1 - cosine**2) for cosine in cosines if cosine is not None and cosine < 1]
+        result[f"error_{gemm}"] = math.exp(sum(map(math.log, errors)) / len(errors)) if errors else 0.0
+    for role in ZEROS:
+        shares = [row["underflow"] or 0.0 for row in rows if row["role"] == role]
+        result[f"zeros_{role}"] = max(shares, default=0.0)
+    return result
 
 
 def rows_of(results: Sequence[dict[str, Any]], size: str) -> list[dict[str, Any]]:
@@ -131,9 +154,10 @@ def rows_of(results: Sequence[dict[str, Any]], size: str) -> list[dict[str, Any]
             continue
         mean = sum(gaps) / len(gaps)
         spread = (max(gaps) - min(gaps)) / 2
-        numbers = {key: sum(r[key] for r in runs) / len(runs) for key in ("final", "coverage", "error")}
-        zeros = {key: max(r[key] for r in runs) for key in ("zeros_input", "zeros_weight")}
-        rows.append({"recipe": name, "gap": mean, "spread": spread, "seeds": len(gaps), **numbers, **zeros})
+        numbers = {key: sum(r[key] for r in runs) / len(runs) for key in ("final", "coverage")}
+        measured = next((result for result in runs if "error_fprop" in result), {})
+        numbers |= {key: measured[key] for key in reasons(()) if key in measured}
+        rows.append({"recipe": name, "gap": mean, "spread": spread, "seeds": len(gaps), **numbers})
     return sorted(rows, key=lambda row: row["gap"])
 
 
@@ -146,39 +170,46 @@ def table(results: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> str:
             continue
         head = f"### {size.name}: {size.depth} blocks, {size.parameters:,} weights, {size.steps} steps of "
         parts.append(f"{head}{size.batch} x {size.length} bytes\n")
-        parts.append("| recipe | loss | gap | FLOPs quantized | error of a product | zeros of inputs | of weights |")
-        parts.append("| --- | --- | --- | --- | --- | --- | --- |")
+        titles = ("recipe", "loss", "gap", "seeds", "FLOPs quantized", *(f"error of {gemm}" for gemm in PRODUCTS))
+        parts.append(f"| {' | '.join(titles)} | zeros of inputs | of weights | of gradients |")
+        parts.append(f"|{' --- |' * (len(titles) + 3)}")
         for row in rows:
             gap = "" if row["recipe"] == "high_precision" else f"{row['gap']:+.3f} ± {row['spread']:.3f}"
-            zeros = [f"{row[key]:.1%}" for key in ("zeros_input", "zeros_weight")]
-            cells = [row["recipe"], f"{row['final']:.3f}", gap, f"{row['coverage']:.0%}", f"{row['error']:.2%}", *zeros]
-            parts.append(f"| {' | '.join(cells)} |")
+            errors = [f"{row[key]:.2%}" if key in row else "" for key in (f"error_{gemm}" for gemm in PRODUCTS)]
+            zeros = [f"{row[key]:.1%}" if key in row else "" for key in (f"zeros_{role}" for role in ZEROS)]
+            cells = [row["recipe"], f"{row['final']:.3f}", gap, str(row["seeds"]), f"{row['coverage']:.0%}"]
+            parts.append(f"| {' | '.join((*cells, *errors, *zeros))} |")
         parts.append("")
     return "\n".join(parts)
 
 
 def plot(results: Sequence[dict[str, Any]], sizes: Sequence[Size], path: Path) -> None:
-    """The gap of every recipe with its spread, and the gap by the error of a product."""
+    """The gap of every recipe with its spread, and the gap by the errors of products, forward and of weights."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5), dpi=130, width_ratios=[3, 2])
-    colors = ("#1f77b4", "#d1495b")
+    figure, axes = plt.subplots(1, 3, figsize=(14, 5), dpi=130, width_ratios=[3, 2, 2])
+    colors = {size.name: color for size, color in zip(sizes, ("#1f77b4", "#d1495b"), strict=True)}
+    sizes = [size for size in sizes if rows_of(results, size.name)]
     names = [row["recipe"] for row in rows_of(results, sizes[0].name) if row["recipe"] != "high_precision"]
     for i, size in enumerate(sizes):
         rows = {row["recipe"]: row for row in rows_of(results, size.name)}
         shown = [(y, rows[name]) for y, name in enumerate(names) if name in rows]
         places = [y + 0.16 * (2 * i - 1) for y, _ in shown]
         gaps, spreads = [row["gap"] for _, row in shown], [row["spread"] for _, row in shown]
-        axes[0].errorbar(gaps, places, xerr=spreads, fmt="o", ms=4, lw=1.3, color=colors[i], label=size.name)
-        axes[1].plot([row["error"] for _, row in shown], gaps, "o", ms=4, color=colors[i], label=size.name)
+        look = {"ms": 4, "color": colors[size.name], "label": size.name}
+        axes[0].errorbar(gaps, places, xerr=spreads, fmt="o", lw=1.3, **look)
+        for axis, gemm in zip(axes[1:], ("fprop", "wgrad"), strict=True):
+            measured = [(row[f"error_{gemm}"], row["gap"]) for _, row in shown if f"error_{gemm}" in row]
+            axis.plot(*zip(*measured, strict=True), "o", **look) if measured else None
     axes[0].set_yticks(range(len(names)), [name.removeprefix("factories.") for name in names], fontsize=8)
     axes[0].set(xlabel="gap to high precision, nats per byte")
-    axes[1].set(xlabel="relative error of a product", ylabel="gap, nats per byte")
+    axes[1].set(xlabel="relative error of a product of the forward", ylabel="gap, nats per byte")
+    axes[2].set(xlabel="relative error of a gradient of a weight", ylabel="gap, nats per byte")
     for axis in axes:
-        axis.axhline(0, color="#222222", lw=0.8) if axis is axes[1] else axis.axvline(0, color="#222222", lw=0.8)
+        axis.axvline(0, color="#222222", lw=0.8) if axis is axes[0] else axis.axhline(0, color="#222222", lw=0.8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=9, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -200,42 +231,79 @@ def write_page(results: Sequence[dict[str, Any]], sizes: Sequence[Size], place: 
     page.write_text(re.sub(rf"{mark}\n.*?<!-- end -->", lambda _: text, before, flags=re.S), encoding="utf-8")
 
 
-def main() -> None:
-    """Runs what has no line yet, and writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", choices=["cpu", "gpu"], default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="some of all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after this time")
-    parser.add_argument("--out", type=Path, default=HERE)
-    options = parser.parse_args()
-    sizes, device = (CPU, "cpu") if options.on == "cpu" else (GPU, "cuda")
-    if device == "cpu":
-        torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"results-{options.on}.jsonl"
-    results = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {(result["size"], result["recipe"], result["seed"]) for result in results}
+def result_path(options: argparse.Namespace) -> Path:
+    """The file with a line for each finished run."""
+    return Path(options.out) / f"results-{options.on}.jsonl"
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The finished runs of a file; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+one_at_a_time: Any = contextlib.nullcontext()
+"""Held while a line is written."""
+
+
+def begin(lock: Any, threads: int) -> None:
+    """Prepares a process that trains beside others."""
+    global one_at_a_time
+    one_at_a_time = lock
+    torch.set_num_threads(threads)
+
+
+def train(options: argparse.Namespace, size: Size, name: str) -> None:
+    """Trains what has no line yet of a size and a recipe, for which there is time, and adds a line for each run."""
+    done = {(result["size"], result["recipe"], result["seed"]) for result in read_results(result_path(options))}
+    missing = [seed for seed in range(options.seeds) if (size.name, name, seed) not in done]
+    seeds = (seed for seed in missing if time.time() < options.until)
+    device = "cpu" if options.on == "cpu" else "cuda"
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}"
     made_by = f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {date.today()}"
-    data, start = read_text().to(device), time.monotonic()
-    for name in options.recipes or all_recipes(2):
-        for size in sizes:
-            if time.monotonic() - start > 60 * options.minutes:
-                break
-            seeds = [seed for seed in range(options.seeds) if (size.name, name, seed) not in done]
-            for result in run(size, name, seeds, data, device) if seeds else ():
-                results.append({**result, "made": made_by})
-                with path.open("a") as file:
-                    file.write(json.dumps({**asdict(size), **results[-1]}) + "\n")
-                outcome = f"{result['final']:.3f}, {result['seconds']} s"
-                print(f"{size.name} {name} seed {result['seed']}: {outcome}", flush=True)
+    for result in run(size, name, seeds, read_text().to(device), device) if missing else ():
+        with one_at_a_time, result_path(options).open("a") as file:
+            file.write(json.dumps({**asdict(size), **result, "made": made_by}) + "\n")
+        print(f"{size.name} {name} seed {result['seed']}: {result['final']:.3f}, {result['seconds']} s", flush=True)
+
+
+def train_all(work: Sequence[tuple[argparse.Namespace, Size, str]], jobs: int) -> int:
+    """Trains all that is missing in some processes at a time; returns how many recipes failed, which are printed."""
+    threads, context = max(1, (os.cpu_count() or 1) // jobs), multiprocessing.get_context("spawn")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    failed = 0
+    with ProcessPoolExecutor(jobs, context, begin, (context.Lock(), threads)) as pool:
+        for (_, size, name), outcome in [(task, pool.submit(train, *task)) for task in work]:
+            if error := outcome.exception():
+                failed += 1
+                print(f"{size.name} {name} failed: {type(error).__name__}: {error}", flush=True)
+    return failed
+
+
+def main() -> int:
+    """Runs what has no line yet, and writes the page; returns an exit code, 1 where a recipe failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on", choices=["cpu", "gpu"], default="gpu" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sizes", nargs="+", metavar="NAME", help="some of both, such as '512 wide'")
+    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="some of all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after this time (0: none)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that train at a time (default: 1)")
+    parser.add_argument("--out", type=Path, default=HERE)
+    options = parser.parse_args()
+    options.until = time.time() + 60 * options.minutes
+    options.out.mkdir(parents=True, exist_ok=True)
+    sizes = CPU if options.on == "cpu" else GPU
+    chosen = [size for size in sizes if size.name in (options.sizes or [size.name])]
+    work = [(options, size, name) for size in chosen for name in options.recipes or all_recipes(2)]
+    failed = train_all(work, options.jobs) if options.minutes else 0
+    results = read_results(result_path(options))
     write_page(results, sizes, options.on, options.out)
     try:
         plot(results, sizes, options.out / f"gaps-{options.on}.png")
     except ImportError:
         print("matplotlib is not installed: there is no plot")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
