@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import io
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,45 @@ class Tied(nn.Module):
         return self.head(self.body(self.embed(ids)))
 
 
-def block(batch: int = 4) -> tuple[nn.Module, Tensor]:
+def block() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return Block().eval(), torch.randn(batch, 8, 64)
+    return Block().eval(), torch.randn(4, 8, 64)
 
 
-def exported(model: nn.Module, *args: Tensor, decomposed: bool = False, dynamic: bool = True) -> ExportedProgram:
+@functools.cache
+def block_program(decomposed: bool = False) -> ExportedProgram:
+    """The program of `block`, of any batch. No test changes it: `test_the_original_stays_as_it_is`."""
+    return block_program().run_decompositions() if decomposed else exported(*block())
+
+
+@functools.cache
+def quantized_block(recipe: str, decomposed: bool = False) -> ExportedProgram:
+    """The program of `block` under a recipe, which tests read alone."""
+    return quantize_program(block_program(decomposed), recipe)
+
+
+@functools.cache
+def lowered_block(recipe: str) -> ExportedProgram:
+    return lower_program(quantized_block(recipe))
+
+
+@functools.cache
+def one_layer() -> tuple[nn.Module, Tensor, ExportedProgram]:
+    """A layer, an input and their program, which tests read alone."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    return model, x, exported(model, x)
+
+
+def exported(model: nn.Module, *args: Tensor, dynamic: bool = True) -> ExportedProgram:
     shapes = tuple({0: Dim("batch", min=2, max=64)} for _ in args) if dynamic else None
-    program = export(model, args, dynamic_shapes=shapes)
-    return program.run_decompositions() if decomposed else program
+    return export(model, args, dynamic_shapes=shapes)
+
+
+def both(model: nn.Module, *args: Tensor, dynamic: bool = True) -> tuple[ExportedProgram, ExportedProgram]:
+    """A program, and the same one decomposed."""
+    program = exported(model, *args, dynamic=dynamic)
+    return program, program.run_decompositions()
 
 
 def run(program: ExportedProgram, *args: Any) -> Tensor:
@@ -103,23 +133,30 @@ def ops(program: ExportedProgram) -> list[str]:
     return [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
 @pytest.mark.parametrize("recipe", NAMES)
-def test_program_has_the_bits_of_the_compiled_model(recipe: str, decomposed: bool) -> None:
-    model, x = block()
-    program = quantize_program(exported(model, x, decomposed=decomposed), recipe)
-    program.validate()
+def test_program_has_the_bits_of_the_compiled_model(recipe: str) -> None:
+    model, _ = block()
+    programs = [quantized_block(recipe, decomposed) for decomposed in (False, True)]
     # decomposing takes attention apart as the kernel of this name does
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH) if decomposed else nullcontext():
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         for size in (4, 7):
             x = torch.randn(size, 8, 64)
-            assert torch.equal(run(program, x), compiled(model, recipe)(x))
+            want = compiled(model, recipe, dynamic=False)(x)
+            assert all(torch.equal(run(program, x), want) for program in programs)
+    for program in programs:
+        program.validate()
+
+
+def test_a_program_calls_the_kernel_of_attention_that_the_model_does() -> None:
+    model, x = block()
+    with torch.no_grad():
+        assert torch.equal(run(quantized_block("current_scaling"), x), compiled(model, "current_scaling")(x))
 
 
 @pytest.mark.parametrize("recipe", NAMES)
 def test_weights_are_stored_as_their_quantizer_makes_them(recipe: str) -> None:
-    model, x = block()
-    program = quantize_program(exported(model, x), recipe)
+    model, _ = block()
+    program = quantized_block(recipe)
     quantizer = recipes.get(recipe).quantizer(QuantizerRole("linear", "weight"))
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
@@ -156,9 +193,8 @@ def test_files_shrink_with_the_weights() -> None:
 
 
 def test_shared_inputs_are_quantized_once() -> None:
-    model, x = block()
     for decomposed in (False, True):
-        program = quantize_program(exported(model, x, decomposed=decomposed), "mxfp8")
+        program = quantized_block("mxfp8", decomposed)
         assert ops(program).count("fxquant.scaled_mm.default") == 7
         assert ops(program).count("fxquant.quantize.default") == 4  # of h, the attention, x and the gated product
 
@@ -197,8 +233,8 @@ def test_decisions_and_names_are_those_of_the_compiled_model() -> None:
     model, x = block()
     with torch.no_grad():
         wanted = fxquant.explain(model, "mxfp8", x).decisions
-    for decomposed in (False, True):
-        found = report_of(quantize_program(exported(model, x, decomposed=decomposed, dynamic=False), "mxfp8")).decisions
+    for program in both(model, x, dynamic=False):
+        found = report_of(quantize_program(program, "mxfp8")).decisions
         rows = [
             [(d.layer, d.gemm, d.role.tensor_type, d.shape) for d in each if d.quantizer is not None]
             for each in (found, wanted)
@@ -207,8 +243,7 @@ def test_decisions_and_names_are_those_of_the_compiled_model() -> None:
 
 
 def test_new_nodes_keep_their_modules() -> None:
-    model, x = block()
-    program = quantize_program(exported(model, x), "mxfp8")
+    program = quantized_block("mxfp8")
     paths = {
         [path for path, _ in node.meta["nn_module_stack"].values()][-1]
         for node in program.graph.nodes
@@ -220,7 +255,7 @@ def test_new_nodes_keep_their_modules() -> None:
 @pytest.mark.parametrize("recipe", ["current_scaling", NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=str)
 def test_unfolded_weights_train_as_the_compiled_model_does(recipe: Recipe | str) -> None:
     model, x = block()
-    program = quantize_program(exported(model, x), recipe, fold_weights=False)
+    program = quantize_program(block_program(), recipe, fold_weights=False)
     program.validate()
     assert set(program.state_dict) == set(model.state_dict())
     module = program.module()
@@ -293,15 +328,14 @@ class Packed(nn.Module):
         return self.layer(x) + y + self.weight_data + self.layer_weight_scale
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
-def test_parts_of_one_weight_are_stored(decomposed: bool) -> None:
+def test_parts_of_one_weight_are_stored() -> None:
     torch.manual_seed(0)
-    source = exported(Packed(), x := torch.randn(4, 64), decomposed=decomposed)
-    program = quantize_program(source, "mxfp8")
-    details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
-    assert len(details) == 5 and all("stored in" in detail for detail in details)
-    assert not {"weight", "layer.weight", "layer_weight"} & set(program.state_dict)
-    assert torch.equal(run(reload(program), x), run(quantize_program(source, "mxfp8", fold_weights=False), x))
+    for packed in both(Packed(), x := torch.randn(4, 64)):
+        program = quantize_program(packed, "mxfp8")
+        details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "weight"]
+        assert len(details) == 5 and all("stored in" in detail for detail in details)
+        assert not {"weight", "layer.weight", "layer_weight"} & set(program.state_dict)
+        assert torch.equal(run(reload(program), x), run(quantize_program(packed, "mxfp8", fold_weights=False), x))
 
 
 def test_a_deep_model_with_a_tied_embedding() -> None:
@@ -310,15 +344,15 @@ def test_a_deep_model_with_a_tied_embedding() -> None:
     class Deep(Tied):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.embed(ids)
-            for _ in range(48):
+            for _ in range(32):
                 x = x + self.body(x).tanh() / 8
             return self.head(x)
 
     torch.manual_seed(0)
-    source = exported(Deep(), ids := torch.arange(96).view(4, 24), dynamic=False)
-    program = quantize_program(source, "mxfp8")
+    deep = exported(Deep(), ids := torch.arange(96).view(4, 24), dynamic=False)
+    program = quantize_program(deep, "mxfp8")
     assert {"embed.weight", "head.weight"} & set(program.state_dict) and "body.weight" not in program.state_dict
-    assert (run(program, ids) - run(source, ids)).norm() < 0.1 * run(source, ids).norm()
+    assert (run(program, ids) - run(deep, ids)).norm() < 0.1 * run(deep, ids).norm()
 
 
 def test_a_weight_tied_between_linears_goes_away_under_both_names() -> None:
@@ -351,11 +385,15 @@ class Branches(nn.Module):
         return x + y + z.float()
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
-def test_nested_graphs(decomposed: bool) -> None:
+@functools.cache
+def branches() -> tuple[ExportedProgram, ExportedProgram]:
     torch.manual_seed(0)
-    model = Branches().eval()
-    source = exported(model, torch.randn(4, 64), decomposed=decomposed)
+    return both(Branches().eval(), torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["training_ir", "decomposed"])
+def test_nested_graphs(which: int) -> None:
+    source = branches()[which]
     program = quantize_program(source, "current_scaling")
     assert not {"a.weight", "b.weight"} & set(program.state_dict)
     assert {d.layer for d in report_of(program).decisions} == {"a", "b"}
@@ -393,19 +431,18 @@ class Within(nn.Module):
         return torch.cond(x.sum() > 0, inner, lambda x: x - 1, (x,))
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
 @pytest.mark.parametrize("op", ["while_loop", "map", "scan", "checkpoint", "nested"])
-def test_weights_and_scales_inside_higher_order_ops(op: str, decomposed: bool) -> None:
+def test_weights_and_scales_inside_higher_order_ops(op: str) -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 64)
-    source = exported(Within(op).eval(), x, decomposed=decomposed, dynamic=False)
-    program = quantize_program(source, "current_scaling", calibration=Calibration([x], progress=False))
-    names = {name.removeprefix("layer.").rstrip("_1") for name in program.state_dict}
-    assert names == {"bias", "weight_data", "weight_scale", "input_multiplier"}
-    assert {d.layer for d in report_of(program).decisions} == {"layer"}
-    got, want = run(program, x), run(source, x)
-    assert 0 < (got - want).norm() < 0.1 * want.norm()
-    assert torch.equal(run(reload(program), x), got)
+    for source in both(Within(op).eval(), x, dynamic=False):
+        program = quantize_program(source, "current_scaling", calibration=Calibration([x], progress=False))
+        names = {name.removeprefix("layer.").rstrip("_1") for name in program.state_dict}
+        assert names == {"bias", "weight_data", "weight_scale", "input_multiplier"}
+        assert {d.layer for d in report_of(program).decisions} == {"layer"}
+        got, want = run(program, x), run(source, x)
+        assert 0 < (got - want).norm() < 0.1 * want.norm()
+        assert torch.equal(run(reload(program), x), got)
 
 
 def reload(program: ExportedProgram) -> ExportedProgram:
@@ -429,11 +466,11 @@ def test_state_that_the_program_writes() -> None:
             return torch.nn.functional.linear(self.layer(x), self.weight)
 
     torch.manual_seed(0)
-    for decomposed in (False, True):
-        model, x = Counts(), torch.randn(4, 64)
-        source = exported(model, x, decomposed=decomposed)
-        program = quantize_program(source, "current_scaling", calibration=Calibration([x, x], progress=False))
-        assert source.state_dict["calls"] == 0, "calibration changes a copy"
+    x = torch.randn(4, 64)
+    for which in (0, 1):
+        counts = both(Counts(), x)[which]  # which run on the same state
+        program = quantize_program(counts, "current_scaling", calibration=Calibration([x, x], progress=False))
+        assert counts.state_dict["calls"] == 0, "calibration changes a copy"
         assert "layer.weight" not in program.state_dict and "weight" in program.state_dict
         module = program.module()
         first, second = module(x), module(x)
@@ -459,17 +496,18 @@ def test_weights_that_are_no_constants_are_quantized_in_every_call() -> None:
     assert {"a.weight", "b.weight"} <= set(program.state_dict)
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
-def test_a_cast_weight_leaves_nothing_behind(decomposed: bool) -> None:
+def test_a_cast_weight_leaves_nothing_behind() -> None:
     class Cast(OneWeight):
         def forward(self, x: Tensor) -> Tensor:
             return torch.nn.functional.linear(x.bfloat16(), self.weight.to(torch.bfloat16))
 
     model, x = Cast(96, 64).eval(), torch.randn(4, 64)
-    program = quantize_program(exported(model, x, decomposed=decomposed), "mxfp8")
-    assert set(program.state_dict) == {"weight_data", "weight_scale"}
     with torch.no_grad():
-        assert torch.equal(run(program, x), compiled(model, "mxfp8")(x))
+        want = compiled(model, "mxfp8")(x)
+    for cast in both(model, x):
+        program = quantize_program(cast, "mxfp8")
+        assert set(program.state_dict) == {"weight_data", "weight_scale"}
+        assert torch.equal(run(program, x), want)
 
 
 def test_a_weight_made_from_others_is_stored_in_their_place() -> None:
@@ -519,8 +557,8 @@ def test_a_quantizer_of_the_users_own_has_its_weights_stored(tmp_path: Path) -> 
     recipe = per_role(input=MXFP8Quantizer(), weight=Levels(), grad_output=IdentityQuantizer())
     with torch.no_grad():
         want = compiled(model, recipe)(x)
-    for decomposed in (False, True):
-        program = quantize_program(exported(model, x, decomposed=decomposed), recipe)
+    for twice in both(model, x):
+        program = quantize_program(twice, recipe)
         program.validate()
         assert torch.equal(run(program, x), want)
         codes = {name: t for name, t in program.state_dict.items() if t.dtype == torch.int8}
@@ -576,20 +614,18 @@ class Chosen(nn.Module):
         return self.down(self.up(x[x[:, 0] > 0]).relu())
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
-def test_a_number_of_rows_that_depends_on_data(decomposed: bool) -> None:
+def test_a_number_of_rows_that_depends_on_data() -> None:
     model, x = Chosen(), torch.randn(16, 64)
-    program = quantize_program(exported(model, x, decomposed=decomposed, dynamic=False), "mxfp8")
-    program.validate()
-    lowered = lower_program(program)
-    for value in (x, -x, torch.full_like(x, -1)):
-        rows = value[value[:, 0] > 0]
-        want = (
-            run(quantize_program(exported(nn.Sequential(model.up, nn.ReLU(), model.down), rows), "mxfp8"), rows)
-            if len(rows) > 1
-            else torch.empty(0, 64)
-        )
-        assert torch.equal(run(program, value), want) and torch.equal(run(lowered, value), want)
+    whole = quantize_program(exported(nn.Sequential(model.up, nn.ReLU(), model.down), x), "mxfp8")
+    values = (x, -x, torch.full_like(x, -1))
+    chosen = [value[value[:, 0] > 0] for value in values]
+    wants = [run(whole, rows) if len(rows) > 1 else torch.empty(0, 64) for rows in chosen]
+    for masked in both(model, x, dynamic=False):
+        program = quantize_program(masked, "mxfp8")
+        program.validate()
+        lower = lower_program(program)
+        for value, want in zip(values, wants, strict=True):
+            assert torch.equal(run(program, value), want) and torch.equal(run(lower, value), want)
 
 
 def test_projections_of_attention_have_the_names_of_the_compiled_model() -> None:
@@ -600,15 +636,15 @@ def test_projections_of_attention_have_the_names_of_the_compiled_model() -> None
         inputs = [torch.randn(2, 8, width) for width in widths]
         wanted = {d.layer for d in fxquant.explain(model.eval(), "mxfp8", *inputs).decisions}
         assert any("out_proj" in name for name in wanted)
-        for decomposed in (False, True):
-            program = quantize_program(exported(model, *inputs, decomposed=decomposed, dynamic=False), "mxfp8")
-            assert {d.layer for d in report_of(program).decisions} == wanted
+        for each in both(model, *inputs, dynamic=False):
+            assert {d.layer for d in report_of(quantize_program(each, "mxfp8")).decisions} == wanted
 
 
 def test_signatures_of_modules_stay_those_of_their_tensors() -> None:
     model, x = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval(), torch.randn(2, 8, 64)
-    source = export(model, (x,), preserve_module_call_signature=("self_attn", "linear1", "linear2"))
-    for program in (quantize_program(source, "mxfp8"), lower_program(quantize_program(source, "mxfp8"))):
+    layer = export(model, (x,), preserve_module_call_signature=("self_attn", "linear1", "linear2"))
+    whole = quantize_program(layer, "mxfp8")
+    for program in (whole, lower_program(whole)):
         program.validate()
         parts = torch.export.unflatten(program)
         assert torch.equal(parts(x), run(program, x))
@@ -633,17 +669,22 @@ class Sinks(nn.Module):
         return torch.matmul(scores.softmax(-1)[..., :-1], v)
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["training_ir", "decomposed"])
-def test_attention_by_hand_is_quantized_as_in_the_compiled_model(decomposed: bool) -> None:
+def test_attention_by_hand_is_quantized_as_in_the_compiled_model() -> None:
     torch.manual_seed(0)
     model, x, recipe = Sinks(), torch.randn(2, 32, 64), Float8CurrentScaling(fp8_dpa=True)
     mask = torch.full((32, 32), -torch.inf).triu(1).expand(2, 1, 32, 32)
-    program = quantize_program(exported(model, x, mask, decomposed=decomposed, dynamic=False), recipe)
-    quantized = [d for d in report_of(program).decisions if d.role.module_type == "dpa" and d.quantizer is not None]
-    assert len(quantized) == 4
     with torch.no_grad():
-        assert torch.equal(run(program, x, mask), compiled(model, recipe)(x, mask))
-    assert torch.equal(run(lower_program(program), x, mask), run(program, x, mask))
+        want = compiled(model, recipe)(x, mask)
+    for sinks in both(model, x, mask, dynamic=False):
+        program = quantize_program(sinks, recipe)
+        assert of_attention(program) == 4
+        assert torch.equal(run(program, x, mask), want)
+        assert torch.equal(run(lower_program(program), x, mask), want)
+
+
+def of_attention(program: ExportedProgram) -> int:
+    """How many operands of attention are quantized."""
+    return sum(d.role.module_type == "dpa" and d.quantizer is not None for d in report_of(program).decisions)
 
 
 class Grouped(nn.Module):
@@ -687,19 +728,19 @@ def test_decomposed_attention_takes_every_batch_and_length(kind: str, recipe: Re
     torch.manual_seed(0)
     model, x, mask = Grouped(kind), torch.randn(3, 32, 64), torch.randn(3, 1, 32, 32)
     batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=512)
-    source = export(model, (x, mask), dynamic_shapes=({0: batch, 1: length}, {0: batch, 2: length, 3: length}))
-    decomposed = quantize_program(source.run_decompositions(), recipe)
-    program = quantize_program(source, recipe)
+    grouped = export(model, (x, mask), dynamic_shapes=({0: batch, 1: length}, {0: batch, 2: length, 3: length}))
+    decomposed = quantize_program(grouped.run_decompositions(), recipe)
+    program = quantize_program(grouped, recipe)
     for each in (program, decomposed):
-        quantized = [d for d in report_of(each).decisions if d.role.module_type == "dpa" and d.quantizer is not None]
-        assert len(quantized) == 4
+        assert of_attention(each) == 4
         (keys,) = (node.args[1][0] for node in each.graph.nodes if "attention_forward" in str(node.target))
         assert keys.meta["val"].shape[1] == 2 and keys.meta["val"].ndim == 4
         assert not any(node.op == "call_function" and not node.users for node in each.graph.nodes)
+    lower = lower_program(decomposed) if kind in ("masked", "by hand") else None  # what the others are lowered to
     for rows, columns in ((2, 32), (5, 17)):
         given = torch.randn(rows, columns, 64), torch.randn(rows, 1, columns, columns)
         assert torch.equal(run(decomposed, *given), run(program, *given))
-        assert torch.equal(run(lower_program(decomposed), *given), run(program, *given))
+        assert lower is None or torch.equal(run(lower, *given), run(program, *given))
 
 
 class Causal(nn.Module):
@@ -751,15 +792,14 @@ def test_a_recurrent_layer_is_in_the_report() -> None:
 
 
 def test_recipes_that_mix() -> None:
-    model, x = block()
+    _, x = block()
     mixed = per_role(
         input=hybrid(MXFP8Quantizer(), NVFP4Quantizer()),
         weight=hybrid(MXFP8Quantizer(), NVFP4Quantizer()),
         grad_output=NVFP4Quantizer(),
     )
     recipe = CustomRecipe(qfactory=lambda r: mixed.quantizer(r) if r.module_type == "linear" else IdentityQuantizer())
-    program = quantize_program(exported(model, x), recipe)
-    assert torch.equal(run(program, x), run(quantize_program(exported(model, x), "mxfp8"), x))
+    assert torch.equal(run(quantize_program(block_program(), recipe), x), run(quantized_block("mxfp8"), x))
 
 
 def test_names_kwargs_and_structures_of_the_signature() -> None:
@@ -806,25 +846,24 @@ def fresh(code: str, *args: Any) -> str:
 
 
 def test_a_saved_program_loads_in_another_process(tmp_path: Path) -> None:
-    model, x = block()
-    program = quantize_program(exported(model, x), "nvfp4")
+    _, x = block()
+    program = quantized_block("nvfp4")
     torch.export.save(program, tmp_path / "model.pt2")
     torch.save((x, run(program, x)), tmp_path / "data.pt")
     fresh(FRESH.format(imports="import fxquant", then=KNOWN), tmp_path / "model.pt2", tmp_path / "data.pt")
 
 
 def test_a_lowered_program_loads_where_fxquant_is_not(tmp_path: Path) -> None:
-    model, x = block()
+    _, x = block()
     for recipe in NAMES:
-        program = quantize_program(exported(model, x), recipe)
-        lowered = lower_program(program)
-        lowered.validate()
-        assert not any(op.startswith("fxquant") for op in ops(lowered))
+        program = lowered_block(recipe)
+        program.validate()
+        assert not any(op.startswith("fxquant") for op in ops(program))
         for size in (4, 7):
             batch = torch.randn(size, 8, 64)
-            torch.testing.assert_close(run(lowered, batch), run(program, batch), rtol=1e-5, atol=1e-5)
-    torch.export.save(lowered, tmp_path / "model.pt2")
-    torch.save((x, run(lowered, x)), tmp_path / "data.pt")
+            torch.testing.assert_close(run(program, batch), run(quantized_block(recipe), batch), rtol=1e-5, atol=1e-5)
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((x, run(program, x)), tmp_path / "data.pt")
     out = fresh(
         FRESH.format(imports="sys.modules['fxquant'] = None", then=""), tmp_path / "model.pt2", tmp_path / "data.pt"
     )
@@ -834,8 +873,8 @@ def test_a_lowered_program_loads_where_fxquant_is_not(tmp_path: Path) -> None:
 # calibration
 
 
-def calibrated(model: nn.Module, x: Tensor, *inputs: Any, recipe: Any = "current_scaling", **settings: Any) -> Any:
-    return quantize_program(exported(model, x), recipe, calibration=Calibration(inputs, progress=False, **settings))
+def calibrated(of: ExportedProgram, *inputs: Any, recipe: Any = "current_scaling", **settings: Any) -> ExportedProgram:
+    return quantize_program(of, recipe, calibration=Calibration(inputs, progress=False, **settings))
 
 
 def multipliers(program: ExportedProgram) -> dict[str, float]:
@@ -844,54 +883,52 @@ def multipliers(program: ExportedProgram) -> dict[str, float]:
 
 
 def test_scales_of_one_input_are_those_that_it_would_get_by_itself() -> None:
-    model, x = block()
+    _, x = block()
     for recipe in ("current_scaling", "delayed_scaling", "nvfp4"):
-        program = calibrated(model, x, x, recipe=recipe)
-        dynamic = quantize_program(exported(model, x), "nvfp4" if recipe == "nvfp4" else "current_scaling")
+        program = calibrated(block_program(), x, recipe=recipe)
+        dynamic = quantized_block("nvfp4" if recipe == "nvfp4" else "current_scaling")
         assert torch.equal(run(program, x), run(dynamic, x))
-        lowered = lower_program(program)
+        lower = lower_program(program)
         if recipe == "nvfp4":
-            amaxes = [node for node in lowered.graph.nodes if str(node.target).startswith("aten.amax")]
+            amaxes = [node for node in lower.graph.nodes if str(node.target).startswith("aten.amax")]
             assert amaxes and all(node.args[1] == [-1] for node in amaxes), "of blocks alone"
             assert sum(name.endswith("input_global_amax") for name in program.state_dict) == 4
         else:
-            assert not any("amax" in op for op in ops(lowered)), "no pass over an activation for its scale"
-        assert torch.equal(run(lowered, x), run(program, x))
+            assert not any("amax" in op for op in ops(lower)), "no pass over an activation for its scale"
+        assert torch.equal(run(lower, x), run(program, x))
         assert not torch.equal(run(program, 2 * x), run(dynamic, 2 * x))
 
 
 @pytest.mark.parametrize("recipe", ["current_scaling", "nvfp4", "mxfp8"])
 def test_the_report_of_a_calibrated_program_has_no_pass_for_an_amax(recipe: str) -> None:
-    model, x = block()
-    static, dynamic = calibrated(model, x, x, recipe=recipe), quantize_program(exported(model, x), recipe)
+    _, x = block()
+    static, dynamic = calibrated(block_program(), x, recipe=recipe), quantized_block(recipe)
     assert "after its amaxes" not in report_of(static).work_table()
     assert ("after its amaxes" in report_of(dynamic).work_table()) == (recipe != "mxfp8")
 
 
 def test_methods_of_taking_an_amax() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    _, x, layer = one_layer()
     inputs = [x, 3 * x, 2 * x]
     amax = x.abs().max().item()
-    largest = multipliers(calibrated(model, x, *inputs))["0"]
+    largest = multipliers(calibrated(layer, *inputs))["0"]
     assert largest == pytest.approx(448 / (3 * amax))
     average = Amax(method="moving_average", momentum=0.75)
     wanted = 0.75 * (0.75 * amax + 0.25 * 3 * amax) + 0.25 * 2 * amax
-    assert multipliers(calibrated(model, x, *inputs, amax=average))["0"] == pytest.approx(448 / wanted)
+    assert multipliers(calibrated(layer, *inputs, amax=average))["0"] == pytest.approx(448 / wanted)
     every = torch.cat(inputs).abs().flatten().sort().values
     for percent in (50.0, 99.0, 100.0):
-        found = (
-            448 / multipliers(calibrated(model, x, *inputs, amax=Amax(method="percentile", percentile=percent)))["0"]
-        )
+        amax = Amax(method="percentile", percentile=percent)
+        found = 448 / multipliers(calibrated(layer, *inputs, amax=amax))["0"]
         exact = every[max(round(len(every) * percent / 100 + 0.4999) - 1, 0)].item()
         assert exact * 0.9999 <= found <= exact * (1 + 1 / 128)
 
 
 def test_layers_may_have_a_method_of_their_own_or_none() -> None:
-    model, x = block()
+    _, x = block()
     overrides = {"down": Amax(method="percentile", percentile=90), "out": None}
-    program = calibrated(model, x, x, overrides=overrides)
-    plain, own = multipliers(calibrated(model, x, x)), multipliers(program)
+    program = calibrated(block_program(), x, overrides=overrides)
+    plain, own = multipliers(calibrated(block_program(), x)), multipliers(program)
     assert set(plain) - set(own) == {"out"}
     assert own["down"] > plain["down"] and own["q"] == plain["q"]
     details = {d.layer: d.detail for d in report_of(program).decisions if d.role.tensor_type == "input"}
@@ -900,51 +937,46 @@ def test_layers_may_have_a_method_of_their_own_or_none() -> None:
 
 
 def test_what_a_calibration_does_not_reach_is_told() -> None:
-    model, x = block()
+    _, x = block()
     with pytest.warns(UnusedRuleWarning, match=r"calibration of 'dwon' matched no layer") as caught:
-        calibrated(model, x, x, overrides={"dwon": Amax(method="percentile", percentile=90)})
+        calibrated(block_program(), x, overrides={"dwon": Amax(method="percentile", percentile=90)})
     assert len(caught) == 1 and caught[0].filename == __file__
     with pytest.warns(FxQuantWarning, match="no input came there with a number in it: scales stay dynamic in "):
-        calibrated(model, x, x * torch.nan)
+        calibrated(block_program(), x * torch.nan)
 
 
 def test_formats_without_a_tensor_scale_stay_dynamic() -> None:
-    model, x = block()
+    _, x = block()
     with pytest.warns(FxQuantWarning, match="calibration has no effect: no activation of mxfp8"):
-        program = calibrated(model, x, x, recipe="mxfp8")
+        program = calibrated(block_program(), x, recipe="mxfp8")
     assert not multipliers(program)
-    assert torch.equal(run(program, x), run(quantize_program(exported(model, x), "mxfp8"), x))
+    assert torch.equal(run(program, x), run(quantized_block("mxfp8"), x))
     details = [d.detail for d in report_of(program).decisions if d.role.tensor_type == "input" and d.quantizer]
     assert set(details) == {"dynamic: its scales belong to rows or blocks"}
 
 
 def test_calibration_inputs_come_in_any_form_and_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
-    source = exported(model, x)
+    _, x, layer = one_layer()
     for inputs in ([x], [(x,)], [[x]], [((x,), {})], (each for each in [x])):
-        assert multipliers(quantize_program(source, "current_scaling", calibration=inputs))
+        assert multipliers(quantize_program(layer, "current_scaling", calibration=inputs))
     shown = capsys.readouterr().err
     assert "calibrated on 1 of 1 inputs" in shown and "calibrated on 1 inputs" in shown
 
 
 def test_calibration_ignores_nan_and_takes_zeros_for_zero() -> None:
-    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    _, x, layer = one_layer()
     nan = torch.full_like(x, torch.nan)
-    source = exported(model, x)
     for method in ("max", "moving_average", "percentile"):
         amax = Amax(method=method)  # type: ignore[arg-type]
-        assert multipliers(calibrated(model, x, nan, x, amax=amax)) == multipliers(calibrated(model, x, x, amax=amax))
-        assert "static amax 0:" in str(report_of(calibrated(model, x, torch.zeros_like(x), amax=amax)))
-        nothing = Calibration([nan], amax=amax, progress=False)
-        assert "dynamic: no calibration" in str(
-            report_of(quantize_program(source, "current_scaling", calibration=nothing))
-        )
+        assert multipliers(calibrated(layer, nan, x, amax=amax)) == multipliers(calibrated(layer, x, amax=amax))
+        assert "static amax 0:" in str(report_of(calibrated(layer, torch.zeros_like(x), amax=amax)))
+        assert "dynamic: no calibration" in str(report_of(calibrated(layer, nan, amax=amax)))
 
 
 def test_overrides_of_no_layer_are_named() -> None:
-    model, x = block()
+    _, x, layer = one_layer()
     assert "unused in the recipe: calibration of 'dwon'" in str(
-        report_of(calibrated(model, x, x, overrides={"dwon": None}))
+        report_of(calibrated(layer, x, overrides={"dwon": None}))
     )
 
 
@@ -964,7 +996,7 @@ def refused(error: type[FxQuantError], message: str, call: Callable[[], Any]) ->
 
 def test_bad_input_is_refused_in_one_sentence() -> None:
     model, x = block()
-    program = exported(model, x)
+    program = block_program()
     refused(ProgramError, "an ExportedProgram is expected, not a Block", lambda: quantize_program(model, "mxfp8"))
     refused(RecipeError, "did you mean 'mxfp8'?", lambda: quantize_program(program, "mxpf8"))
     refused(
@@ -985,17 +1017,17 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     refused(ProgramError, "no inputs", lambda: quantize_program(program, "current_scaling", calibration=[]))
     refused(
         ProgramError, "calibration input 2 does not fit the program",
-        lambda: calibrated(model, x, x, torch.randn(4, 8, 65)),
+        lambda: calibrated(program, x, torch.randn(4, 8, 65)),
     )  # fmt: skip
-    linear, infinite = nn.Sequential(nn.Linear(64, 64)), torch.full((4, 64), torch.inf)
-    refused(ProgramError, "layer '0' is infinite", lambda: calibrated(linear, torch.ones(4, 64), infinite))
+    infinite = torch.full((4, 64), torch.inf)
+    refused(ProgramError, "layer '0' is infinite", lambda: calibrated(one_layer()[2], infinite))
     refused(OptionError, "known methods: max", lambda: Amax(method="mean"))  # type: ignore[arg-type]
     refused(OptionError, "momentum", lambda: Amax(momentum=1.0))
     refused(OptionError, "percentile", lambda: Amax(percentile=0))
     refused(OptionError, "must be a number, not '99'", lambda: Amax(percentile="99"))  # type: ignore[arg-type]
     refused(
         ProgramError, "program: Trying to flatten user inputs with exported input tree spec: TreeSpec",
-        lambda: calibrated(model, x, (x, x)),
+        lambda: calibrated(program, (x, x)),
     )  # fmt: skip
     for inputs, kind in (({"x": x}, "dict"), ("data.pt", "str"), (3, "int"), (x, "Tensor")):
         refused(
@@ -1017,22 +1049,21 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
 
 @pytest.mark.parametrize("recipe", ["current_scaling", NVFP4BlockScaling(disable_stochastic_rounding=True)], ids=str)
 def test_empty_batches_when_lowered(recipe: Recipe | str) -> None:
-    source = export(nn.Linear(64, 64), (torch.randn(4, 64),), dynamic_shapes=({0: Dim.AUTO},))
-    lowered = lower_program(quantize_program(source, recipe))
-    assert run(lowered, torch.randn(0, 64)).shape == (0, 64)
+    layer = export(nn.Linear(64, 64), (torch.randn(4, 64),), dynamic_shapes=({0: Dim.AUTO},))
+    assert run(lower_program(quantize_program(layer, recipe)), torch.randn(0, 64)).shape == (0, 64)
 
 
 def test_high_precision_leaves_a_program_alone() -> None:
     model, x = block()
-    program = quantize_program(exported(model, x), "high_precision")
-    assert ops(program) == ops(exported(model, x)) and torch.equal(run(program, x), model(x))
+    program = quantized_block("high_precision")
+    assert ops(program) == ops(block_program()) and torch.equal(run(program, x), model(x))
 
 
 def test_static_scales_keep_the_values_of_the_spec() -> None:
     """The multiplier of a static scale is the spec's own function of the amax, powers of two included."""
-    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)
+    _, x, layer = one_layer()
     quantizer = Float8CurrentScalingQuantizer(force_pow_2_scales=True)
-    program = calibrated(model, x, x, recipe=CustomRecipe(qfactory=lambda role: quantizer))
+    program = calibrated(layer, x, recipe=CustomRecipe(qfactory=lambda role: quantizer))
     value = multipliers(program)["0"]
     assert torch.tensor(value).frexp().mantissa == 0.5
     assert 1 / value == quantizer.quantize(x).rowwise.scale.item()

@@ -49,11 +49,12 @@ def converted(program: ExportedProgram, dtype: torch.dtype) -> Callable[[Tensor]
 def test_a_module_converted_to_another_dtype_is_refused(recipe: str) -> None:
     model, x = perceptron()
     program = quantize_program(exported(model, x), recipe, calibration=Calibration([x], progress=False))
+    lowered = lower_program(program)
     for dtype in (*DTYPES, torch.float32):
         with pytest.raises(RecipeError, match=f"(e4m3|nvfp4).* is {dtype} and has to be .* before it is quantized"):
             converted(program, dtype)(x)
         with pytest.raises(RuntimeError, match="dtype mismatch"):
-            converted(lower_program(program), dtype)(x)
+            converted(lowered, dtype)(x)
     assert torch.equal(copy.deepcopy(program.module()).to("cpu")(x), run(program, x))
 
 
