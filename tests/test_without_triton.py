@@ -1,6 +1,7 @@
 """Without Triton everything that needs no GPU works: compiling, reports, costs, measurements, exported programs.
 
-The calls run in a process in which Triton cannot be imported, and use the CPU or a card that is only named.
+The calls run in a process in which Triton cannot be imported, and use the CPU or a card that is only named. Inductor
+writes its C++ kernels there, and does not compile them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ sys.modules["triton"] = None  # as if it were not installed
 import torch
 import fxquant
 import fxquant.backend
+from torch._inductor.async_compile import AsyncCompile
+
+AsyncCompile.cpp_pybinding = lambda *args: lambda *pointers: None
 
 def new():
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))

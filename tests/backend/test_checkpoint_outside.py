@@ -128,8 +128,16 @@ def test_it_may_be_nested(recipe: Recipe, outer: Around, inner: Around) -> None:
     assert_same_bits(story(recipe, around), story(recipe, lambda run: lambda x: run(x.cos()) + x))
 
 
-@STATEFUL
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "dynamic"),
+    [
+        *(pytest.param(recipe, False, id=f"{name}-static") for name, recipe in RECIPES.items()),
+        *(
+            pytest.param(recipe, True, id=f"{name}-dynamic", marks=pytest.mark.sweep if i else [])
+            for i, (name, recipe) in enumerate(RECIPES.items())
+        ),
+    ],
+)
 def test_an_evaluation_writes_nothing_before_a_reentrant_checkpoint_or_after(recipe: Recipe, dynamic: bool) -> None:
     """Both run without gradients: one graph of torch.compile's is compiled for each of them."""
     results = []

@@ -90,9 +90,9 @@ def trained(
 
 
 @functools.cache
-def plain(recipe: str) -> dict[str, Tensor]:
+def plain(recipe: str, steps: int = 3) -> dict[str, Tensor]:
     """Returns the result of `trained` without hooks and budget."""
-    return trained(recipe)
+    return trained(recipe, steps=steps)
 
 
 @pytest.mark.parametrize("hooks", [copied, save_on_cpu])
@@ -115,8 +115,9 @@ def test_inductor_takes_what_hooks_have_moved_and_computes_again_for_a_budget(re
 
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
 def test_a_backward_alone_may_be_captured(recipe: str) -> None:
-    assert_same_bits(trained(recipe, backward=captured), plain(recipe))
-    assert_same_bits(trained(recipe, forward=copied, backward=captured), plain(recipe))
+    """As it is, and with tensors that hooks have moved: the capture of one takes longer than all else here."""
+    forward = as_they_are if recipe == "nvfp4" else copied
+    assert_same_bits(trained(recipe, forward=forward, backward=captured, steps=2), plain(recipe, 2))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -155,8 +156,15 @@ def repeated(recipe: Any, donated: bool, inner: str) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("casts_as_meant")
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("recipe", FOR_INDUCTOR.values(), ids=[*FOR_INDUCTOR])
+@pytest.mark.parametrize(
+    ("recipe", "inner"),
+    [
+        pytest.param(FOR_INDUCTOR["state"], "aot_eager", id="state-aot_eager"),
+        pytest.param(FOR_INDUCTOR["state"], "inductor", id="state-inductor"),
+        pytest.param(FOR_INDUCTOR["random"], "aot_eager", id="random-aot_eager"),
+        pytest.param(FOR_INDUCTOR["random"], "inductor", id="random-inductor", marks=pytest.mark.sweep),
+    ],
+)
 def test_a_kept_graph_goes_backward_again_with_donated_buffers(recipe: Any, inner: str) -> None:
     """torch gives the memory of what is saved to the backward, unless the first one keeps its graph."""
     assert_same_bits(repeated(recipe, True, inner), repeated(recipe, False, inner))
