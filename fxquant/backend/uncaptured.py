@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from fxquant.compat.inside.functions import forward_with_gradients
 from fxquant.compat.inside.recompiles import graph_breaks
 from fxquant.compat.private import OpOverload, RunsBesideDynamo, flex_attention_op, in_backward, is_tracing, tree_leaves
 from fxquant.compat.values import viewed
@@ -194,10 +195,7 @@ def _function(frame: FrameType | None) -> str:
     """The name of the outermost custom `torch.autograd.Function` that is running, and gets gradients."""
     name = ""
     while frame is not None:
-        if frame.f_code is _APPLY and any(getattr(x, "requires_grad", False) for x in frame.f_locals["args"]):
-            name = frame.f_locals["cls"].__name__
+        function = forward_with_gradients(frame)
+        name = name if function is None else function.__name__
         frame = frame.f_back
     return name
-
-
-_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__

@@ -19,6 +19,8 @@ from torch._C import _autograd as hooks
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from fxquant.compat.inside.functions import context
+
 _ALL_MODES = True
 """Hooks count also while something is traced."""
 
@@ -115,13 +117,9 @@ def _look_at_stack(frame: FrameType | None, around: Around) -> None:
             names = frame.f_locals
             repeated = names["frame"]
             around.repeats.append(Repeat(repeated, names["gid"], certain=True, complete=repeated.forward_completed))
-        # the variables of another method are not looked at, which would keep them alive
-        elif code.co_name in ("forward", "backward") and code.co_varnames[:1] not in ((), ("self",)):
-            context = frame.f_locals.get(code.co_varnames[0])
-            if not isinstance(context, BackwardCFunction):
-                pass
-            elif code.co_name == "backward":
-                around.repeats.append(Repeat(context, torch._C._current_graph_task_id()))
-            elif not around.repeats and context.next_functions:
-                around.first.append(context)
+        elif ctx := context(frame):
+            if code.co_name == "backward":
+                around.repeats.append(Repeat(ctx, torch._C._current_graph_task_id()))
+            elif not around.repeats and ctx.next_functions:
+                around.first.append(ctx)
         frame = frame.f_back
