@@ -66,7 +66,7 @@ class ByName:
         if backend is None or backend.called_with[1] != dict(options):
             backend = self._backends[key] = Backend(**merged, mode=mode)
             backend.called_with = (options, dict(options))
-            backend.controls.share_recipes()
+            backend.controls.share_recipes(self)
         return backend
 
     def unmet(self) -> Iterator[str]:

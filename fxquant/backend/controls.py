@@ -12,16 +12,17 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxquant.backend.blocks import Place, expected, holds, names_in, path_in, place_of
-from fxquant.backend.checkpoint import Part
+from fxquant.backend.checkpoint import Part, gathered, restore
+from fxquant.backend.copies import mark
 from fxquant.backend.notices import tell, watch
 from fxquant.backend.outer import outermost
 from fxquant.checks import checked
@@ -120,11 +121,15 @@ class Controls:
         self.warned = False
         self._numbers = itertools.count()
         self.roots: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self.by_name = False
+        self.named: object = None
+        """The object that torch finds by a name, if it made this backend."""
         self.session: Session | None = None
         """The probe that measures now, if there is one."""
         self._located: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # looked for once: a guard asks in every call
         self._recipes: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
+        self._copies: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = weakref.WeakKeyDictionary()
+        self._ran: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
+        """The recipe under which each module ran last, in the order of changes."""
         self._guarded = threading.local()
         _all.add(self)
 
@@ -134,7 +139,40 @@ class Controls:
             return
         if self.by_name:
             self.roots.setdefault(self._model_around(module), next(self._numbers))
+        self._begin_copies(module)
         self.roots[module] = next(self._numbers)
+        if self.of_a_model:
+            mark(module, self)
+
+    def are_of(self, backend: object) -> bool:
+        """Returns True for what torch.compile was given, if these are its controls."""
+        return backend is self.named or getattr(backend, "controls", None) is self
+
+    def note_copy(self, module: nn.Module, copied: nn.Module) -> None:
+        """Notes that a copy was made of a module, with what is compiled in it, which begins with the module's state."""
+        if copied not in self._copies:
+            self._copies[copied] = self._copies.get(module) or gathered(self._parts_in(module))
+            if module in self._recipes:
+                self._recipes[copied] = self._recipes[module]
+
+    def begin_copies_in(self, parts: Set[int]) -> None:
+        """Gives copies their names, recipes and states that are among modules, which their ids name."""
+        for copied in [copied for copied in [*self._copies] if id(copied) in parts]:
+            self._begin_copies(copied)
+
+    def _begin_copies(self, module: nn.Module) -> None:
+        """Gives the copies that hold a module their names, recipes and states."""
+        for copied in [copied for copied in [*self._copies] if path_in(copied, module) is not None]:
+            state = self._copies.pop(copied)
+            self.roots.setdefault(copied, next(self._numbers))
+            self.first().states.of(self.place_of(copied).home)
+            if copied in self._recipes:
+                self._recipes.update(dict.fromkeys(copied.modules(), self._recipes[copied]))
+            if state:
+                restore(state, self._parts_in(copied))
+
+    def _parts_in(self, model: nn.Module) -> list[Part]:
+        return [part for part in self.parts(model) if part.module is not None]
 
     def _model_around(self, module: nn.Module) -> nn.Module:
         """The model that holds a module, all of whose parts have names from then on."""
@@ -143,17 +181,21 @@ class Controls:
         self.first().states.of(model)
         return model
 
+    @property
+    def by_name(self) -> bool:
+        return self.named is not None
+
     def compiles_nothing_but(self, model: nn.Module) -> bool:
         """Returns True if all modules that this backend has compiled are parts of a model."""
         parts = set(map(id, model.modules()))
-        return all(id(root) in parts for root in [*self.roots])
+        return all(id(root) in parts for root in [*self.roots, *self._copies])
 
-    def share_recipes(self) -> None:
+    def share_recipes(self, named: object) -> None:
         """Follows the recipes that were set for modules which any backend called by name has compiled.
 
         Dynamo gives one graph to two calls of torch.compile with equal options, and one to modules of a class.
         """
-        self.by_name, self._recipes = True, _recipes_by_name
+        self.named, self._recipes = named, _recipes_by_name
 
     def set_recipe(self, recipe: Recipe | str, model: nn.Module | None = None) -> None:
         """Runs `model`, or all that was compiled, under another recipe from the next call on.
@@ -182,9 +224,12 @@ class Controls:
         """Returns True if a graph has run."""
         return any(backend.captured for backend in self.backends.values())
 
-    def latest(self) -> Backend:
-        """The backend under which something ran last."""
-        return self.under(self.running or self.recipe)
+    def latest(self, model: nn.Module | None = None) -> Backend:
+        """The backend under which something ran last: the model or a part of it, if one is given that has run."""
+        ran = [
+            recipe for root, recipe in [*self._ran.items()] if model is not None and path_in(model, root) is not None
+        ]
+        return self.under(ran[-1] if ran else self.running or self.recipe)
 
     def run(self) -> None:
         """Notes the module of the call whose guards have held: torch also asks the guards of graphs that do not run."""
@@ -193,6 +238,9 @@ class Controls:
         if root is not None:
             self.add_root(root)
             self._guarded.root = None
+            if self.running is not None and self._ran.get(root) is not self.running:
+                self._ran.pop(root, None)
+                self._ran[root] = self.running
 
     def runs(self) -> tuple[int, int]:
         """Counts the runs of compiled graphs so far: on this thread, and on all, where some may be missed."""
@@ -233,6 +281,15 @@ class Controls:
         recipes = self._recipes
         return scoped(self.recipe if root is None or not recipes else recipes.get(root, self.recipe))
 
+    def _recipe_in(self, home: nn.Module) -> Recipe:
+        """The recipe of a module, which may have been set for the part of it that is compiled."""
+        chosen = (
+            self._recipes[root]
+            for root in [home, *self.roots]
+            if root in self._recipes and path_in(home, root) is not None
+        )
+        return next(chosen, self.recipe)
+
     def enter(self, recipe: Recipe) -> None:
         """Notes the recipe under which a graph is about to run."""
         if recipe is self.running or recipe == self.running:
@@ -265,6 +322,7 @@ class Controls:
             self._model_around(root)
         else:
             self._located.add(root)
+            self._begin_copies(root)
             self._add_called()
 
     def _add_called(self) -> None:
@@ -317,7 +375,8 @@ class Controls:
         if orphan is not None:
             parts.append(Part(orphan))
         for home in [*store.by_module]:
-            slots = expected(home, self._recipes.get(home, self.recipe), self.within, group)
+            within = [path for path in self.within if path in names_in(home).values()]
+            slots = expected(home, self._recipe_in(home), within, group)
             if model is None or home is model:
                 parts.append(Part(store.of(home), home, slots))
             elif (path := path_in(model, home)) is not None:
@@ -344,6 +403,8 @@ _all: weakref.WeakSet[Controls] = weakref.WeakSet()
 def controls_that_compiled(model: nn.Module) -> list[Controls]:
     """The controls of all backends that compile a model or a part of it; those of tools, which look once, are none."""
     parts = set(map(id, model.modules()))
+    for controls in [*_all]:
+        controls.begin_copies_in(parts)
     return [
         controls for controls in [*_all] if controls.of_a_model and any(id(root) in parts for root in [*controls.roots])
     ]

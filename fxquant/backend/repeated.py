@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fxquant.backend.backend import Backend
+from fxquant.backend.copies import InPlace
 from fxquant.backend.notices import Calls
 from fxquant.backend.options import check_arguments
 from fxquant.checks import checked
@@ -73,7 +74,7 @@ def compile_blocks(
     return model
 
 
-_UNCALLED = "Blocks are compiled where they stand: copies of them, and blocks that took their place, are not"
+_UNCALLED = "Blocks are compiled where they stand: blocks that took their place are not"
 
 
 _MOST_COMPILED = 3
@@ -105,7 +106,7 @@ class _Code:
         return self._new() if before is None or before is self._shared else before
 
 
-class _Compiled:
+class _Compiled(InPlace):
     """The compiled call of one block."""
 
     def __init__(self, code: _Code, block: nn.Module, backend: Backend, calls: Calls) -> None:
@@ -124,6 +125,9 @@ class _Compiled:
         records = controls.latest().records
         self._calls.over(records, ran=controls.ran_since(before), whole=again)  # all blocks have run by the second call
         return result
+
+    def of_copy(self, copied: nn.Module) -> _Compiled:
+        return _Compiled(self._code, copied, self._backend, self._calls)
 
     def _graphs(self) -> int:
         return sum(backend.captured for backend in self._backend.controls.backends.values())

@@ -324,11 +324,41 @@ def test_models_of_a_class_with_a_backend_each_report_their_own(way: Way) -> Non
 def test_what_was_compiled_is_pickled(way: Way) -> None:
     run, x = way(model(), "mxfp8"), torch.randn(16, 64)
     first = run(x)
-    again = pickle.loads(pickle.dumps(run))
-    assert torch.equal(again(x), plain(x) if way is in_place else first)  # torch keeps none that was compiled in place
-    if way is in_place:
-        with pytest.raises(OptionError, match="copies of what was compiled in place are not compiled"):
+    if way is in_place:  # torch leaves out what was compiled
+        with pytest.warns(UnquantizedWarning, match="what is loaded runs unquantized until it is compiled"):
+            again = pickle.loads(pickle.dumps(run))
+        with pytest.raises(OptionError, match="no part of Net"):
             fxquant.report(again)
+    else:
+        again = pickle.loads(pickle.dumps(run))
+    assert torch.equal(again(x), plain(x) if way is in_place else first)
+
+
+@pytest.mark.parametrize("way", [in_place, in_place_by_name])
+@pytest.mark.parametrize("wrap", [copy.deepcopy, torch.optim.swa_utils.AveragedModel])
+def test_a_copy_of_what_was_compiled_in_place_is_compiled(way: Way, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """With the recipe that was set and with the state, but its recipe and state are its own from then on."""
+    run, x = way(model(), "mxfp8"), torch.randn(32, 64)
+    fxquant.set_recipe(run, "delayed_scaling")
+    for _ in range(2):
+        run(x).sum().backward()
+    copied = wrap(wrap(run))
+    state = fxquant.state_dict(run)
+    assert_same_bits({key.removeprefix("module.module."): x for key, x in fxquant.state_dict(copied).items()}, state)
+    copied = wrap(run)
+    assert torch.equal(copied(x), run(x)) and not torch.equal(copied(x), plain(x))
+    copied(2 * x)
+    fxquant.set_recipe(copied, "nvfp4")
+    assert not torch.equal(copied(x), run(x))
+    assert [fxquant.report(one).recipe for one in (run, copied)] == ["delayed_scaling", "nvfp4"]
+    assert {d.layer.removeprefix("module.") for d in fxquant.report(copied).decisions} == {"0", "2"}
+
+
+def test_a_copy_made_before_the_first_call_is_compiled_where_the_backend_knows_the_model() -> None:
+    run, x = in_place(model(), "mxfp8"), torch.randn(16, 64)
+    assert torch.equal(copy.deepcopy(copy.deepcopy(run))(x), run(x))
+    shallow = copy.copy(run)
+    assert torch.equal(copy.deepcopy(shallow)(x), plain(x)), "torch leaves no trace of the compilation in it"
 
 
 def test_scales_begin_anew_where_the_model_ran_on_meta_before() -> None:

@@ -141,12 +141,24 @@ def test_blocks_that_are_compiled_again_have_the_new_recipe_alone() -> None:
     assert not fxquant.quantization_state_dict(model)
 
 
-def test_copies_exports_and_models_around_take_the_blocks_as_they_are() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed_scaling"])
+def test_a_copy_has_compiled_blocks_with_the_names_and_states_of_the_model(recipe: str) -> None:
+    model, x = fxquant.compile_blocks(Model(3), recipe, options=EAGER), torch.randn(32, 64)
+    train(model, model, 2)
+    copied, block = copy.deepcopy(model), copy.deepcopy(model.layers[1])
+    state = fxquant.state_dict(model)
+    assert_same_bits(fxquant.state_dict(copied), state)
+    assert torch.equal(copy.deepcopy(block)(x), block(x)) and torch.equal(copied(x), model(x))
+    layers = [{d.layer for d in fxquant.report(one).decisions} for one in (model, copied)]
+    assert layers[0] == layers[1] and "layers.0.up" in layers[0]
+    assert {key for key in state if key.startswith("layers.1.")} == {f"layers.1.{x}" for x in fxquant.state_dict(block)}
+
+
+def test_exports_and_models_around_take_the_blocks_as_they_are() -> None:
     model, x = Model(3), torch.randn(32, 64)
     plain = model(x)
     fxquant.compile_blocks(model, "mxfp8", options=EAGER)
     assert not torch.equal(model(x), plain)
-    assert torch.equal(copy.deepcopy(model)(x), plain)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), plain)
     report = fxquant.explain(model, "nvfp4", x)
     assert report.coverage == 1 and not report.breaks and len({d.layer for d in report.decisions}) == 7

@@ -161,12 +161,27 @@ def call_of_its_own() -> Callable[..., Any]:
 
 
 def call_by(module: nn.Module, call: Callable[..., Any]) -> Any:
-    """Lets a function run in the place of a module's calls, as `nn.Module.compile` does; copies are without it.
+    """Lets a function run in the place of a module's calls, as `nn.Module.compile` does.
 
     Returns the function before it, or None.
     """
     before, module._compiled_call_impl = module._compiled_call_impl, call
     return before
+
+
+def call_in_place(module: nn.Module) -> Any:
+    """The function that runs in the place of a module's calls; None for one that is not compiled in place."""
+    return vars(module).get("_compiled_call_impl")
+
+
+def compiled_alike(call: Any, copied: nn.Module) -> Any:
+    """The calls of a copy, compiled with the settings that torch was given for `call`; None for another call."""
+    while call is not None:
+        names = getattr(getattr(call, "__code__", None), "co_freevars", ())
+        if {"self", "callback"} <= {*names}:
+            return call.__closure__[names.index("self")].cell_contents(copied._call_impl)
+        call = getattr(call, "__wrapped__", None)
+    return None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -179,6 +194,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def is_compiled_form(module: Any) -> bool:
     """Returns True for what torch.compile gave for a module, which is one compilation of it, perhaps of several."""
     return isinstance(module, OptimizedModule)
+
+
+def backends_of(call: Any) -> Iterator[Any]:
+    """The backends that torch.compile was given for a function."""
+    yield from (function for _, function, _ in _of_function(call))
 
 
 def backends_behind(compiled: Any) -> Iterator[tuple[nn.Module | None, Any, Any, Mapping[str, Any]]]:

@@ -1,0 +1,75 @@
+"""Deep copies of modules that were compiled in place, which are compiled too.
+
+torch leaves the compiled call out of every copy of a module. A mark among the attributes of the module is copied with
+the others, and compiles the copy like the module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fxquant.backend.blocks import path_in
+from fxquant.backend.notices import tell
+from fxquant.compat.inside.frames import backends_of, call_by, call_in_place, compiled_alike
+from fxquant.errors import UnquantizedWarning
+
+if TYPE_CHECKING:
+    from fxquant.backend.controls import Controls
+
+
+class InPlace(ABC):
+    """A call of ours in the place of a module's."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    def of_copy(self, copied: nn.Module) -> InPlace:
+        """The call of a copy of the module."""
+
+
+def mark(module: nn.Module, controls: Controls) -> None:
+    """Lets deep copies of a module be compiled as it is, if it is compiled in place by then."""
+    vars(module)["_fxquant_mark"] = _Mark(module, controls)
+
+
+class _Mark:
+    """The attribute by which a deep copy of a module is compiled by the same backend, with its recipe and state."""
+
+    def __init__(self, module: nn.Module, controls: Controls) -> None:
+        self._module, self._controls = weakref.ref(module), weakref.ref(controls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark | None:
+        module, controls = self._module(), self._controls()
+        copied = memo.get(id(module))
+        if module is None or controls is None or not isinstance(copied, nn.Module):  # of a shallow copy
+            return None
+        call = _call(module, controls)
+        if call is not None:
+            call_by(copied, call.of_copy(copied) if isinstance(call, InPlace) else compiled_alike(call, copied))
+            # names and state are those in the outermost module that is copied
+            around = (home for home in controls.homes() if id(home) in memo and path_in(home, module) is not None)
+            home = next(around, module)
+            controls.note_copy(home, memo[id(home)])
+        return _Mark(copied, controls)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        module, controls = self._module(), self._controls()
+        if module is not None and controls is not None and _call(module, controls) is not None:
+            tell(
+                f"{type(module).__name__} is compiled in place, which torch leaves out of what it pickles: what is "
+                "loaded runs unquantized until it is compiled",
+                UnquantizedWarning,
+            )
+        return type(None), ()
+
+
+def _call(module: nn.Module, controls: Controls) -> Any:
+    """The function that these controls have compiled in the place of a module's calls; None if they have not."""
+    call = call_in_place(module)
+    ours = isinstance(call, InPlace) or any(map(controls.are_of, backends_of(call)))
+    return call if ours else None
