@@ -21,7 +21,7 @@ from fxquant.backend.first_calls import watch_first_calls
 from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.kept_facts import Keeper, key_of
-from fxquant.backend.notices import tell, tell_alone, watch
+from fxquant.backend.notices import tell, tell_alone, tell_failed, watch
 from fxquant.backend.options import Options
 from fxquant.backend.outside import Quantizations
 from fxquant.backend.probing import Probed, Totals
@@ -147,7 +147,11 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         """Compiles one captured graph under the recipe of this call; torch.compile calls this."""
         backend = self.controls.begin() if self.switches else self
-        return backend.compile_captured(gm, example_inputs)
+        try:
+            return backend.compile_captured(gm, example_inputs)
+        except Exception as error:
+            tell_failed(backend.records, error)
+            raise
 
     def compile_captured(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles one captured graph under this backend's recipe."""

@@ -21,7 +21,8 @@ from torch import nn
 import fxquant
 from fxquant.backend.record import Records, outside_text
 from fxquant.backend.uncaptured import Uncaptured
-from fxquant.compat.inside.recompiles import is_compiled, watch_limits
+from fxquant.checks import first_line, place_of
+from fxquant.compat.inside.recompiles import is_compiled, suppresses_errors, watch_limits
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
 from fxquant.recipes import HighPrecision
 
@@ -90,7 +91,8 @@ def _tell_at_exit() -> None:
     if hasattr(sys, "last_value"):  # the process ends by an error, maybe before the first call
         return
     _tell_what_ran()
-    alone = [records for records in _untold if records.copy_of is None and not records.elsewhere]
+    silent = [records for records in _untold if not records.failed]
+    alone = [records for records in silent if records.copy_of is None and not records.elsewhere]
     hints = {records.what: _WHY for records in alone if not records.whole}
     hints |= {calls.name: calls.hint for calls in _uncalled if not calls.ran()}
     hints |= {name: _WHY for names in _unmet for name in names()}
@@ -181,6 +183,34 @@ def _tell_plain(records: Records) -> None:
     else:
         text = f"torch.compile captured no graph of {records.what}, which ran unquantized: {_WHY}"
     tell(text, UnquantizedWarning)
+
+
+def tell_failed(records: Records, error: Exception) -> None:
+    """Warns once that a graph failed to compile and that torch was told to run it as it is, which the report says."""
+    if not suppresses_errors():
+        return
+    records.failed.append(f"{type(error).__name__}: {first_line(error)}{place_of(error)}")
+    if not records.told_plain:
+        records.told_plain = True
+        tell(
+            f"a graph of {records.what} failed to compile, and torch runs it unquantized, since "
+            f"torch._dynamo.config.suppress_errors is set: {records.failed[0]}",
+            UnquantizedWarning,
+        )
+
+
+def at_end(result: Any, run: Callable[[], object]) -> Any:
+    """Returns what a call gave, and runs a function behind it: a call that gave a coroutine ends with that."""
+    if not inspect.iscoroutine(result):
+        run()
+        return result
+
+    async def awaited() -> Any:
+        value = await result
+        run()
+        return value
+
+    return awaited()
 
 
 def tell_alone(records: Records) -> None:

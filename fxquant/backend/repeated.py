@@ -12,7 +12,7 @@ from torch import nn
 
 from fxquant.backend.backend import Backend
 from fxquant.backend.copies import InPlace
-from fxquant.backend.notices import Calls
+from fxquant.backend.notices import Calls, at_end
 from fxquant.backend.options import check_arguments
 from fxquant.checks import checked
 from fxquant.compat.inside.frames import call_by, call_module, call_of_its_own
@@ -121,10 +121,13 @@ class _Compiled(InPlace):
         run = self._code.function(self._block, self._run)
         result = run(self._block, args, kwargs)
         self._run = run
-        self._code.compiled += not again and self._graphs() > graphs
-        records = controls.latest().records
-        self._calls.over(records, ran=controls.ran_since(before), whole=again)  # all blocks have run by the second call
-        return result
+
+        def over() -> None:
+            self._code.compiled += not again and self._graphs() > graphs
+            ran = controls.ran_since(before)
+            self._calls.over(controls.latest().records, ran, whole=again)  # all blocks have run by the second call
+
+        return at_end(result, over)
 
     def of_copy(self, copied: nn.Module) -> _Compiled:
         return _Compiled(self._code, copied, self._backend, self._calls)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
 from fxquant.backend.controls import scoped
-from fxquant.backend.notices import Calls, tell_uncaptured, watch_methods
+from fxquant.backend.notices import Calls, at_end, tell_uncaptured, watch_methods
 from fxquant.backend.options import check_arguments
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import checked
@@ -61,11 +61,14 @@ class _Switch:
             records.uncaptured.append(seen)
         with contextlib.nullcontext() if seen is None else seen.watching():
             result = run(*args, **kwargs)
-        ran = self.controls.ran_since(before)
-        self.calls.over(records, ran=ran)
-        if seen is not None and ran:
-            tell_uncaptured(records, seen)
-        return result
+
+        def over() -> None:
+            ran = self.controls.ran_since(before)
+            self.calls.over(records, ran=ran)
+            if seen is not None and ran:
+                tell_uncaptured(records, seen)
+
+        return at_end(result, over)
 
 
 @checked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import warnings
 from collections import Counter
@@ -57,8 +58,10 @@ def test_a_graph_that_cannot_be_compiled_does_not_count() -> None:
     model, x = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)), torch.randn(32, 64)
     backend = Failing("mxfp8", inner="aot_eager")
     with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=True):
-        assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
+        with pytest.warns(UnquantizedWarning, match="failed to compile, and torch runs it unquantized.*NotImplemented"):
+            assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
     report = backend.report()
+    assert "a graph that failed: NotImplementedError" in str(report)
     assert not report.decisions and backend.captured == 0
     assert report.coverage == 0 and "not compiled: no graph has run" in str(report)
 
@@ -78,6 +81,22 @@ def told(call: Callable[[], Any], category: type[Warning] = FxQuantWarning) -> l
     ours = [warning for warning in caught if issubclass(warning.category, category)]
     assert {warning.filename for warning in ours} <= {__file__}
     return [str(warning.message) for warning in ours]
+
+
+class Awaited(nn.Linear):
+    async def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_coroutine_counts_when_it_has_ended() -> None:
+    compiled, x = fxquant.compile(Awaited(64, 32), "mxfp8", options={"inner": "aot_eager"}), torch.randn(32, 64)
+
+    async def run() -> None:
+        for _ in range(2):
+            await compiled(x)
+
+    assert not told(lambda: asyncio.run(run()))
+    assert compiled.report().coverage == 1 and not compiled.report().uncompiled
 
 
 class Generates:

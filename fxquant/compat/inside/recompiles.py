@@ -13,6 +13,7 @@ from traceback import FrameSummary
 from typing import Any
 
 from torch import fx, nn
+from torch._dynamo import config
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, graph_break_reasons
@@ -67,6 +68,11 @@ def _parted(reason: str) -> tuple[str, str]:
 def watch_limits(tell: Callable[[Any, str], None]) -> None:
     """Calls `tell(backend, text)` whenever torch will not compile a function again, and runs new inputs as they are."""
     logging.getLogger("torch._dynamo.convert_frame").addHandler(_Limits(tell))
+
+
+def suppresses_errors() -> bool:
+    """Returns True if torch runs what failed to compile as it is, and tells its log alone."""
+    return bool(config.suppress_errors)
 
 
 def is_compiled(module: nn.Module) -> bool:
