@@ -121,6 +121,8 @@ _H100 = CardRates(
         # not measured here: 1.25 times the time of reading the weight
         GemmKernel.WEIGHT_ONLY: GemmRate(600, 600, 600, 0.8, (16, 32)),
         GemmKernel.WEIGHT_ONLY_DIRECT: GemmRate(600, 600, 600, 0.8, (16, 32)),
+        # decoding bounds it: 0.45 of reading a byte an element on an H200 for FP8, 0.33 to 0.4 for NVFP4
+        GemmKernel.WEIGHT_ONLY_WIDE: GemmRate(600, 600, 600, 0.45, (64, 64)),
         GemmKernel.GROUPED: GemmRate(1227, 1055, 1310, 0.85, group=1.46),
         GemmKernel.GROUPED_FAST: GemmRate(1485, 1300, 1300, 0.85, group=0.4),
         GemmKernel.GROUPED_TRITON: GemmRate(1036, 1008, 839, 0.85, group=0.8),

@@ -30,6 +30,7 @@ class GemmKernel(Kernel):
     FEW_ROWS = "Triton, few rows"
     WEIGHT_ONLY_DIRECT = "Triton's Gluon, few rows, the weight dequantized as it is read"
     WEIGHT_ONLY = "Triton, few rows, the weight dequantized as it is read"
+    WEIGHT_ONLY_WIDE = "Triton, up to 128 rows, the weight dequantized as it is read"
     PER_ROW = "cuBLAS _scaled_mm, rowwise"
     PER_TENSOR = "cuBLAS _scaled_mm, per tensor"
     MXFP8 = "cuBLAS scaled_mm, MXFP8"
@@ -101,6 +102,11 @@ def few_rows(facts: GemmFacts) -> str:
 
 def weight_only(facts: GemmFacts) -> str:
     """Returns why the kernel that dequantizes the weight as it reads it does not take a GEMM, "" if it does."""
+    return weight_only_wide(facts) or _at_most(one_sided_limits.FEW_ROWS, facts)
+
+
+def weight_only_wide(facts: GemmFacts) -> str:
+    """Returns why the kernel that does so for more rows does not take a GEMM, "" if it does."""
     if not facts.a.is_identity or facts.b.is_identity:
         return "not the right operand alone is quantized"
     if not (facts.triton and facts.on_hopper):
@@ -109,9 +115,12 @@ def weight_only(facts: GemmFacts) -> str:
         return "its kernel for few rows takes bfloat16 and float16"
     if not (facts.matrices and one_sided_limits.supports(facts.b)):
         return "no kernel for few rows of these operands"
+    return _at_most(one_sided_limits.MOST_ROWS, facts)
+
+
+def _at_most(rows: int, facts: GemmFacts) -> str:
     static = all(isinstance(size, int) and size > 0 for size in (facts.most_rows, facts.n, facts.k))
-    few = static and facts.most_rows <= one_sided_limits.MOST_ROWS and facts.m != 0
-    return "" if few else f"more than {one_sided_limits.MOST_ROWS} rows"
+    return "" if static and facts.most_rows <= rows and facts.m != 0 else f"more than {rows} rows"
 
 
 def weight_only_direct(facts: GemmFacts) -> str:
@@ -133,7 +142,7 @@ def weight_only_direct(facts: GemmFacts) -> str:
 def _why_emulated(facts: GemmFacts) -> str:
     """Returns why a mixed pair is emulated."""
     one_sided = facts.a.is_identity != facts.b.is_identity
-    return f"emulated: {weight_only(facts)}" if one_sided else MIXED
+    return f"emulated: {weight_only_wide(facts)}" if one_sided else MIXED
 
 
 def per_tensor(facts: GemmFacts) -> str:

@@ -76,6 +76,16 @@ def _weight_only(
     return triton_weight_only.scaled_mm(a[0], b, QuantSpec.parse(b_spec), bias, out_dtype, epilogue, other, early)
 
 
+@scaled_mm.implementation(GemmKernel.WEIGHT_ONLY_WIDE, when=choice.weight_only_wide)
+def _weight_only_wide(
+    a: Parts, b: Parts, a_spec: str, b_spec: str, bias: Tensor | None, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """The same for more rows; nothing is joined to it."""
+    from fxquant.kernels.linear import triton_weight_only
+
+    return triton_weight_only.wide_mm(a[0], b, QuantSpec.parse(b_spec), bias, out_dtype)
+
+
 @scaled_mm.implementation(GemmKernel.BLOCKS_WARPS, when=choice.blocks_by_warps)
 @scaled_mm.implementation(GemmKernel.TILES_WARPS, when=choice.tiles_by_warps)
 def _blocks_by_warps(

@@ -4,7 +4,8 @@
 Reading the weight takes all the time, if decoding it takes no more. So warps share K, each with a product of its own,
 and these are added at the end: no warp decodes what another has. Tensor cores multiply x by the weight's elements,
 NVFP4's by elements times block scales, which bfloat16 and float16 hold exactly. Scales of tensors and rows come after
-the sums. By an FP8 weight one row is a matrix-vector product in float32, without tensor cores.
+the sums. By an FP8 weight one row is a matrix-vector product in float32, without tensor cores. More rows than a warp
+has registers for are multiplied by groups of warps (`wide_kernel`).
 
 Kernels may be launched `EARLY`, as those of `fxquant.kernels.linear.triton_few_rows`, which says when, and have its
 epilogues.
@@ -26,7 +27,7 @@ from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import INTERPRETED
 from fxquant.kernels.linear.few_rows import EPILOGUES
 from fxquant.kernels.linear.triton_few_rows import prefetch_tile, store
-from fxquant.kernels.linear.weight_only import Tiles, is_packed, is_vector
+from fxquant.kernels.linear.weight_only import Tiles, Wide, is_packed, is_vector
 
 _EPILOGUES = {name: i + 1 for i, name in enumerate(EPILOGUES)}
 """The numbers of `fxquant.kernels.linear.triton_few_rows.epilogue`."""
@@ -98,6 +99,16 @@ def nvfp4_values(words, scale, BF16: tl.constexpr):
             "=r,=r,=r,=r,r,r,r", [words, scale], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
     return low, high
+
+
+@triton.jit
+def block_scale(scale, BF16: tl.constexpr):
+    """Returns the scale of a block as `nvfp4_values` takes it."""
+    if BF16:
+        scale = (scale.to(tl.float32) * _BF16_SCALE).to(tl.bfloat16)
+    else:
+        scale = scale.to(tl.float16)
+    return scale
 
 
 @triton.jit
@@ -173,10 +184,7 @@ def gemm_kernel(
                 scale = tl.load(
                     block_tile + at // 8, mask=at // 8 + block < blocks_K, other=0.0, eviction_policy="evict_first"
                 )
-            if BF16:
-                scale = (scale.to(tl.float32) * _BF16_SCALE).to(tl.bfloat16)
-            else:
-                scale = scale.to(tl.float16)
+            scale = block_scale(scale, BF16)
             scale = tl.broadcast_to(tl.expand_dims(scale, 3), (GROUPS, BN, BK // 8, 8))
             low, high = nvfp4_values(weights, tl.reshape(scale, (GROUPS, BN, BK)), BF16)
             even = (tokens & 0xFFFF).to(tl.uint16).to(x.dtype.element_ty, bitcast=True)
@@ -194,6 +202,63 @@ def gemm_kernel(
     if SPLIT:
         place += tl.program_id(1) * M * N
     store(y, other, place, tl.trans(out).to(y.dtype.element_ty), stored, EPILOGUE)
+
+
+@writes("y")
+@triton.jit
+def wide_kernel(
+    x, odd, w, blocks, w_scale, bias, y, M, N, K, blocks_K, x_length, x_step,
+    FACTOR: tl.constexpr, PACKED: tl.constexpr, BY_ROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile as `gemm_kernel` does, of more rows of x, with all warps: of w [N, K] they take BK bytes a step.
+
+    PACKED, x [M, x_length] has the elements of even places and `odd` those of odd places.
+    """
+    first_n = tl.program_id(0) * BN
+    n = first_n + tl.arange(0, BN)
+    m = tl.arange(0, BM)[:, None]
+    first = tl.program_id(1) * (STEPS * BK)
+    k = tl.arange(0, BK)[None, :]
+    down = (tl.minimum(n, N - 1) - first_n)[:, None]
+    w_tile = w + first_n.to(tl.int64) * K + (down * K + k)
+    x_tile = m * x_step + k
+    scale_of_row, added = terms(w_scale, bias, n, N, BY_ROW, HAS_BIAS)
+    acc = tl.zeros((BN, BM), tl.float32)
+    BF16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    if PACKED:
+        block = tl.arange(0, BK // 8)[None, :]
+        block_tile = blocks + first_n.to(tl.int64) * blocks_K + (down * blocks_K + block)
+    ZERO: tl.constexpr = 0 if PACKED else 0.0
+    for step in tl.range(0, STEPS):
+        at = first + step * BK
+        inside = m < M if EVEN else (m < M) & (at + k < x_length)
+        tokens = tl.load(x + x_tile + at, mask=inside, other=0.0)
+        if EVEN:
+            weights = tl.load(w_tile + at)
+        else:
+            weights = tl.load(w_tile + at, mask=at + k < K, other=ZERO)
+        if PACKED:
+            tokens_odd = tl.load(odd + x_tile + at, mask=inside, other=0.0)
+            if EVEN:
+                scale = tl.load(block_tile + at // 8)
+            else:
+                scale = tl.load(block_tile + at // 8, mask=at // 8 + block < blocks_K, other=0.0)
+            scale = block_scale(scale, BF16)
+            scale = tl.broadcast_to(tl.expand_dims(scale, 2), (BN, BK // 8, 8))
+            low, high = nvfp4_values(weights, tl.reshape(scale, (BN, BK)), BF16)
+            acc = tl.dot(low, tl.trans(tokens), acc)
+            acc = tl.dot(high, tl.trans(tokens_odd), acc)
+        else:
+            acc = tl.dot(fp8_values(weights, BF16), tl.trans(tokens), acc)
+    left = (_BF16_LEFT if BF16 else _FP16_LEFT) if PACKED else 1.0
+    out = acc * (scale_of_row * (FACTOR * left))
+    if HAS_BIAS:
+        out = out + added
+    place = m * N + n[None, :]
+    if SPLIT:
+        place += tl.program_id(1) * M * N
+    tl.store(y + place, tl.trans(out).to(y.dtype.element_ty), mask=(m < M) & (n[None, :] < N))
 
 
 @writes("y")
@@ -269,8 +334,44 @@ def scaled_mm(
     if split == 1:
         return y
     assert epilogue is None, "partial sums are added by another kernel"
+    return _added(y, bias, out_dtype)
+
+
+def wide_mm(
+    x: Tensor, b: Sequence[Tensor], b_spec: QuantSpec, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """`scaled_mm` of up to `weight_only.MOST_ROWS` rows, in tiles of all of them."""
+    w, packed = b[0].contiguous(), is_packed(b_spec)
+    size_m, (size_n, row_bytes) = x.shape[0], w.shape
+    w_scale, words = b[-1].contiguous(), 2 if packed else 1
+    x, odd = _halves(x) if packed else (_readable(x, 1),) * 2
+    tiles = Wide.of(upper_bound(size_m))
+    split, steps = tiles.steps(size_n, row_bytes * words)
+    size = (size_m, size_n) if split == 1 else (split, size_m, size_n)
+    y = torch.empty(size, dtype=out_dtype if split == 1 else torch.float32, device=x.device)
+    added = None if bias is None or split > 1 else bias.contiguous()
+    blocks, step = b[1].contiguous() if packed else w_scale, tiles.k // words
+    even = row_bytes % (step * split) == 0 and x.shape[1] == row_bytes
+    wrap_triton(wide_kernel)[(triton.cdiv(size_n, tiles.n), split)](
+        x, odd, w, blocks, w_scale, w_scale if added is None else added, y, size_m, size_n, row_bytes,
+        blocks.shape[-1] if packed else 0, x.shape[1], x.stride(0), 1 / b_spec.unit_amax if packed else 1.0, packed,
+        w_scale.ndim > 1, added is not None, even, split > 1, steps, tiles.m, tiles.n, step,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return y if split == 1 else _added(y, bias, out_dtype)
+
+
+def _added(y: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Returns the sum of the parts of K in y [splits, M, N], with the bias."""
     y = y.sum(0)
     return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def _halves(x: Tensor) -> Sequence[Tensor]:
+    """Returns the elements of x [M, K] at even places and those at odd places, each [M, K / 2], 0 behind the last."""
+    x = torch.nn.functional.pad(x, (0, 1)) if x.shape[1] % 2 else x
+    even, odd = x.unflatten(1, (-1, 2)).permute(2, 0, 1).clone(memory_format=torch.contiguous_format).unbind()
+    return even, odd
 
 
 def _readable(x: Tensor, words: int) -> Tensor:

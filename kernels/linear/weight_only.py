@@ -1,6 +1,6 @@
 """The limits of the Triton kernels for a weight that alone is quantized, and their tiles: what they take.
 
-Few rows of bfloat16 or float16 by a weight in FP8 or NVFP4, which is dequantized as it is read.
+Up to 128 rows of bfloat16 or float16 by a weight in FP8 or NVFP4, which is dequantized as it is read.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.linear.few_rows import MULTIPROCESSORS, is_one_row
 
-MOST_ROWS = 32
-"""Rows of x up to which the products fit the registers beside the weight."""
+FEW_ROWS = 32
+"""Rows of x up to which the products of a warp fit its registers beside the weight."""
+MOST_ROWS = 128
+"""Rows of x up to which each program decodes the weight that it reads, faster than a kernel before a GEMM would."""
 DTYPES = (torch.bfloat16, torch.float16)
 """The dtypes of x, in which the weight's elements times their block scales are exact."""
 _FEW_PROGRAMS = 2 * MULTIPROCESSORS
@@ -49,6 +51,32 @@ class Tiles(NamedTuple):
         """The number of parts that K is split into, so that no multiprocessor idles, and the steps of a part."""
         all_steps = -(-row_bytes // (self.k * self.warps))
         split = max(1, min(_FEW_PROGRAMS // -(-size_n // self.n), all_steps // 4))
+        steps = -(-all_steps // split)
+        return -(-all_steps // steps), steps
+
+
+class Wide(NamedTuple):
+    """The tile of a program for more rows: its warps multiply n rows of the weight by m rows of x together.
+
+    They take the decoded weight from registers and x from shared memory, k elements at a time.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, rows: int) -> Wide:
+        """The fastest for weights of 4096 x 4096, 4096 x 14336 and 14336 x 4096 (docs/measurements/decode.md)."""
+        return cls(64, 128, 128, 8, 4) if rows <= 64 else cls(128, 64, 128, 4, 3)
+
+    def steps(self, size_n: int, size_k: int) -> tuple[int, int]:
+        """The number of parts that K is split into, so that no multiprocessor idles, and the steps of a part."""
+        all_steps = -(-size_k // self.k)
+        programs = MULTIPROCESSORS * 128 // self.n  # two share a multiprocessor if their tiles are small
+        split = max(1, min(programs // -(-size_n // self.n), all_steps // 4))
         steps = -(-all_steps // split)
         return -(-all_steps // steps), steps
 

@@ -188,6 +188,11 @@ def decode() -> Iterator[str]:
             for term in (None, noise(n)):
                 triton_weight_only.scaled_mm(noise(m, k), b, spec, term, torch.bfloat16, early=term is not None)
             yield f"{text} alone, {(m, k, n)}"
+        for m, k, n in ((33, 272, 136), (128, 1100, 40)):
+            b = reference.quantize(noise(n, k), spec)
+            for term in (None, noise(n)):
+                triton_weight_only.wide_mm(noise(m, k), b, spec, term, torch.bfloat16)
+            yield f"{text} alone, {(m, k, n)}"
         if knows_gluon():
             from fxquant.kernels.linear import gluon
 

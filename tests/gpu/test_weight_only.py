@@ -57,6 +57,12 @@ def test_values(shape: tuple[int, int], text: str, dtype: torch.dtype) -> None:
         close(triton_weight_only.scaled_mm(x, parts, spec, None, torch.float32), want, 1e-5)
         got = triton_weight_only.scaled_mm(x, parts, spec, bias, dtype, early=False)
         close(got, want + bias.double(), 2**-8)
+    for rows in (33, 64, 65, 128):
+        whole = torch.randn(rows, k + 8, device=DEVICE).to(dtype)
+        for x in (whole[:, :k], whole[:, 3 : k + 3]):
+            want = x.double() @ values.T
+            close(triton_weight_only.wide_mm(x, parts, spec, None, torch.float32), want, 1e-5)
+            close(triton_weight_only.wide_mm(x, parts, spec, bias, dtype), want + bias.double(), 2**-8)
 
 
 @GLUON
@@ -156,6 +162,19 @@ def test_programs_with_epilogues_and_dynamic_rows(
             x = torch.randn(rows, size[0], dtype=torch.bfloat16, device=DEVICE)
             for got, want in zip(run(x), program.module()(x), strict=True):
                 close(got, want, 2**-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_more_rows_read_the_stored_weight_too(recipe: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(512, 1040).to(DEVICE, torch.bfloat16), torch.randn(100, 512, device=DEVICE).bfloat16()
+    (fprop, *_) = (w for _, _, w in fxquant.explain(model, recipe, x).work() if w.what == "fprop")
+    assert fprop.kernel == str(GemmKernel.WEIGHT_ONLY_WIDE)
+    run = fxquant.compile(model, recipe, mode="reduce-overhead", options={"cache_weights": True})
+    with torch.no_grad():
+        want = fxquant.compile(model, recipe, options={"inner": "aot_eager"})(x)
+        for _ in range(3):
+            close(run(x).clone(), want, 2**-7)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -18,14 +18,16 @@ from fxquant.kernels.linear import triton_weight_only, weight_only
 
 SPECS = ("per_row_e4m3(torchao)", "per_tensor_e4m3", "nvfp4", "nvfp4_2d(four_over_six=mae,e4m3_max=256)",
          "nvfp4(row_scaled)")  # fmt: skip
-SIZES = ((1, 272, 136), (3, 128, 8), (20, 200, 136), (2, 1100, 24), (16, 37, 40), (5, 8200, 72))
+SIZES = ((1, 272, 136), (3, 128, 8), (20, 200, 136), (2, 1100, 24), (16, 37, 40), (5, 8200, 72), (33, 1100, 136),
+         (70, 37, 40), (128, 256, 136))  # fmt: skip
 """M, K, N: K that is odd, that no step divides and that is split over programs, N down to 8 and beyond whole tiles."""
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def multiply(x: Tensor, b: list[Tensor], spec: QuantSpec, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The kernel's result, which must be the reference's but for the order of sums."""
-    got = triton_weight_only.scaled_mm(x, b, spec, bias, dtype)
+    kernel = triton_weight_only.wide_mm if x.shape[0] > weight_only.FEW_ROWS else triton_weight_only.scaled_mm
+    got = kernel(x, b, spec, bias, dtype)
     want = reference.scaled_mm([x], IDENTITY, b, spec, bias, dtype)
     assert got.shape == want.shape and got.dtype == want.dtype
     close = {"rtol": 1e-6, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
@@ -57,7 +59,7 @@ for text in ("per_row_e4m3", "nvfp4"):
 
 for text in ("per_row_e4m3", "per_tensor_e4m3", "nvfp4"):  # NaN and zero in weights, scales and x
     spec = QuantSpec.parse(text)
-    for m in (1, 4):
+    for m in (1, 4, 40):
         x, w = torch.randn(m, 64).bfloat16(), torch.randn(24, 64)
         w[3, 5], w[7] = math.nan, 0
         parts = reference.quantize(w, spec)

@@ -24,7 +24,7 @@ from fxquant.kernels.cast.reference import decode_e2m1
 from fxquant.kernels.linear import choice, triton_weight_only
 from fxquant.kernels.linear.choice import GemmFacts, GemmKernel
 from fxquant.kernels.linear.ops import scaled_mm
-from fxquant.kernels.linear.weight_only import Tiles
+from fxquant.kernels.linear.weight_only import Tiles, Wide
 
 W8, W4 = "per_row_e4m3(torchao)", "nvfp4"
 
@@ -126,9 +126,12 @@ def test_few_rows_read_the_stored_weight(spec: str) -> None:
     for rows in (1, 2, 16, 32):
         assert lowered(rows, spec) == ["y"], rows
         assert lowered(rows, spec, dtype=torch.float16) == ["y"], rows
-    assert lowered(33, spec)[-1] == "mm" and lowered(16, spec, dtype=torch.float32)[-1] == "mm"
+    for rows in (33, 128):
+        assert lowered(rows, spec) == lowered(rows, spec, dtype=torch.float16) == ["y"], rows
+    assert lowered(129, spec)[-1] == "mm" and lowered(16, spec, dtype=torch.float32)[-1] == "mm"
     assert lowered(16, spec, length=8192, width=512) == ["y", "sum"]
-    assert lowered(16, spec, most=32) == ["y"] and lowered(16, spec, most=33)[-1] == "mm"
+    assert lowered(16, spec, most=32) == ["y"] and lowered(16, spec, most=129)[-1] == "mm"
+    assert lowered(64, spec, length=8192, width=512) == ["y", "sum"] and lowered(16, spec, most=33) == ["y"]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -181,8 +184,8 @@ def test_reasons_say_why_a_pair_is_dequantized_before(monkeypatch: pytest.Monkey
 
     assert reason("", W8) == reason("", "per_tensor_e4m3") == reason("", W4) == str(GemmKernel.WEIGHT_ONLY)
     one_sided = "GEMM in high precision, one operand dequantized (emulated: "
-    assert reason("", W8, 40, 40) == f"{one_sided}more than 32 rows)"
-    assert reason("", W4, None, 10**9) == f"{one_sided}more than 32 rows)"
+    assert reason("", W8, 40, 40) == reason("", W4, None, 128) == str(GemmKernel.WEIGHT_ONLY_WIDE)
+    assert reason("", W8, 129, 129) == reason("", W4, None, 10**9) == f"{one_sided}more than 128 rows)"
     assert reason(W8, "") == f"{one_sided}not the right operand alone is quantized)"
     for spec in ("mxfp8_e4m3", "per_row_e5m2", "block_1x128_e4m3", "nvfp4(rht)"):
         assert reason("", spec) == f"{one_sided}no kernel for few rows of these operands)"
@@ -201,6 +204,9 @@ def test_parts_of_k_cover_it(rows: int, size: tuple[int, int]) -> None:
         split, steps = tiles.steps(n, row_bytes)
         step = tiles.k * tiles.warps
         assert (split - 1) * steps * step < row_bytes <= split * steps * step and tiles.m >= rows
+    wide = Wide.of(4 * rows)
+    split, steps = wide.steps(n, k)
+    assert (split - 1) * steps * wide.k < k <= split * steps * wide.k and wide.m >= 4 * rows
 
 
 @pytest.mark.parametrize("gluon", [True, False])
@@ -218,7 +224,10 @@ def test_estimates_choose_it_for_a_program_of_few_rows(
     assert fprop.quantized < (0.7 if recipe == "weight_only_fp8" else 0.45) * fprop.unquantized
     more = fxquant.explain(layer, recipe, torch.empty(64, 4096, device="meta", dtype=torch.bfloat16)).on("H100")
     (fprop, *_) = (work for _, _, work in more.work() if work.what == "fprop")
-    assert fprop.kernel.endswith("(emulated: more than 32 rows)")
+    assert fprop.kernel == str(GemmKernel.WEIGHT_ONLY_WIDE) and not fprop.emulated
+    more = fxquant.explain(layer, recipe, torch.empty(129, 4096, device="meta", dtype=torch.bfloat16)).on("H100")
+    (fprop, *_) = (work for _, _, work in more.work() if work.what == "fprop")
+    assert fprop.kernel.endswith("(emulated: more than 128 rows)")
     assert fprop.quantized is not None and fprop.unquantized is not None and fprop.quantized > fprop.unquantized
 
 
