@@ -388,11 +388,16 @@ class Controls:
 
 def root_of(frame: Mapping[str, Any]) -> nn.Module | None:
     """The module that a frame runs, from its variables."""
-    names = sorted(frame, key=lambda name: (name != "self", name != "fn", name))
-    values = [frame[name] for name in names]
+    first = frame.get("self", frame.get("fn"))
+    if isinstance(first, nn.Module):
+        return first
+    values = [frame[name] for name in ("self", "fn", *sorted(frame)) if name in frame]
     values += [value[0] for value in values if isinstance(value, tuple) and value]
-    owners = (value.__self__ if isinstance(value, MethodType) else value for value in values)
-    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
+    for value in values:
+        owner = value.__self__ if isinstance(value, MethodType) else value
+        if isinstance(owner, nn.Module):
+            return owner
+    return None
 
 
 _numbers = itertools.count()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import Parameter
 
 from fxquant.backend.notices import tell
 from fxquant.backend.outside import Quantizations
-from fxquant.compat.inside.memory import Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
+from fxquant.compat.inside.memory import Memories, Memory, compile_lock, is_captured, is_fake, stream_of, unseen_writes
 from fxquant.compat.inside.placements import held_part
 from fxquant.compat.values import storage_key
 from fxquant.errors import FxQuantWarning
@@ -47,6 +48,13 @@ class _Entry:
     device: torch.device
     moment: Moment
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    readers: set[weakref.ref[CachedWeights]] = field(default_factory=set)
+
+    def of(self, parameter: Tensor) -> dict[str, list[Tensor]]:
+        """Returns the parts if they can be seen to be those of a parameter still; else none."""
+        parts = self.parts  # taken before the memory is looked at: another thread may empty the entry at any time
+        as_it_was = _is_moment(self.device, self.moment) and self.memory.unchanged(parameter)
+        return parts if as_it_was else {}
 
 
 @contextmanager
@@ -86,7 +94,21 @@ class WeightCache:
     def _forget(self, key: tuple[int, Weight]) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            entry.parts = {}  # graphs may remember it
+            entry.parts = {}
+            for reader in entry.readers:
+                if (graph := reader()) is not None:
+                    graph.forget()
+
+    def remember(self, graph: CachedWeights, entries: Sequence[_Entry], keep: Callable[[], object]) -> None:
+        """Lets a graph keep the parts of these entries until one of them is forgotten."""
+        reader = weakref.ref(graph)
+        with self._lock:
+            if not all(entry.parts for entry in entries):
+                return
+            for entry in entries:
+                if reader not in entry.readers:
+                    entry.readers = {other for other in entry.readers if other() is not None} | {reader}
+            keep()
 
     def get(self, parameter: Tensor, taken: Sequence[Taken]) -> tuple[dict[str, list[Tensor]], _Entry | None]:
         """Returns the parts of the directions of one weight, and where they are kept, if they are."""
@@ -143,57 +165,90 @@ class WeightCache:
         return dict(zip(directions, dense, strict=True))
 
 
+def _is_moment(device: torch.device, moment: Moment) -> bool:
+    return not is_captured(device) and moment_on(device) == moment
+
+
 def moment_on(device: torch.device) -> Moment:
     """Returns what must be as it was for a weight on a device to be as it was."""
     return _optimizer_steps[0], stream_of(device)
 
 
-class _Slot:
-    """One weight among the inputs of a graph, the directions taken of it, and where its parts were last time."""
+@dataclass(frozen=True)
+class _Steady:
+    """What the weights of one module were at the last call, and all their parts in the order of the graph's inputs."""
 
-    __slots__ = ("entry", "place", "taken")
+    entries: Sequence[_Entry]
+    memories: Memories
+    moments: Mapping[torch.device, Moment]
+    parts: Sequence[Tensor]
 
-    def __init__(self, place: int, taken: list[Taken]) -> None:
-        self.place, self.taken = place, taken
-        self.entry: _Entry | None = None
+    def holds(self, parameters: Sequence[Tensor]) -> bool:
+        """Returns True if the parts can be seen to be those of the parameters still."""
+        return all(map(_is_moment, self.moments, self.moments.values())) and self.memories.unchanged(parameters)
 
 
 class CachedWeights:
     """The weights that one graph takes.
 
-    Each remembers where its parts were last time. If they can be seen to be those of the weight still, nothing is
-    looked up, and no lock is taken; else the cache looks again.
+    It remembers the parts of the last call, for each module that runs the graph. If all can be seen to be those of the
+    weights still, nothing is looked up, and no lock is taken; else the cache looks at each.
     """
 
     def __init__(self, cache: WeightCache, taken: Sequence[Taken]) -> None:
         self._cache = cache
-        slots: dict[tuple[int, Weight], int] = {}
-        self._slots: list[_Slot] = []
+        slots: dict[tuple[int, Weight], list[Taken]] = {}
         self._order: list[tuple[int, str]] = []
         for part in taken:
-            index = slots.setdefault((part.place, part.weight), len(slots))
-            if index == len(self._slots):
-                self._slots.append(_Slot(part.place, []))
-            self._slots[index].taken.append(part)
-            self._order.append((index, part.direction))
+            key = (part.place, part.weight)
+            slots.setdefault(key, []).append(part)
+            self._order.append((list(slots).index(key), part.direction))
+        self._slots = [*slots.values()]
+        self._places = [place for place, _ in slots]
+        self._steady: dict[int, _Steady] = {}
 
-    def parts(self, inputs: Sequence[Any]) -> list[Tensor]:
+    def forget(self) -> None:
+        """Lets go of all parts."""
+        self._steady = {}
+
+    def parts(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
         """All parts that the graph takes, in order, given its inputs."""
-        now: dict[torch.device, Moment | None] = {}
+        if not self._slots:
+            return ()
+        parameters = [inputs[place] for place in self._places]
+        steady = self._steady.get(id(parameters[0]))
+        # a part of a DTensor is a tensor of its own, and no parameter
+        if steady is not None and all(map(_is_parameter, parameters)) and steady.holds(parameters):
+            return steady.parts
+        return self._look(parameters, steady)
+
+    def _look(self, parameters: Sequence[Tensor], before: _Steady | None) -> Sequence[Tensor]:
         quantized: list[dict[str, list[Tensor]]] = []
-        for slot in self._slots:
-            parameter = inputs[slot.place]
-            if type(parameter) is not Parameter:
-                parameter = held_part(parameter)
-            if (entry := slot.entry) is not None:
-                device = entry.device
-                if device not in now:
-                    now[device] = None if is_captured(device) else moment_on(device)
-                # taken before the memory is looked at: another thread may empty the entry at any time
-                parts = entry.parts
-                if entry.moment == now[device] and parts and entry.memory.unchanged(parameter):
-                    quantized.append(parts)
-                    continue
-            parts, slot.entry = self._cache.get(parameter, slot.taken)
+        entries: list[_Entry | None] = []
+        for i, parameter in enumerate(map(held_part, parameters)):
+            entry = None if before is None else before.entries[i]
+            parts = {} if entry is None else entry.of(parameter)
+            if not parts:
+                parts, entry = self._cache.get(parameter, self._slots[i])
             quantized.append(parts)
-        return [tensor for index, direction in self._order for tensor in quantized[index][direction]]
+            entries.append(entry)
+        all_parts = [tensor for index, direction in self._order for tensor in quantized[index][direction]]
+        kept = [entry for entry in entries if entry is not None]
+        if len(kept) == len(entries):
+            moments = {entry.device: entry.moment for entry in kept}
+            steady = _Steady(kept, Memories([entry.memory for entry in kept]), moments, all_parts)
+            self._cache.remember(self, kept, lambda: self._keep(id(parameters[0]), steady))
+        return all_parts
+
+    def _keep(self, key: int, steady: _Steady) -> None:
+        if len(self._steady) == _MOST_MODULES:
+            self._steady = {}
+        self._steady[key] = steady
+
+
+def _is_parameter(value: object) -> bool:
+    return type(value) is Parameter
+
+
+_MOST_MODULES = 1000
+"""Of so many modules a graph remembers the parts; more of them are perhaps gone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Memory:
 
     def __init__(self, tensor: Tensor, gone: Callable[[], object]) -> None:
         apply(DATA)
-        key = storage_key(tensor)
+        self._key = key = storage_key(tensor)
 
         def freed(_: object) -> None:
             _asked.pop(key, None)
@@ -45,8 +45,7 @@ class Memory:
     def unchanged(self, tensor: Tensor) -> bool:
         """Returns True if the tensor lies in this memory as it did, and nothing was written there, seen or unseen.
 
-        It asks what `unseen_writes` asks, in one look, since every call of a graph asks it of every weight. (Memory
-        that begins to be shared with other processes moves.)
+        It asks what `unseen_writes` asks, in one look. (Memory that begins to be shared with other processes moves.)
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -58,6 +57,40 @@ class Memory:
             and self._version == tensor._version
             and self._asked == _asked.get(key)
             and self._layout == (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        )
+
+
+class Memories:
+    """The memories of several tensors, which are looked at together: graphs that decode ask in every call.
+
+    Shapes, strides and dtypes are not among what is looked at; the guards of a graph hold those of its parameters.
+    """
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self._storages = [memory._storage for memory in memories]
+        self._keys = [memory._key for memory in memories]
+        self._versions = [memory._version for memory in memories]
+        self._asked = [memory._asked for memory in memories]
+        self._pointers = [memory._layout[0] for memory in memories]
+        self._holders = [_lone_holders()] * len(memories)
+
+    def unchanged(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns True if each tensor lies where it did, and nothing was written there, seen or unseen.
+
+        It asks all of them one question at a time, which takes a third of the time of `Memory.unchanged` for each.
+        """
+        try:
+            versions = [tensor._version for tensor in tensors]
+        except RuntimeError:  # of inference_mode, where no writes are counted
+            return False
+        storages = [*map(Tensor.untyped_storage, tensors)]
+        return (
+            versions == self._versions
+            and [*map(Tensor.data_ptr, tensors)] == self._pointers
+            and all([kept() is now for kept, now in zip(self._storages, storages, strict=True)])
+            and [*map(_use_count, self._keys)] == self._holders
+            and [*map(_asked.get, self._keys)] == self._asked
+            and all(map(torch.UntypedStorage.resizable, storages))
         )
 
 
