@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,10 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
+_Reader = tuple["weakref.ref[CachedWeights]", int]
+"""A graph, and the module for which it remembers parts."""
+
+
 @dataclass
 class _Entry:
     """The parts of one weight, by direction; its memory, and what else was so when they were made."""
@@ -48,7 +52,7 @@ class _Entry:
     device: torch.device
     moment: Moment
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
-    readers: set[weakref.ref[CachedWeights]] = field(default_factory=set)
+    readers: set[_Reader] = field(default_factory=set)
 
     def of(self, parameter: Tensor) -> dict[str, list[Tensor]]:
         """Returns the parts if they can be seen to be those of a parameter still; else none."""
@@ -95,20 +99,20 @@ class WeightCache:
         entry = self._entries.pop(key, None)
         if entry is not None:
             entry.parts = {}
-            for reader in entry.readers:
+            for reader, module in entry.readers:
                 if (graph := reader()) is not None:
-                    graph.forget()
+                    graph.steady.pop(module, None)
 
-    def remember(self, graph: CachedWeights, entries: Sequence[_Entry], keep: Callable[[], object]) -> None:
-        """Lets a graph keep the parts of these entries until one of them is forgotten."""
-        reader = weakref.ref(graph)
+    def remember(self, graph: CachedWeights, module: int, steady: _Steady) -> None:
+        """Lets a graph keep the parts for one of its modules until one of the entries is forgotten."""
+        reader = weakref.ref(graph), module
         with self._lock:
-            if not all(entry.parts for entry in entries):
+            if not all(entry.parts for entry in steady.entries):
                 return
-            for entry in entries:
+            for entry in steady.entries:
                 if reader not in entry.readers:
-                    entry.readers = {other for other in entry.readers if other() is not None} | {reader}
-            keep()
+                    entry.readers = {other for other in entry.readers if other[0]() is not None} | {reader}
+            graph.steady[module] = steady
 
     def get(self, parameter: Tensor, taken: Sequence[Taken]) -> tuple[dict[str, list[Tensor]], _Entry | None]:
         """Returns the parts of the directions of one weight, and where they are kept, if they are."""
@@ -205,20 +209,17 @@ class CachedWeights:
             self._order.append((list(slots).index(key), part.direction))
         self._slots = [*slots.values()]
         self._places = [place for place, _ in slots]
-        self._steady: dict[int, _Steady] = {}
-
-    def forget(self) -> None:
-        """Lets go of all parts."""
-        self._steady = {}
+        self.steady: dict[int, _Steady] = {}
+        """By the id of the first parameter of a module."""
 
     def parts(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
         """All parts that the graph takes, in order, given its inputs."""
         if not self._slots:
             return ()
         parameters = [inputs[place] for place in self._places]
-        steady = self._steady.get(id(parameters[0]))
+        steady = self.steady.get(id(parameters[0]))
         # a part of a DTensor is a tensor of its own, and no parameter
-        if steady is not None and all(map(_is_parameter, parameters)) and steady.holds(parameters):
+        if steady is not None and set(map(type, parameters)) == {Parameter} and steady.holds(parameters):
             return steady.parts
         return self._look(parameters, steady)
 
@@ -237,18 +238,5 @@ class CachedWeights:
         if len(kept) == len(entries):
             moments = {entry.device: entry.moment for entry in kept}
             steady = _Steady(kept, Memories([entry.memory for entry in kept]), moments, all_parts)
-            self._cache.remember(self, kept, lambda: self._keep(id(parameters[0]), steady))
+            self._cache.remember(self, id(parameters[0]), steady)
         return all_parts
-
-    def _keep(self, key: int, steady: _Steady) -> None:
-        if len(self._steady) == _MOST_MODULES:
-            self._steady = {}
-        self._steady[key] = steady
-
-
-def _is_parameter(value: object) -> bool:
-    return type(value) is Parameter
-
-
-_MOST_MODULES = 1000
-"""Of so many modules a graph remembers the parts; more of them are perhaps gone."""

@@ -5,6 +5,7 @@ All providers have the same weights and continue the same prompts greedily; `wei
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,17 +92,18 @@ def prepare(provider: str, model: nn.Module, cuda: bool) -> Any:
 
 
 def _quantize_by_torchao(provider: str, model: nn.Module) -> None:
+    """Quantizes weights under Inductor's own settings: those that torchao would set tune every kernel for minutes."""
     from torchao import quantization  # type: ignore[import-not-found]
 
     if provider in TORCHAO:
         rowwise = provider == "torchao rowwise"
         granularity = quantization.PerRow() if rowwise else quantization.PerTensor()
-        config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=granularity)
+        make = functools.partial(quantization.Float8DynamicActivationFloat8WeightConfig, granularity=granularity)
     elif provider == "torchao int8 weight-only":
-        config = quantization.Int8WeightOnlyConfig()
+        make = quantization.Int8WeightOnlyConfig
     else:
-        config = quantization.Float8WeightOnlyConfig()
-    quantization.quantize_(model, config)
+        make = quantization.Float8WeightOnlyConfig
+    quantization.quantize_(model, make(set_inductor_config=False))
 
 
 def _linear_elements(model: nn.Module) -> int:

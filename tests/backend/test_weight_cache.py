@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -147,6 +151,66 @@ def test_an_unchanged_weight_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -
         asked.clear()
         counts.append((counted(x), len(asked)))
     assert counts == [(2, 2), (0, 0), (1, 1), (2, 2)]
+
+
+def functions_entered(layers: int, *, cached: bool) -> int:
+    """Counts the functions of Python that a call enters behind the first calls; the graph itself does nothing."""
+    torch.compiler.reset()
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers)))
+    run, x, entered = torch.compile(model, backend=eager_backend("mxfp8", cache_weights=cached)), torch.randn(32, 32), 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    with torch.no_grad(), mock.patch.object(fx.graph_module._WrappedCall, "__call__", lambda *_: (x,)):
+        run(x)
+        run(x)
+        sys.setprofile(count)
+        try:
+            run(x)
+        finally:
+            sys.setprofile(None)
+    return entered
+
+
+def test_a_call_asks_about_all_weights_at_once() -> None:
+    """The host binds short steps, such as those of decoding: no function of Python runs for each weight."""
+    few, many = (functions_entered(layers, cached=True) for layers in (2, 6))
+    assert few == many <= functions_entered(2, cached=False) + 10
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x))
+
+
+def test_a_graph_of_several_modules_remembers_the_weights_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are compiled each run one graph. A change of one is seen; freed weights take their parts along."""
+    asked: list[Tensor] = []
+    get = WeightCache.get
+    monkeypatch.setattr(WeightCache, "get", lambda self, p, taken: asked.append(p) or get(self, p, taken))
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
+    backend, x = eager_backend("mxfp8", cache_weights=True), torch.randn(32, 64)
+    for block in blocks:
+        block.compile(backend=backend)
+    with torch.no_grad():
+        first = blocks(x)
+        assert torch.equal(blocks(x), first) and len(asked) == 3
+        blocks[1].linear.weight.mul_(-1)
+        second = blocks(x)
+        assert not torch.equal(second, first) and len(asked) == 3 + 1
+        assert torch.equal(blocks(x), second) and len(asked) == 3 + 1
+    assert backend.captured == 1 and backend.weights is not None
+    part = weakref.ref(next(iter(next(iter(backend.weights._entries.values())).parts.values()))[0])
+    del blocks, block
+    asked.clear()
+    gc.collect()
+    assert not backend.weights._entries and part() is None
 
 
 def flat(layer: nn.Linear) -> Tensor:
