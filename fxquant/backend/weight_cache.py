@@ -180,7 +180,7 @@ def moment_on(device: torch.device) -> Moment:
 
 @dataclass(frozen=True)
 class _Steady:
-    """What the weights of one module were at the last call, and all their parts in the order of the graph's inputs."""
+    """The weights of one module as they were at the last call, and all parts in the order of the graph's inputs."""
 
     entries: Sequence[_Entry]
     memories: Memories
@@ -210,7 +210,7 @@ class CachedWeights:
         self._slots = [*slots.values()]
         self._places = [place for place, _ in slots]
         self.steady: dict[int, _Steady] = {}
-        """By the id of the first parameter of a module."""
+        """The parts for each module that has run the graph, by the id of its first parameter."""
 
     def parts(self, inputs: Sequence[Any]) -> Sequence[Tensor]:
         """All parts that the graph takes, in order, given its inputs."""
