@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from truth import Counted, Layered, differences, reported
 
 from fxquant import Report
+from fxquant.compat import torch_version
 from fxquant.roles import Gemm
 
 
@@ -51,10 +52,12 @@ def test_equal_products_are_reported_as_often_as_they_run(form: str, recipe: str
     report = backend.report()
     assert not differences(counted.quantized, reported(report))
     ran = {phase: sum(flops.values()) for phase, flops in counted.plain.items()}
-    if form != "attentions":  # whose backward multiplies once more
-        assert ran == {phase: sums(report)[phase] for phase in ran}
+    phases = ["forward"] if form == "attentions" else [*ran]  # whose backward multiplies once more
+    assert all(ran[phase] == sums(report)[phase] for phase in phases)
     merged = [d for d in report.decisions if d.merged]
-    assert merged or (form, recipe) == ("several spellings", "delayed_scaling"), "scales of their own"
+    apart = [("several spellings", "delayed_scaling")]  # scales of their own
+    apart += [("attentions", recipe)] if torch_version() >= (2, 15) else []  # which torch computes twice since then
+    assert bool(merged) == ((form, recipe) not in apart)
     assert all(not d.flops and "computed once, with an equal product" in d.detail for d in merged)
     assert sum(d.merged for d in Report.from_json(report.to_json()).decisions) == len(merged)
 
@@ -83,4 +86,5 @@ def test_what_a_checkpoint_computes_again_is_not_merged() -> None:
     report = backend.report()
     assert sum(counted.plain["forward"].values()) == sums(report)["forward"] > 0, "the attention"
     assert not differences(counted.quantized, reported(report), repeated=True)
-    assert {(d.site, d.gemm) for d in report.decisions if d.merged} == {(4, Gemm.FPROP)}
+    merged = {(4, Gemm.FPROP)} if torch_version() < (2, 15) else set()
+    assert {(d.site, d.gemm) for d in report.decisions if d.merged} == merged
