@@ -310,6 +310,15 @@ class TwoLinears(nn.Module):
         self.a, self.b = nn.Linear(size, inner or size), nn.Linear(inner or size, size)
 
 
+class BrokenLinears(TwoLinears):
+    """A break of the graph between the two layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
 class LayerInABranch(TwoLinears):
     """A region that takes no state: `b` runs in a branch of cond."""
 

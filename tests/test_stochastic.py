@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import (
+    BrokenLinears,
     LayerInABranch,
-    TwoLinears,
     assert_same_bits,
     compiled,
     eager_backend,
@@ -192,14 +192,8 @@ def test_without_gradients_the_step_stays() -> None:
 
 
 def test_graphs_of_one_model_have_different_seeds() -> None:
-    class Broken(TwoLinears):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x)
-
     backend = eager_backend(RECIPE)
-    torch.compile(Broken(), backend=backend)(torch.randn(16, 32)).sum().backward()
+    torch.compile(BrokenLinears(), backend=backend)(torch.randn(16, 32)).sum().backward()
     names = ["a.grad_output", "b.grad_output"]
     state = backend.state_dict()
     assert {name: value.tolist() for name, value in state.items()} == {

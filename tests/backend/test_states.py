@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import TwoLinears, assert_same_bits, eager_backend
+from helpers import BrokenLinears, assert_same_bits, eager_backend
 from torch import Tensor, nn
 
 import fxquant
@@ -192,13 +192,7 @@ def test_tools_that_save_tensors_take_it(recipe: Any, tmp_path: Any) -> None:
 
 
 def test_blocks_behind_graph_breaks_have_full_names_by_any_spelling() -> None:
-    class Block(TwoLinears):
-        def forward(block, x: Tensor) -> Tensor:
-            x = block.a(x)
-            torch._dynamo.graph_break()
-            return block.b(x)
-
-    blocks, x = nn.ModuleList([Block(64), Block(64)]), torch.randn(32, 64)
+    blocks, x = nn.ModuleList([BrokenLinears(64), BrokenLinears(64)]), torch.randn(32, 64)
 
     class Model(nn.Module):
         def __init__(self) -> None:

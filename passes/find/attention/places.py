@@ -321,21 +321,30 @@ def _triangle(sign: int) -> Callable[[_Reader, fx.Node], Read]:
     return read
 
 
-def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[_Reader, fx.Node], Read]:
+def _of_two(
+    choices: Callable[[Choice, Choice, torch.dtype], Read], lines: Callable[[Line, Line, torch.dtype], Read]
+) -> Callable[[_Reader, fx.Node], Read]:
+    """Reads an operator of two operands: `choices` where both are choices, else `lines` where both are lines."""
+
     def read(reader: _Reader, node: fx.Node) -> Read:
         if len(node.args) != 2 or node.kwargs:
             return None
         a, b = map(reader.read, node.args)
         if isinstance(a, Choice) and isinstance(b, Choice):
-            return _cast(_pointwise(function, a, b), value_of(node).dtype)
+            return choices(a, b, value_of(node).dtype)
         line, other = (reader.line(x) for x in node.args)
-        if line is None or other is None or value_of(node).dtype.is_floating_point:
-            return None
-        if function in (operator.add, operator.sub):
-            return line.plus(other, 1 if function is operator.add else -1)
-        return None
+        return None if line is None or other is None else lines(line, other, value_of(node).dtype)
 
     return read
+
+
+def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[_Reader, fx.Node], Read]:
+    def of_lines(line: Line, other: Line, dtype: torch.dtype) -> Read:
+        if dtype.is_floating_point or function not in (operator.add, operator.sub):
+            return None
+        return line.plus(other, 1 if function is operator.add else -1)
+
+    return _of_two(lambda a, b, dtype: _cast(_pointwise(function, a, b), dtype), of_lines)
 
 
 def _pointwise(function: Callable[[Any, Any], Any], a: Choice, b: Choice) -> Choice | None:
@@ -349,15 +358,7 @@ def _pointwise(function: Callable[[Any, Any], Any], a: Choice, b: Choice) -> Cho
 
 
 def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[_Reader, fx.Node], Read]:
-    def read(reader: _Reader, node: fx.Node) -> Read:
-        if len(node.args) != 2 or node.kwargs:
-            return None
-        a, b = map(reader.read, node.args)
-        if isinstance(a, Choice) and isinstance(b, Choice):
-            return _pointwise(function, a, b)
-        line, other = (reader.line(x) for x in node.args)
-        if line is None or other is None:
-            return None
+    def of_lines(line: Line, other: Line, dtype: torch.dtype) -> Read:
         more = line.plus(other, -1)
         if not more.steps and isinstance(more.offset, int):
             return constant(function(more.offset, 0))
@@ -370,7 +371,7 @@ def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[_Reader, fx.N
             return Choice((more, less), False, True)
         return Choice(conditions, True, False)
 
-    return read
+    return _of_two(lambda a, b, dtype: _pointwise(function, a, b), of_lines)
 
 
 def _and(reader: _Reader, node: fx.Node) -> Read:
