@@ -270,7 +270,7 @@ def _add_views(command: argparse.ArgumentParser) -> None:
     command.add_argument("--full", action="store_true", help="print every operand and kernel instead of an overview")
     command.add_argument("--collapse", action="store_true", help="fold layers that differ only in a number")
     command.add_argument(
-        "--card", metavar="NAME", default="", help="tell kernels and times of this card, such as H100, instead of here"
+        "--card", metavar="NAME", help="tell kernels and times of this card, such as H100, instead of here"
     )
     command.add_argument("--graphs", action="store_true", help="print the rewritten graphs too")
 
@@ -323,9 +323,9 @@ def _explain(options: argparse.Namespace) -> str:
 
     def run(model: Any, recipe: recipes.Recipe, *args: Any, **kwargs: Any) -> Any:
         report = explain(model, recipe, *args, stages=options.stage is not None, **kwargs)
-        return report.on(options.card) if options.card else report
+        return report if options.card is None else report.on(options.card)
 
-    if options.card:
+    if options.card is not None:
         find_card(options.card)
     if options.stage and options.stage.lower() not in (names := stage_names()):
         hint = did_you_mean(options.stage, names)
@@ -344,10 +344,10 @@ def _report(options: argparse.Namespace) -> str:
     from fxquant.report.report import Report
 
     check_outputs([options.html] if options.html else [], [options.report])
-    if options.card:
+    if options.card is not None:
         find_card(options.card)
     report = Report.load(options.report)
-    report = report.on(options.card) if options.card else report
+    report = report if options.card is None else report.on(options.card)
     if options.layer and report.decisions and not report.layers(options.layer):
         _note(f"--layer {options.layer!r} has no effect: it is found in no layer's name")
     if not options.html:

@@ -7,8 +7,9 @@
         mode: Literal["floor", "ceil"] = "ceil"
         dtype: Annotated[torch.dtype, OneOf(torch.int8, torch.uint8)] = torch.int8
 
-The annotation of a field says what it takes: numbers, text, True and False, enumerations, dtypes, functions,
-dataclasses and choices are checked. What has another type is left to the class itself. Functions are checked alike.
+The annotation of a field says what it takes: numbers, text, True and False, enumerations, dtypes, functions, dicts,
+modules, dataclasses and choices are checked. What has another type is left to the class itself. Functions are checked
+alike.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
-from fxquant.errors import ArgumentError, FxQuantError, SettingError
+from fxquant.errors import FxQuantError, SettingError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -82,12 +83,6 @@ _NOT_USERS = (
 def article(name: str) -> str:
     """A noun with its article."""
     return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
-
-
-def check_module(model: object) -> None:
-    """Raises ArgumentError for what is no module."""
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(f"model is an nn.Module, not {article(type(model).__name__)}")
 
 
 def checked(
@@ -155,6 +150,7 @@ class _Kind:
         bound = f" of at least {self.least:g}" if self.least > -math.inf else ""
         words: dict[Any, str] = {bool: "True or False", int: f"an int{bound}", float: f"a number{bound}", str: "a str"}
         words |= {Callable: "a function", torch.dtype: "a torch.dtype"}
+        words |= {Mapping: "a dict", torch.nn.Module: "an nn.Module"}
         parts = [_shown(choice) for choice in sorted(self.choices, key=lambda choice: choice is not None)]
         parts += [words.get(kind) or article(kind.__name__) for kind in self.types]
         return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
@@ -193,10 +189,16 @@ def _members(hint: Any) -> Iterator[_Kind | None]:
         yield _Kind((Callable,))
     elif isinstance(hint, type) and issubclass(hint, Enum):
         yield _Kind((), tuple(hint))
+    elif isinstance(origin or hint, type) and issubclass(origin or hint, _BY_TYPE):
+        yield _Kind((origin or hint,))
     elif hint in (bool, int, float, str, torch.dtype) or (isinstance(hint, type) and is_dataclass(hint)):
         yield _Kind((hint,))
     else:
         yield None
+
+
+_BY_TYPE = (Mapping, torch.nn.Module)
+"""The classes that a setting is checked by, whatever such an object holds."""
 
 
 def _unbound(

@@ -297,9 +297,7 @@ def by_name(answers: Mapping[str, Answer], default: Answer = "high_precision") -
 
 
 def _items(answers: Mapping[str, Answer]) -> Iterable[tuple[str, Answer]]:
-    """The answers with their keys. Raises RecipeError for anything but a dict with texts as keys."""
-    if not isinstance(answers, Mapping):
-        raise RecipeError(f"answers are {_ANSWERS['answers']}, not {article(type(answers).__name__)}")
+    """The answers with their keys. Raises RecipeError for keys that are no texts."""
     for key in answers:
         if not isinstance(key, str):
             raise RecipeError(f"the keys of answers are texts, not {key!r}")

@@ -299,6 +299,15 @@ TOOLS: dict[str, Call] = {
     "onnx of nvfp4": lambda: fxquant.onnx_export(
         fxquant.quantize_program(program(), "nvfp4_1d"), "model.onnx"
     ),
+    "loss_table(most=..)": lambda: fxquant.Report(recipe="mxfp8", decisions=[]).loss_table(most="all"),
+    "table(collapse=..)": lambda: fxquant.Report(recipe="mxfp8", decisions=[]).table(collapse="yes"),
+    "explain a wrong shape": lambda: fxquant.explain(OneLinear(), "mxfp8", x(32, 63)),
+    "explain a text": lambda: fxquant.explain(OneLinear(), "mxfp8", "x"),
+    "explain nothing": lambda: fxquant.explain(OneLinear(), "mxfp8"),
+    "measure a wrong shape": lambda: fxquant.measure(OneLinear(), "mxfp8", x(32, 63)),
+    "measure a wrong keyword": lambda: fxquant.measure(OneLinear(), "mxfp8", x(), y=1),
+    "bisect a wrong shape": lambda: fxquant.bisect(OneLinear(), x(32, 63), "mxfp8"),
+    "search a wrong shape": lambda: fxquant.search(OneLinear(), x(32, 63)),
 }  # fmt: skip
 NAMES: dict[str, Call] = {
     "fp8_autocast": lambda: fxquant.fp8_autocast,

@@ -121,8 +121,6 @@ def check_arguments(
         if "recipe" in options:
             raise OptionError("the recipe is an argument of its own: drop it from the options")
         Options.of({**options, "recipe": recipe})
-    elif options is not None:
-        Options.of(options)
 
 
 def _check_keywords(keywords: Iterable[str], called: str) -> None:

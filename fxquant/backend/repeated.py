@@ -31,7 +31,7 @@ Blocks: TypeAlias = Iterable[nn.Module] | type[nn.Module] | tuple[type[nn.Module
     ArgumentError,
     called="fxquant.compile_blocks",
     takes={
-        "model": "a module whose blocks are compiled",
+        "model": "a module whose blocks are compiled (fxquant.compile takes functions)",
         "recipe": 'a name, such as fxquant.compile_blocks(model, "mxfp8"), or a Recipe',
         "options": "a dict of options of the backend",
     },
@@ -54,8 +54,6 @@ def compile_blocks(
     `options` are the backend's, `kwargs` torch.compile's. Raises ArgumentError where there are no such blocks.
     """
     check_arguments(model, recipe, options, kwargs, called="fxquant.compile_blocks")
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"fxquant.compile_blocks takes a module, not {model!r}: fxquant.compile takes functions")
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     chosen = _blocks_of(inner, blocks)
     backend = Backend(recipe, **(options or {}), mode=kwargs.pop("mode", None), model=inner)

@@ -28,7 +28,7 @@ from torch.export.graph_signature import ExportGraphSignature, OutputKind, Outpu
 from fxquant.backend.inductor import inductor_settings
 from fxquant.backend.notices import tell
 from fxquant.calibration import Calibration, arguments
-from fxquant.checks import article, checked
+from fxquant.checks import checked
 from fxquant.compat.patches import compile_package
 from fxquant.compat.private import is_inductor_option, replacements, tree_map_only
 from fxquant.compat.values import unguarded_sizes
@@ -147,8 +147,6 @@ def aoti_compile_and_package(
     setting that Inductor does not have and ProgramError for a program without example inputs, or where no file can be.
     """
     _check_program(program)
-    if not isinstance(inductor_configs or {}, Mapping):
-        raise ArgumentError(f"inductor_configs must be a dict, not {article(type(inductor_configs).__name__)}")
     options = dict(inductor_configs or {})
     for option in options:
         if not is_inductor_option(option):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from typing import Annotated
 
+from fxquant.checks import AtLeast, checked
 from fxquant.cost.kept import known_cards, rates_of
 from fxquant.cost.work import NOTHING_MULTIPLIES
 from fxquant.decisions import Decision, SentQuantized
+from fxquant.errors import ArgumentError
 from fxquant.report.data import MODEL, ReportData, folded, layer_pattern, result, role_text, shape_text
 from fxquant.report.fusions import epilogues, in_short, unfused
 
@@ -24,6 +27,7 @@ MOST_REASONS = 5
 """The lines of one kind in a summary: reasons against fusions, graph breaks and the like."""
 
 
+@checked(ArgumentError, called="report.text")
 def text(report: ReportData, layer: str = "", *, collapse: bool = False, full: bool = False) -> str:
     """The summary, then a row for each kind of layer; with `full` a row for each operand and kernel instead.
 
@@ -144,6 +148,7 @@ def _operands_text(operands: Sequence[Decision]) -> str:
     )
 
 
+@checked(ArgumentError, called="report.table")
 def table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
     """One row per operand and GEMM, of the layers in whose name the regular expression `layer` is found.
 
@@ -157,6 +162,7 @@ def table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str
     return aligned([COLUMNS, *rows])
 
 
+@checked(ArgumentError, called="report.work_table")
 def work_table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
     """One row for each GEMM and cast with its kernel and, where rates exist, its estimated time.
 
@@ -170,6 +176,7 @@ def work_table(report: ReportData, layer: str = "", *, collapse: bool = False) -
     return aligned([row if timed else row[:3] for row in (WORK_COLUMNS, *rows)]) if rows else ""
 
 
+@checked(ArgumentError, called="report.epilogue_table")
 def epilogue_table(report: ReportData, layer: str = "", *, collapse: bool = False) -> str:
     """One row for each GEMM on a GPU that has an epilogue, with the kernel that runs it; see `table` for the arguments.
 
@@ -189,7 +196,8 @@ def epilogue_table(report: ReportData, layer: str = "", *, collapse: bool = Fals
     return aligned([EPILOGUE_COLUMNS, *rows]) if rows else ""
 
 
-def loss_table(report: ReportData, layer: str = "", *, most: int = sys.maxsize) -> str:
+@checked(ArgumentError, called="report.loss_table")
+def loss_table(report: ReportData, layer: str = "", *, most: Annotated[int, AtLeast(0)] = sys.maxsize) -> str:
     """One row for each measured product: the error of its result, and how much of each operand became zero.
 
     Of more than `most` those with the largest errors.

@@ -38,6 +38,7 @@ from fxquant.report.data import EpilogueGemm
 from fxquant.report.header import header_of
 from fxquant.report.report import Report
 from fxquant.snapshots import Snapshot
+from fxquant.tools.calls import called_with
 from fxquant.tools.progress import progress
 
 
@@ -194,7 +195,7 @@ def explain(model: Any, recipe: Recipe | str, *args: Any, stages: bool = False, 
     The report holds the decisions, the reasons for graph breaks, the parts of the recipe that matched nothing, and the
     text of the rewritten forward and backward graphs. With `stages` it keeps those before and after each pass too,
     which `Report.stage` shows; a model's own argument of this name is given by position. Raises RecipeError as
-    compiling would, and OptionError for what is no model.
+    compiling would, OptionError for what is no model, and ArgumentError for inputs that the model does not take.
     """
     check_model(model, "explained")
     backend = _Explainer(recipe, model if isinstance(model, nn.Module) else None)
@@ -203,7 +204,8 @@ def explain(model: Any, recipe: Recipe | str, *args: Any, stages: bool = False, 
         with progress("explain", backend.state), compile_to_look(), kept_random_state():
             with graph_breaks() as breaks, uncaptured, watched(backend.watch) if stages else nullcontext():
                 compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False)
-                compiled(*args, **kwargs)
+                with called_with(model, args, kwargs):
+                    compiled(*args, **kwargs)
     finally:
         backend.restore()
     backend.records.uncaptured.append(uncaptured)

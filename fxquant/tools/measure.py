@@ -25,6 +25,7 @@ from fxquant.passes.graph.names import is_fxquant
 from fxquant.recipes import Recipe
 from fxquant.report.data import Loss
 from fxquant.report.report import Report
+from fxquant.tools.calls import called_with
 
 
 class _Measurer(Backend):
@@ -175,7 +176,8 @@ def measure(model: Any, recipe: Recipe | str, *args: Any, **kwargs: Any) -> Repo
     backend = _Measurer(recipe, model if isinstance(model, nn.Module) else None)
     with torch.no_grad():
         compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False)
-        compiled(*args, **kwargs)
+        with called_with(model, args, kwargs):
+            compiled(*args, **kwargs)
     report = backend.report()
     report.losses = backend.losses
     return report

@@ -21,6 +21,7 @@ from fxquant.probes import Request
 from fxquant.quantizers import DelayedScalingRequest
 from fxquant.recipes import Recipe
 from fxquant.recipes.operands import Operand, units
+from fxquant.tools.calls import called_with
 from fxquant.tools.probe import measuring
 
 R = TypeVar("R")
@@ -142,11 +143,17 @@ def batches_of(data: Any) -> list[Any]:
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
     """Calls a model with a batch: a tensor, a tuple of arguments, or a dict of keywords."""
+    args, kwargs = _arguments(batch)
+    with called_with(model, args, kwargs):
+        return model(*args, **kwargs)
+
+
+def _arguments(batch: Any) -> Batch:
     if isinstance(batch, Batch):
-        return model(*batch.args, **batch.kwargs)
+        return batch
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
+        return Batch((), batch)
+    return Batch(batch if isinstance(batch, tuple) else (batch,), {})
 
 
 def loss_in(output: Any) -> Tensor | None:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxquant.checks import check_module
+from fxquant.checks import checked
 from fxquant.compat.inside.placements import local_part_of
 from fxquant.compat.values import version
+from fxquant.errors import ArgumentError
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import amax as tensor_amax
@@ -26,6 +27,7 @@ from fxquant.weights.parts import as_quantized, side
 from fxquant.weights.weight import QuantizedWeight
 
 
+@checked(ArgumentError, called="fxquant.precompute_scales")
 def precompute_scales(model: nn.Module) -> None:
     """Takes the amaxes of all weights that `prepare_fsdp` has prepared, over all ranks, in one all-reduce.
 
@@ -35,7 +37,6 @@ def precompute_scales(model: nn.Module) -> None:
     After each step of the optimizer, on every rank. Without it each group of `fully_shard` asks the other ranks when
     it gathers its weights. Formats in blocks (MXFP8, blocks of 128) have nothing to agree on.
     """
-    check_module(model)
     agree(parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fxquant.checks import check_module, checked
+from fxquant.checks import checked
 from fxquant.compat.inside.placements import local_part_of
 from fxquant.errors import ArgumentError
 from fxquant.formats import OperandSpec
@@ -45,7 +45,6 @@ def prepare_fsdp(model: nn.Module, recipe: Recipe | str, blocks: Iterable[nn.Mod
     before, in high precision: optimizers, clipping and checkpoints work as they did, and `state_dict()` has plain
     tensors. Returns the model. Raises ArgumentError for a model that is sharded already.
     """
-    check_module(model)
     recipe = resolve(recipe)
     within = None if blocks is None else inside(model, blocks)
     sharded = {id(p) for part in model.modules() if isinstance(part, FSDPModule) for p in part.parameters()}
@@ -76,11 +75,7 @@ def is_quantized(weight: Tensor) -> bool:
 
 
 def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Gives the linear layers whose weights nothing else reads, by their names.
-
-    Raises ArgumentError for what is no module.
-    """
-    check_module(model)
+    """Gives the linear layers whose weights nothing else reads, by their names."""
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

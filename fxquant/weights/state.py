@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxquant.checks import check_module
+from fxquant.checks import checked
 from fxquant.compat.inside.subclass import set_apply
-from fxquant.errors import RecipeError
+from fxquant.errors import ArgumentError, RecipeError
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction
 from fxquant.weights.parts import plain_spec
@@ -32,6 +32,7 @@ _NAMES = ("data", "scale", "global_amax")
 _form = threading.local()
 
 
+@checked(ArgumentError, called="fxquant.payload_state_dict")
 def payload_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The `state_dict()` of a model with its quantized weights as they are stored, without their masters.
 
@@ -43,7 +44,6 @@ def payload_state_dict(model: nn.Module) -> dict[str, Tensor]:
     where the model has them as tensor cores read them. Loaded into a model that trains masters, these get the values
     that the payloads stand for.
     """
-    check_module(model)
     with _payloads():
         return model.state_dict()
 
