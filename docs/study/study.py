@@ -174,7 +174,8 @@ def table(results: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> str:
         parts.append(f"| {' | '.join(titles)} | zeros of inputs | of weights | of gradients |")
         parts.append(f"|{' --- |' * (len(titles) + 3)}")
         for row in rows:
-            gap = "" if row["recipe"] == "high_precision" else f"{row['gap']:+.3f} ± {row['spread']:.3f}"
+            gap = "" if row["recipe"] == "high_precision" else f"{row['gap']:+.3f}"
+            gap += f" ± {row['spread']:.3f}" if gap and row["seeds"] > 1 else ""
             errors = [f"{row[key]:.2%}" if key in row else "" for key in (f"error_{gemm}" for gemm in PRODUCTS)]
             zeros = [f"{row[key]:.1%}" if key in row else "" for key in (f"zeros_{role}" for role in ZEROS)]
             cells = [row["recipe"], f"{row['final']:.3f}", gap, str(row["seeds"]), f"{row['coverage']:.0%}"]
