@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-STATISTICS = ("cosine", "product_error", "relative_error", "sqnr", "kurtosis")
+STATISTICS = ("cosine", "product_error", "relative_error", "sqnr", "kurtosis", "exponents")
 """The statistics of a row that are read."""
 
-TIMES = {"product": 2.5, "elements": 1.3, "hidden": 1.65}
+TIMES = {"product": 2.5, "product of a tail": 1.8, "elements": 1.3, "hidden": 1.65}
 """How many times the usual is an outlier's.
 
 Formats lose the same share of all ordinary products, within a fifth; of products of other operands they lose thrice as
@@ -26,6 +26,9 @@ LEAST = {"product": 0.2, "elements": 0.25}
 
 _HEAVY = 100.0
 """The kurtosis of a heavy tail: a hundredth of the elements has the energy. That of normal numbers is 3."""
+
+_CROWD = 32
+"""The elements within a quarter of the largest beyond which they are no tail, whose elements thin out."""
 
 _SMALLER = 0.9
 """The share of the usual loss in the norm below which a few large elements make up the norm."""
@@ -48,13 +51,14 @@ class Seen(NamedTuple):
 
     `product` is the relative error of its product in the norm, None where products are not measured; `elements` the
     mean relative error of its elements, `norm` the relative error of the operand in the norm, `kurtosis` that of its
-    elements.
+    elements, and `near` the number of those within a quarter of the largest.
     """
 
     product: float | None
     elements: float
     norm: float
     kurtosis: float = 0.0
+    near: int = 0
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Seen:
@@ -62,7 +66,10 @@ class Seen(NamedTuple):
         error, cosine = row.get("product_error"), row.get("cosine")
         if cosine is not None and error != math.inf:
             error = math.sqrt(max(0.0, 1.0 - cosine**2)) if math.isfinite(cosine) else math.inf
-        return cls(error, row.get("relative_error") or 0.0, noise(row.get("sqnr")), row.get("kurtosis") or 0.0)
+        counts = {int(exponent): count for exponent, count in (row.get("exponents") or {}).items()}
+        near = sum(count for exponent, count in counts.items() if exponent >= max(counts) - 1)
+        lost = (row.get("relative_error") or 0.0, noise(row.get("sqnr")), row.get("kurtosis") or 0.0)
+        return cls(error, *lost, near)
 
 
 def noise(sqnr: float | None) -> float:
@@ -78,7 +85,7 @@ def outliers(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dic
     they are outliers only where rows are. The mean of steps counts.
     """
     products = products_times_usual(seen, places)
-    result = {key: times for key, times in products.items() if times > TIMES["product"] and _loses(seen[key])}
+    result = {key: x for key, x in products.items() if x > TIMES[_product_of(seen[key])] and _loses(seen[key])}
     elements = {key: statistics.fmean(one.elements for one in steps) for key, steps in seen.items()}
     tails = dict[Place, float]()
     for key, times in _hidden(seen, elements, places).items():
@@ -110,8 +117,10 @@ def _hidden(seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], place
     """The operands with a tail, with how many times as much as usual they lose of their elements.
 
     The tail is heavy in all steps, or they lose less than usual of the norm. Usual is what layers of a like name lose,
-    since an activation makes its own tail, and the median of the role at least.
+    since an activation makes its own tail, and the median of the role at least. A loss over classes makes one too: the
+    gradient of the last layer has an element as large as the largest in each row, that of the row's class.
     """
+    last = [*places.values()][-1].layer if places else ""
     norms = {key: statistics.fmean(one.norm for one in steps) for key, steps in seen.items()}
     kinds, peers = _by(elements, places, lambda p: p[1:]), _by(elements, places, lambda p: (_end(p.layer), *p[1:]))
     usual_norms = _by(norms, places, lambda p: p[1:])
@@ -123,9 +132,15 @@ def _hidden(seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], place
         times = _times(lost, usual)
         is_heavy = min(one.kurtosis for one in seen[key]) > _HEAVY and times > TIMES["elements"]
         is_hidden = norm < _SMALLER and _times(times, norm) > TIMES["hidden"]
-        if lost > LEAST["elements"] and (is_heavy or is_hidden):
+        of_classes = places[key][:2] == (last, "grad_output") and min(one.near for one in seen[key]) > _CROWD
+        if lost > LEAST["elements"] and (is_heavy or is_hidden) and not of_classes:
             result[key] = times
     return result
+
+
+def _product_of(steps: Sequence[Seen]) -> str:
+    """The kind of a product: two signs need less of each, an error and a heavy tail."""
+    return "product of a tail" if min(one.kurtosis for one in steps) > _HEAVY else "product"
 
 
 def _loses(steps: Sequence[Seen]) -> bool:

@@ -207,11 +207,11 @@ def test_candidates_are_unfit_where_more_is_lost_than_usual() -> None:
 
     def row(
         layer: str, role: str, error: float, elements: float = 0.2, candidate: int = 0, kurtosis: float = 3.0,
-        sqnr: float = 20.0,
+        sqnr: float = 20.0, exponents: dict[int, int] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         names = {"layer": layer, "role": role, "direction": "rowwise", "candidate": str(candidate), "whatif": True}
         lost = {"product_error": error, "cosine": math.sqrt(1 - error**2), "relative_error": elements}
-        return {**names, **lost, "sqnr": sqnr, "kurtosis": kurtosis}
+        return {**names, **lost, "sqnr": sqnr, "kurtosis": kurtosis, "exponents": exponents}
 
     places = [(f"{i}.up", role) for i in range(5) for role in ("input", "grad_output")]
     rows = [row(*place, 0.1 + 0.01 * (i % 3)) for i, place in enumerate(places) for _ in range(2)]
@@ -219,9 +219,13 @@ def test_candidates_are_unfit_where_more_is_lost_than_usual() -> None:
     rows += [row("5.up", "input", 0.7), row("5.up", "input", 0.8), row("6.up", "input", 0.1), row("6.up", "input", 0.3)]
     rows += [row("7.up", "grad_output", 0.1, 0.4, 0, 200.0), row("8.up", "grad_output", 0.05, 0.3, 0, 50.0, 26.0)]
     rows += [row(f"{i}.down", "grad_output", 0.1, 0.4, 0, 200.0) for i in range(3)]  # as all of their name
+    rows += [row("9.up", "input", 0.25, kurtosis=200.0)]  # less of an error, and a tail
+    rows += [row("head", "grad_output", 0.1, 0.5, 0, 200.0, exponents={-8: 64, -15: 6000})]  # of a loss over classes
     levels = {(*operand[:2], i): level for (operand, i), level in unfit(Sensitivity.of(rows)).items()}
-    hurt = [("5.up", "input", 0), ("7.up", "grad_output", 0), ("8.up", "grad_output", 0)]
+    hurt = [("5.up", "input", 0), ("7.up", "grad_output", 0), ("8.up", "grad_output", 0), ("9.up", "input", 0)]
     assert levels == dict.fromkeys(hurt, 2) | dict.fromkeys([("6.up", "input", 0), ("5.up", "input", 1)], 1)
+    rows[-1]["exponents"] = {-1: 1, -2: 3, -8: 64, -15: 6000}  # which thin out
+    assert unfit(Sensitivity.of(rows))[Operand("head", "grad_output", "rowwise"), 0] == 2
 
 
 def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:
