@@ -115,7 +115,8 @@ def checked(
             for key, value in bound.arguments.items():
                 kind = kinds().get(key)
                 if kind is not None and not kind.takes(value):
-                    what, hint = words.get(key) or str(kind), did_you_mean(value, kind.choices)
+                    named = [choice for choice in kind.choices if choice is not None]
+                    what, hint = words.get(key) or str(kind), did_you_mean(value, named)
                     raise error(f"{name}: {key} must be {what}, not {_shown(value)}{hint}")
             return function(*args, **kwargs)
 

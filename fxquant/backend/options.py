@@ -56,7 +56,7 @@ class Options:
     def of(cls, options: object) -> Options:
         """The options in a dict. Raises OptionError also for an unknown one, and for a missing recipe."""
         if not isinstance(options, Mapping):
-            raise OptionError(f"options are a dict of {', '.join(OPTIONS)}, not {article(type(options).__name__)}")
+            raise OptionError(f"options are {A_DICT}, not {article(type(options).__name__)}")
         unknown = [key for key in options if key not in OPTIONS]
         if unknown:
             hint = did_you_mean(unknown[0], OPTIONS) or ";"
@@ -138,3 +138,5 @@ def _check_keywords(keywords: Iterable[str], called: str) -> None:
 
 OPTIONS = tuple(field.name for field in fields(Options))
 """The names of all options."""
+A_DICT = f"a dict of {', '.join(OPTIONS)}"
+"""What options are."""

@@ -13,7 +13,7 @@ from torch import nn
 from fxquant.backend.backend import Backend
 from fxquant.backend.copies import InPlace
 from fxquant.backend.notices import Calls, at_end
-from fxquant.backend.options import check_arguments
+from fxquant.backend.options import A_DICT, check_arguments
 from fxquant.checks import checked
 from fxquant.compat.inside.frames import call_by, call_module, call_of_its_own
 from fxquant.compat.private import isolated
@@ -33,7 +33,7 @@ Blocks: TypeAlias = Iterable[nn.Module] | type[nn.Module] | tuple[type[nn.Module
     takes={
         "model": "a module whose blocks are compiled (fxquant.compile takes functions)",
         "recipe": 'a name, such as fxquant.compile_blocks(model, "mxfp8"), or a Recipe',
-        "options": "a dict of options of the backend",
+        "options": A_DICT,
     },
 )
 def compile_blocks(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxquant.backend.backend import Backend
 from fxquant.backend.controls import scoped
 from fxquant.backend.notices import Calls, at_end, tell_uncaptured, watch_methods
-from fxquant.backend.options import check_arguments
+from fxquant.backend.options import A_DICT, check_arguments
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import checked
 from fxquant.compat.private import isolated
@@ -77,7 +77,7 @@ class _Switch:
     takes={
         "model": "a module or a function",
         "recipe": 'a name, such as fxquant.compile(model, "mxfp8"), or a Recipe',
-        "options": "a dict of options of the backend",
+        "options": A_DICT,
     },
 )
 def compile(model: Model, recipe: Recipe | str, *, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Model:

@@ -96,9 +96,9 @@ def test_unknown_recipes_and_options_are_refused_at_once_with_the_known_ones() -
     with pytest.raises(OptionError, match="a module or a function is compiled, not a NoneType"):
         fxquant.compile(None, "mxfp8")
     for options, message in (
-        (["inner"], "options are a dict of recipe.*not a list"),
+        (["inner"], "options must be a dict of recipe, .*, not a list$"),
         ({"recipe": "nvfp4"}, "drop it from the options"),
-        ({"inductor": 3}, "settings are a dict, not 3"),
+        ({"inductor": 3}, "inductor must be None or a dict, not 3"),
         ({"amax_group": 3}, "amax_group is a process group or 'world', not 3"),
         ({"cache_weights": "no"}, "cache_weights must be True or False, not 'no'"),
     ):
