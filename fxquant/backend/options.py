@@ -42,8 +42,6 @@ class Options:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", resolve(self.recipe))
-        if not isinstance(self.inductor, Mapping | None):
-            raise OptionError(f"Inductor's settings are a dict, not {self.inductor!r}")
         if self.amax_group not in (None, "world") and not hasattr(self.amax_group, "group_name"):
             mesh = ": of a mesh, give mesh.get_group()" if hasattr(self.amax_group, "get_group") else ""
             raise OptionError(f"amax_group is a process group or 'world', not {self.amax_group!r}{mesh}")
