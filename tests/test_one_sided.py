@@ -173,7 +173,7 @@ def test_bytes_of_a_format_are_those_of_its_parts(name: str, size: tuple[int, in
 
 
 def test_no_native_kernel_takes_a_mixed_pair() -> None:
-    sizes = {"m": 128, "n": 128, "k": 128, "most_rows": 128, "capability": (9, 0)}
+    sizes = {"m": 256, "n": 128, "k": 128, "most_rows": 256, "capability": (9, 0)}
     for dtype, kernel in ((torch.bfloat16, GemmKernel.ONE_SIDED), (torch.float32, GemmKernel.REFERENCE)):
         for spec in (q.operand_spec().rowwise for q in QUANTIZERS.values()):
             for a, b in ((spec, IDENTITY), (IDENTITY, spec)):
