@@ -137,4 +137,4 @@ def _check_keywords(keywords: Iterable[str], called: str) -> None:
 OPTIONS = tuple(field.name for field in fields(Options))
 """The names of all options."""
 A_DICT = f"a dict of {', '.join(OPTIONS)}"
-"""What options are."""
+"""The words for what options must be."""
