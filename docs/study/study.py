@@ -127,7 +127,7 @@ ZEROS = ("input", "weight", "grad_output")
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What a probe says of a step: errors of products in the norm, and the largest share of an operand made zero.
+    """Returns what a probe says of a step: errors of products in the norm, the largest shares of operands made zero.
 
     An error is the geometric mean over the layers whose product is quantized; 0 for none.
     """

@@ -95,14 +95,13 @@ def few_rows(facts: GemmFacts) -> str:
         return "no Triton kernel for few rows on this device"
     if not (facts.matrices and facts.fast_accum and limits.supports(facts.a, facts.b)):
         return "no kernel for few rows of these operands"
-    static = all(isinstance(size, int) and size > 0 for size in (facts.most_rows, facts.n, facts.k))
-    few = static and facts.most_rows <= limits.MOST_TOKENS and facts.m != 0
-    return "" if few else "more than a few rows"
+    return "" if _has_at_most(limits.MOST_TOKENS, facts) else "more than a few rows"
 
 
 def weight_only(facts: GemmFacts) -> str:
     """Returns why the kernel that dequantizes the weight as it reads it does not take a GEMM, "" if it does."""
-    return weight_only_wide(facts) or _at_most(one_sided_limits.FEW_ROWS, facts)
+    few = one_sided_limits.FEW_ROWS
+    return weight_only_wide(facts) or ("" if _has_at_most(few, facts) else f"more than {few} rows")
 
 
 def weight_only_wide(facts: GemmFacts) -> str:
@@ -115,12 +114,14 @@ def weight_only_wide(facts: GemmFacts) -> str:
         return "its kernel for few rows takes bfloat16 and float16"
     if not (facts.matrices and one_sided_limits.supports(facts.b)):
         return "no kernel for few rows of these operands"
-    return _at_most(one_sided_limits.MOST_ROWS, facts)
+    most = one_sided_limits.MOST_ROWS
+    return "" if _has_at_most(most, facts) else f"more than {most} rows"
 
 
-def _at_most(rows: int, facts: GemmFacts) -> str:
+def _has_at_most(rows: int, facts: GemmFacts) -> bool:
+    """Returns True if other sizes are known, and there is a row, and no more than so many."""
     static = all(isinstance(size, int) and size > 0 for size in (facts.most_rows, facts.n, facts.k))
-    return "" if static and facts.most_rows <= rows and facts.m != 0 else f"more than {rows} rows"
+    return static and facts.most_rows <= rows and facts.m != 0
 
 
 def weight_only_direct(facts: GemmFacts) -> str:

@@ -44,10 +44,16 @@ class Tiles(NamedTuple):
 
     def steps(self, size_n: int, size_k: int) -> tuple[int, int]:
         """The number of parts that K is split into, so that no multiprocessor idles, and the steps of k of a part."""
-        all_steps = -(-size_k // self.k)
-        split = max(1, min(MULTIPROCESSORS // -(-size_n // self.n), all_steps // 4))
-        steps = -(-all_steps // split)
-        return -(-all_steps // steps), steps
+        return parts_of_k(-(-size_k // self.k), MULTIPROCESSORS // -(-size_n // self.n))
+
+
+def parts_of_k(steps: int, most: int) -> tuple[int, int]:
+    """Divides the steps of K into at most so many parts, each of four steps at least.
+
+    Returns the number of parts and the steps of a part, of which the last may have fewer.
+    """
+    of_a_part = -(-steps // max(1, min(most, steps // 4)))
+    return -(-steps // of_a_part), of_a_part
 
 
 def supports(a_spec: QuantSpec, b_spec: QuantSpec) -> bool:

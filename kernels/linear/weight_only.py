@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxquant.compat.values import upper_bound
 from fxquant.formats import QuantSpec
-from fxquant.kernels.linear.few_rows import MULTIPROCESSORS, is_one_row
+from fxquant.kernels.linear.few_rows import MULTIPROCESSORS, is_one_row, parts_of_k
 
 FEW_ROWS = 32
 """Rows of x up to which the products of a warp fit its registers beside the weight."""
@@ -49,10 +49,7 @@ class Tiles(NamedTuple):
 
     def steps(self, size_n: int, row_bytes: int) -> tuple[int, int]:
         """The number of parts that K is split into, so that no multiprocessor idles, and the steps of a part."""
-        all_steps = -(-row_bytes // (self.k * self.warps))
-        split = max(1, min(_FEW_PROGRAMS // -(-size_n // self.n), all_steps // 4))
-        steps = -(-all_steps // split)
-        return -(-all_steps // steps), steps
+        return parts_of_k(-(-row_bytes // (self.k * self.warps)), _FEW_PROGRAMS // -(-size_n // self.n))
 
 
 class Wide(NamedTuple):
@@ -74,11 +71,8 @@ class Wide(NamedTuple):
 
     def steps(self, size_n: int, size_k: int) -> tuple[int, int]:
         """The number of parts that K is split into, so that no multiprocessor idles, and the steps of a part."""
-        all_steps = -(-size_k // self.k)
         programs = MULTIPROCESSORS * 128 // self.n  # two share a multiprocessor if their tiles are small
-        split = max(1, min(programs // -(-size_n // self.n), all_steps // 4))
-        steps = -(-all_steps // split)
-        return -(-all_steps // steps), steps
+        return parts_of_k(-(-size_k // self.k), programs // -(-size_n // self.n))
 
 
 class Direct(NamedTuple):

@@ -21,7 +21,7 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 RECIPES = ("current_scaling", "delayed_scaling", "mxfp8", "nvfp4", "float8_blockwise")
 WITH_STATE = ("delayed_scaling", "nvfp4")
-"""Those whose forward changes what its backward must see unchanged; the others, in full, are for `make sweep`."""
+"""The recipes whose forward changes what its backward must see unchanged; the others, in full, are for the sweep."""
 PER_TENSOR = fxquant.Float8CurrentScalingQuantizer()
 FOR_INDUCTOR = {
     "state": "delayed_scaling",
@@ -125,7 +125,7 @@ def test_inductor_takes_what_hooks_have_moved_and_computes_again_for_a_budget(re
 
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "nvfp4"])
 def test_a_backward_alone_may_be_captured(recipe: str) -> None:
-    """As it is, and with tensors that hooks have moved: the capture of one takes longer than all else here."""
+    """One recipe has it as it is, one with tensors that hooks have moved: a capture takes longer than all else here."""
     forward = as_they_are if recipe == "nvfp4" else copied
     assert_same_bits(trained(recipe, forward=forward, backward=captured, steps=2), plain(recipe, 2))
 
