@@ -165,7 +165,8 @@ def call_by(module: nn.Module, call: Callable[..., Any]) -> Any:
 
     Returns the function before it, or None.
     """
-    before, module._compiled_call_impl = module._compiled_call_impl, call
+    before = call_in_place(module)
+    module._compiled_call_impl = call
     return before
 
 
@@ -209,7 +210,7 @@ def backends_behind(compiled: Any) -> Iterator[tuple[nn.Module | None, Any, Any,
     yield from ((None, *backend) for backend in _of_function(compiled))
     for module in compiled.modules() if isinstance(compiled, nn.Module) else ():
         callback = getattr(vars(module).get("dynamo_ctx"), "callback", None)
-        for backend in (*_unwrapped(callback), *_of_function(vars(module).get("_compiled_call_impl"))):
+        for backend in (*_unwrapped(callback), *_of_function(call_in_place(module))):
             yield (unwrapped(module), *backend)
 
 

@@ -19,6 +19,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext
 
+from fxquant.compat.inside.frames import call_in_place
 from fxquant.compat.private import in_short
 
 _LIMIT = "torch._dynamo hit config."
@@ -77,7 +78,7 @@ def suppresses_errors() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True for a module that torch.compile has made, or that was compiled in place."""
-    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, OptimizedModule) or call_in_place(module) is not None
 
 
 def _break_text(reason: str, stack: Sequence[FrameSummary] | None) -> str:
