@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fxquant.backend.backend import Backend
 from fxquant.bench.inference import Inference, quantized_program
-from fxquant.bench.providers import CALIBRATED, TORCHAO, TORCHAO_WEIGHT_ONLY, WEIGHT_ONLY
+from fxquant.bench.providers import CALIBRATED, TORCHAO, TORCHAO_WEIGHT_ONLY, WEIGHT_ONLY, quantize_by_torchao
 from fxquant.bench.rounds import Layer, Row, compiling
 from fxquant.formats import FORMATS
 
@@ -83,19 +83,6 @@ def prepare(provider: str, model: nn.Linear, x: Tensor, copies: int) -> list[Cal
     state = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     clones = ({name: tensor.detach().clone() for name, tensor in state.items()} for _ in range(copies))
     return [functools.partial(run, clone) for clone in clones]
-
-
-def quantize_by_torchao(provider: str, model: nn.Linear) -> None:
-    """Quantizes a layer in place, by one of torchao's configurations."""
-    from torchao import quantization as ao  # type: ignore[import-not-found]
-
-    configs = {
-        "torchao tensorwise": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerTensor()),
-        "torchao rowwise": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
-        "torchao float8 weight-only": lambda: ao.Float8WeightOnlyConfig(),
-        "torchao int8 weight-only": lambda: ao.Int8WeightOnlyConfig(),
-    }
-    ao.quantize_(model, configs[provider]())
 
 
 def compiler(provider: str) -> Any:

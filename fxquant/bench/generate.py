@@ -5,7 +5,6 @@ All providers have the same weights and continue the same prompts greedily; `wei
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import nn
 from fxquant.backend.backend import Backend
 from fxquant.backend.model import report
 from fxquant.bench.llama import Llama
-from fxquant.bench.providers import TORCHAO, TORCHAO_WEIGHT_ONLY, WEIGHT_ONLY
+from fxquant.bench.providers import TORCHAO, TORCHAO_WEIGHT_ONLY, WEIGHT_ONLY, quantize_by_torchao
 from fxquant.bench.rounds import Contender, Problem, Row, Turns, compiling, times_text, wait
 from fxquant.bench.training import ratios
 
@@ -82,28 +81,13 @@ def prepare(provider: str, model: nn.Module, cuda: bool) -> Any:
     mode = "reduce-overhead" if cuda else None
     if provider == "bf16" or provider.startswith("torchao"):
         if provider != "bf16":
-            _quantize_by_torchao(provider, model)
+            quantize_by_torchao(provider, model, tunes=False)
         config = CompileConfig(mode=mode, fullgraph=False, dynamic=False)
     else:
         backend = Backend(provider, model=model, cache_weights=True, mode=mode)
         config = CompileConfig(backend=backend, mode=None, fullgraph=False, dynamic=False)
     config._compile_all_devices = True  # transformers compiles on GPUs only, unless it is told so
     return config
-
-
-def _quantize_by_torchao(provider: str, model: nn.Module) -> None:
-    """Quantizes weights under Inductor's own settings: those that torchao would set tune every kernel for minutes."""
-    from torchao import quantization  # type: ignore[import-not-found]
-
-    if provider in TORCHAO:
-        rowwise = provider == "torchao rowwise"
-        granularity = quantization.PerRow() if rowwise else quantization.PerTensor()
-        make = functools.partial(quantization.Float8DynamicActivationFloat8WeightConfig, granularity=granularity)
-    elif provider == "torchao int8 weight-only":
-        make = quantization.Int8WeightOnlyConfig
-    else:
-        make = quantization.Float8WeightOnlyConfig
-    quantization.quantize_(model, make(set_inductor_config=False))
 
 
 def _linear_elements(model: nn.Module) -> int:

@@ -41,22 +41,21 @@ class Probed(Problem):
         scope = functools.partial(_scope, provider, step)
         calls = 1 if provider == "measured" else _EVERY
         row: Row = {}
+
+        def several() -> None:
+            for _ in range(calls):
+                step()
+
         with compiling(row), scope():
             step()
             wait(turns.device)
         with scope():
             if turns.cuda:
                 torch.cuda.reset_peak_memory_stats()
-            for _ in range(calls):
-                step()
+            several()
             wait(turns.device)
         row["peak_gib"] = f"{torch.cuda.max_memory_allocated() / 2**30 if turns.cuda else 0:.2f}"
         row["flops_quantized"] = f"{report(step.model).coverage:.0%}"
-
-        def several() -> None:
-            for _ in range(calls):
-                step()
-
         return Contender(provider, several, row, calls, scope=scope)
 
     def gemms(self, provider: str, turns: Turns) -> str:

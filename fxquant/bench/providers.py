@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from fxquant import recipes
 from fxquant.quantizers import Float8HeadQuantizer
@@ -65,6 +67,23 @@ def gemms(provider: str, device: str) -> str:
     if name not in QUANTIZED:
         return "native"
     return places.runs_as(recipes.get(name), torch.cuda.get_device_capability() if device == "cuda" else (0, 0))
+
+
+def quantize_by_torchao(provider: str, model: nn.Module, *, tunes: bool = True) -> None:
+    """Quantizes linear layers in place, by one of torchao's configurations.
+
+    As torchao has it, it `tunes`: it sets Inductor to tune every kernel, which takes minutes for a model.
+    """
+    from torchao import quantization as ao  # type: ignore[import-not-found]
+
+    dynamic = ao.Float8DynamicActivationFloat8WeightConfig
+    configs = {
+        "torchao tensorwise": functools.partial(dynamic, granularity=ao.PerTensor()),
+        "torchao rowwise": functools.partial(dynamic, granularity=ao.PerRow()),
+        "torchao float8 weight-only": ao.Float8WeightOnlyConfig,
+        "torchao int8 weight-only": ao.Int8WeightOnlyConfig,
+    }
+    ao.quantize_(model, configs[provider](set_inductor_config=tunes))
 
 
 def _recipe_name(provider: str) -> str:
