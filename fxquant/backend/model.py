@@ -34,7 +34,8 @@ def report(model: Any) -> Report:
     controls = controls_of(model)
     used = [one for one in controls if one.compiled_any()] or controls[:1]
     module = unwrapped(model) if isinstance(model, nn.Module) else None
-    first, *others = [one.latest(module).records.report(module, model) for one in used]
+    latest = [one.latest(module).records for one in used]
+    first, *others = [records.report(module, model) for records in latest]
     for other in others:
         sites = 1 + max((decision.site for decision in first.decisions), default=-1)
         first.decisions += [replace(decision, site=decision.site + sites) for decision in other.decisions]
@@ -42,7 +43,7 @@ def report(model: Any) -> Report:
         first.uncompiled = [why for why in first.uncompiled if why in other.uncompiled]
         first.not_fused = [*dict.fromkeys([*first.not_fused, *other.not_fused])]
         first.sent_quantized = [*dict.fromkeys([*first.sent_quantized, *other.sent_quantized])]
-    blocks = any(one.latest(module).records.outside for one in used)  # what stands outside of compiled blocks
+    blocks = any(records.outside for records in latest)  # what stands outside of compiled blocks
     homes = [home for one in used for home in one.homes()]
     missing = [] if blocks else _in_no_graph(_named_in(model, module, homes), first)
     if missing:

@@ -202,11 +202,10 @@ class CachedWeights:
     def __init__(self, cache: WeightCache, taken: Sequence[Taken]) -> None:
         self._cache = cache
         slots: dict[tuple[int, Weight], list[Taken]] = {}
-        self._order: list[tuple[int, str]] = []
         for part in taken:
-            key = (part.place, part.weight)
-            slots.setdefault(key, []).append(part)
-            self._order.append((list(slots).index(key), part.direction))
+            slots.setdefault((part.place, part.weight), []).append(part)
+        numbers = {key: number for number, key in enumerate(slots)}
+        self._order = [(numbers[part.place, part.weight], part.direction) for part in taken]
         self._slots = [*slots.values()]
         self._places = [place for place, _ in slots]
         self.steady: dict[int, _Steady] = {}
