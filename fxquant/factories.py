@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -324,9 +324,9 @@ def first_and_last(
     Each stack counts its layers from 0, so an encoder and a decoder have a first and a last layer each; names without a
     number (``lm_head``) go to `factory`.
 
-    `last` needs `layers`: the number of layers, or the model, whose parameters of two and more axes are then counted in
-    each stack. The report names the rules of a number that is too large, since they match nothing. Raises RecipeError
-    for negative counts, and for `last` without `layers`.
+    `last` needs `layers`: the number of layers, or the model, in whose stacks the members are then counted that have
+    parameters of two and more axes. The report names the rules of a number that is too large, since they match nothing.
+    Raises RecipeError for negative counts, and for `last` without `layers`.
     """
     if first < 0 or last < 0:
         raise RecipeError(f"first and last count layers, so they cannot be negative: first={first}, last={last}")
@@ -336,15 +336,15 @@ def first_and_last(
         raise RecipeError(f"layers is a number of layers or a model, not {article(type(layers).__name__)}")
     if isinstance(layers, int) and layers < 1:
         raise RecipeError(f"layers is the number of layers of a stack, not {layers}")
-    if isinstance(layers, nn.Module):
-        stacks = {f"{re.escape(stack)}\\." if stack else "": count for stack, count in _stacks(layers).items()}
-    else:
-        stacks = {_ANY_STACK: first if layers is None else layers}
-    rules = []
-    for stack, count in stacks.items():
-        indices = sorted({*range(min(first, count)), *range(max(count - last, 0), count if last else 0)})
-        rules += [Rule(ends, name=rf"{stack}{index}(\..*)?") for index in indices]
-    return Rules(rules, factory)
+    if not isinstance(layers, nn.Module):
+        at_ends = _ends(range(first if layers is None else layers), first, last)
+        return Rules([Rule(ends, name=rf"{_ANY_STACK}{index}(\..*)?") for index in at_ends], factory)
+    names = []
+    for stack, members in _stacks(layers).items():
+        before = f"{re.escape(stack)}\\." if stack else ""
+        names += [f"{before}{index}" for index in _ends(members, first, last)]
+    # one rule: that a stack has no matmuls, such as one of embeddings, is nothing to be told of
+    return Rules([Rule(ends, name=rf"({'|'.join(names)})(\..*)?")] if names else [], factory)
 
 
 @checked(called="fxquant.factories.nvfp4_last_layers", takes={"layers": "a number of layers or a model"})
@@ -357,11 +357,10 @@ def nvfp4_last_layers(layers: Any, *, first: int = 0, last: int | None = None) -
     `layers` is the number of layers, or the model, as for `first_and_last`. The rules are for linear layers alone.
     """
     if last is None:
-        count = max(_stacks(layers).values(), default=1) if isinstance(layers, nn.Module) else layers
+        count = max(map(len, _stacks(layers).values()), default=1) if isinstance(layers, nn.Module) else layers
         last = max(1, round(0.15 * count)) if isinstance(count, int) else 1
-    return first_and_last(
-        by_module_type(dict.fromkeys(("linear", "grouped_linear"), nvfp4)), first=first, last=last, layers=layers
-    )
+    between = Rules([Rule(nvfp4, module_type="linear|grouped_linear")])
+    return first_and_last(between, first=first, last=last, layers=layers)
 
 
 @checked(called="fxquant.factories.first_and_last_layer", takes={"factory": "the answer for the layers between"})
@@ -374,14 +373,18 @@ def first_and_last_layer(factory: Answer, layers: Any) -> Rules:
     return first_and_last(factory, first=1, last=1, layers=layers)
 
 
-def _stacks(model: nn.Module) -> dict[str, int]:
-    """The number of layers in each stack of a model."""
-    counts: dict[str, int] = {}
+def _ends(members: Sequence[int], first: int, last: int) -> list[int]:
+    """The first and the last of some members, each once and in order."""
+    return sorted({*members[:first], *members[max(len(members) - last, 0) :]})
+
+
+def _stacks(model: nn.Module) -> dict[str, list[int]]:
+    """The members of each stack of a model that have weights, by their index, in order."""
+    members: dict[str, set[int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim > 1 and (numbered := _LAYER.fullmatch(name)):
-            stack = numbered["stack"] or ""
-            counts[stack] = max(counts.get(stack, 0), int(numbered["layer"]) + 1)
-    return counts
+            members.setdefault(numbered["stack"] or "", set()).add(int(numbered["layer"]))
+    return {stack: sorted(indices) for stack, indices in members.items()}
 
 
 @checked(called="fxquant.factories.from_string_roles", takes={"factory": "a function of a str such as 'linear_input'"})

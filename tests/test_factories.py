@@ -302,6 +302,16 @@ def test_first_and_last_layers_of_each_stack_of_a_model() -> None:
     assert len(fxquant.explain(model, wrong, torch.randn(16, 32)).unused) == 1
 
 
+def test_no_rule_that_the_package_wrote_goes_unused() -> None:
+    stack = [nn.LayerNorm(64), *(module for _ in range(14) for module in (nn.Linear(64, 64), nn.GELU()))]
+    model = nn.ModuleDict({"words": nn.ModuleList([nn.Embedding(8, 64)]), "h": nn.ModuleList(stack)})
+    roles = [role(name=f"h.{i}") for i in range(1, 28, 2)]
+    ends, last = first_and_last("mxfp8", first=1, last=1, layers=model), factories.nvfp4_last_layers(model)
+    assert kept(ends, [r.name for r in roles]) == ["h.1", "h.27"], "members without weights are no layers"
+    assert kept(last, [r.name for r in roles]) == ["h.25", "h.27"], "15% of 14"
+    assert ends.unused(roles) == last.unused(roles) == [], "experts that are not there, a stack without matmuls"
+
+
 def test_first_and_last_need_to_know_the_number() -> None:
     with pytest.raises(RecipeError, match="last=2 needs the number of layers"):
         first_and_last("mxfp8", last=2)
