@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import sys
 import threading
@@ -10,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import assert_same_bits, eager_backend, recomputable_mlp, train_step
 from torch import Tensor, fx, nn
+from torch.utils import dlpack
 from torch.utils.checkpoint import checkpoint
 
 import fxquant
@@ -278,11 +283,54 @@ def test_what_holds_a_weight_safely_does_not_count() -> None:
     assert torch.equal(doubled, torch.func.functional_call(counted.reference, other, (x,)))
 
 
-def test_writes_without_a_trace_need_clear_cache() -> None:
+def other_view(weight: Tensor) -> Tensor:
+    return torch.empty(0).set_(weight.untyped_storage(), 0, (96, 64), (64, 1))  # type: ignore[call-overload]
+
+
+BESIDE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "storage": lambda weight, new: weight.untyped_storage().copy_(new.untyped_storage()),
+    "a part of a storage": lambda weight, new: weight.untyped_storage()[:4096].fill_(0),
+    "bytes of a storage": lambda weight, new: weight.untyped_storage().__setitem__(3, 0),
+    "typed storage": lambda weight, new: weight.storage().fill_(0.5),
+    "set_": lambda weight, new: other_view(weight).copy_(new),
+    "DLPack": lambda weight, new: torch.from_dlpack(weight.detach()).copy_(new),
+    "a capsule": lambda weight, new: torch.from_dlpack(dlpack.to_dlpack(weight.detach())).copy_(new),
+    "NumPy by DLPack": lambda weight, new: np.from_dlpack(weight.detach()).__imul__(2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_writes_that_no_tensor_counts_are_seen() -> None:
+    """Each between two calls of one model, through something that is gone by then; also through a storage kept."""
+    layer, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64)
+    counted, kept = Counted(layer), layer.weight.untyped_storage()
+    assert [counted(x, grad=False), counted(x, grad=False)] == [1, 0]
+    for name, write in BESIDE.items():
+        write(layer.weight, torch.randn(96, 64))
+        assert [counted(x, grad=False), counted(x, grad=False)] == [1, 0], name
+    kept.fill_(0)
+    assert [counted(x, grad=False), counted(x, grad=False)] == [1, 0]
+
+
+def test_collectives_on_a_weight_are_seen() -> None:
+    layer, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64)
+    counted = Counted(layer)
+    assert [counted(x, grad=False), counted(x, grad=False)] == [1, 0]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for write in (functools.partial(dist.broadcast, src=0), dist.all_reduce, functools.partial(dist.reduce, dst=0)):
+            with torch.no_grad():
+                write(layer.weight)
+            assert [counted(x, grad=False), counted(x, grad=False)] == [1, 0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_writes_by_address_need_clear_cache() -> None:
     layer, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64)
     counted = Counted(layer)
     counted(x)
-    layer.weight.untyped_storage().copy_(torch.randn(96, 64).untyped_storage())
+    ctypes.memset(layer.weight.data_ptr(), 0, layer.weight.nbytes)
     with pytest.raises(AssertionError, match="a stale weight"):
         counted(x)
     counted.backend.clear_cache()
