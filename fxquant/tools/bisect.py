@@ -27,6 +27,9 @@ Check = Callable[[Any, Any], Any]
 CHECKS = ("nan", "loss", "differs")
 """The checks that need no function; the last two have a bound."""
 
+_FRONT = 64
+"""The operands among which is looked first: with six runs, behind which the last one is the twelfth in all."""
+
 
 @checked(
     ArgumentError,
@@ -57,10 +60,12 @@ def bisect(
       model. It holds for the unquantized model, and breaks where it answers otherwise than there, or fails an assert.
 
     Runs begin from the same state of the model and the same random numbers, which both are as before afterwards. The
-    operands with the largest errors on a batch come first. With n operands that are quantized, one that is to blame
-    takes at most 4 + log2(n) runs of the check, mostly 3, and each further one 2 + log2(n) more. None of the result can
-    be left out, if no further operand mends what others break. It is empty if the check holds under `recipe`. Models
-    are compiled with `options`, by default to run operator by operator (``{"inner": "aot_eager"}``).
+    operands with the largest errors on a batch come first, and behind the first those of which no error is known, such
+    as attention. With n operands that are quantized, one that is to blame takes at most 6 + log2(n) runs of the check,
+    mostly 3, and at most 11 if it is among the first 64; each further one takes 2 + log2(n) more. One run of a probe
+    finds the order. None of the result can be left out, if no further operand mends what others break. It is empty if
+    the check holds under `recipe`. Models are compiled with `options`, by default to run operator by operator
+    (``{"inner": "aot_eager"}``).
 
     Raises OptionError if the check does not hold for the unquantized model, and for what is no check, and RecipeError
     if the recipe quantizes nothing.
@@ -68,7 +73,7 @@ def bisect(
     check_model(model, "bisected")
     recipe = resolve(recipe)
     trials = Trials(model, options, seed)
-    search = _Search(trials, recipe, _outcome_of(check, model, data, trials), data)
+    search = _Search(trials, recipe, _outcome_of(check, model, data), data)
     with progress("bisect", search.state):
         return search.smallest()
 
@@ -97,24 +102,32 @@ class _Search:
             if not whole:
                 raise OptionError("the check answers False for the unquantized model and for the quantized one")
             return []
+        required = self.among(self.by_error(units))
+        log.info("bisect: %d runs", self.trials.runs)
+        return [operand for unit in required for operand in unit]
+
+    def among(self, units: list[Unit]) -> list[Unit]:
+        """The operands that are to blame, of such as break the check together; the first are looked at first."""
         required: list[Unit] = []
-        units = self.by_error(units)
         self.suspects = len(units)
         while not required or not self.breaks(required):
             good, bad = 0, len(units)  # the numbers of operands, from the first on, with which it holds and breaks
             while bad - good > 1:
                 middle = (good + bad) // 2 if good else 1  # the first has the largest error
+                middle = min(middle, _FRONT) if good == 1 else middle
                 good, bad = (good, middle) if self.breaks([*units[:middle], *required]) else (middle, bad)
                 self.suspects = bad - good
             required.append(units[bad - 1])
             units = units[: bad - 1]
             if bad == 1:
                 break  # these have been tried
-        log.info("bisect: %d runs", self.trials.runs)
-        return [operand for unit in required for operand in unit]
+        return required
 
     def by_error(self, units: list[Unit]) -> list[Unit]:
-        """The operands with the largest errors of their products on a batch first, where it runs without the check."""
+        """The operands with the largest errors of their products on a batch first, where it runs without the check.
+
+        Those of which nothing is known come behind the first.
+        """
         if hasattr(self.data, "__next__"):  # the check's own
             return units
         try:
@@ -122,7 +135,9 @@ class _Search:
         except Exception as error:
             log.info("bisect: operands are tried in the model's order, since a batch does not run: %s", error)
             return units
-        return sorted(units, key=lambda unit: -max(errors.get(operand, 0.0) for operand in unit))
+        known = [unit for unit in units if any(operand in errors for operand in unit)]
+        known.sort(key=lambda unit: -max(errors.get(operand, 0.0) for operand in unit))
+        return [*known[:1], *(unit for unit in units if unit not in known), *known[1:]]
 
     def first_batch(self) -> list[Any]:
         """The first batch alone; it is drawn in a run, behind which the random state is as before."""
@@ -139,7 +154,7 @@ def _may_hold(outcome: Any) -> bool:
     return not isinstance(outcome, str)
 
 
-def _outcome_of(check: Any, model: Any, data: Any, trials: Trials) -> Callable[[Any], Any]:
+def _outcome_of(check: Any, model: Any, data: Any) -> Callable[[Any], Any]:
     """The function of a compiled model that runs a check: it returns a text where that cannot hold."""
     if check == "nan":
         return lambda compiled: _first_nonfinite(_results(compiled, model, data))
@@ -149,8 +164,7 @@ def _outcome_of(check: Any, model: Any, data: Any, trials: Trials) -> Callable[[
             raise ArgumentError(f"fxquant.bisect: the bound of {check!r} must be a number of at least 0")
         if kind == "loss":
             return lambda compiled: _above(compiled, data, bound)
-        exact = trials.run(HighPrecision(), lambda compiled: _results(compiled, model, data))
-        return lambda compiled: _differs(_results(compiled, model, data), exact, bound)
+        return _Differs(model, data, bound)
     if isinstance(check, str | Mapping) or not callable(check):
         kinds = "'nan', {'loss': bound}, {'differs': bound} or a function of (model, data)"
         shown = repr(check) if isinstance(check, str | Mapping) else article(type(check).__name__)
@@ -200,10 +214,19 @@ def _above(compiled: Any, data: Any, bound: float) -> Any:
     return True if mean <= bound else f"a loss of {mean:g} is above {bound:g}"
 
 
-def _differs(results: Mapping[str, Tensor], exact: Mapping[str, Tensor], bound: float) -> Any:
-    for name, x in results.items():
-        reference = exact[name].float()
-        distance = (x.float() - reference).norm() / reference.norm().clamp_min(1e-30)
-        if not distance <= bound:  # NaN too
-            return f"{name} differs by {float(distance):g}"
-    return True
+class _Differs:
+    """Compares results with those of the first run, which is that of the unquantized model."""
+
+    def __init__(self, model: Any, data: Any, bound: float) -> None:
+        self.model, self.data, self.bound = model, data, bound
+        self.exact: dict[str, Tensor] = {}
+
+    def __call__(self, compiled: Any) -> Any:
+        results = _results(compiled, self.model, self.data)
+        self.exact = self.exact or results
+        for name, x in results.items():
+            reference = self.exact[name].float()
+            distance = (x.float() - reference).norm() / reference.norm().clamp_min(1e-30)
+            if not distance <= self.bound:  # NaN too
+                return f"{name} differs by {float(distance):g}"
+        return True

@@ -98,13 +98,23 @@ def request_of(recipes: Sequence[Recipe], statistics: Sequence[str] = _STATISTIC
 
 
 def errors_of(trials: Trials, recipe: Recipe, run: Callable[[Any], object]) -> dict[Operand, float]:
-    """The relative errors of products with each operand quantized by a recipe, while `run` runs a model."""
+    """The relative errors of products with each operand quantized by a recipe, while `run` runs a model.
+
+    Of experts, whose products probes do not compare, it is the larger of the errors in the norm and of the elements:
+    a few large elements hide what the others lose.
+    """
 
     def use(compiled: Any, _: Session) -> None:
         run(compiled)
 
-    _, rows = trials.measured(HighPrecision(), request_of([recipe], ("sqnr", "product_error")), 1, use)
-    return {operand: error for (operand, _), error in Sensitivity.of(rows).errors.items()}
+    request = request_of([recipe], ("sqnr", "relative_error", "product_error"))
+    _, rows = trials.measured(HighPrecision(), request, 1, use)
+    result = {operand: error for (operand, _), error in Sensitivity.of(rows).errors.items()}
+    for row in rows:
+        operand = Operand(row["layer"], row["role"], row["direction"])
+        if row["product_error"] is None and operand in result:
+            result[operand] = max(result[operand], row["relative_error"] or 0.0)
+    return result
 
 
 def to_json(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

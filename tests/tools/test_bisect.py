@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ import fxquant
 from fxquant import (
     CustomRecipe,
     DelayedScaling,
+    Float8CurrentScaling,
     HybridQuantizer,
     MXFP8BlockScaling,
     MXFP8Quantizer,
@@ -20,11 +22,14 @@ from fxquant import (
     Quantizer,
     QuantizerRole,
     Recipe,
+    Rule,
+    Rules,
 )
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.quantizers import QuantizedOperand
 from fxquant.recipes.operands import Operand, PerOperand
-from fxquant.tools.trials import operands_of
+from fxquant.tools.bisect import Unit, _Search
+from fxquant.tools.trials import Trials, operands_of
 
 LAYERS = 12
 
@@ -107,6 +112,56 @@ def test_two_operands_that_break_only_together_are_both_named() -> None:
             assert compiled(x).norm() < 4 * exact
 
     assert sorted(fxquant.bisect(model, x, recipe, small)) == places
+
+
+class Hidden(nn.Module):
+    """An attention and experts, in which two channels of q, and of the experts' input, hide all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.weight = nn.Linear(16, 48), nn.Parameter(torch.randn(2, 16, 16) / 8)
+        self.register_buffer("scale", torch.ones(16))
+        self.scale[[3, 9]] = 2.0**20
+        with torch.no_grad():
+            self.weight.div_(self.scale[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part[None, None] for part in self.qkv(x).chunk(3, -1))
+        x = x + nn.functional.scaled_dot_product_attention(9 * q * self.scale, k / self.scale, v)[0, 0]
+        rows, ends = (x * self.scale).bfloat16(), torch.tensor([8, 32], dtype=torch.int32)
+        return x + nn.functional.grouped_mm(rows, self.weight.bfloat16(), offs=ends).float()
+
+
+def test_an_attention_and_experts_that_break_only_together_are_both_named() -> None:
+    torch.manual_seed(0)
+    model, x, counted = Hidden(), torch.randn(32, 16), list[float]()
+    exact, places = model(x), [("", "input", "rowwise"), ("", "qkv", "rowwise"), ("", "s", "rowwise")]
+    rules = Rules([Rule(fxquant.IdentityQuantizer(), module_type="linear")], default=Float8CurrentScaling(fp8_dpa=True))
+    recipe = CustomRecipe(qfactory=rules, fp8_dpa=True)
+
+    def near(compiled: nn.Module, x: Tensor) -> bool:
+        with torch.no_grad():
+            counted.append(float((compiled(x) - exact).norm() / exact.norm()))
+        return counted[-1] < 0.85 * max(counted[:2]) + 1e-6
+
+    assert sorted(fxquant.bisect(model, x, recipe, near)) == places
+    assert len(counted) <= 6
+
+
+@pytest.mark.parametrize("place", [0, 1, 63, 64, 1343])
+def test_few_runs_find_one_of_many_operands(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 layers with 7 linears each: in 12 with those of both recipes and the probe, if it is among the first."""
+    trials, counted = Trials(nn.Linear(1, 1)), list[int]()
+    search = _Search(trials, MXFP8BlockScaling(), lambda _: True, None)
+    units = [(Operand(str(i), "weight", "rowwise"),) for i in range(7 * 6 * 32)]
+
+    def breaks(chosen: Sequence[Unit]) -> bool:
+        counted.append(1)
+        return units[place] in chosen
+
+    monkeypatch.setattr(search, "breaks", breaks)
+    assert search.among(units) == [units[place]]
+    assert len(counted) <= (9 if place < 64 else 14)
 
 
 def test_checks_that_need_no_function() -> None:
