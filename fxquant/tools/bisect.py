@@ -135,9 +135,9 @@ class _Search:
         except Exception as error:
             log.info("bisect: operands are tried in the model's order, since a batch does not run: %s", error)
             return units
-        known = [unit for unit in units if any(operand in errors for operand in unit)]
-        known.sort(key=lambda unit: -max(errors.get(operand, 0.0) for operand in unit))
-        return [*known[:1], *(unit for unit in units if unit not in known), *known[1:]]
+        probed = [unit for unit in units if any(operand in errors for operand in unit)]
+        probed.sort(key=lambda unit: -max(errors.get(operand, 0.0) for operand in unit))
+        return [*probed[:1], *(unit for unit in units if unit not in probed), *probed[1:]]
 
     def first_batch(self) -> list[Any]:
         """The first batch alone; it is drawn in a run, behind which the random state is as before."""

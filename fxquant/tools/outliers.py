@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -32,6 +32,12 @@ _CROWD = 32
 
 _SMALLER = 0.9
 """The share of the usual loss in the norm below which a few large elements make up the norm."""
+
+_ROWS = {"kurtosis": 40.0, "norm": 0.85, "elements": 1.2}
+"""The kurtosis, and the losses beside those of rows, of columns in which a few rows have the norm.
+
+These hide what is beside them in a block, so that more is lost of the elements than in rows, and less of the norm.
+"""
 
 _BOTH = 0.75
 """The share of the loss of elements in one direction that is a loss by the same tail in the other."""
@@ -81,8 +87,8 @@ def outliers(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dic
     """The operands that lose many times what is usual, with how many times it is, the most first.
 
     An operand hurts its product, or it has a tail whose few large elements hide what all others lose: more than usual
-    of the elements, and less of the norm. Columns of a gradient take such tails from rows of gradients behind it, so
-    they are outliers only where rows are. The mean of steps counts.
+    of the elements, and less of the norm. Columns of a gradient take such tails from gradients behind it, so they are
+    outliers only where rows are, or in the one layer where a few large rows begin. The mean of steps counts.
     """
     products = products_times_usual(seen, places)
     result = {key: x for key, x in products.items() if x > TIMES[_product_of(seen[key])] and _loses(seen[key])}
@@ -92,11 +98,39 @@ def outliers(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dic
         if places[key].role != "grad_output" or places[key].direction == "rowwise":
             tails[places[key]] = elements[key]
             result[key] = max(times, result.get(key, 0.0))
+    result |= _first_large_rows(seen, elements, places, tails)
     for key, place in places.items():
         other = next((p for p in tails if p[:2] == place[:2] and p[3] == place[3]), None)
         if other and key not in result and elements[key] > max(_BOTH * tails[other], LEAST["elements"]):
             result[key] = elements[key] / tails[other]
     return dict(sorted(result.items(), key=lambda item: -item[1]))
+
+
+def _first_large_rows(
+    seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], places: Mapping[K, Place], tails: Collection[Place]
+) -> dict[K, float]:
+    """The columns of the gradient in which a few large rows begin, with how many times as much they lose as rows do.
+
+    Of all that have such rows it is the layer nearest the loss, from which those before it inherit them. It is none if
+    a gradient behind it has a tail.
+    """
+    begins: dict[Hashable, tuple[K, float] | None] = {}
+    at = {place: key for key, place in places.items() if place.role == "grad_output" and key in elements}
+    rows = {place: key for place, key in at.items() if place.direction == "rowwise"}
+    norms = {place: statistics.fmean(one.norm for one in seen[key]) for place, key in at.items()}
+    usual = _by({place: norms[place] for place in rows}, {place: place for place in rows}, lambda p: p.format)
+    for place, key in at.items():
+        row = place._replace(direction="rowwise")
+        if row in tails:
+            begins[place.format] = None
+        if row == place or row not in rows:
+            continue
+        times = _times(elements[key], elements[rows[row]])
+        is_large = elements[key] > LEAST["elements"] and times > _ROWS["elements"]
+        is_few = min(one.kurtosis for one in seen[key]) > _ROWS["kurtosis"]
+        if is_large and is_few and norms[place] < _ROWS["norm"] * _median(usual[row]):
+            begins[place.format] = (key, times)
+    return dict(filter(None, begins.values()))
 
 
 def products_times_usual(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dict[K, float]:

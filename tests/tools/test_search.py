@@ -23,6 +23,7 @@ from fxquant.quantizers import QuantizedOperand
 from fxquant.recipes.operands import Operand
 from fxquant.recipes.source import python_of
 from fxquant.tools.cut import best_of
+from fxquant.tools.outliers import Place, Seen, outliers
 from fxquant.tools.patterns import name_pattern, recipe_of
 from fxquant.tools.result import Point, SearchResult
 from fxquant.tools.sensitivity import Sensitivity, unfit
@@ -226,6 +227,21 @@ def test_candidates_are_unfit_where_more_is_lost_than_usual() -> None:
     assert levels == dict.fromkeys(hurt, 2) | dict.fromkeys([("6.up", "input", 0), ("5.up", "input", 1)], 1)
     rows[-1]["exponents"] = {-1: 1, -2: 3, -8: 64, -15: 6000}  # which thin out
     assert unfit(Sensitivity.of(rows))[Operand("head", "grad_output", "rowwise"), 0] == 2
+
+
+def test_large_rows_of_a_gradient_count_where_they_begin() -> None:
+    """They hide others in columns; layers before inherit them, none if one behind has a tail."""
+    layers, large = [f"{i}.up" for i in range(6)], range(4)
+    places = {
+        (layer, d): Place(layer, "grad_output", d, "nvfp4") for layer in layers for d in ("rowwise", "columnwise")
+    }
+    seen = {key: [Seen(0.1, 0.2, 0.14, 3.0)] for key in places}
+    for i in large:
+        seen[layers[i], "rowwise"] = [Seen(0.1, 0.2, 0.14, 90.0)]
+        seen[layers[i], "columnwise"] = [Seen(0.1, 0.4 + 0.1 * (i == 0), 0.1, 90.0)]
+    assert outliers(seen, places) == {("3.up", "columnwise"): pytest.approx(2.0)}
+    seen["5.up", "rowwise"] = [Seen(0.1, 0.5, 0.1, 200.0)]
+    assert outliers(seen, places).keys() == {("5.up", "rowwise")}
 
 
 def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:
