@@ -97,7 +97,7 @@ def _load_tiles(
     """Copies tiles and their scales, as the loading warp."""
     a_tiles, b_tiles, lefts, rights, full, empty, _ = shared
     BM: gl.constexpr = GROUPS * HEIGHT
-    BYTES: gl.constexpr = (BM + BN) * _K + BM * 4 + (BN * 4 if BY_COLUMN else 0)
+    BYTES: gl.constexpr = (BM + BN) * _K + (0 if KIND == _ROWS_OF_GROUPS else BM * 4) + (BN * 4 if BY_COLUMN else 0)
     down = _tiles_down(places, sizes, KIND, BM)
     across = (sizes[1] + BN - 1) // BN
     tiles = down * across
@@ -115,7 +115,8 @@ def _load_tiles(
                 row = a_row + group * HEIGHT
                 place = stage * GROUPS + group
                 tma.async_copy_global_to_shared(a, [row, k * _K], ready, a_tiles.index(place))
-                tma.async_copy_global_to_shared(a_scale, [k, row], ready, lefts.index(place))
+                if KIND != _ROWS_OF_GROUPS:  # whose rows start anywhere, copies along rows at multiples of 16 bytes
+                    tma.async_copy_global_to_shared(a_scale, [k, row], ready, lefts.index(place))
             tma.async_copy_global_to_shared(b, [b_row, k * _K], ready, b_tiles.index(stage))
             if BY_COLUMN:
                 tma.async_copy_global_to_shared(b_scale, [k, b_row], ready, rights.index(stage))
@@ -149,13 +150,19 @@ def _begin(shared, stage, phase, part, GROUP: gl.constexpr, GROUPS: gl.constexpr
 
 @gluon.jit
 def _left(shared, place, first: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales of 64 rows of a."""
+    """Scales of 64 rows of a, from shared memory."""
     return shared[2].index(place).reshape([HEIGHT]).slice(first, _ROWS).load(LAYOUT)
 
 
 @gluon.jit
+def _left_of_groups(left_at, k, steps, a_step):
+    """Scales of rows of a, from memory, at a block along K or the last."""
+    return gl.load(left_at + gl.minimum(k, steps - 1) * a_step)
+
+
+@gluon.jit
 def _multiply(
-    shared, c, b_scale, b_steps, places, sizes, KIND: gl.constexpr, GROUP: gl.constexpr, BY_COLUMN: gl.constexpr,
+    shared, c, scales, places, sizes, KIND: gl.constexpr, GROUP: gl.constexpr, BY_COLUMN: gl.constexpr,
     DEEP: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr,
     BN: gl.constexpr, C_TILES: gl.constexpr,
 ):  # fmt: skip
@@ -173,14 +180,22 @@ def _multiply(
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _a_row, b_row, c_row, j, c_part, _block, steps = _tile(tile, down, across, places, sizes, KIND, BAND, BM, BN)
+        a_row, b_row, c_row, j, c_part, _block, steps = _tile(tile, down, across, places, sizes, KIND, BAND, BM, BN)
         if not BY_COLUMN:
             gl.static_assert(BN == _K)
-            right_at = b_scale + j * b_steps[1]
+            right_at = scales[1] + j * scales[3]
             if KIND == _ROWS_OF_GROUPS:
-                right_at += (b_row - j * BN) // sizes[1] * b_steps[0]
+                right_at += (b_row - j * BN) // sizes[1] * scales[2]
             right = gl.load(right_at)
             right2 = gl.load(right_at + gl.minimum(1, steps - 1))
+        if KIND == _ROWS_OF_GROUPS:
+            row = a_row + GROUP * HEIGHT + gl.arange(0, _ROWS, ROW)
+            left_at = scales[0] + gl.minimum(row, sizes[0] - 1)
+            left_next = _left_of_groups(left_at, 0, steps, scales[4])
+            left2_next = _left_of_groups(left_at, 1, steps, scales[4])
+            if HEIGHT == 128:
+                lower_at = scales[0] + gl.minimum(row + _ROWS, sizes[0] - 1)
+                lower_next = _left_of_groups(lower_at, 0, steps, scales[4])
         total = gl.full([_ROWS, BN], 0.0, gl.float32, ACC)
         part = gl.full([_ROWS, BN], 0.0, gl.float32, ACC)
         if HEIGHT == 128:
@@ -191,10 +206,17 @@ def _multiply(
             for k in range(0, steps, 2):
                 before = stage
                 part = _begin(shared, stage, phase, part, GROUP, GROUPS)
-                left = _left(shared, stage * GROUPS + GROUP, 0, HEIGHT, ROW)
+                if KIND != _ROWS_OF_GROUPS:
+                    left = _left(shared, stage * GROUPS + GROUP, 0, HEIGHT, ROW)
                 stage, phase = next_stage(stage, phase, STAGES)
                 odd = _begin(shared, stage, phase, odd, GROUP, GROUPS)
-                left2 = _left(shared, stage * GROUPS + GROUP, 0, HEIGHT, ROW)
+                if KIND == _ROWS_OF_GROUPS:
+                    left = left_next
+                    left2 = left2_next
+                    left_next = _left_of_groups(left_at, k + 2, steps, scales[4])
+                    left2_next = _left_of_groups(left_at, k + 3, steps, scales[4])
+                else:
+                    left2 = _left(shared, stage * GROUPS + GROUP, 0, HEIGHT, ROW)
                 right_now = right
                 right2_now = right2
                 right = gl.load(right_at + gl.minimum(k + 2, steps - 1))
@@ -211,9 +233,16 @@ def _multiply(
             for k in range(steps):
                 part = _begin(shared, stage, phase, part, GROUP, GROUPS)
                 place = stage * GROUPS + GROUP
-                left = _left(shared, place, 0, HEIGHT, ROW)
-                if HEIGHT == 128:
-                    lower = _left(shared, place, _ROWS, HEIGHT, ROW)
+                if KIND == _ROWS_OF_GROUPS:
+                    left = left_next
+                    left_next = _left_of_groups(left_at, k + 1, steps, scales[4])
+                    if HEIGHT == 128:
+                        lower = lower_next
+                        lower_next = _left_of_groups(lower_at, k + 1, steps, scales[4])
+                else:
+                    left = _left(shared, place, 0, HEIGHT, ROW)
+                    if HEIGHT == 128:
+                        lower = _left(shared, place, _ROWS, HEIGHT, ROW)
                 if BY_COLUMN:
                     right_now = rights.index(stage).reshape([BN]).load(COLUMN)
                 else:
@@ -248,19 +277,23 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["m", "n", "steps", "groups", "b_part_step", "b_row_step"])
+@gluon.jit(do_not_specialize=["m", "n", "steps", "groups", "b_part_step", "b_row_step", "a_step"])
 def block_mm_kernel(
-    a, b, c, a_scale, b_scale, table, ends, m, n, steps, groups, b_part_step, b_row_step,
+    a, b, c, a_scale, b_scale, table, ends, m, n, steps, groups, b_part_step, b_row_step, a_step,
     KIND: gl.constexpr, BY_COLUMN: gl.constexpr, DEEP: gl.constexpr, BAND: gl.constexpr, GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, BN: gl.constexpr, C_TILES: gl.constexpr,
 ):  # fmt: skip
     """c [M, N] = a [M, K] x b [N, K]^T in tiles of GROUPS x HEIGHT by BN, dealt out to as many programs as there are.
 
-    a, b, c and the scales that run along K first are descriptors, `steps` the blocks along K.
+    a, b, c and the scales that run along K first are descriptors, `steps` the blocks along K. Of rows of groups, scales
+    of a are a pointer, with `a_step` elements from one block along K to the next.
     """
     a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, HEIGHT, _K], a.layout)
     b_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, _K], b.layout)
-    lefts = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, HEIGHT], a_scale.layout)
+    if KIND == _ROWS_OF_GROUPS:
+        lefts = a_tiles
+    else:
+        lefts = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, HEIGHT], a_scale.layout)
     if BY_COLUMN:
         rights = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], b_scale.layout)
     else:
@@ -273,15 +306,15 @@ def block_mm_kernel(
         mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     shared = (a_tiles, b_tiles, lefts, rights, full, empty, c_tiles)
-    b_steps = (b_part_step, b_row_step)
+    scales = (a_scale, b_scale, b_part_step, b_row_step, a_step)
     places = (table, ends, groups)
     sizes = (m, n, steps)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (shared, c, b_scale, b_steps, places, sizes, KIND, _FIRST, BY_COLUMN, DEEP, BAND, GROUPS,
+                (_multiply, (shared, c, scales, places, sizes, KIND, _FIRST, BY_COLUMN, DEEP, BAND, GROUPS,
                              STAGES, HEIGHT, BN, C_TILES)),
-                (_multiply, (shared, c, b_scale, b_steps, places, sizes, KIND, _SECOND, BY_COLUMN, DEEP, BAND, GROUPS,
+                (_multiply, (shared, c, scales, places, sizes, KIND, _SECOND, BY_COLUMN, DEEP, BAND, GROUPS,
                              STAGES, HEIGHT, BN, C_TILES)),
                 (_load_tiles, (a, b, a_scale, b_scale, shared, places, sizes, KIND, BY_COLUMN, DEEP, BAND, GROUPS,
                                STAGES, HEIGHT, BN)),
@@ -292,11 +325,11 @@ def block_mm_kernel(
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (_multiply, (shared, c, b_scale, b_steps, places, sizes, KIND, _FIRST, BY_COLUMN, DEEP, BAND, GROUPS,
+                (_multiply, (shared, c, scales, places, sizes, KIND, _FIRST, BY_COLUMN, DEEP, BAND, GROUPS,
                              STAGES, HEIGHT, BN, C_TILES)),
-                (_multiply, (shared, c, b_scale, b_steps, places, sizes, KIND, _SECOND, BY_COLUMN, DEEP, BAND, GROUPS,
+                (_multiply, (shared, c, scales, places, sizes, KIND, _SECOND, BY_COLUMN, DEEP, BAND, GROUPS,
                              STAGES, HEIGHT, BN, C_TILES)),
-                (_multiply, (shared, c, b_scale, b_steps, places, sizes, KIND, _THIRD, BY_COLUMN, DEEP, BAND, GROUPS,
+                (_multiply, (shared, c, scales, places, sizes, KIND, _THIRD, BY_COLUMN, DEEP, BAND, GROUPS,
                              STAGES, HEIGHT, BN, C_TILES)),
                 (_load_tiles, (a, b, a_scale, b_scale, shared, places, sizes, KIND, BY_COLUMN, DEEP, BAND, GROUPS,
                                STAGES, HEIGHT, BN)),
@@ -349,7 +382,7 @@ def multiply(
     tiles = -(-m // config.rows) * -(-n // config.columns)
     _run(
         (a, b), _result(out, out.data_ptr(), [1, m, n], config), (out, out, 1), (m, n),
-        (0, b[1].stride(0) if tiled else 0),
+        (0, b[1].stride(0) if tiled else 0, 0),
         config.options(out.dtype) | {"KIND": _DENSE, "BY_COLUMN": not tiled}, min(tiles, _processors(out)), launch,
     )  # fmt: skip
 
@@ -368,7 +401,7 @@ def rows_of_groups(
     base = out.data_ptr() - m * n * out.element_size()
     _run(
         (a, [b[0].flatten(0, 1), b[1]]), _result(out, base, [m + 1, m, n], config, n),
-        (tiles[0], tiles[1], b[0].shape[0]), (m, n), (b[1].stride(0), b[1].stride(1)),
+        (tiles[0], tiles[1], b[0].shape[0]), (m, n), (b[1].stride(0), b[1].stride(1), a[1].stride(0)),
         config.options(out.dtype) | {"KIND": _ROWS_OF_GROUPS, "BY_COLUMN": False}, _processors(out), launch,
     )  # fmt: skip
 
@@ -383,22 +416,23 @@ def columns_of_groups(
     groups, m, n = out.shape
     _run(
         (a, b), _result(out, out.data_ptr(), [groups, m, n], config), (ends, ends, groups), (m, n),
-        (0, 0),
+        (0, 0, 0),
         config.options(out.dtype) | {"KIND": _COLUMNS_OF_GROUPS, "BY_COLUMN": True}, _processors(out), launch,
     )  # fmt: skip
 
 
 def _run(
     operands: Sequence[Sequence[Tensor]], result: TensorDescriptor, places: tuple[Tensor, Tensor, int],
-    sizes: tuple[int, int], b_steps: tuple[int, int], options: dict[str, Any], programs: int, launch: bool,
+    sizes: tuple[int, int], scale_steps: tuple[int, int, int], options: dict[str, Any], programs: int, launch: bool,
 ) -> None:  # fmt: skip
     """Launches the kernel, or only compiles it."""
     (a, a_scale), (b, b_scale) = operands
     height, columns = options["HEIGHT"], options["BN"]
+    left = a_scale if options["KIND"] == _ROWS_OF_GROUPS.value else _scales(a_scale, height)
     arguments = (
-        _operand(a, height), _operand(b, columns), result, _scales(a_scale, height),
+        _operand(a, height), _operand(b, columns), result, left,
         _scales(b_scale, columns) if options["BY_COLUMN"] else b_scale, *places[:2], *sizes, -(-a.shape[1] // 128),
-        places[2], *b_steps,
+        places[2], *scale_steps,
     )  # fmt: skip
     with nullcontext() if options["BY_COLUMN"] else _assembled_by_the_newer(str(options)):
         if launch:

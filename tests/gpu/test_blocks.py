@@ -55,7 +55,7 @@ def test_values(sizes: tuple[int, int, int], b_spec: str, dtype: torch.dtype) ->
         assert error(other, expected) > 0.9 * error(got, expected), "as exact as cuBLAS"
 
 
-@pytest.mark.parametrize("sizes", ([100, 0, 300, 8, 1000], [2048] * 4), ids=str)
+@pytest.mark.parametrize("sizes", ([100, 0, 300, 8, 1000], [101, 0, 302, 7, 1001], [2048] * 4), ids=str)
 def test_groups(sizes: list[int]) -> None:
     torch.manual_seed(0)
     n, k, m = 384, 512, sum(sizes)

@@ -97,6 +97,7 @@ class Descriptor:
         return at, within
 
     def read(self, first: Sequence[Any]) -> Any:
+        assert int(first[-1]) * self.item % 16 == 0, "a copy begins at a multiple of 16 bytes of a row, or Hopper stops"
         at, within = self.places(first)
         values = self.memory.float()[torch.from_numpy(np.where(within, at, 0))]
         return torch.where(torch.from_numpy(within), values, 0).numpy()
@@ -186,7 +187,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, path: Path) -> ModuleType:
         constexpr=lambda x: x, static_range=range, static_assert=lambda *_: None, load=load,
         float8e4nv="float8e4nv", bfloat16="bfloat16", float16="float16", float32=np.float32, int64="barrier",
         dtype=object, program_id=lambda _: program.at, num_programs=lambda _: program.count,
-        minimum=min, where=lambda condition, a, b: a if condition else b, allocate_shared_memory=allocate,
+        minimum=np.minimum, where=lambda condition, a, b: a if condition else b, allocate_shared_memory=allocate,
         arange=lambda first, end, _: np.arange(first, end).view(Array), warp_specialize=specialize,
         full=lambda shape, value, *_: np.full(shape, value, np.float32).view(Array),
         inline_asm_elementwise=lambda text, constraints, values, **_: values[0] if values else None,

@@ -49,14 +49,18 @@ def operand(rows: int, k: int, tiled: bool = False) -> tuple[Tensor, Tensor, Ten
 
 def arguments(
     kernel: ModuleType, config: Any, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, parts: Any,
-    by_column: bool,
+    by_column: bool, by_rows: bool = False,
 ) -> list[Any]:  # fmt: skip
     shape, strides, base = parts
+    if by_rows:
+        left = pointer(kernel, a[1].t().contiguous())
+    else:
+        left = kernel.Descriptor(kernel.by_columns(a[1]), [1, config.height])
     right = kernel.Descriptor(kernel.by_columns(b[1]), [1, config.columns]) if by_column else pointer(kernel, b[1])
     return [
         kernel.Descriptor(a[0], [config.height, 128]), kernel.Descriptor(b[0], [config.columns, 128]),
         kernel.Descriptor(out, [1, 64, config.columns], shape, strides, base),
-        kernel.Descriptor(kernel.by_columns(a[1]), [1, config.height]), right,
+        left, right,
     ]  # fmt: skip
 
 
@@ -74,19 +78,20 @@ def test_values(config: dict[str, Any], shape: tuple[int, int, int], tiled: bool
     kernel.run(
         kernel.block_mm_kernel, PROGRAMS,
         *arguments(kernel, tiles, (a, a_scale), (b, b_scale), out, ([1, m, n], [m * n, n, 1], 0), not tiled),
-        None, None, m, n, a_scale.shape[1], 1, 0, b_scale.shape[1] if tiled else 0, KIND=0, BY_COLUMN=not tiled,
+        None, None, m, n, a_scale.shape[1], 1, 0, b_scale.shape[1] if tiled else 0, 0, KIND=0, BY_COLUMN=not tiled,
         **tiles.options(torch.float32),
     )  # fmt: skip
     torch.testing.assert_close(out.double(), left @ right.t(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("height", (64, 128))
-def test_rows_of_groups(height: int, kernel: ModuleType) -> None:
+@pytest.mark.parametrize("config", ({}, {"deep": True}, {"height": 128}), ids=str)
+def test_rows_of_groups(config: dict[str, Any], kernel: ModuleType) -> None:
+    """Groups start at any row, where no copy along rows could."""
     torch.manual_seed(0)
-    sizes, n, k = [100, 0, 300, 8], 272, 384
-    m, tiles = sum(sizes) + 40, Config(height=height)
+    sizes, n, k = [101, 0, 302, 7], 272, 384
+    m, tiles = sum(sizes) + 40, Config(**config)
     ends = torch.tensor(sizes).cumsum(0)
-    table, rows = [], 2 * height
+    table, rows = [], tiles.rows
     for group, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
         table += [[group, first, end, 0] for first in range(end - size, end, rows)]
     a, a_scale, left = operand(m, k)
@@ -96,10 +101,10 @@ def test_rows_of_groups(height: int, kernel: ModuleType) -> None:
     b = b.view(torch.float8_e4m3fn).view(-1, k)
     kernel.run(
         kernel.block_mm_kernel, PROGRAMS,
-        *arguments(kernel, tiles, (a, a_scale), (b, b_scale), out, ([m + 1, m, n], [n, n, 1], -m * n), False),
+        *arguments(kernel, tiles, (a, a_scale), (b, b_scale), out, ([m + 1, m, n], [n, n, 1], -m * n), False, True),
         pointer(kernel, torch.tensor(table, dtype=torch.int32)),
         pointer(kernel, torch.tensor([len(table)], dtype=torch.int32)),
-        m, n, k // 128, len(sizes), *b_scale.stride()[:2], KIND=1, BY_COLUMN=False,
+        m, n, k // 128, len(sizes), *b_scale.stride()[:2], m, KIND=1, BY_COLUMN=False,
         **tiles.options(torch.float32),
     )  # fmt: skip
     for end, size, weight in zip(ends.tolist(), sizes, weights, strict=True):
@@ -118,7 +123,7 @@ def test_columns_of_groups(kernel: ModuleType) -> None:
     kernel.run(
         kernel.block_mm_kernel, PROGRAMS,
         *arguments(kernel, tiles, (a, a_scale), (b, b_scale), out, ([groups, n, k], [n * k, k, 1], 0), True),
-        None, pointer(kernel, ends), n, k, m // 128, groups, 0, 0, KIND=2, BY_COLUMN=True,
+        None, pointer(kernel, ends), n, k, m // 128, groups, 0, 0, 0, KIND=2, BY_COLUMN=True,
         **tiles.options(torch.float32),
     )  # fmt: skip
     for group, (end, size) in enumerate(zip(ends.tolist(), sizes, strict=True)):
@@ -127,16 +132,17 @@ def test_columns_of_groups(kernel: ModuleType) -> None:
 
 
 MADE = (
-    (0, False),
-    pytest.param(0, True, marks=pytest.mark.sweep),
-    pytest.param(1, False, marks=pytest.mark.sweep),
-    (2, True),
+    (0, False, 8192),
+    pytest.param(0, True, 8192, marks=pytest.mark.sweep),
+    (1, False, 100),
+    pytest.param(1, False, 1000, marks=pytest.mark.sweep),
+    (2, True, 8192),
 )
 
 
 @pytest.mark.skipif(not knows_gluon(), reason="this Triton's Gluon is not the kernel's")
-@pytest.mark.parametrize(("kind", "by_column"), MADE)
-def test_nothing_spills_on_hopper(kind: int, by_column: bool) -> None:
+@pytest.mark.parametrize(("kind", "by_column", "rows"), MADE)
+def test_nothing_spills_on_hopper(kind: int, by_column: bool, rows: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -144,7 +150,7 @@ def test_nothing_spills_on_hopper(kind: int, by_column: bool) -> None:
     from fxquant.kernels.linear import gluon_blocks
 
     gl, kernel = gluon_blocks.gl, gluon_blocks.block_mm_kernel
-    config = Config.of((8192, 8192), 132, tiled=not by_column)
+    config = Config.of_groups(rows, tiled=True) if kind == 1 else Config.of((rows, rows), 132, tiled=not by_column)
 
     def box(name: str, shape: list[int], dtype: Any) -> str:
         layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
@@ -152,11 +158,11 @@ def test_nothing_spills_on_hopper(kind: int, by_column: bool) -> None:
             layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         return f"tensordesc<{name}[{', '.join(map(str, shape))}],{layout!r}>"
 
-    types = dict.fromkeys("m n steps groups b_part_step b_row_step".split(), "i32") | {
+    types = dict.fromkeys("m n steps groups b_part_step b_row_step a_step".split(), "i32") | {
         "a": box("fp8e4nv", [config.height, 128], gl.float8e4nv),
         "b": box("fp8e4nv", [config.columns, 128], gl.float8e4nv),
         "c": box("bf16", [1, 64, config.columns], gl.bfloat16), "table": "*i32", "ends": "*i32",
-        "a_scale": box("fp32", [1, config.height], gl.float32),
+        "a_scale": "*fp32" if kind == 1 else box("fp32", [1, config.height], gl.float32),
         "b_scale": box("fp32", [1, config.columns], gl.float32) if by_column else "*fp32",
     }  # fmt: skip
     constants = config.options(torch.bfloat16) | {"KIND": kind, "BY_COLUMN": by_column}
