@@ -33,7 +33,7 @@ from fxquant.backend.states import StateStore
 from fxquant.backend.uncaptured import graph_runs
 from fxquant.backend.weight_cache import CachedWeights, WeightCache
 from fxquant.checks import article, checked
-from fxquant.compat.inside.frames import unwrapped
+from fxquant.compat.inside.frames import unwrapped, without_switch
 from fxquant.compat.inside.ranks import in_pipeline_stage, name_of_all
 from fxquant.compat.inside.recompiles import breaks_around, compilation, recompile_reasons
 from fxquant.compat.patches import compile_with_inductor
@@ -209,7 +209,8 @@ class Backend:
         if checks_values():
             compiled = FiniteCheck(bound.gm, self._all_names, self.records.what).watching(compiled)
         cached = self.weights.of(bound.taken) if self.weights is not None else None
-        return lambda *inputs: self._call(compiled, inputs, record, (blocks, bound, held, cached, probed))
+        graph, read = without_switch(compiled), (blocks, bound, held, cached, probed)
+        return lambda *inputs: self._call(graph, inputs, record, read)
 
     def _may_be_cached(self, gm: fx.GraphModule) -> bool:
         """Returns True if Inductor keeps a quantized graph, so that a later process compiles nothing."""

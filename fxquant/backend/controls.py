@@ -130,6 +130,8 @@ class Controls:
         self._copies: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = weakref.WeakKeyDictionary()
         self._ran: weakref.WeakKeyDictionary[nn.Module, Recipe] = weakref.WeakKeyDictionary()
         """The recipe under which each module ran last, in the order of changes."""
+        self._noted: tuple[Callable[[], nn.Module | None], Recipe | None] = (lambda: None), None
+        """The module that ran last, and its recipe."""
         self._guarded = threading.local()
         _all.add(self)
 
@@ -236,11 +238,14 @@ class Controls:
         self._guarded.runs = getattr(self._guarded, "runs", 0) + 1
         root = getattr(self._guarded, "root", None)
         if root is not None:
-            self.add_root(root)
             self._guarded.root = None
+            if self._noted[0]() is root and self._noted[1] is self.running:  # as in each step of a decode
+                return
+            self.add_root(root)
             if self.running is not None and self._ran.get(root) is not self.running:
                 self._ran.pop(root, None)
                 self._ran[root] = self.running
+            self._noted = weakref.ref(root), self.running
 
     def runs(self) -> tuple[int, int]:
         """Counts the runs of compiled graphs so far: on this thread, and on all, where some may be missed."""
@@ -253,7 +258,8 @@ class Controls:
     def begin(self) -> Backend:
         """The backend for the graph that is being compiled, which gets its guard."""
         _, frame = frame_being_compiled()
-        root = root_of(frame)
+        place = place_of_root(frame)
+        root = root_at(frame, place)
         recipe = self._of_call(root)
         backend = self.under(recipe)
         self._add_called()
@@ -261,7 +267,9 @@ class Controls:
             self.add_root(root)
 
         def holds(frame: Mapping[str, Any]) -> bool:
-            root = root_of(frame)
+            root = root_at(frame, place)
+            if root is None:
+                root = root_of(frame)
             current = self._of_call(root)
             if current is not recipe and current != recipe:
                 return False
@@ -386,18 +394,32 @@ class Controls:
         return parts
 
 
+Root = tuple[str, bool]
+"""The variable of a frame that has the module which it runs, and True if that is the first of a tuple."""
+
+
 def root_of(frame: Mapping[str, Any]) -> nn.Module | None:
     """The module that a frame runs, from its variables."""
-    first = frame.get("self", frame.get("fn"))
-    if isinstance(first, nn.Module):
-        return first
-    values = [frame[name] for name in ("self", "fn", *sorted(frame)) if name in frame]
-    values += [value[0] for value in values if isinstance(value, tuple) and value]
-    for value in values:
-        owner = value.__self__ if isinstance(value, MethodType) else value
-        if isinstance(owner, nn.Module):
-            return owner
-    return None
+    return root_at(frame, place_of_root(frame))
+
+
+def place_of_root(frame: Mapping[str, Any]) -> Root | None:
+    """Returns where a frame has the module that it runs; frames of one code have it in the same place."""
+    names = [name for name in ("self", "fn", *sorted(frame)) if name in frame]
+    places = ((name, first) for first in (False, True) for name in names)
+    return next((place for place in places if root_at(frame, place) is not None), None)
+
+
+def root_at(frame: Mapping[str, Any], place: Root | None) -> nn.Module | None:
+    """The module at a place in a frame, if there is one, or that of a method there."""
+    if place is None:
+        return None
+    name, first = place
+    value = frame.get(name)
+    if first:
+        value = value[0] if isinstance(value, tuple) and value else None
+    owner = value.__self__ if isinstance(value, MethodType) else value
+    return owner if isinstance(owner, nn.Module) else None
 
 
 _numbers = itertools.count()

@@ -79,6 +79,8 @@ class _Product:
 
 
 _watching: ContextVar[Uncaptured | None] = ContextVar("watching", default=None)
+_ALONE = nullcontext()
+"""The scope of a graph that nothing watches: one for all, as each step of a decode enters it."""
 
 
 class Uncaptured(RunsBesideDynamo):  # type: ignore[no-untyped-call]
@@ -178,7 +180,7 @@ def is_watching() -> bool:
 def graph_runs() -> AbstractContextManager[None]:
     """A scope in which a captured graph runs."""
     watching = _watching.get()
-    return nullcontext() if watching is None else watching.paused()
+    return _ALONE if watching is None else watching.paused()
 
 
 def _layer(frame: FrameType | None, names: Mapping[str, str]) -> str:

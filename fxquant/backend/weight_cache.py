@@ -217,8 +217,7 @@ class CachedWeights:
             return ()
         parameters = [inputs[place] for place in self._places]
         steady = self.steady.get(id(parameters[0]))
-        # a part of a DTensor is a tensor of its own, and no parameter
-        if steady is not None and set(map(type, parameters)) == {Parameter} and steady.holds(parameters):
+        if steady is not None and steady.holds(parameters):
             return steady.parts
         return self._look(parameters, steady)
 
@@ -234,7 +233,8 @@ class CachedWeights:
             entries.append(entry)
         all_parts = [tensor for index, direction in self._order for tensor in quantized[index][direction]]
         kept = [entry for entry in entries if entry is not None]
-        if len(kept) == len(entries):
+        # a part of a DTensor is a tensor of its own in each call, and no parameter
+        if len(kept) == len(entries) and {*map(type, parameters)} == {Parameter}:
             moments = {entry.device: entry.moment for entry in kept}
             steady = _Steady(kept, Memories([entry.memory for entry in kept]), moments, all_parts)
             self._cache.remember(self, id(parameters[0]), steady)

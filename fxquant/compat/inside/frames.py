@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import external_utils
-from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, skip_code
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn, skip_code
 from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Guard, TracingContext
@@ -148,6 +148,11 @@ def add_guard(holds: Holds, meaning: str) -> None:
         builder.guard_manager.root.add_lambda_guard(holds, [meaning], None)
 
     context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), fxquant_guard))
+
+
+def without_switch(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function without what turns capturing off around each call: Dynamo does so around a whole graph."""
+    return innermost_fn(compiled)  # type: ignore[no-any-return, unused-ignore]
 
 
 def call_module(self: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -30,6 +30,8 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _asked: dict[int, int] = {}
 """The number of the last note of each memory that is watched; none has the number of another."""
 _notes = itertools.count(1)
+_latest = [0]
+"""The number of the latest note of any memory, which no other note has: where it is as it was, nothing was noted."""
 
 
 class Memory:
@@ -67,6 +69,7 @@ class Memories:
         self._keys = [memory._key for memory in memories]
         self._versions = [memory._version for memory in memories]
         self._asked = [memory._asked for memory in memories]
+        self._latest = -1
         self._pointers = [memory._pointer for memory in memories]
         self._holders = [_lone_holders()] * len(memories)
 
@@ -77,17 +80,21 @@ class Memories:
         """
         try:
             versions = [tensor._version for tensor in tensors]
-        except RuntimeError:  # of inference_mode, where no writes are counted
+            storages = [*map(Tensor.untyped_storage, tensors)]
+        except RuntimeError:  # of inference_mode, where no writes are counted, or without memory
             return False
-        storages = [*map(Tensor.untyped_storage, tensors)]
-        return (
-            all([kept() is now for kept, now in zip(self._storages, storages, strict=True)])
+        latest = _latest[0]
+        unchanged = (
+            [kept() for kept in self._storages] == storages  # by identity
             and versions == self._versions
             and [*map(Tensor.data_ptr, tensors)] == self._pointers
             and [*map(_use_count, self._keys)] == self._holders
-            and [*map(_asked.get, self._keys)] == self._asked
             and all(map(torch.UntypedStorage.resizable, storages))
+            and (latest == self._latest or [*map(_asked.get, self._keys)] == self._asked)
         )
+        if unchanged:
+            self._latest = latest
+        return unchanged
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
@@ -126,7 +133,10 @@ def is_captured(device: torch.device) -> bool:
 
 def stream_of(device: torch.device) -> int | None:
     """Returns the stream on which tensors of a GPU are used now."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def _note_and_do(do: Callable[..., Any], tensor: Tensor, *value: Any) -> Any:
@@ -159,7 +169,7 @@ def _note(noted: Any) -> None:
     except RuntimeError:  # a tensor without memory of its own: of other tensors, or sparse
         return
     if key in _asked:
-        _asked[key] = next(_notes)
+        _asked[key] = _latest[0] = next(_notes)
 
 
 def _is_written_unseen() -> bool:
