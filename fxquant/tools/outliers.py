@@ -112,7 +112,7 @@ def _first_large_rows(
     """The columns of the gradient in which a few large rows begin, with how many times as much they lose as rows do.
 
     Of all that have such rows it is the layer nearest the loss, from which those before it inherit them. It is none if
-    a gradient behind it has a tail.
+    a gradient behind it has a tail, and where columns are transformed, which spreads large rows.
     """
     begins: dict[Hashable, tuple[K, float] | None] = {}
     at = {place: key for key, place in places.items() if place.role == "grad_output" and key in elements}
