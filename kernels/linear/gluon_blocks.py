@@ -150,14 +150,8 @@ def _begin(shared, stage, phase, part, GROUP: gl.constexpr, GROUPS: gl.constexpr
 
 @gluon.jit
 def _left(shared, place, first: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales of 64 rows of a, from shared memory."""
+    """Scales of 64 rows of a."""
     return shared[2].index(place).reshape([HEIGHT]).slice(first, _ROWS).load(LAYOUT)
-
-
-@gluon.jit
-def _left_of_groups(left_at, k, steps, a_step):
-    """Scales of rows of a, from memory, at a block along K or the last."""
-    return gl.load(left_at + gl.minimum(k, steps - 1) * a_step)
 
 
 @gluon.jit
@@ -191,11 +185,11 @@ def _multiply(
         if KIND == _ROWS_OF_GROUPS:
             row = a_row + GROUP * HEIGHT + gl.arange(0, _ROWS, ROW)
             left_at = scales[0] + gl.minimum(row, sizes[0] - 1)
-            left_next = _left_of_groups(left_at, 0, steps, scales[4])
-            left2_next = _left_of_groups(left_at, 1, steps, scales[4])
+            left_next = gl.load(left_at)
+            left2_next = gl.load(left_at + gl.minimum(1, steps - 1) * scales[4])
             if HEIGHT == 128:
                 lower_at = scales[0] + gl.minimum(row + _ROWS, sizes[0] - 1)
-                lower_next = _left_of_groups(lower_at, 0, steps, scales[4])
+                lower_next = gl.load(lower_at)
         total = gl.full([_ROWS, BN], 0.0, gl.float32, ACC)
         part = gl.full([_ROWS, BN], 0.0, gl.float32, ACC)
         if HEIGHT == 128:
@@ -211,10 +205,9 @@ def _multiply(
                 stage, phase = next_stage(stage, phase, STAGES)
                 odd = _begin(shared, stage, phase, odd, GROUP, GROUPS)
                 if KIND == _ROWS_OF_GROUPS:
-                    left = left_next
-                    left2 = left2_next
-                    left_next = _left_of_groups(left_at, k + 2, steps, scales[4])
-                    left2_next = _left_of_groups(left_at, k + 3, steps, scales[4])
+                    left, left2 = left_next, left2_next
+                    left_next = gl.load(left_at + gl.minimum(k + 2, steps - 1) * scales[4])
+                    left2_next = gl.load(left_at + gl.minimum(k + 3, steps - 1) * scales[4])
                 else:
                     left2 = _left(shared, stage * GROUPS + GROUP, 0, HEIGHT, ROW)
                 right_now = right
@@ -235,10 +228,10 @@ def _multiply(
                 place = stage * GROUPS + GROUP
                 if KIND == _ROWS_OF_GROUPS:
                     left = left_next
-                    left_next = _left_of_groups(left_at, k + 1, steps, scales[4])
+                    left_next = gl.load(left_at + gl.minimum(k + 1, steps - 1) * scales[4])
                     if HEIGHT == 128:
                         lower = lower_next
-                        lower_next = _left_of_groups(lower_at, k + 1, steps, scales[4])
+                        lower_next = gl.load(lower_at + gl.minimum(k + 1, steps - 1) * scales[4])
                 else:
                     left = _left(shared, place, 0, HEIGHT, ROW)
                     if HEIGHT == 128:
@@ -290,14 +283,12 @@ def block_mm_kernel(
     """
     a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * GROUPS, HEIGHT, _K], a.layout)
     b_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, _K], b.layout)
-    if KIND == _ROWS_OF_GROUPS:
-        lefts = a_tiles
-    else:
+    lefts = a_tiles
+    rights = a_tiles
+    if KIND != _ROWS_OF_GROUPS:
         lefts = gl.allocate_shared_memory(gl.float32, [STAGES * GROUPS, 1, HEIGHT], a_scale.layout)
     if BY_COLUMN:
         rights = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], b_scale.layout)
-    else:
-        rights = lefts
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     c_tiles = gl.allocate_shared_memory(c.dtype, [GROUPS * C_TILES, 1, _ROWS, BN], c.layout)
@@ -428,9 +419,9 @@ def _run(
     """Launches the kernel, or only compiles it."""
     (a, a_scale), (b, b_scale) = operands
     height, columns = options["HEIGHT"], options["BN"]
-    left = a_scale if options["KIND"] == _ROWS_OF_GROUPS.value else _scales(a_scale, height)
+    a_scale = a_scale if options["KIND"] == _ROWS_OF_GROUPS.value else _scales(a_scale, height)
     arguments = (
-        _operand(a, height), _operand(b, columns), result, left,
+        _operand(a, height), _operand(b, columns), result, a_scale,
         _scales(b_scale, columns) if options["BY_COLUMN"] else b_scale, *places[:2], *sizes, -(-a.shape[1] // 128),
         places[2], *scale_steps,
     )  # fmt: skip
