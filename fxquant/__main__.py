@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from fxquant.tools.compare import add_diff
+    from fxquant.tools import compare
 
     parser = argparse.ArgumentParser(prog=_program(), description="Shows what fxquant does, and why.")
     parser.add_argument("--version", action="version", version=f"fxquant {fxquant.__version__}")
@@ -142,73 +143,12 @@ def _parser() -> argparse.ArgumentParser:
         "help": "one of those that the command recipes lists, or MODULE:OBJECT, a recipe or factory (default: mxfp8)",
     }
 
-    _add_explain(commands, recipe)
-    _add_report(commands)
-    add_diff(commands)
-    measure = commands.add_parser(
-        "measure",
-        help="the errors of a model's quantized products",
-        description="Runs a model once, and prints the error of every quantized product and what became zero.",
-        epilog="example: measure my_models:make --recipe nvfp4 --json",
-    )
-    _add_target(measure, recipe)
-    measure.set_defaults(run=_measure)
-
-    bisect = commands.add_parser(
-        "bisect",
-        help="the operands whose quantization breaks a check",
-        description="Runs a model under parts of a recipe, and prints the fewest operands that break a check.",
-        epilog="example: bisect my_models:make --recipe nvfp4 --check differs=0.2",
-    )
-    _add_target(bisect, recipe, shown=False)
-    bisect.add_argument(
-        "--check",
-        metavar="CHECK",
-        default="nan",
-        help="nan, loss=BOUND, differs=BOUND, or MODULE:FUNCTION of the compiled model and its batch (default: nan)",
-    )
-    bisect.set_defaults(run=_bisect)
-
-    quantize = commands.add_parser(
-        "quantize",
-        help="quantizes a saved exported program",
-        description="Quantizes a program saved by torch.export.save and saves the result, as a whole or not at all.",
-    )
-    quantize.add_argument("program", metavar="PROGRAM.pt2", help="the file of torch.export.save")
-    quantize.add_argument("--recipe", **recipe)
-    quantize.add_argument("-o", "--output", metavar="PATH", type=_path, required=True, help="where the result goes")
-    quantize.add_argument(
-        "--calibrate",
-        metavar="DATA.pt",
-        type=_path,
-        help="a list of inputs, saved by torch.save, for static activation scales",
-    )
-    quantize.add_argument("--report", metavar="PATH", type=_path, help="also write an HTML report")
-    quantize.set_defaults(run=_quantize)
-
-    _add_rates(commands)
-
-    tables = {
-        "formats": (_formats, "every number format and its scaling"),
-        "recipes": (_recipes, "recipes and factories, and where they run natively"),
-        "env": (_env, "versions, the device, and how each recipe runs on it"),
-    }
-    for name, (run, text) in tables.items():
-        commands.add_parser(name, help=text, description=f"Prints {text}.").set_defaults(run=run)
-    for command in commands.choices.values():
-        command.add_argument("--json", action="store_true", help="print JSON")
-    commands.add_parser("bench", help="times steps and linear layers beside bf16 and torchao (bench --help)")
-    return parser
-
-
-def _add_explain(commands: Any, recipe: dict[str, Any]) -> None:
-    """Adds the command that shows what becomes of a model."""
-    explain = commands.add_parser(
-        "explain",
-        help="what becomes of every matmul of a model",
-        description="Captures a model, applies a recipe and prints what becomes of its matmuls, folded or with --full.",
-        epilog="example: explain my_models:make --recipe mxfp8 --layer mlp --html report.html",
-    )
+    command = partial(_command, commands)
+    explain = command(
+        _explain, "explain", "what becomes of every matmul of a model",
+        "Captures a model, applies a recipe and prints what becomes of its matmuls, folded or with --full.",
+        "my_models:make --recipe mxfp8 --layer mlp --html report.html",
+    )  # fmt: skip
     _add_target(explain, recipe)
     _add_views(explain)
     explain.add_argument(
@@ -219,35 +159,95 @@ def _add_explain(commands: Any, recipe: dict[str, Any]) -> None:
         help="print the graphs after this pass or stage instead, with marks of what it changed, such as find or joint; "
         "without a name the list of all; --layer chooses nodes",
     )
-    explain.set_defaults(run=_explain)
 
-
-def _add_report(commands: Any) -> None:
-    """Adds the command for saved reports."""
-    report = commands.add_parser(
-        "report",
-        help="a report that was saved, as text or a page",
-        description="Prints a report that explain --json or Report.save wrote, or writes its page.",
-        epilog="example: report report.json -o report.html",
-    )
+    report = command(
+        _report, "report", "a report that was saved, as text or a page",
+        "Prints a report that explain --json or Report.save wrote, or writes its page.", "report.json -o report.html",
+    )  # fmt: skip
     report.add_argument("report", metavar="REPORT.json", help="the report as JSON")
     report.add_argument("-o", "--html", metavar="PATH", type=_path, help="write the page there instead of printing")
     report.add_argument("--layer", metavar="REGEX", type=_regex, default="", help="only layers whose name it finds")
     _add_views(report)
-    report.set_defaults(run=_report)
 
+    diff = command(
+        compare.run, "diff", "what changed between two saved reports",
+        "Compares two reports: layers whose decision, kernel, time, bytes or error changed.",
+        "yesterday.json today.json -o diff.html",
+    )  # fmt: skip
+    diff.add_argument("a", metavar="A.json", help="a report as JSON")
+    diff.add_argument("b", metavar="B.json", help="another one")
+    diff.add_argument("-o", "--html", metavar="PATH", help="also write the comparison as a page")
+    diff.add_argument("--exit-code", action="store_true", help="end with 1 if anything differs, as git diff does")
 
-def _add_rates(commands: Any) -> None:
-    """Adds the command that measures a card."""
-    rates = commands.add_parser(
-        "rates",
-        help="measures this card for estimates, and keeps what it found",
-        description="Measures GEMMs, casts, attention and copies of the GPU at hand in less than 90 s, and keeps their "
-        "rates in the user's cache folder, where explain, auto recipes and estimates find them.",
-    )
+    _add_runs(command, recipe)
+
+    rates = command(
+        _rates, "rates", "measures this card for estimates, and keeps what it found",
+        "Measures GEMMs, casts, attention and copies of the GPU at hand in less than 90 s, and keeps their rates in "
+        "the user's cache folder, where explain, auto recipes and estimates find them.",
+    )  # fmt: skip
     rates.add_argument("--seconds", type=float, default=75.0, help="begin no probe after this time (default: 75)")
     rates.add_argument("--dry-run", action="store_true", help="print the rates and keep none")
-    rates.set_defaults(run=_rates)
+
+    for run, name, text in (
+        (_formats, "formats", "every number format and its scaling"),
+        (_recipes, "recipes", "recipes and factories, and where they run natively"),
+        (_env, "env", "versions, the device, and how each recipe runs on it"),
+    ):
+        command(run, name, text, f"Prints {text}.")
+    for subparser in commands.choices.values():
+        subparser.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser("bench", help="times steps and linear layers beside bf16 and torchao (bench --help)")
+    return parser
+
+
+def _command(
+    commands: Any, run: Callable[[argparse.Namespace], str], name: str, summary: str, description: str,
+    example: str = "",
+) -> argparse.ArgumentParser:  # fmt: skip
+    """Adds a command that `run` answers; its arguments are added to what is returned."""
+    epilog = f"example: {name} {example}" if example else None
+    command = commands.add_parser(name, help=summary, description=description, epilog=epilog)
+    command.set_defaults(run=run)
+    return command  # type: ignore[no-any-return]
+
+
+def _add_runs(command: Callable[..., argparse.ArgumentParser], recipe: dict[str, Any]) -> None:
+    """Adds the commands that run a model, and that which writes a program."""
+    measure = command(
+        _measure, "measure", "the errors of a model's quantized products",
+        "Runs a model once, and prints the error of every quantized product and what became zero.",
+        "my_models:make --recipe nvfp4 --json",
+    )  # fmt: skip
+    _add_target(measure, recipe)
+
+    bisect = command(
+        _bisect, "bisect", "the operands whose quantization breaks a check",
+        "Runs a model under parts of a recipe, and prints the fewest operands that break a check.",
+        "my_models:make --recipe nvfp4 --check differs=0.2",
+    )  # fmt: skip
+    _add_target(bisect, recipe, shown=False)
+    bisect.add_argument(
+        "--check",
+        metavar="CHECK",
+        default="nan",
+        help="nan, loss=BOUND, differs=BOUND, or MODULE:FUNCTION of the compiled model and its batch (default: nan)",
+    )
+
+    quantize = command(
+        _quantize, "quantize", "quantizes a saved exported program",
+        "Quantizes a program saved by torch.export.save and saves the result, as a whole or not at all.",
+    )  # fmt: skip
+    quantize.add_argument("program", metavar="PROGRAM.pt2", help="the file of torch.export.save")
+    quantize.add_argument("--recipe", **recipe)
+    quantize.add_argument("-o", "--output", metavar="PATH", type=_path, required=True, help="where the result goes")
+    quantize.add_argument(
+        "--calibrate",
+        metavar="DATA.pt",
+        type=_path,
+        help="a list of inputs, saved by torch.save, for static activation scales",
+    )
+    quantize.add_argument("--report", metavar="PATH", type=_path, help="also write an HTML report")
 
 
 def _add_target(command: argparse.ArgumentParser, recipe: dict[str, Any], shown: bool = True) -> None:

@@ -56,15 +56,7 @@ def one_format_per_gemm(role: QuantizerRole | None):
     """fprop in MXFP8, dgrad in NVFP4, wgrad in FP8 blocks."""
 
     def nvfp4():
-        return NVFP4Quantizer(
-            fp4_dtype=tex.DType.kFloat4E2M1,
-            rowwise=True,
-            columnwise=True,
-            with_rht=False,
-            with_post_rht_amax=False,
-            with_2d_quantization=False,
-            with_random_sign_mask=True,
-        )
+        return NVFP4Quantizer(fp4_dtype=tex.DType.kFloat4E2M1, with_rht=False, with_post_rht_amax=False)
 
     def block():
         return Float8BlockQuantizer(fp8_dtype=tex.DType.kFloat8E4M3, block_scaling_dim=1)

@@ -9,17 +9,13 @@ import torch
 from helpers import hybrid
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fxquant
 from fxquant import (
-    DelayedScalingRequest,
     DType,
-    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
-    Float8RowwiseQuantizer,
-    HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    QuantizedTensor,
     Quantizer,
     RecipeError,
 )
@@ -32,9 +28,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QUANTIZERS = {
     "current": Float8CurrentScalingQuantizer(),
     "current_e5m2_pow2": Float8CurrentScalingQuantizer(E5M2, force_pow_2_scales=True),
-    "rowwise": Float8RowwiseQuantizer(),
-    "block_1d": Float8BlockQuantizer(block_scaling_dim=1),
-    "block_2d": Float8BlockQuantizer(),
+    "rowwise": fxquant.Float8RowwiseQuantizer(),
+    "block_1d": fxquant.Float8BlockQuantizer(block_scaling_dim=1),
+    "block_2d": fxquant.Float8BlockQuantizer(),
     "mxfp8": MXFP8Quantizer(),
     "mxfp8_2d": MXFP8Quantizer(with_2d_quantization=True),
     "nvfp4": NVFP4Quantizer(),
@@ -257,7 +253,7 @@ def test_a_quantized_tensor_prints_in_one_line() -> None:
     assert repr(q.rowwise) == (
         "QuantizedOperand(data=float8_e4m3fn [48, 80], scale=float8_e8m0fnu [48, 3], 3,984 bytes)"
     )
-    own = QuantizedTensor(QuantizedOperand(torch.ones(2, 4, dtype=torch.int8), torch.ones(2, 1)))
+    own = fxquant.QuantizedTensor(QuantizedOperand(torch.ones(2, 4, dtype=torch.int8), torch.ones(2, 1)))
     assert str(own) == "QuantizedTensor(rowwise=int8 [2, 4], 16 bytes)"
     with pytest.raises(RecipeError, match=r"quantizer.dequantize\(q.rowwise\) gives"):
         own.dequantize()
@@ -278,13 +274,13 @@ def test_hybrid_refuses_what_it_cannot_hold() -> None:
     """Invariant 40."""
     one = MXFP8Quantizer()
     with pytest.raises(ValueError, match="the same object"):
-        HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer=one)
+        fxquant.HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer=one)
     with pytest.raises(TypeError, match="columnwise_quantizer must be a Quantizer, not str"):
-        HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer="mxfp8")
+        fxquant.HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer="mxfp8")
     with pytest.raises(TypeError, match="rowwise_quantizer must be a Quantizer, not DelayedScalingRequest"):
-        HybridQuantizer(rowwise_quantizer=DelayedScalingRequest(), columnwise_quantizer=one)
+        fxquant.HybridQuantizer(rowwise_quantizer=fxquant.DelayedScalingRequest(), columnwise_quantizer=one)
     with pytest.raises(TypeError, match="itself a HybridQuantizer"):
-        HybridQuantizer(rowwise_quantizer=hybrid(one, MXFP8Quantizer()), columnwise_quantizer=one)
+        fxquant.HybridQuantizer(rowwise_quantizer=hybrid(one, MXFP8Quantizer()), columnwise_quantizer=one)
     with pytest.raises(ValueError, match="'original' or 'rowwise_dequantized', not 'row'"):
         hybrid(one, MXFP8Quantizer(), "row")
 
@@ -293,8 +289,8 @@ def test_hybrid_refuses_what_it_cannot_hold() -> None:
     ("make", "message"),
     [
         (lambda: Float8CurrentScalingQuantizer(torch.bfloat16), "fp8_dtype must be"),
-        (lambda: Float8RowwiseQuantizer(torch.float32), "fp8_dtype must be"),
-        (lambda: Float8BlockQuantizer(block_scaling_dim=3), "block_scaling_dim must be 1 or 2"),
+        (lambda: fxquant.Float8RowwiseQuantizer(torch.float32), "fp8_dtype must be"),
+        (lambda: fxquant.Float8BlockQuantizer(block_scaling_dim=3), "block_scaling_dim must be 1 or 2"),
         (lambda: MXFP8Quantizer(scale_mode="up"), "scale_mode must be 'rceil', 'floor', 'ceil' or 'even', not 'up'"),
         (lambda: NVFP4Quantizer(fp4_dtype=E4M3), "fp4_dtype must be"),
         (lambda: NVFP4Quantizer(with_rht=True), "with_post_rht_amax=True"),
@@ -318,7 +314,7 @@ def test_settings_are_checked_where_they_are_given(make, message: str) -> None:
 def test_transformer_engines_calls_work() -> None:
     assert Float8CurrentScalingQuantizer(fp8_dtype=DType.kFloat8E5M2, device="cuda").fp8_dtype == E5M2
     assert MXFP8Quantizer(fp8_dtype=DType.kFloat8E4M3, rowwise=True, columnwise=False) == MXFP8Quantizer()
-    made = Float8BlockQuantizer(
+    made = fxquant.Float8BlockQuantizer(
         fp8_dtype=DType.kFloat8E4M3, rowwise=True, columnwise=True, amax_epsilon=0.0, force_pow_2_scales=True,
         block_scaling_dim=1,
     )  # fmt: skip

@@ -15,24 +15,17 @@ from helpers import NAMES, Asked
 import fxquant
 from fxquant import (
     CustomRecipe,
-    DelayedScaling,
-    DelayedScalingRequest,
     Float8BlockQuantizer,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
-    Float8RowwiseQuantizer,
     Format,
-    HighPrecision,
-    HybridQuantizer,
     IdentityQuantizer,
     MXFP8BlockScaling,
     MXFP8Quantizer,
     NVFP4BlockScaling,
     NVFP4Quantizer,
     QParams,
-    QuantizerRole,
-    Recipe,
     RecipeError,
     Rule,
     Rules,
@@ -44,8 +37,8 @@ from fxquant.roles import GEMM_OPERANDS
 E5M2 = torch.float8_e5m2
 
 
-def role(tensor_type: str = "input", name: str = "layers.0.fc", module_type: str = "linear") -> QuantizerRole:
-    return QuantizerRole(module_type, tensor_type, name)
+def role(tensor_type: str = "input", name: str = "layers.0.fc", module_type: str = "linear") -> fxquant.QuantizerRole:
+    return fxquant.QuantizerRole(module_type, tensor_type, name)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +46,7 @@ def role(tensor_type: str = "input", name: str = "layers.0.fc", module_type: str
     [
         ("high_precision", *[IdentityQuantizer()] * 3),
         ("current_scaling", *[Float8CurrentScalingQuantizer()] * 2, Float8CurrentScalingQuantizer(E5M2)),
-        ("rowwise", *[Float8RowwiseQuantizer()] * 3),
+        ("rowwise", *[fxquant.Float8RowwiseQuantizer()] * 3),
         (
             "float8_blockwise",
             Float8BlockQuantizer(block_scaling_dim=1),
@@ -214,7 +207,7 @@ def test_none_from_a_factory_names_the_role() -> None:
 def test_the_kind_of_a_recipe_can_be_asked_as_in_transformer_engine() -> None:
     kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
     groups = ("float8_per_tensor_scaling", "block_scaling", "fp8")
-    custom = CustomRecipe(qfactory=HighPrecision().quantizer)
+    custom = CustomRecipe(qfactory=fxquant.HighPrecision().quantizer)
     asked = {
         name: [kind for kind in (*kinds, *groups) if getattr(recipe, kind)()]
         for name, recipe in {**recipes.RECIPES, "custom": custom}.items()
@@ -234,7 +227,7 @@ def test_the_kind_of_a_recipe_can_be_asked_as_in_transformer_engine() -> None:
     assert MXFP8BlockScaling.mxfp8() and not MXFP8BlockScaling.nvfp4(), "a class can be asked as well"
 
 
-def mxfp8_factory(role: QuantizerRole, dtype: torch.dtype = torch.float8_e4m3fn) -> MXFP8Quantizer:
+def mxfp8_factory(role: fxquant.QuantizerRole, dtype: torch.dtype = torch.float8_e4m3fn) -> MXFP8Quantizer:
     return MXFP8Quantizer(dtype)
 
 
@@ -245,17 +238,17 @@ def largest(history: torch.Tensor) -> torch.Tensor:
 VALUES = {
     **recipes.RECIPES,
     "hybrid elements": MXFP8BlockScaling(fp8_format=Format.HYBRID, backward_override="dequantized"),
-    "delayed with a function": DelayedScaling(amax_compute_algo=largest, margin=2),
+    "delayed with a function": fxquant.DelayedScaling(amax_compute_algo=largest, margin=2),
     "factory": CustomRecipe(qfactory=mxfp8_factory),
     "partial": CustomRecipe(qfactory=functools.partial(mxfp8_factory, dtype=E5M2)),
     "rules": CustomRecipe(qfactory=Rules([Rule(MXFP8Quantizer(), name="a|b"), Rule(mxfp8_factory)], "nvfp4")),
-    "request": CustomRecipe(qfactory=Rules(default=DelayedScalingRequest(amax_compute_algo=largest))),
+    "request": CustomRecipe(qfactory=Rules(default=fxquant.DelayedScalingRequest(amax_compute_algo=largest))),
     "settings": CustomRecipe(mxfp8_factory, fp8_dpa=True, backward_override="high_precision"),
 }
 
 
 @pytest.mark.parametrize("recipe", VALUES.values(), ids=VALUES)
-def test_recipes_are_values(recipe: Recipe) -> None:
+def test_recipes_are_values(recipe: fxquant.Recipe) -> None:
     for same in (copy.copy(recipe), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
         assert type(same) is type(recipe) and same == recipe and hash(same) == hash(recipe)
         assert same.fingerprint() == recipe.fingerprint() and repr(same) == repr(recipe) and str(same) == str(recipe)
@@ -294,7 +287,7 @@ def test_what_cannot_be_pickled_says_so() -> None:
     for recipe in (
         local,
         CustomRecipe(qfactory=Rules(default=lambda role: MXFP8Quantizer())),
-        DelayedScaling(amax_compute_algo=lambda history: history[0]),
+        fxquant.DelayedScaling(amax_compute_algo=lambda history: history[0]),
     ):
         with pytest.raises(RecipeError, match=r"lambda.* cannot be pickled: .*top level of a module"):
             pickle.dumps(recipe)
@@ -304,7 +297,7 @@ def test_what_cannot_be_pickled_says_so() -> None:
     "name", ["current_scaling", "delayed_scaling", "rowwise", "float8_blockwise", "mxfp8", "nvfp4"]
 )
 def test_named_recipes_quantize_attention_when_asked(name: str) -> None:
-    kind, role = type(recipes.get(name)), QuantizerRole("dpa", "qkv", "attn")
+    kind, role = type(recipes.get(name)), fxquant.QuantizerRole("dpa", "qkv", "attn")
     assert kind(fp8_dpa=False, fp8_mha=False) == recipes.get(name)
     assert recipes.get(name).quantizer(role) == IdentityQuantizer()
     with pytest.raises(RecipeError, match="fp8_mha=True is not supported"):
@@ -316,7 +309,7 @@ def test_named_recipes_quantize_attention_when_asked(name: str) -> None:
     recipe = kind(fp8_dpa=True)
     assert recipe != recipes.get(name) and "fp8_dpa=True" in recipe.fingerprint()
     assert recipe.quantizer(role) != IdentityQuantizer()
-    assert recipe.quantizer(QuantizerRole("matmul", "input")) == IdentityQuantizer()
+    assert recipe.quantizer(fxquant.QuantizerRole("matmul", "input")) == IdentityQuantizer()
 
 
 def test_keywords_without_a_meaning_here_are_refused() -> None:
@@ -324,7 +317,7 @@ def test_keywords_without_a_meaning_here_are_refused() -> None:
     with pytest.raises(RecipeError, match="no margin"):
         MXFP8BlockScaling(margin=1)
     with pytest.raises(RecipeError, match="no backward_override='dequantized'"):
-        DelayedScaling(backward_override="dequantized")
+        fxquant.DelayedScaling(backward_override="dequantized")
     with pytest.raises(RecipeError, match="fp8_mha=True is not supported"):
         CustomRecipe(qfactory=mxfp8_factory, fp8_mha=True)
     with pytest.raises(RecipeError, match="CustomRecipe: backward_override must be None, 'high_precision'"):
@@ -352,7 +345,7 @@ def test_alignment_must_be_positive_and_asks_nobody(alignment: int) -> None:
     """Invariant 12."""
     with pytest.raises(RecipeError, match=f"quantization_alignment must be an int of at least 1, not {alignment}"):
         CustomRecipe(qfactory=mxfp8_factory, quantization_alignment=alignment)
-    asked = Asked(HighPrecision())
+    asked = Asked(fxquant.HighPrecision())
     assert CustomRecipe(qfactory=asked).quantization_alignment == 128
     assert CustomRecipe(qfactory=asked, quantization_alignment=32).quantization_alignment == 32
     assert asked.roles == []
@@ -360,11 +353,11 @@ def test_alignment_must_be_positive_and_asks_nobody(alignment: int) -> None:
 
 def test_backward_override_of_a_custom_recipe_is_on_top_of_its_factory() -> None:
     """Invariants 32 and 50: no quantizer stands in its way but a delayed one."""
-    hybrid = HybridQuantizer(NVFP4Quantizer(), MXFP8Quantizer(), columnwise_source="rowwise_dequantized")
+    hybrid = fxquant.HybridQuantizer(NVFP4Quantizer(), MXFP8Quantizer(), columnwise_source="rowwise_dequantized")
     recipe = CustomRecipe(qfactory=Rules(default=hybrid), backward_override="high_precision")
-    assert recipe.quantizer(role()) == HybridQuantizer(NVFP4Quantizer(), IdentityQuantizer(), "original")
+    assert recipe.quantizer(role()) == fxquant.HybridQuantizer(NVFP4Quantizer(), IdentityQuantizer(), "original")
     assert recipe.quantizer(role("grad_output")) == IdentityQuantizer()
-    delayed = CustomRecipe(qfactory=Rules(default=DelayedScalingRequest()), backward_override="high_precision")
+    delayed = CustomRecipe(qfactory=Rules(default=fxquant.DelayedScalingRequest()), backward_override="high_precision")
     with pytest.raises(RecipeError, match=r"does not go with delayed scaling \(role layers.0.fc \(linear, input\)\)"):
         delayed.quantizer(role())
 
@@ -395,7 +388,7 @@ def test_the_public_names_exist() -> None:
     assert all(getattr(fxquant, name) is not None for name in fxquant.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = fxquant.nonsense
-    assert HybridQuantizer.columnwise_source == "original"
+    assert fxquant.HybridQuantizer.columnwise_source == "original"
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
@@ -405,7 +398,7 @@ def test_the_public_names_exist() -> None:
 def test_backward_override_quantizes_the_forward_alone(kind: str, override: str) -> None:
     """Invariants 33 and 50: the hybrids that TransformerEngine's zoo spells out."""
     recipe = getattr(fxquant, kind)(backward_override=override)
-    roles = {t: QuantizerRole("linear", t, "fc") for t in ("input", "weight", "grad_output")}
+    roles = {t: fxquant.QuantizerRole("linear", t, "fc") for t in ("input", "weight", "grad_output")}
     assert recipe.quantizer(roles["grad_output"]) == fxquant.IdentityQuantizer()
     source = "original" if override == "high_precision" else "rowwise_dequantized"
     for operand in ("input", "weight"):

@@ -16,7 +16,7 @@ import platform
 import sys
 import sysconfig
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -63,18 +63,22 @@ RECIPES: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """What one training run gave. `final` is the mean loss of the last 20 steps, in nats per byte."""
+    """What one training run gave."""
 
     name: str
-    losses: list[float] = field(default_factory=list)
-    final: float = 0.0
-    gap: float = 0.0
-    coverage: float = 0.0
-    saved_bytes: int = 0
-    compile_seconds: float = 0.0
-    seconds: float = 0.0
-    digest: str = ""
+    losses: list[float]
+    saved_bytes: int
+    compile_seconds: float
+    seconds: float
+    digest: str
     """Of the bits of all parameters in the end."""
+    coverage: float = 0.0
+
+    @property
+    def final(self) -> float:
+        """The mean loss of the last 20 steps, in nats per byte."""
+        last = self.losses[-20:]
+        return sum(last) / len(last)
 
 
 def main() -> None:
@@ -104,10 +108,8 @@ def main() -> None:
         if report is not None:
             reports[name] = report
     baseline = next((run.final for run in runs if run.name == "bf16"), float("nan"))
-    for run in runs:
-        run.gap = run.final - baseline
 
-    table = [[*TITLES], *(row(run) for run in runs)]
+    table = [[*TITLES], *(row(run, baseline) for run in runs)]
     print("\n" + aligned(table))
     if reports:
         name, report = list(reports.items())[-1]
@@ -121,7 +123,7 @@ def main() -> None:
         "inner": options.inner,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "runs": [asdict(run) for run in runs],
+        "runs": [{**asdict(run), "final": run.final, "gap": run.final - baseline} for run in runs],
     }
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     print("\nwrote " + ", ".join(str(out / name) for name in ("loss_curves.svg", "report.html", "results.json")))
@@ -190,7 +192,9 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(config.length + 1, device=device)
 
-    run, progress, started = Run(name), Progress(name, config.steps), time.perf_counter()
+    losses: list[float] = []
+    saved_bytes, compile_seconds = 0, 0.0
+    progress, started = Progress(name, config.steps), time.perf_counter()
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if resume is not None:
         state = torch.load(resume)
@@ -199,12 +203,12 @@ def train(
         if backend is not None:
             backend.load_state_dict(state["quantization"])
         generator.set_state(state["generator"])
-        run.losses = state["losses"]
-    for step in range(len(run.losses), config.steps):
+        losses = state["losses"]
+    for step in range(len(losses), config.steps):
         if keep is not None and step == config.steps // 2:
             state = {key: part.state_dict() for key, part in parts.items()}
             state["quantization"] = {} if backend is None else backend.state_dict()
-            torch.save({**state, "generator": generator.get_state(), "losses": run.losses}, keep)
+            torch.save({**state, "generator": generator.get_state(), "losses": losses}, keep)
         start = torch.randint(len(data) - config.length, (config.batch, 1), generator=generator).to(device)
         batch = data[start + window].long()
         saved = SavedBytes(model.parameters()) if step == 1 else contextlib.nullcontext()
@@ -214,16 +218,13 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        run.losses.append(loss.item())
+        losses.append(loss.item())
         if isinstance(saved, SavedBytes):
-            run.saved_bytes = saved.total
+            saved_bytes = saved.total
         if step == 0:
-            run.compile_seconds = time.perf_counter() - started
-        progress.show(step + 1, run.losses)
-    run.seconds = time.perf_counter() - started
-    last = run.losses[-20:]
-    run.final = sum(last) / len(last)
-    run.digest = digest(model)
+            compile_seconds = time.perf_counter() - started
+        progress.show(step + 1, losses)
+    run = Run(name, losses, saved_bytes, compile_seconds, time.perf_counter() - started, digest(model))
     progress.finish(f"{run.final:.3f} nats/byte, {run.seconds:.0f} s ({run.compile_seconds:.0f} s to compile)")
     if backend is None:
         return run, None
@@ -268,12 +269,12 @@ class Progress:
 TITLES = ("recipe", "final loss", "gap to bf16", "FLOPs quantized", "saved activations", "seconds", "of it compiling")
 
 
-def row(run: Run) -> list[str]:
-    """A line of the results table."""
+def row(run: Run, baseline: float) -> list[str]:
+    """A line of the results table, beside the loss in bf16."""
     return [
         run.name,
         f"{run.final:.3f}",
-        f"{run.gap:+.3f}",
+        f"{run.final - baseline:+.3f}",
         f"{100 * run.coverage:.1f}%",
         f"{run.saved_bytes / 2**20:.1f} MiB",
         f"{run.seconds:.0f}",

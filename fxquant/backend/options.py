@@ -81,15 +81,8 @@ class Options:
     def for_passes(self) -> Settings:
         """The settings of the passes."""
         assert isinstance(self.recipe, Recipe)
-        return Settings(
-            recipe=self.recipe.fingerprint(),
-            allow_float64=self.allow_float64,
-            stored_weights=self.cache_weights,
-            save=self.save,
-            gemm=self.gemm,
-            quantized_dispatch=self.quantized_dispatch,
-            ranges=self.ranges,
-        )
+        same = {name: getattr(self, name) for name in ("allow_float64", "save", "gemm", "quantized_dispatch", "ranges")}
+        return Settings(recipe=self.recipe.fingerprint(), stored_weights=self.cache_weights, **same)
 
 
 def check_model(model: object, verb: str) -> None:

@@ -17,13 +17,13 @@ from fxquant.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8HeadQuantizer,
     Float8RowwiseQuantizer,
-    Format,
     HybridQuantizer,
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
 )
+from fxquant.quantizers.base import Format
 from fxquant.recipes.base import FOREIGN, NO_FP8_MHA, RECIPES, Override, Recipe, is_attention, override_backward
 from fxquant.roles import QuantizerRole
 

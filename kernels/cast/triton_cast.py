@@ -268,6 +268,16 @@ class _Side:
         return [data, scale.t() if self.transposed else scale]
 
 
+def is_by_columns(x: Tensor) -> bool:
+    """Returns True if a matrix is stored by columns: it is cast as its transpose, with the directions exchanged."""
+    return x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+def exchanged(parts: list[Tensor], columnwise: int) -> list[Tensor]:
+    """The parts of a matrix, those by rows first, from those of its transpose, whose first `columnwise` are by rows."""
+    return [*parts[columnwise:], *parts[:columnwise]]
+
+
 def quantize(
     x: Tensor, row: QuantSpec | None, column: QuantSpec | None, row_scale: Tensor | None = None,
     column_scale: Tensor | None = None, amax: Callable[[Tensor], Tensor] = reference.amax,
@@ -278,12 +288,9 @@ def quantize(
     `amax` takes the amax [1] of a tensor. x is not empty, and float32, bfloat16 or float16. Block scales of 1x128 lie
     transposed in memory, as cuBLAS wants them, and those of MX too.
     """
-    if x.stride(-1) != 1:
-        if x.stride(-2) == 1:  # a matrix stored by columns: the same with the directions exchanged
-            swapped = quantize(x.mT, column, row, column_scale, row_scale, amax)
-            count = 0 if column is None else 2
-            return [*swapped[count:], *swapped[:count]]
-        x = x.contiguous()
+    if is_by_columns(x):
+        return exchanged(quantize(x.mT, column, row, column_scale, row_scale, amax), 0 if column is None else 2)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     source = _Source.of((x,))
     line_amaxes = _line_amaxes(source, row, column)
     scaled = ((row, row_scale), (column, column_scale))

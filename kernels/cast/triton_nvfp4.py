@@ -26,6 +26,7 @@ from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.amax import largest as largest_of
 from fxquant.kernels.cast.codes import magnitude
 from fxquant.kernels.cast.swizzle import padded_sizes
+from fxquant.kernels.cast.triton_cast import exchanged, is_by_columns
 from fxquant.kernels.cast.triton_scales import swizzled_place
 
 _TILE, _WARPS = 64, 4
@@ -231,12 +232,9 @@ def quantize(
 
     The states are those of `reference.quantize`. `amax` takes the amax [1] of a tensor. x is not empty.
     """
-    if x.stride(-1) != 1:
-        if x.stride(-2) == 1:  # a matrix stored by columns: the same with the directions exchanged
-            swapped = quantize(x.mT, column, row, column_state, row_state, amax)
-            count = 0 if column is None else 3
-            return [*swapped[count:], *swapped[:count]]
-        x = x.contiguous()
+    if is_by_columns(x):
+        return exchanged(quantize(x.mT, column, row, column_state, row_state, amax), 0 if column is None else 3)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     plain: list[Tensor] = []  # both directions share the amax of the tensor as it is
 
     def largest(spec: QuantSpec, columnwise: bool) -> Tensor:

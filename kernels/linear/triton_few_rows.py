@@ -291,6 +291,23 @@ def quantize_kernel(
         prefetch(ahead, ahead_rows, ahead_step, tl.program_id(0) - M, tl.num_programs(0) - M, AHEAD, THREADS)
 
 
+@triton.jit
+def whole_rows(x, w, N, K, x_length, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr):
+    """Returns the numbers of this program's BN rows of the weight, their elements, and those of x [x_length]."""
+    first_n = tl.program_id(0) * BN
+    n = first_n + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    w_tile = w + first_n.to(tl.int64) * K
+    down = (tl.minimum(n, N - 1) - first_n) * K
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    weights = tl.load(
+        w_tile + (down[:, None] + k[None, :]), mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
+    )
+    return n, weights, tl.load(x + k, mask=k < x_length, other=0.0).to(tl.float32)
+
+
 @writes("y")
 @triton.jit
 def gemv_kernel(
@@ -303,17 +320,7 @@ def gemv_kernel(
     x [x_length] is a payload with its scale, or to be quantized by a multiplier given or by its own amaxes.
     """
     first_n = tl.program_id(0) * BN
-    n = first_n + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    w_tile = w + first_n.to(tl.int64) * K
-    down = (tl.minimum(n, N - 1) - first_n) * K
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    weights = tl.load(
-        w_tile + (down[:, None] + k[None, :]), mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
-    )
-    tokens = tl.load(x + k, mask=k < x_length, other=0.0).to(tl.float32)
+    n, weights, tokens = whole_rows(x, w, N, K, x_length, BN, BK, EARLY)
     if X_KIND == _BLOCK:
         block = tl.arange(0, BK // 128)
         groups = tl.reshape(tokens, (BK // 128, 128))

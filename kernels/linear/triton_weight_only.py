@@ -26,7 +26,7 @@ from fxquant.compat.values import statically_known_true, upper_bound
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast.codes import INTERPRETED
 from fxquant.kernels.linear.few_rows import EPILOGUES
-from fxquant.kernels.linear.triton_few_rows import prefetch_tile, store
+from fxquant.kernels.linear.triton_few_rows import prefetch_tile, store, whole_rows
 from fxquant.kernels.linear.weight_only import Tiles, Wide, is_packed, is_vector
 
 _EPILOGUES = {name: i + 1 for i, name in enumerate(EPILOGUES)}
@@ -268,19 +268,8 @@ def vector_kernel(
     BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Computes BN elements of y [N] from whole rows of an e4m3 weight, in float32; BK is a power of two from K on."""
-    first_n = tl.program_id(0) * BN
-    n = first_n + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    w_tile = w + first_n.to(tl.int64) * K
-    down = (tl.minimum(n, N - 1) - first_n) * K
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    n, weights, tokens = whole_rows(x, w, N, K, x_length, BN, BK, EARLY)
     scale_of_row, added = terms(w_scale, bias, n, N, BY_ROW, HAS_BIAS)
-    weights = tl.load(
-        w_tile + (down[:, None] + k[None, :]), mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
-    )
-    tokens = tl.load(x + k, mask=k < x_length, other=0.0).to(tl.float32)
     out = tl.sum(weights.to(tl.float32) * tokens[None, :], axis=1)[:, None] * scale_of_row
     if HAS_BIAS:
         out = out + added

@@ -28,17 +28,18 @@ _LEAST_COLUMNS, _LEAST_BYTES, _MOST_BYTES = 2048, 1024, 1 << 27
 """Rows of the weight and bytes of a row from which on, and bytes of FP8 up to which, `Direct` tiles are for it."""
 
 
-class Tiles(NamedTuple):
-    """The tile of a program: m rows of x by n rows of the weight, of which each warp reads k bytes at a time.
-
-    Warps share the contracted axis: what a warp has decoded no other warp needs.
-    """
+class _Tile(NamedTuple):
+    """The tile of a program: m rows of x by n rows of the weight, k along the contracted axis at a time."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+
+
+class Tiles(_Tile):
+    """Each warp reads k bytes of a row at a time. Warps share the contracted axis: none needs what another decoded."""
 
     @classmethod
     def of(cls, rows: int, size_n: int, spec: QuantSpec) -> Tiles:
@@ -52,17 +53,8 @@ class Tiles(NamedTuple):
         return parts_of_k(-(-row_bytes // (self.k * self.warps)), _FEW_PROGRAMS // -(-size_n // self.n))
 
 
-class Wide(NamedTuple):
-    """The tile of a program for more rows: its warps multiply n rows of the weight by m rows of x together.
-
-    They take the decoded weight from registers and x from shared memory, k elements at a time.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
+class Wide(_Tile):
+    """For more rows: warps multiply together, the decoded weight from registers and x from shared memory."""
 
     @classmethod
     def of(cls, rows: int) -> Wide:

@@ -9,24 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
 from bits import same
-from helpers import (
-    NAMES,
-    Recorder,
-    TwoLinears,
-    assert_same_bits,
-    compiled,
-    eager_backend,
-    hybrid,
-    linear_step,
-    per_role,
-    problem,
-    recorded_story,
-    train_step,
-)
+from helpers import NAMES, assert_same_bits, compiled, eager_backend, hybrid, linear_step, train_step
 from ranks import Ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -144,7 +132,7 @@ def test_a_pair_that_cannot_multiply_is_an_error_before_anything_runs(gemm: str)
     }[gemm]
     model, x = Counting(), torch.randn(8, 32, requires_grad=True)
     with pytest.raises(RecipeError) as error:
-        compiled(model, per_role(**operands))(x)
+        compiled(model, helpers.per_role(**operands))(x)
     for part in ("layer 'fc'", gemm, "MXFP8Quantizer(fp8_dtype=torch.float8_e5m2)", "e5m2 by e5m2"):
         assert part in str(error.value)
     assert model.runs == 0
@@ -189,7 +177,7 @@ def test_any_leading_axes(name: str, shape: tuple[int, ...]) -> None:
 def test_ragged_sizes_equal_the_layer_padded_with_zeros(name: str, dims: tuple[int, int, int]) -> None:
     """Padding never touches amax, outputs or gradients: zeros around the operands change no bit but the sums' order."""
     m, k, n = dims
-    x, w, dy = problem(m, k, n, torch.float32)
+    x, w, dy = helpers.problem(m, k, n, torch.float32)
     up = [-size % 128 for size in dims]
     got = linear_step(name, x, w, dy)
     padded = linear_step(
@@ -459,7 +447,7 @@ def test_gradients_of_half_precision_models_keep_their_dtype() -> None:
 
 
 def test_both_branches_of_cond_are_quantized() -> None:
-    class Branches(TwoLinears):
+    class Branches(helpers.TwoLinears):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x), (x,))
 
@@ -528,7 +516,7 @@ def test_inference_gives_the_output_of_training_and_quantizes_rows_only(mode: Ca
     model, x = Mlp(), torch.randn(8, 32)
     trained = compiled(model, "mxfp8")(x)
     torch.compiler.reset()
-    recorder = Recorder("mxfp8")
+    recorder = helpers.Recorder("mxfp8")
     with mode():
         output = torch.compile(model, backend=recorder, fullgraph=True)(x)
     assert torch.equal(output, trained)
@@ -598,7 +586,7 @@ def test_equal_backends_of_one_model_see_each_other_only_through_it() -> None:
 
 def test_the_story_of_the_graphs_is_the_one_that_runs() -> None:
     model, x = Mlp(), torch.randn(8, 32)
-    story = recorded_story(model, "mxfp8", x)
+    story = helpers.recorded_story(model, "mxfp8", x)
     assert story.count("scaled_mm(") == 5, "two forward, two weight gradients, one input gradient"
 
 

@@ -22,23 +22,8 @@ import flops
 import models
 from corpus.test_export import Named
 
-from fxquant import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8CurrentScaling,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
-    NVFP4BlockScaling,
-    NVFP4Quantizer,
-    Quantizer,
-    QuantizerRole,
-    Recipe,
-    quantize_program,
-    recipes,
-    report_of,
-)
+import fxquant
+from fxquant import CustomRecipe, MXFP8Quantizer, NVFP4Quantizer, Quantizer, QuantizerRole, recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -46,26 +31,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def hybrid(role: QuantizerRole) -> Quantizer:
     """MXFP8 forward, NVFP4 backward."""
     if not role.module_type.endswith("linear"):
-        return IdentityQuantizer()
+        return fxquant.IdentityQuantizer()
     if role.tensor_type == "grad_output":
         return NVFP4Quantizer()
     source = "rowwise_dequantized" if role.tensor_type == "weight" else "original"
-    return HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source=source)  # type: ignore[arg-type]
+    return fxquant.HybridQuantizer(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source=source)  # type: ignore[arg-type]
 
 
 def inputs_alone(role: QuantizerRole) -> Quantizer:
     linear = role.module_type.endswith("linear") and role.tensor_type == "input"
-    return MXFP8Quantizer() if linear else IdentityQuantizer()
+    return MXFP8Quantizer() if linear else fxquant.IdentityQuantizer()
 
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, fxquant.Recipe] = {
     **{name: recipes.get(name) for name in recipes.RECIPES if name != "high_precision"},
-    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),  # which no program has
-    "current_scaling with attention": Float8CurrentScaling(fp8_dpa=True),
-    "delayed_scaling with attention": DelayedScaling(fp8_dpa=True),
-    "mxfp8 with attention": MXFP8BlockScaling(fp8_dpa=True),
-    "backward in high precision": Float8CurrentScaling(backward_override="high_precision"),
-    "dequantized backward": MXFP8BlockScaling(backward_override="dequantized"),
+    "nvfp4": fxquant.NVFP4BlockScaling(disable_stochastic_rounding=True),  # which no program has
+    "current_scaling with attention": fxquant.Float8CurrentScaling(fp8_dpa=True),
+    "delayed_scaling with attention": fxquant.DelayedScaling(fp8_dpa=True),
+    "mxfp8 with attention": fxquant.MXFP8BlockScaling(fp8_dpa=True),
+    "backward in high precision": fxquant.Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized backward": fxquant.MXFP8BlockScaling(backward_override="dequantized"),
     "hybrid": CustomRecipe(qfactory=hybrid),
     "inputs alone": CustomRecipe(qfactory=inputs_alone),
 }
@@ -151,7 +136,7 @@ def test_program(name: str, names: tuple[str, ...], whole: bool) -> None:
     source = torch.export.export(model.eval(), (), kwargs)
     for recipe in names:
         calibration = [kwargs] if "delayed" in recipe else None
-        program = quantize_program(source, RECIPES[recipe], calibration=calibration)
+        program = fxquant.quantize_program(source, RECIPES[recipe], calibration=calibration)
         with Counted(flops._counter().flop_registry) as counted, torch.no_grad():
             program.module()(**kwargs)
-        assert check(name, recipe, counted, report_of(program), layers=False)
+        assert check(name, recipe, counted, fxquant.report_of(program), layers=False)

@@ -37,19 +37,6 @@ def both_directions(w: Tensor, tangents: Tensor) -> list[Tensor]:
 
 def test_one_scale_for_both_directions() -> None:
     gm = joint(both_directions, 16, 32)
-    assert_expected_inline(listing(gm.graph), """\
-%0 = input [16, 32]
-%1 = input [16, 32]
-%2 = quantize(%0, per_tensor_e4m3, rowwise)
-%3 = getitem(%2, 0)
-%4 = getitem(%2, 1)
-%5 = quantize(%0, per_tensor_e4m3, columnwise)
-%6 = getitem(%5, 0)
-%7 = getitem(%5, 1)
-%8 = quantize(%1, per_tensor_e5m2, rowwise)
-%9 = getitem(%8, 0)
-%10 = getitem(%8, 1)
-return [%3, %4, %6, %7, %9, %10]""")  # fmt: skip
     x = (torch.randn(16, 32), torch.randn(16, 32))
     before = gm(*x)
     assert save_scales(gm.graph, Settings()) == 2
