@@ -93,6 +93,7 @@ from fxquant.passes.lower.lower import lower
 from fxquant.passes.lower.materialize import materialize_shared_inputs
 from fxquant.passes.lower.producers import fuse_producers
 from fxquant.passes.lower.ranges import mark_gemms, name_meanings, name_products
+from fxquant.passes.lower.read_kept import read_kept
 from fxquant.passes.lower.scale_at_once import scale_at_once
 from fxquant.passes.lower.state.advance import advance_state
 from fxquant.passes.lower.state.batch_amaxes import batch_amaxes
@@ -190,6 +191,7 @@ SPLIT = (
     Pass(fuse_epilogues, "takes amaxes that no producer has taken", portable=False),
     Pass(amax_before_views, "for amaxes that are left to Inductor"),
     Pass(record_in_kernel, "all kernels that have amaxes are there", portable=False, training_only=True),
+    Pass(read_kept, "all operators that kernels make of producers are there", portable=False, training_only=True),
     Pass(few_rows, "takes quantizations and sums that no fusion above has taken"),
     Pass(name_products, "products have their epilogues by now, and are operators still", portable=False),
     Pass(scale_at_once, "passes before this one look for amaxes, and for what is made of them", portable=False),

@@ -153,8 +153,16 @@ def triton(facts: CastFacts) -> str:
     unknown = [str(spec) for spec in facts.specs if not (supports(spec) or supports_nvfp4(spec))]
     if unknown:
         return f"no Triton cast to {unknown[0]}"
-    matrix = len(facts.shape) == 2 and 0 not in facts.shape and facts.dtype != torch.float64
-    return "" if matrix else "no matrix"
+    return _no_matrix(facts)
+
+
+def kept(facts: CastFacts) -> str:
+    """Returns why no Triton kernel quantizes a tensor that a forward keeps.
+
+    Its readers are kernels, for which it is written anyway. Inductor would take amaxes in one kernel, and divide by
+    them for every element in another.
+    """
+    return _no_triton(facts) or _no_matrix(facts)
 
 
 def stored(facts: CastFacts) -> str:
@@ -223,6 +231,11 @@ def _no_groups(facts: CastFacts) -> str:
     some = statically_known_true(shape[-1] > 0) and (facts.ragged or statically_known_true(math.prod(shape) > 0))
     matrices = some and facts.dtype != torch.float64 and len(shape) == (2 if facts.ragged else 3)
     return "" if matrices else "no groups of rows"
+
+
+def _no_matrix(facts: CastFacts) -> str:
+    matrix = len(facts.shape) == 2 and 0 not in facts.shape and facts.dtype != torch.float64
+    return "" if matrix else "no matrix"
 
 
 def _no_triton(facts: CastFacts) -> str:

@@ -19,7 +19,7 @@ from fxquant.formats import OperandSpec, QuantSpec, check_state
 from fxquant.kernels import custom
 from fxquant.kernels.cast import choice, reference
 from fxquant.kernels.cast.choice import CastFacts, CastKernel, both_sides, by_direction, one_direction, register_casts
-from fxquant.kernels.cast.producers import CastSpec
+from fxquant.kernels.cast.producers import KEPT, CastSpec
 from fxquant.kernels.cast.rounded import rounded
 from fxquant.kernels.cast.swizzle import padded_sizes
 from fxquant.kernels.operator import Dim, Parts, Side, States, Traits, operator, runs_beside
@@ -292,7 +292,9 @@ def _triton_produce(
 ) -> list[Tensor]:
     from fxquant.kernels.cast import triton_cast
 
-    cast, dense = CastSpec.parse(spec), [x.contiguous() for x in inputs]
+    cast = CastSpec.parse(spec)
+    kinds = zip(inputs, cast.producer.inputs, strict=True)
+    dense = [x.t().contiguous() if kind == "scale" else x.contiguous() for x, kind in kinds]
     states = rowwise_states, columnwise_states
     return triton_cast.produce(cast.name, dense, cast.rowwise, cast.columnwise, *states, record)
 
@@ -308,6 +310,34 @@ def _triton_produce_into(
     from fxquant.kernels.cast.triton_cast import Record
 
     return _triton_produce(inputs, spec, rowwise_states, columnwise_states, Record(amaxes, step, from_last))
+
+
+@operator(reference=CastKernel.FUSED, traits=Traits(reads_values=1))
+def quantize_kept(x: Tensor) -> list[Tensor]:
+    """Quantizes `x` [M, K] rowwise as a forward keeps it for its backward, in the format `KEPT`.
+
+    Scales [M, K / 128] lie transposed, so that those of rows below each other are neighbours.
+    """
+    data, scale = quantize.meaning(x, KEPT, "rowwise")
+    return [data, scale.t().contiguous().t()]
+
+
+@quantize_kept.fake
+def _quantize_kept_fake(x: Tensor) -> list[Tensor]:
+    data, scale = _quantize_fake(x, KEPT, "rowwise")
+    return [data, scale.t().contiguous().t()]
+
+
+@quantize_kept.facts
+def _quantize_kept_facts(x: Tensor) -> CastFacts:
+    return CastFacts.of(x, [Side("rowwise", KEPT, None)])
+
+
+@quantize_kept.implementation(CastKernel.TRITON, when=choice.kept)
+def _triton_quantize_kept(x: Tensor) -> list[Tensor]:
+    from fxquant.kernels.cast import triton_cast
+
+    return triton_cast.quantize(x, QuantSpec.parse(KEPT), None)
 
 
 @operator()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from fxquant.formats import QuantSpec
+from fxquant.kernels.cast import reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class Producer:
     [B, H, S, D] whose result is [B S, H D]), a float32 ``row`` vector [M, 1], or a ``column`` vector [K]. A producer
     of several results is made of `parts` that each take the inputs named by their positions. A `slow` one takes longer
     to compute than to read. An `exact` one has the bits of Inductor's kernels where these round every 16-bit result. A
-    `wide` one makes bfloat16 of float32, as the cast of a linear under autocast does.
+    `wide` one makes bfloat16 of float32, as the cast of a linear under autocast does. Where the first inputs are `kept`
+    they are payloads [M, K] of bfloat16 in the format `KEPT`, K a multiple of 128, whose ``scale`` [M, K / 128] each
+    come last; kernels take these transposed.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Producer:
     slow: bool = False
     exact: bool = False
     wide: bool = False
+    kept: int = 0
 
     @property
     def results(self) -> int:
@@ -51,7 +55,7 @@ class Producer:
 
     def made(self, x: Tensor) -> torch.dtype:
         """The dtype of results, from the first input."""
-        return torch.bfloat16 if self.wide else x.dtype
+        return torch.bfloat16 if self.wide or self.kept else x.dtype
 
     def shape(self, x: Tensor) -> tuple[Any, Any]:
         """M and K, from the first input."""
@@ -153,7 +157,42 @@ PRODUCERS: dict[str, Producer] = {
         IDENTITY,
     )
 }  # fmt: skip
-"""Every producer, by name."""
+"""Every producer of tensors as they are, by name: the patterns that passes look for."""
+
+
+def _of_kept(producer: Producer, kept: int) -> Producer:
+    """The producer that reads the first inputs of another as they are kept for a backward."""
+
+    def run(*inputs: Tensor) -> Tensor | list[Tensor]:
+        payloads, others, scales = inputs[:kept], inputs[kept:-kept], inputs[-kept:]
+        restored = (reference.dequantize(parts, _KEPT_SPEC).bfloat16() for parts in zip(payloads, scales, strict=True))
+        return producer.run(*restored, *others)
+
+    inputs = (*producer.inputs, *("scale",) * kept)
+    return replace(producer, name=f"{producer.name}{_SUFFIX}", run=run, inputs=inputs, kept=kept)
+
+
+KEPT = "block_1x128_e4m3"
+"""The format in which a forward keeps tensors for its backward, rowwise."""
+_KEPT_SPEC, _SUFFIX = QuantSpec.parse(KEPT), "_kept"
+_OF_KEPT = {
+    producer.name: producer
+    for producer in (
+        *(_of_kept(PRODUCERS[name], 2) for name in ("silu_mul", "silu_mul_grad", "silu_mul_grad_gate")),
+        *(_of_kept(PRODUCERS[name], 1) for name in ("gelu", "gelu_tanh", "gelu_grad", "gelu_tanh_grad")),
+        *(_of_kept(PRODUCERS[name], 1) for name in ("rms_norm", "rms_norm_rounded")),
+    )
+}
+
+
+def named(name: str) -> Producer:
+    """The producer of a name, of tensors as they are or of kept ones."""
+    return PRODUCERS.get(name) or _OF_KEPT[name]
+
+
+def of_kept(name: str) -> Producer | None:
+    """The producer that reads what another one reads as it is kept, if there is one."""
+    return _OF_KEPT.get(f"{name}{_SUFFIX}")
 
 
 @dataclass(frozen=True)
@@ -166,7 +205,7 @@ class CastSpec:
 
     @property
     def producer(self) -> Producer:
-        return PRODUCERS[self.name]
+        return named(self.name)
 
     def __str__(self) -> str:
         sides = {"rowwise": self.rowwise, "columnwise": self.columnwise}

@@ -25,9 +25,9 @@ from fxquant.compat.patches import writes
 from fxquant.compat.values import statically_known_true
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_producers
-from fxquant.kernels.cast.producers import PRODUCERS
+from fxquant.kernels.cast.producers import named
 from fxquant.kernels.cast.swizzle import padded_sizes
-from fxquant.kernels.cast.triton_producers import load_pair, load_tile
+from fxquant.kernels.cast.triton_producers import load_pair_of_tile, load_tile
 from fxquant.kernels.cast.triton_scales import AT_KIND, AT_MANTISSA, AT_SHOWN, PER_ROW, side_constants, side_factors
 from fxquant.kernels.cast.triton_tile import (
     axis_range,
@@ -79,7 +79,9 @@ def cast_kernel(
     first_column = (program % tiles_across) * WIDTH
     first_down, down, across, down_6, across_6 = tile_axes(LAYOUT)
     if AT_ONCE:
-        tiles = load_pair(x, in1, in2, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER)
+        tiles = load_pair_of_tile(
+            x, in1, in2, in3, in4, x_step, first_row, first_column, down_6, across_6, M, K, PRODUCER
+        )
     else:
         tiles = (
             load_tile(
@@ -148,7 +150,9 @@ def amax_kernel(
     for step in range(STEPS):
         row = first_row + step * (W * R)
         if RESULTS == 2:
-            first, second = load_pair(x, in1, in2, x_step, row, first_column, down, across, M, K, PRODUCER)
+            first, second = load_pair_of_tile(
+                x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, PRODUCER
+            )
             tile, other = tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32))
         else:
             tile = load_tile(x, in1, in2, in3, in4, x_step, row, first_column, down, across, M, K, 0, PRODUCER, S, D)
@@ -202,16 +206,16 @@ class _Source:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of what is cast."""
-        return self.x.dtype if self.producer is None else PRODUCERS[self.producer].made(self.x)
+        return self.x.dtype if self.producer is None else named(self.producer).made(self.x)
 
     @property
     def results(self) -> int:
-        return 1 if self.producer is None else PRODUCERS[self.producer].results
+        return 1 if self.producer is None else named(self.producer).results
 
     @property
     def shape(self) -> tuple[Any, Any]:
         """The sizes [M, K] of each result."""
-        size_m, size_k = self.x.shape if self.producer is None else PRODUCERS[self.producer].shape(self.x)
+        size_m, size_k = self.x.shape if self.producer is None else named(self.producer).shape(self.x)
         return size_m, size_k
 
     @property

@@ -3,7 +3,7 @@
     forward: h = norm(x); return y, x                                    # x [B, S, K] in bfloat16, saved
     backward: def backward(x, tangents): ...
     # becomes, of both halves of a graph
-    forward: parts = fxquant.quantize(x, "block_1x128_e4m3", "rowwise"); return y, parts[0], parts[1]
+    forward: data, scale = fxquant.quantize_kept(aten.view(x, [-1, K])); return y, aten.view(data, [B, S, K]), ...
     backward: def backward(data, scale, tangents):
                   x = fxquant.dequantize([data, scale], "block_1x128_e4m3", "rowwise", [S, K], bfloat16)
 
@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from fxquant.compat.values import size_hint, statically_known_true
 from fxquant.decisions import KeptInFp8
+from fxquant.kernels.cast.producers import KEPT
 from fxquant.passes.graph.builder import Builder
 from fxquant.passes.graph.match import behind_views
 from fxquant.passes.graph.meta import VAL, inherited, layer_of
@@ -34,7 +35,7 @@ from fxquant.passes.graph.values import maybe_value, val
 from fxquant.passes.joint.produced import NARROW
 
 _aten = torch.ops.aten
-KEPT, _BLOCK = "block_1x128_e4m3", 128
+_BLOCK = 128
 _PRODUCTS = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -89,14 +90,18 @@ class _Layout:
         """Adds the quantization of a tensor behind it; returns its parts."""
         builder = Builder(node.next)
         x = builder.call(_aten.permute.default, node, list(self.order))
-        if self.joined > 1:
-            sizes = [builder.size(x, axis) for axis in range(len(self.order) - self.joined)]
-            x = builder.call(_aten.view.default, x, [*sizes, math.prod(val(x).shape[-self.joined :])])
-        quantized = builder.call(torch.ops.fxquant.quantize.default, x, KEPT, "rowwise")
-        parts = [builder.call(operator.getitem, quantized, i) for i in range(2)]
-        for added in (x, quantized, *parts):
+        sizes = [builder.size(x, axis) for axis in range(len(self.order) - self.joined)]
+        matrix = len(self.order) == 2
+        if not matrix:
+            x = builder.call(_aten.view.default, x, [-1, math.prod(val(x).shape[-self.joined :])])
+        kept = builder.call(torch.ops.fxquant.quantize_kept.default, x)
+        parts = [builder.call(operator.getitem, kept, i) for i in range(2)]
+        shaped = parts
+        if not matrix:
+            shaped = [builder.call(_aten.view.default, part, [*sizes, val(part).shape[1]]) for part in parts]
+        for added in (x, kept, *parts, *shaped):
             added.meta = inherited(node) | {VAL: added.meta[VAL]}
-        return parts
+        return shaped
 
     def restore(self, place: fx.Node, parts: Sequence[fx.Node]) -> None:
         """Puts inputs for the parts of a tensor in the place of its own, dequantized in front of its first reader."""

@@ -13,7 +13,7 @@ from torch import Tensor
 import fxquant
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference, triton_cast
-from fxquant.kernels.cast.producers import PRODUCERS
+from fxquant.kernels.cast.producers import KEPT, PRODUCERS, named
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +48,30 @@ def test_payloads_are_those_of_the_tensor_that_is_not_written(name: str, shape: 
             assert a.shape == b.shape and a.dtype == b.dtype
             same = a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)
             assert same.float().mean() > 0.999, f"{text}, part {i}"
+
+
+@pytest.mark.parametrize("shape", [(384, 640), (200, 256)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["silu_mul", "silu_mul_grad", "silu_mul_grad_gate", "gelu", "gelu_grad", "rms_norm", "rms_norm_rounded"]
+)
+def test_kept_inputs_give_the_bytes_of_restored_ones(name: str, shape: tuple[int, int]) -> None:
+    kept, spec = named(f"{name}_kept").kept, QuantSpec.parse(KEPT)
+    inputs = inputs_of(name, *shape)
+    parts = [triton_cast.quantize(x, spec, None) for x in inputs[:kept]]
+    for (data, scale), x in zip(parts, inputs, strict=False):
+        wanted = reference.quantize(x, spec)
+        assert torch.equal(data.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(scale, wanted[1])
+    read = [*(data for data, _ in parts), *inputs[kept:], *(scale.t().contiguous() for _, scale in parts)]
+    restored = [*(reference.dequantize(each, spec).bfloat16() for each in parts), *inputs[kept:]]
+    for text in (*SPECS[:2], *SPECS[3:]):
+        side = QuantSpec.parse(text)
+        scales = [torch.tensor([3.0], device="cuda") if side.is_delayed else None] * named(name).results
+        got, expected = (
+            triton_cast.produce(producer, given, side, side, scales, scales, side.is_delayed)
+            for producer, given in ((f"{name}_kept", read), (name, restored))
+        )
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)), f"{text}, part {i}"
 
 
 @contextmanager

@@ -42,6 +42,7 @@ SCHEMAS = {
         "Tensor? step, bool from_last) -> Tensor[]"
     ),
     "amax": "(Tensor x) -> Tensor",
+    "quantize_kept": "(Tensor x) -> Tensor[]",
     "scale_from_amax": "(Tensor amax, str spec) -> Tensor",
     "delayed_update": (
         "(Tensor scale, Tensor history, Tensor forward_amax, Tensor backward_amax, Tensor step, Tensor fp8_max, "
@@ -157,6 +158,7 @@ def calls(name: str) -> list[tuple[Any, ...]]:
         (cast.produce_quantize_into, [x, x], both, [None], [None], torch.zeros(1), None, False),
         (cast.scale_from_amax, torch.ones(1), name), (cast.tensor_scale, x, name), (cast.amaxes_of, x, name, "rowwise"),
         (cast.dequantize, a, name, "rowwise", [70, 50], torch.float32), (cast.amax, x),
+        (cast.quantize_kept, x),
         (scaled_mm, a, b, name, name, BIAS, torch.bfloat16, False),
         (fused_scaled_mm, a, b, name, name, None, torch.bfloat16, False, "gelu", torch.ones(70, 48).bfloat16(), True),
         (grouped.split_quantize, x, OFFS, name, "rowwise"), (grouped.split_quantize, x, OFFS, name, "columnwise"),

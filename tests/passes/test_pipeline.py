@@ -33,8 +33,8 @@ def test_the_order_of_the_last_stage() -> None:
     assert [step.name for step in SPLIT] == [
         "dispatch_payloads", "gather_payloads",
         "batch_amaxes", "advance_state", "split_scales", "reuse_attention_payload", "swizzle_scales", "mark_gemms",
-        "pair_directions", "fuse_producers", "fuse_epilogues", "amax_before_views", "record_in_kernel", "few_rows",
-        "name_products", "scale_at_once", "lower", "materialize_shared_inputs",
+        "pair_directions", "fuse_producers", "fuse_epilogues", "amax_before_views", "record_in_kernel", "read_kept",
+        "few_rows", "name_products", "scale_at_once", "lower", "materialize_shared_inputs",
     ]  # fmt: skip
 
 

@@ -17,9 +17,10 @@ from fxquant import Report
 from fxquant.bench.training import LLAMA3_8B, Stack
 from fxquant.formats import QuantSpec
 from fxquant.kernels.cast import reference
+from fxquant.kernels.cast.producers import KEPT
 from fxquant.passes.graph.meta import VAL
 from fxquant.passes.graph.names import op_name
-from fxquant.passes.joint.keep_fp8 import KEPT, keep_fp8
+from fxquant.passes.joint.keep_fp8 import keep_fp8
 from fxquant.report.text import ERROR_OF_KEPT
 
 BLOCK = Stack(blocks=1, hidden=128, ffn=384, heads=2, kv_heads=1, batch=2, length=64)
@@ -55,11 +56,14 @@ def test_a_tensor_is_kept_in_the_order_of_its_memory() -> None:
 %2 = sin(%0)
 %3 = permute(%2, [0, 2, 1, 3])
 %4 = permute(%3, [0, 2, 1, 3])
-%5 = quantize(%4, block_1x128_e4m3, rowwise)
-%6 = getitem(%5, 0)
-%7 = getitem(%5, 1)
-%8 = mm(%3, %1)
-return [%8, %1, %6, %7]""")  # fmt: skip
+%5 = view(%4, [-1, 128])
+%6 = quantize_kept(%5)
+%7 = getitem(%6, 0)
+%8 = getitem(%6, 1)
+%9 = view(%7, [4, 8, 2, 128])
+%10 = view(%8, [4, 8, 2, 1])
+%11 = mm(%3, %1)
+return [%11, %1, %9, %10]""")  # fmt: skip
     assert_expected_inline(listing(backward), """\
 %0 = input [4, 8, 2, 128]
 %1 = input [4, 8, 2, 1]
