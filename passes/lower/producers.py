@@ -149,12 +149,16 @@ def _sites(graph: fx.Graph, device: str, reasons: dict[fx.Node, str]) -> Iterato
 
 
 def _inductor_fuses(node: fx.Node) -> bool:
-    """Returns True if Inductor casts where it computes the tensor: rowwise alone, and not after its amax."""
+    """Returns True if Inductor casts where it computes the tensor: rowwise alone, and not after its amax.
+
+    It would compute blocks again for every product that reads them, and divide by their amaxes for every element.
+    """
     side, *others = sides_of(node)
     if side.direction != "rowwise" or others:
         return False
-    after_amax = side.per_tensor and _by_own_amax(side.state)
-    return not after_amax or upper_bound(val(node.args[0]).shape[0]) <= MOST_TOKENS
+    blocks = QuantSpec.parse(side.spec).row.family == "block"
+    between = blocks or (side.per_tensor and _by_own_amax(side.state))
+    return not between or upper_bound(val(node.args[0]).shape[0]) <= MOST_TOKENS
 
 
 def _own_amax(state: Any) -> Any:
