@@ -53,9 +53,9 @@ def _rewrite(node: fx.Node) -> bool:
     payloads, scales = [], []
     with node.graph.inserting_before(node):
         for source in restored:
-            data, scale = source.args[0]  # type: ignore[union-attr, misc]
-            payloads.append(shaped(data, [rows, length]))
-            scales.append(shaped(scale, [rows, length // _BLOCK]))
+            parts: Any = source.args[0]  # type: ignore[union-attr]
+            payloads.append(shaped(parts[0], [rows, length]))
+            scales.append(shaped(parts[1], [rows, length // _BLOCK]))
     read = [*payloads, *inputs[producer.kept :], *scales]
     node.args = (read, str(replace(cast, name=producer.name)), *node.args[2:])
     erase_unused(inputs[: producer.kept])
