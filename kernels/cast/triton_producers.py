@@ -257,6 +257,7 @@ def pair_amax_kernel(
     start = program.to(tl.int64) * (STEPS * BLOCK)
     count = tl.minimum(numel - start, STEPS * BLOCK).to(tl.int32)
     zero = program * 0  # of the type of a row
+    first_row, before = (start // K).to(tl.int32), (start % K).to(tl.int32)
     # eight neighbours a thread, which have one scale where inputs are kept
     first_of_eight = tl.arange(0, BLOCK // 8)[:, None] * 8
     across = first_of_eight + tl.arange(0, 8)[None, :]
@@ -264,8 +265,8 @@ def pair_amax_kernel(
     first_largest = tl.zeros((BLOCK // 8, 8), tl.float32)
     second_largest = tl.zeros((BLOCK // 8, 8), tl.float32)
     for step in tl.static_range(STEPS):
-        element, inside = start + (step * BLOCK + first_of_eight), step * BLOCK + first_of_eight < count
-        places = element % K // 128 * M + element // K
+        element, inside = before + step * BLOCK + first_of_eight, step * BLOCK + first_of_eight < count
+        places = element % K // 128 * M + (first_row + element // K)
         first, second = load_pair(
             x + start, in1 + start, in2 + start, in3, in4, 0, zero, step * BLOCK, down, across, places, inside, 1,
             count, PRODUCER,

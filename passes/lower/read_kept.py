@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from torch import fx
 
 from fxquant.compat.values import statically_known_true
 from fxquant.kernels.cast.producers import KEPT, CastSpec, of_kept
-from fxquant.passes.graph.builder import erase_unused
-from fxquant.passes.graph.match import shaped
+from fxquant.passes.graph.builder import Builder, erase_unused
 from fxquant.passes.graph.names import RESHAPES, calls, is_fxquant
 from fxquant.passes.graph.values import val
 from fxquant.passes.settings import Settings
@@ -46,20 +46,21 @@ def _rewrite(node: fx.Node) -> bool:
     specs = [spec for spec in (cast.rowwise, cast.columnwise) if spec is not None]
     if producer is None or any(spec.row.family == "per_row" for spec in specs):
         return False
-    restored = [_restored(x) for x in inputs[: producer.kept]]
+    restored: list[Any] = [_restored(x) for x in inputs[: producer.kept]]
     if not all(restored):
         return False
-    rows, length = val(inputs[0]).shape
-    payloads, scales = [], []
-    with node.graph.inserting_before(node):
-        for source in restored:
-            parts: Any = source.args[0]  # type: ignore[union-attr]
-            payloads.append(shaped(parts[0], [rows, length]))
-            scales.append(shaped(parts[1], [rows, length // _BLOCK]))
+    builder = Builder(node)
+    payloads, scales = zip(*(map(partial(_matrix, builder), source.args[0]) for source in restored), strict=True)
     read = [*payloads, *inputs[producer.kept :], *scales]
     node.args = (read, str(replace(cast, name=producer.name)), *node.args[2:])
     erase_unused(inputs[: producer.kept])
     return True
+
+
+def _matrix(builder: Builder, part: fx.Node) -> fx.Node:
+    """Returns a payload, or its scales, as a matrix with as many columns."""
+    value = val(part)
+    return part if value.ndim == 2 else builder.call(_aten.reshape.default, part, [-1, value.shape[-1]])
 
 
 def _restored(x: fx.Node) -> fx.Node | None:
