@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from fxquant.backend.blocks import Blocks, Place
 from fxquant.backend.checkpoint import gathered, restore
 from fxquant.backend.controls import Controls
+from fxquant.backend.copies import Given, mark_copies
 from fxquant.backend.finite import FiniteCheck
 from fxquant.backend.first_calls import watch_first_calls
 from fxquant.backend.gathered import GatheredWeights
@@ -67,7 +68,7 @@ log = logging.getLogger(__name__)
 @checked(
     ArgumentError, called="fxquant.Backend", takes={"recipe": 'a name, such as fxquant.Backend("mxfp8"), or a Recipe'}
 )
-class Backend:
+class Backend(Given):
     """A torch.compile backend for one recipe.
 
         backend = fxquant.Backend("mxfp8")
@@ -110,6 +111,7 @@ class Backend:
     ) -> None:
         if not isinstance(model, nn.Module | None):
             raise OptionError(f"model is the nn.Module that is compiled, not {article(type(model).__name__)}")
+        mark_copies()
         self.mode = mode
         self.called_with: tuple[Any, ...] = ()
         self.states = states or StateStore()
@@ -234,6 +236,10 @@ class Backend:
             tell_alone(self.records)
             return None
         return name_of_all()
+
+    def note_copy(self, module: nn.Module, copied: nn.Module) -> None:
+        """Notes that a module was copied that this compiles in place and has not met."""
+        self.controls.note_copy(module, copied)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Returns a copy with states of its own, whose graphs count for this backend where none of its own has run."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxquant.backend.backend import Backend
+from fxquant.backend.copies import Given, mark_copies
 from fxquant.backend.notices import watch_unmet
 from fxquant.backend.options import Options
 from fxquant.compat.inside.frames import compiled_with_names
@@ -17,7 +18,7 @@ from fxquant.errors import OptionError
 from fxquant.recipes import RECIPES
 
 
-class ByName:
+class ByName(Given):
     """``torch.compile(model, backend="fxquant", options={"recipe": "mxfp8"})``, or ``backend="fxquant-mxfp8"``.
 
     The second form is for trainers that take a backend's name and no options: each built-in recipe has one. `options`
@@ -89,4 +90,5 @@ That of a recipe, ``mxfp8``, is ``fxquant-mxfp8`` for torch.
 def found(name: str) -> ByName:
     """Returns the backend that torch looks for when a name is first used, which is watched from then on."""
     watch_unmet(BY_NAME[name].unmet)
+    mark_copies()
     return BY_NAME[name]

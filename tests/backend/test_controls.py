@@ -55,6 +55,11 @@ def in_place_by_name(net: nn.Module, recipe: str) -> nn.Module:
     return net
 
 
+def in_place_unknown(net: nn.Module, recipe: str) -> nn.Module:
+    net.compile(backend=eager_backend(recipe))
+    return net
+
+
 def as_function(net: nn.Module, recipe: str) -> Any:
     return by_name(lambda x: net(x), recipe)
 
@@ -355,11 +360,31 @@ def test_a_copy_of_what_was_compiled_in_place_is_compiled(way: Way, wrap: Callab
     assert {d.layer.removeprefix("module.") for d in fxquant.report(copied).decisions} == {"0", "2"}
 
 
-def test_a_copy_made_before_the_first_call_is_compiled_where_the_backend_knows_the_model() -> None:
-    run, x = in_place(model(), "mxfp8"), torch.randn(16, 64)
-    assert torch.equal(copy.deepcopy(copy.deepcopy(run))(x), run(x))
-    shallow = copy.copy(run)
-    assert torch.equal(copy.deepcopy(shallow)(x), plain(x)), "torch leaves no trace of the compilation in it"
+@pytest.mark.parametrize("way", [in_place, in_place_by_name, in_place_unknown])
+def test_a_copy_made_before_the_first_call_is_compiled(way: Way) -> None:
+    """Whether the backend knows the model or not; a deep copy has a state of its own, a shallow one the same layers."""
+    run, x = way(model(), "delayed_scaling"), torch.randn(16, 64)
+    copied = copy.deepcopy(torch.optim.swa_utils.AveragedModel(run))
+    assert torch.equal(copied(x), run(x)) and not torch.equal(copied(x), plain(x))
+    run(2 * x)
+    ours, others = fxquant.state_dict(run), fxquant.state_dict(copied)
+    assert {*ours} == {key.removeprefix("module.") for key in others}
+    assert any(not torch.equal(value, others[f"module.{key}"]) for key, value in ours.items())
+
+
+@pytest.mark.parametrize("way", [in_place, in_place_by_name, in_place_unknown])
+def test_a_shallow_copy_is_compiled_and_its_copies_are(way: Way) -> None:
+    run, x = way(model(), "mxfp8"), torch.randn(16, 64)
+    before = copy.copy(run)
+    expected = run(x)
+    for copied in (before, copy.copy(run), copy.deepcopy(before), copy.copy(copy.copy(run))):
+        assert torch.equal(copied(x), expected) and not torch.equal(expected, plain(x))
+
+
+def test_what_is_pickled_before_the_first_call_is_said_to_be_plain() -> None:
+    run = in_place_by_name(model(), "mxfp8")
+    with pytest.warns(UnquantizedWarning, match="what is loaded runs unquantized"):
+        pickle.dumps(run)
 
 
 def test_scales_begin_anew_where_the_model_ran_on_meta_before() -> None:

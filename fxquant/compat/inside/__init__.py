@@ -3,6 +3,7 @@
 memory       writes into a tensor's memory, as far as they can be seen
 checkpoints  the activation checkpoints around a call
 functions    the custom functions that run
+copied       what torch leaves out of a copy of a module
 frames       the frame that Dynamo compiles, and guards of our own on its graphs
 recompiles   why a function is compiled again, and where its graphs break
 ranks        the ranks of a process group
