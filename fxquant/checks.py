@@ -101,7 +101,8 @@ def checked(
 
         @functools.cache
         def kinds() -> dict[str, _Kind]:
-            hints = get_type_hints(target, include_extras=True)
+            # Python 3.10 refuses the value of KW_ONLY as an annotation
+            hints = get_type_hints(target, localns={"KW_ONLY": Any}, include_extras=True)
             all_kinds = {name: _kind(hints.get(name, Any)) for name in signature.parameters}
             return {name: kind for name, kind in all_kinds.items() if kind is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
@@ -10,7 +11,8 @@ Key = TypeVar("Key", bound=Hashable)
 _SWEEPS = 6
 
 
-class Layout(NamedTuple, Generic[Key]):
+@dataclass(frozen=True)
+class Layout(Generic[Key]):
     """The middle of each node in columns and its layer, and the points of each edge in the same units.
 
     Columns are numbers, of which neighbours in a layer have a difference of at least 1; the least is 0.

@@ -33,12 +33,13 @@ def mark_when_copied(mark: Callable[[nn.Module], Mark | None]) -> None:
         _marks.append(mark)
 
 
-def _with_mark(state_of: Callable[[nn.Module], dict[str, Any]], module: nn.Module) -> dict[str, Any]:
-    state = state_of(module)
-    if state.get(MARK) is None:
-        mark = next((mark for mark in (give(module) for give in _marks) if mark is not None), None)
-        return state if mark is None else {**state, MARK: mark}
-    return state
+def _with_mark(reduce: Callable[[nn.Module, Any], Any], module: nn.Module, protocol: Any) -> Any:
+    reduced = reduce(module, protocol)
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    if not isinstance(state, dict) or state.get(MARK) is not None:  # that of a class with slots is no dict
+        return reduced
+    mark = next((mark for mark in (give(module) for give in _marks) if mark is not None), None)
+    return reduced if mark is None else (*reduced[:2], {**state, MARK: mark}, *reduced[3:])
 
 
 def _compile_shallow(set_state: Callable[..., None], module: nn.Module, state: dict[str, Any]) -> None:
@@ -54,13 +55,13 @@ def _drops_what_is_compiled() -> bool:
 
 GIVEN = Patch(
     "torch.nn",
-    "Module.__getstate__",
+    "Module.__reduce_ex__",  # Python 3.10 has no __getstate__
     defect="Copies of a module lose what was compiled in its place.",
     upstream="none found",
     fixed_in=None,
     still_needed=_drops_what_is_compiled,
     change=_with_mark,
-    acts=lambda module: call_in_place(module) is not None,
+    acts=lambda module, _: call_in_place(module) is not None,
 )
 TAKEN = Patch(
     "torch.nn",
