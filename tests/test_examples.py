@@ -21,7 +21,7 @@ RUNS = {
     "pretrain_gpt": (["--inner", "aot_eager", "--steps", "2", "--width", "32", "--depth", "1"], "blocks.0.up"),
     "hybrid_recipe": (["--steps", "2"], "nvfp4(rht,stochastic)"),
     "own_format": (["--steps", "1", "--formats", "int8, clipped"], "int8, clipped: loss"),
-    "serve_generate": (["--tokens", "2", "--recipes", "weight_only_nvfp4"], "weight nvfp4"),
+    "serve_generate": (["--tokens", "2", "--recipes", "weight_only_nvfp4"], "q_proj  16 x 64 x 64 "),
     "own_weight_only": (["--tokens", "2", "--formats", "MXFP4"], "weight e2m1_1x32_e8m0"),
 }
 

@@ -44,7 +44,12 @@ def generated(model: LlamaForCausalLM, recipe: CustomRecipe, prompt: torch.Tenso
     compilation = CompileConfig(backend=backend, mode=None, fullgraph=False)
     compilation._compile_all_devices = True  # transformers compiles on GPUs only, unless it is told so
     return model.generate(
-        prompt, max_new_tokens=tokens, do_sample=False, cache_implementation="static", compile_config=compilation
+        prompt,
+        max_new_tokens=tokens,
+        do_sample=False,
+        cache_implementation="static",
+        compile_config=compilation,
+        prefill_chunk_size=16,
     )
 
 

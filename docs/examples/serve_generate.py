@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         compilation._compile_all_devices = True  # transformers compiles on GPUs only, unless it is told so
         options = {
             "max_new_tokens": args.tokens, "do_sample": False, "cache_implementation": "static",
-            "compile_config": compilation,
+            "compile_config": compilation, "prefill_chunk_size": 16,
         }  # fmt: skip
         model.generate(prompt, **options)  # compiles
         start = time.perf_counter()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fxquant.backend.blocks import Place, expected, holds, names_in, path_in, place_of
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.copies import mark
-from fxquant.backend.notices import tell, watch
+from fxquant.backend.notices import tell, tell_prompt, watch
 from fxquant.backend.outer import outermost
 from fxquant.checks import checked
 from fxquant.compat.inside.frames import add_guard, compiled_call, frame_being_compiled, is_method_of, unwrapped
@@ -281,7 +281,10 @@ class Controls:
 
         add_guard(holds, f"fxquant: the recipe of the call is {recipe}")
         if backend.tells:
-            watch(backend.records, instead_of=[other.records for other in self.backends.values()])
+            others = [other.records for other in self.backends.values()]
+            if not any(records.graphs for records in others):
+                tell_prompt(backend.records)
+            watch(backend.records, instead_of=others)
         self.enter(recipe)
         return backend
 

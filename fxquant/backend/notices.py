@@ -162,6 +162,22 @@ def tell_uncaptured(records: Records, seen: Uncaptured) -> None:
         )
 
 
+def tell_prompt(records: Records) -> None:
+    """Warns if transformers' `generate` compiles the step of a token alone, and so has run the prompt as it is."""
+    frame: Any = sys._getframe()
+    methods = []
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "transformers.generation.utils":
+            methods.append(frame.f_code.co_name)
+        frame = frame.f_back
+    if "generate" in methods and not any("prefill" in name for name in methods):
+        tell(
+            f"generate compiles the step of a token of {records.what}, and ran the prompt as it is, unquantized: "
+            "generate(.., prefill_chunk_size=128) compiles the prompt too, in pieces of so many tokens",
+            UnquantizedWarning,
+        )
+
+
 def _tell_limit(backend: Any, text: str) -> None:
     records = getattr(backend, "records", None)
     if isinstance(records, Records):

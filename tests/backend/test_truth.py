@@ -464,3 +464,37 @@ def test_what_is_left_as_it_is_has_the_flops_that_run(form: str) -> None:
         said["forward" if gemm is Gemm.FPROP else "backward"] += left.flops
     ran = {phase: sum(flops.values()) for phase, flops in counted.plain.items()}
     assert ran == {phase: said[phase] for phase in ran}
+
+
+def test_generate_that_runs_its_prompt_as_it_is_says_so() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if not hasattr(transformers, "CompileConfig"):
+        pytest.skip("needs transformers.CompileConfig")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model, prompt = transformers.LlamaForCausalLM(config).eval(), torch.ones(1, 8, dtype=torch.int64)
+
+    def said(**more: Any) -> list[str]:
+        compilation = transformers.CompileConfig(
+            backend=Backend("rowwise", model=model, inner="aot_eager"), mode=None, fullgraph=False
+        )
+        compilation._compile_all_devices = True
+        torch.compiler.reset()
+        vars(model).pop("_compiled_call", None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.generate(
+                prompt,
+                max_new_tokens=2,
+                do_sample=False,
+                cache_implementation="static",
+                compile_config=compilation,
+                **more,
+            )
+        return [str(w.message) for w in caught if w.category is UnquantizedWarning]
+
+    (text,) = said()
+    assert "ran the prompt as it is, unquantized" in text and "prefill_chunk_size" in text
+    assert said(prefill_chunk_size=8) == []
