@@ -371,7 +371,8 @@ def test_threads_share_weights() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert results == [True] * 12
+        call(8)  # alone: a weight that another thread reads at that moment is not kept
+        assert results == [True] * 15
         assert backend.weights is not None and len(backend.weights._entries) == 2
 
 
