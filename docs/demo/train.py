@@ -63,7 +63,7 @@ RECIPES: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """What one training run gave."""
+    """One training run gives these losses, bytes and times."""
 
     name: str
     losses: list[float]

@@ -164,6 +164,8 @@ def tell_uncaptured(records: Records, seen: Uncaptured) -> None:
 
 def tell_prompt(records: Records) -> None:
     """Warns if transformers' `generate` compiles the step of a token alone, and so has run the prompt as it is."""
+    if isinstance(records.recipe, HighPrecision):
+        return
     frame: Any = sys._getframe()
     methods = []
     while frame is not None:

@@ -54,7 +54,7 @@ class Tiles(_Tile):
 
 
 class Wide(_Tile):
-    """For more rows: warps multiply together, the decoded weight from registers and x from shared memory."""
+    """Warps multiply more rows together: they take the decoded weight from registers, and x from shared memory."""
 
     @classmethod
     def of(cls, rows: int) -> Wide:

@@ -362,7 +362,7 @@ def test_a_copy_of_what_was_compiled_in_place_is_compiled(way: Way, wrap: Callab
 
 @pytest.mark.parametrize("way", [in_place, in_place_by_name, in_place_unknown])
 def test_a_copy_made_before_the_first_call_is_compiled(way: Way) -> None:
-    """Whether the backend knows the model or not; a deep copy has a state of its own, a shallow one the same layers."""
+    """The backend may know the model or not; a deep copy has a state of its own."""
     run, x = way(model(), "delayed_scaling"), torch.randn(16, 64)
     copied = copy.deepcopy(torch.optim.swa_utils.AveragedModel(run))
     assert torch.equal(copied(x), run(x)) and not torch.equal(copied(x), plain(x))

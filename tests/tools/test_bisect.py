@@ -150,7 +150,7 @@ def test_an_attention_and_experts_that_break_only_together_are_both_named() -> N
 
 @pytest.mark.parametrize("place", [0, 1, 63, 64, 1343])
 def test_few_runs_find_one_of_many_operands(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 32 layers with 7 linears each: in 12 with those of both recipes and the probe, if it is among the first."""
+    """A search among 32 layers of 7 linears takes 12 runs for an early one, with both recipes and the probe."""
     trials, counted = Trials(nn.Linear(1, 1)), list[int]()
     search = _Search(trials, MXFP8BlockScaling(), lambda _: True, None)
     units = [(Operand(str(i), "weight", "rowwise"),) for i in range(7 * 6 * 32)]
