@@ -55,7 +55,7 @@ def did_you_mean(spelling: object, choices: Iterable[Any], foreign: Mapping[str,
     """
     shown = {_plain(name): item for name, item in (foreign or {}).items()} | {_plain(item): item for item in choices}
     asked = _plain(spelling)
-    inside = [key for key in shown if len(asked) > 2 and asked in key]
+    inside = sorted((key for key in shown if len(asked) > 2 and asked in key), key=len)
     close = [asked] if asked in shown else inside or difflib.get_close_matches(asked, shown, 1)
     return f"; did you mean {_shown(shown[close[0]])}?" if close else ""
 

@@ -23,7 +23,7 @@ from fxquant.backend.gathered import GatheredWeights
 from fxquant.backend.inductor import inductor_settings, memory_settings
 from fxquant.backend.kept_facts import Keeper, key_of
 from fxquant.backend.notices import tell, tell_alone, tell_failed, watch
-from fxquant.backend.options import Options
+from fxquant.backend.options import Options, check_keywords
 from fxquant.backend.outside import Quantizations
 from fxquant.backend.probing import Probed, Totals
 from fxquant.backend.record import GraphRecord, Records, graph_text
@@ -111,6 +111,7 @@ class Backend(Given):
     ) -> None:
         if not isinstance(model, nn.Module | None):
             raise OptionError(f"model is the nn.Module that is compiled, not {article(type(model).__name__)}")
+        check_keywords(options, "fxquant.Backend")
         mark_copies()
         self.mode = mode
         self.called_with: tuple[Any, ...] = ()

@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ import fxquant
 from fxquant.backend.record import Records, outside_text
 from fxquant.backend.uncaptured import Uncaptured
 from fxquant.checks import first_line, place_of
-from fxquant.compat.inside.recompiles import is_compiled, suppresses_errors, watch_limits
+from fxquant.compat.inside.recompiles import is_compiled, suppresses_errors, told_not_to_compile, watch_limits
 from fxquant.errors import FxQuantWarning, UnquantizedWarning, UnusedRuleWarning
 from fxquant.recipes import HighPrecision
 
@@ -151,13 +152,13 @@ def tell_result(records: Records) -> None:
 
 def tell_uncaptured(records: Records, seen: Uncaptured) -> None:
     """Warns of layers that ran outside of the captured graphs in a call, where the recipe quantizes them."""
-    layers, kind = seen.layers(records.recipe), type(seen.module())
+    layers, kind, why = seen.layers(records.recipe), type(seen.module()), told_not_to_compile(seen.module())
     if layers and kind not in records.told_kinds:  # blocks are each a call, and alike
         records.told_kinds.add(kind)
         some = ", ".join(layer or "the model itself" for layer in layers[:5]) + (", .." if len(layers) > 5 else "")
         tell(
             f"{len(layers)} {'layer' if len(layers) == 1 else 'layers'} of {records.what} ran outside of its graphs, "
-            f"unquantized: {some}. Its report has them as NOT_CAPTURED, and the breaks",
+            f"unquantized: {some}{why and f', since {why}'}. Its report has them as NOT_CAPTURED, and the breaks",
             UnquantizedWarning,
         )
 
@@ -188,8 +189,8 @@ def _tell_limit(backend: Any, text: str) -> None:
             _tell_plain(records)
 
 
-def _tell_plain(records: Records) -> None:
-    """Warns once that some inputs run unquantized."""
+def _tell_plain(records: Records, why: str = "") -> None:
+    """Warns once that some inputs run unquantized, and why if that is known."""
     if records.told_plain or isinstance(records.recipe, HighPrecision):
         return
     records.told_plain = True
@@ -197,9 +198,9 @@ def _tell_plain(records: Records) -> None:
         limit = f"{records.limits[0]}. Raise the limit, or mark sizes dynamic"
         text = f"new inputs of {records.what} run unquantized: {limit}"
     elif records.graphs:
-        text = f"a call of {records.what} ran no compiled graph, and so unquantized: {_WHY}"
+        text = f"a call of {records.what} ran no compiled graph, and so unquantized: {why or _WHY}"
     else:
-        text = f"torch.compile captured no graph of {records.what}, which ran unquantized: {_WHY}"
+        text = f"torch.compile captured no graph of {records.what}, which ran unquantized: {why or _WHY}"
     tell(text, UnquantizedWarning)
 
 
@@ -252,6 +253,7 @@ class Calls:
     def __init__(self, model: Callable[..., Any] | str, ran: Callable[[], bool], hint: str = "") -> None:
         self.ran, self.hint = ran, hint or _IN_PLACE
         self.name = model if isinstance(model, str) else _name_of(model)
+        self._model = weakref.ref(model) if isinstance(model, nn.Module | FunctionType) else lambda: None
         _watch_process()
         _uncalled.append(self)
 
@@ -267,17 +269,20 @@ class Calls:
         """
         self.begin()
         records.calls += 1
-        records.plain += not ran
+        why = "" if ran else told_not_to_compile(self._model())
+        if not ran:
+            records.plain[why] += 1
         if not ran or records.limits:
-            _tell_plain(records)
+            _tell_plain(records, why)
         if ran and whole:
             tell_result(records)
 
 
 _WHY = (
     "TORCH_LOGS=graph_breaks,recompiles says why. torch gives up after torch._dynamo.config.recompile_limit "
-    "compilations of one function, and captures no module of its own classes, such as nn.Sequential, if compiled in "
-    "place: use fxquant.compile(model, recipe)"
+    "compilations of one function, compiles nothing new under torch.compiler.set_stance('force_eager') and its like, "
+    "and captures no module of its own classes, such as nn.Sequential, if compiled in place: use "
+    "fxquant.compile(model, recipe)"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from fxquant.checks import OneOf, article, checked, did_you_mean
-from fxquant.compat.private import inductor_mode_options, is_inductor_option
+from fxquant.compat.private import inductor_mode_options, inductor_options, is_inductor_option
 from fxquant.errors import ArgumentError, OptionError
 from fxquant.kernels.linear.choice import GEMM
 from fxquant.passes.settings import SAVE, Settings
@@ -57,8 +58,8 @@ class Options:
             raise OptionError(f"options are {A_DICT}, not {article(type(options).__name__)}")
         unknown = [key for key in options if key not in OPTIONS]
         if unknown:
-            hint = did_you_mean(unknown[0], OPTIONS) or ";"
-            raise OptionError(f"unknown options {unknown}{hint or ';'} known options: {', '.join(OPTIONS)}")
+            hint = _elsewhere(unknown[0]) or did_you_mean(unknown[0], OPTIONS)
+            raise OptionError(f"unknown options {unknown}{hint}; known options: {', '.join(OPTIONS)}")
         if "recipe" not in options:
             raise OptionError(
                 f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}"
@@ -74,7 +75,8 @@ class Options:
         """The settings of Inductor, with those of a mode of torch.compile."""
         settings = {**inductor_mode_options(mode), **(self.inductor or {})}
         if unknown := [name for name in settings if not is_inductor_option(name)]:
-            hint = f": options={{{unknown[0]!r}: ...}}" if unknown[0] in OPTIONS else ""
+            hint = f": options={{{unknown[0]!r}: ...}}" if unknown[0] in OPTIONS else _argument(unknown[0])
+            hint = hint or did_you_mean(unknown[0], inductor_options())
             raise OptionError(f"Inductor has no setting {unknown[0]!r}{hint}")
         return settings
 
@@ -83,6 +85,38 @@ class Options:
         assert isinstance(self.recipe, Recipe)
         same = {name: getattr(self, name) for name in ("allow_float64", "save", "gemm", "quantized_dispatch", "ranges")}
         return Settings(recipe=self.recipe.fingerprint(), stored_weights=self.cache_weights, **same)
+
+
+def check_keywords(names: Iterable[str], called: str) -> None:
+    """Raises ArgumentError for a keyword of `called` that belongs elsewhere, and says where."""
+    for name in names:
+        if name == "options":
+            raise ArgumentError(f"{called} takes options as keywords: write {called}(recipe, **options)")
+        if name not in OPTIONS and (hint := _elsewhere(name)):
+            raise ArgumentError(f"{called} got an unexpected keyword {name!r}{hint}")
+
+
+def _elsewhere(name: object) -> str:
+    """A hint where a name that is no option of fxquant belongs; empty if that is not known."""
+    plain = re.sub(r"[._]", "", str(name))
+    settings = [setting for setting in inductor_options() if plain == re.sub(r"[._]", "", setting)]
+    if not settings:
+        return _argument(name)
+    return f": Inductor's settings are one option, options={{'inductor': {{{settings[0]!r}: ...}}}}"
+
+
+def _argument(name: object) -> str:
+    """A hint for a name that is an argument beside the options; empty for another."""
+    if name == "mode":
+        return (
+            ": a mode is an argument, fxquant.compile(model, recipe, mode=...), or "
+            "torch.compile(model, backend=fxquant.Backend(recipe, mode=...))"
+        )
+    if name in ("model", "states"):
+        return f": it is an argument of fxquant.Backend(recipe, {name}=...)"
+    if name in _OF_TORCH:
+        return f": it is an argument of fxquant.compile and of torch.compile, {name}=..., beside the options"
+    return ""
 
 
 def check_model(model: object, verb: str) -> None:
@@ -115,19 +149,20 @@ def check_arguments(
 
 
 def _check_keywords(keywords: Iterable[str], called: str) -> None:
-    taken = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
     for name in keywords:
         if name in OPTIONS:
             raise ArgumentError(f"{name} is an option of the backend: write options={{{name!r}: ...}}")
-        if name not in taken:
-            hint = did_you_mean(name, [*taken, "recipe", *OPTIONS]) or "."
+        if name not in _OF_TORCH:
+            hint = _elsewhere(name) or did_you_mean(name, [*_OF_TORCH, "recipe", *OPTIONS])
             raise ArgumentError(
-                f"{called} got an unexpected keyword {name!r}{hint} Known keywords: recipe, {', '.join(taken)}; "
+                f"{called} got an unexpected keyword {name!r}{hint}; known keywords: recipe, {', '.join(_OF_TORCH)}; "
                 f"known options: {', '.join(OPTIONS)}"
             )
 
 
 OPTIONS = tuple(field.name for field in fields(Options))
 """The names of all options."""
+_OF_TORCH = tuple(name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend"))
+"""The arguments that torch.compile takes beside a model and a backend."""
 A_DICT = f"a dict of {', '.join(OPTIONS)}"
 """The words for what options must be."""

@@ -7,6 +7,7 @@ or when the compilation itself does, and the frame runs as it is.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -145,11 +146,12 @@ class Records:
     """The captured graphs of one backend that have run, for a recipe.
 
     `runs` counts the runs of all. Where a whole model is compiled (`whole`), `calls` counts its calls and `plain` those
-    that ran no graph; `outside` names the layers that no call reaches. `uncaptured` has what first calls ran outside of
-    graphs: that of the model (`first_seen`), or those of all that was compiled, which are `watched`. `limits` has the
-    functions that torch does not compile any more, and `failed` the errors of graphs that it runs as they are. `what`
-    names the model, and `dispatch` says that the option `quantized_dispatch` was given. Those of a copied backend know
-    the ones that they are a `copy_of`, which then count as run (`elsewhere`).
+    that ran no graph, by the reason if it is known; `outside` names the layers that no call reaches. `uncaptured` has
+    what first calls ran outside of graphs: that of the model (`first_seen`), or those of all that was compiled, which
+    are `watched`. `limits` has the functions that torch does not compile any more, and `failed` the errors of graphs
+    that it runs as they are. `what` names the model, and `dispatch` says that the option
+    `quantized_dispatch` was given. Those of a copied backend know the ones that they are a `copy_of`, which then count
+    as run (`elsewhere`).
     """
 
     recipe: Recipe
@@ -159,7 +161,7 @@ class Records:
     graphs: list[GraphRecord] = field(default_factory=list)
     runs: int = 0
     calls: int = 0
-    plain: int = 0
+    plain: Counter[str] = field(default_factory=Counter)
     limits: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
@@ -263,6 +265,7 @@ class Records:
         report.uncompiled += [f"a graph that failed: {text}" for text in self.failed]
         if self.outside:
             report.uncompiled.append(f"outside of {self.what}, as the model has it: {', '.join(self.outside)}")
-        if self.plain:
-            report.uncompiled.append(f"{self.plain} of {self.calls} calls of {self.what}, which ran no graph")
+        for why, count in self.plain.items():
+            since = f", since {why}" if why else ""
+            report.uncompiled.append(f"{count} of {self.calls} calls of {self.what}, which ran no graph{since}")
         return report

@@ -102,9 +102,14 @@ def isolated() -> dict[str, Any]:
     return {name: True} if name in inspect.signature(torch.compile).parameters else {}
 
 
+def inductor_options() -> list[str]:
+    """Returns the dotted names of Inductor's settings."""
+    return [*vars(inductor_config)["_config"]]  # its copy lacks the names of settings that moved
+
+
 def is_inductor_option(name: str) -> bool:
     """Returns True if Inductor has a setting of this dotted name."""
-    return name in vars(inductor_config)["_config"]  # its copy lacks the names of settings that moved
+    return name in vars(inductor_config)["_config"]
 
 
 @contextmanager

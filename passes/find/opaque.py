@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ RECURRENT = frozenset("rnn lstm gru".split())
 """Parts of the names of recurrent layers, whose fused kernels torch's counter does not know."""
 
 _TELLING = RECURRENT | frozenset(
-    "mm addmm bmm matmul gemm gemv linear attention attn mha sdpa conv convolution encoder cdist".split()
+    "mm addmm bmm matmul gemm gemv linear attention attn mha sdpa conv convolution encoder cdist solve tensorsolve "
+    "lstsq ormqr trilinear".split()
 )
+_TELLING_PAIRS = frozenset({"matrix exp"})
+"""Words, and pairs of words, in the names of operators that multiply matrices, also where torch does not count that."""
 
 _REMEDIES = {
     name: "; torch.backends.mha.set_fastpath_enabled(False) has torch write it out"
@@ -69,7 +73,9 @@ def _worth_running(node: fx.Node) -> bool:
 def tells(operator: str) -> bool:
     """Returns True if an operator has a telling name: a custom one, or a fused kernel that torch cannot count."""
     namespace, _, name = operator.rpartition("::")
-    return bool(_TELLING & set(name.lower().split("_"))) and namespace not in ("prim", "prims", "fxquant")
+    words = name.lower().split("_")
+    known = bool(_TELLING & set(words)) or any(" ".join(pair) in _TELLING_PAIRS for pair in pairwise(words))
+    return known and namespace not in ("prim", "prims", "fxquant")
 
 
 def refused(site: Site, kind: str, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool, skip: Skip) -> Match:

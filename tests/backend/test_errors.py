@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxquant
 from fxquant import CustomRecipe, RecipeError
 from fxquant.compat.private import own_errors
-from fxquant.errors import GraphVerificationError
+from fxquant.errors import ArgumentError, GraphVerificationError, OptionError
 from fxquant.passes import pipeline
 
 
@@ -96,3 +96,38 @@ def test_an_error_that_is_passed_on_is_one_of_its_kind() -> None:
     assert isinstance(error.__cause__, KeyError) and type(error).__name__ == "RecipeError"
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is RecipeError and str(again) == "of two kinds"
+
+
+ELSEWHERE: dict[str, tuple[Callable[[], Any], str]] = {
+    "Inductor's, by name": (
+        lambda: torch.compile(
+            Mlp(), backend="fxquant", options={"recipe": "mxfp8", "triton.cudagraphs": True}
+        )(torch.randn(8, 32)),
+        "options={'inductor': {'triton.cudagraphs': ...}}",
+    ),
+    "Inductor's, as a keyword": (
+        lambda: fxquant.compile(Mlp(), "mxfp8", triton_cudagraphs=True), "{'inductor': {'triton.cudagraphs'"
+    ),
+    "Inductor's, of a Backend": (lambda: fxquant.Backend("mxfp8", max_autotune=True), "{'inductor': {'max_autotune'"),
+    "Inductor's, misspelled": (
+        lambda: fxquant.Backend("mxfp8", inductor={"max_autotun": True}), "did you mean 'max_autotune'?"
+    ),
+    "a mode": (
+        lambda: fxquant.compile(Mlp(), "mxfp8", options={"mode": "max-autotune"}),
+        "fxquant.compile(model, recipe, mode=...)",
+    ),
+    "a mode for Inductor": (
+        lambda: fxquant.Backend("mxfp8", inductor={"mode": "max-autotune"}), "Backend(recipe, mode=...)"
+    ),
+    "torch's": (lambda: fxquant.Backend("mxfp8", dynamic=True), "argument of fxquant.compile and of torch.compile"),
+    "a model": (lambda: fxquant.compile(Mlp(), "mxfp8", options={"model": Mlp()}), "Backend(recipe, model=...)"),
+    "options": (lambda: fxquant.Backend("mxfp8", options={}), "fxquant.Backend(recipe, **options)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", ELSEWHERE)
+def test_what_belongs_elsewhere_is_told_where(spelling: str) -> None:
+    call, hint = ELSEWHERE[spelling]
+    with pytest.raises((OptionError, ArgumentError)) as caught:
+        call()
+    assert hint in str(caught.value)

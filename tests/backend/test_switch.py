@@ -133,10 +133,24 @@ def test_a_backend_is_copied_with_its_states() -> None:
 def test_a_model_of_which_nothing_was_captured_warns() -> None:
     compiled, x = fxquant.compile(model(), "mxfp8", options=EAGER), torch.randn(32, 64)
     with torch.compiler.set_stance("force_eager"):
-        with pytest.warns(UnquantizedWarning, match="no graph of Sequential, which ran unquantized"):
+        with pytest.warns(UnquantizedWarning, match=r"no graph of Sequential, which ran .*set_stance\('force_eager'\)"):
             compiled(x)
         compiled(x)  # told once: another warning would be an error
-    assert "not compiled: 2 of 2 calls of Sequential, which ran no graph" in str(compiled.report())
+    since = "2 of 2 calls of Sequential, which ran no graph, since the call was made under torch.compiler.set_stance("
+    assert since in compiled.report().text(full=True)
+
+
+def test_what_keeps_torch_from_compiling_is_told_by_its_name() -> None:
+    x, forbidden = torch.randn(32, 64), model()
+    forbidden.forward = torch.compiler.disable(forbidden.forward)  # type: ignore[method-assign]
+    with pytest.warns(UnquantizedWarning, match="ran unquantized: torch.compiler.disable marks it"):
+        fxquant.compile(forbidden, "mxfp8", options=EAGER)(x)
+    compiled = fxquant.compile(model(), "mxfp8", options=EAGER)
+    compiled(x)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        compiled(x)  # runs its graph
+        with pytest.warns(UnquantizedWarning, match="'eager_on_recompile'.*, which compiles nothing for new inputs"):
+            compiled(torch.randn(48, 64))
 
 
 @pytest.mark.skipif(not isolated(), reason="torch counts the compilations of a function for all its models")

@@ -13,7 +13,7 @@ from traceback import FrameSummary
 from typing import Any
 
 from torch import fx, nn
-from torch._dynamo import config
+from torch._dynamo import config, eval_frame
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, graph_break_reasons
@@ -74,6 +74,30 @@ def watch_limits(tell: Callable[[Any, str], None]) -> None:
 def suppresses_errors() -> bool:
     """Returns True if torch runs what failed to compile as it is, and tells its log alone."""
     return bool(config.suppress_errors)
+
+
+_STANCES = {
+    "force_eager": "which runs what is compiled as it is",
+    "eager_on_recompile": "which compiles nothing for new inputs",
+    "eager_then_compile": "which runs first calls as they are",
+    "aot_eager_then_compile": "which leaves first calls to another backend",
+}
+"""What stances of torch do with a call that has no graph."""
+
+
+def told_not_to_compile(function: Any = None) -> str:
+    """Returns what keeps torch from compiling a call of a function or module now; empty if nothing does."""
+    stance: Any = eval_frame._stance
+    forward = function.forward if isinstance(function, nn.Module) else function
+    if config.disable:
+        return "torch._dynamo.config.disable is set, as by the variable TORCH_COMPILE_DISABLE"
+    if stance.stance in _STANCES:
+        return f"the call was made under torch.compiler.set_stance({stance.stance!r}), {_STANCES[stance.stance]}"
+    if stance.backend is not None:
+        return "the call was made under torch.compiler.set_stance(force_backend=..), which takes another backend"
+    if getattr(forward, "_torchdynamo_disable", False):
+        return "torch.compiler.disable marks it"
+    return ""
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from helpers import eager_backend
 from rewriting import Calls, Rewrite, flops
 from torch import Tensor, nn
 
+import fxquant
 from fxquant.decisions import SkipReason
 
 
@@ -100,3 +103,19 @@ def test_opaque_operators_have_the_shapes_of_their_tensors() -> None:
         ("cdist", "weight"): (40, 24), ("cdist", "grad_output"): (5, 40),
     }  # fmt: skip
     assert f"{product}" in str(backend.report()) and "[5, 24] and [24, 40]" in backend.report().overview()
+
+
+SOLVERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linalg_solve": lambda x, w: torch.linalg.solve(w, x),
+    "linalg_solve_triangular": lambda x, w: torch.linalg.solve_triangular(w, x, upper=False),
+    "cholesky_solve": lambda x, w: torch.cholesky_solve(x, w),
+    "matrix_exp": lambda x, w: torch.matrix_exp(w) + x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_operators_that_multiply_within_are_told(name: str) -> None:
+    """torch counts no FLOPs of them, and their gradients are products."""
+    x, w = torch.randn(24, 32), torch.eye(24, requires_grad=True)
+    decisions = fxquant.explain(SOLVERS[name], "mxfp8", x, w).decisions
+    assert {(d.form, d.skip_reason) for d in decisions} == {(name, SkipReason.OPAQUE)}
