@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fxquant.checks import article
-from fxquant.errors import OptionError
+from fxquant.checks import article, checked
+from fxquant.errors import ArgumentError, OptionError
 
 METHODS = ("max", "moving_average", "percentile")
 
@@ -19,6 +19,7 @@ _BINS = 0x7F80
 """Magnitudes by the upper 16 bits of their float32: bins of a 128th of a power of two, up to infinity."""
 
 
+@checked(ArgumentError, called="fxquant.Amax")
 @dataclass(frozen=True, kw_only=True)
 class Amax:
     """The method that makes one amax, and from it a scale, of an activation's magnitudes over all calibration inputs.
@@ -50,6 +51,11 @@ class Amax:
         return f"{self.method}{detail[self.method]}"
 
 
+@checked(
+    ArgumentError,
+    called="fxquant.Calibration",
+    takes={"inputs": "a list of what one call takes", "method": "write amax=fxquant.Amax(method=...)"},
+)
 @dataclass(frozen=True)
 class Calibration:
     """Calibration inputs and their use.
@@ -68,8 +74,8 @@ class Calibration:
     def __post_init__(self) -> None:
         if isinstance(self.inputs, (str, bytes, Mapping, Tensor)) or not isinstance(self.inputs, Iterable):
             raise OptionError(
-                f"calibration inputs are a list, or another iterable, of what one call takes, not a "
-                f"{type(self.inputs).__name__}: put a single input into a list"
+                f"calibration inputs are a list, or another iterable, of what one call takes, not "
+                f"{article(type(self.inputs).__name__)}: put a single input into a list"
             )
         if not isinstance(self.overrides, Mapping):
             raise OptionError(

@@ -50,10 +50,18 @@ def _library(function: Callable[[QuantizerRole], A]) -> Callable[[QuantizerRole 
     @functools.wraps(function)
     def factory(role: QuantizerRole | None) -> A | IdentityQuantizer:
         role = role or QuantizerRole()
+        _check_role(function.__name__, role)
         return IdentityQuantizer() if role.module_type == "matmul" else function(role)
 
     FACTORIES[function.__name__] = factory
     return factory
+
+
+def _check_role(name: str, role: object) -> None:
+    if isinstance(role, str):
+        raise RecipeError(
+            f"fxquant.factories.{name} takes a role, such as QuantizerRole('linear', 'input'), not {role!r}"
+        )
 
 
 def _is_linear(role: QuantizerRole, tensor_type: str) -> bool:
@@ -199,6 +207,7 @@ def _paper(function: Callable[[QuantizerRole], Quantizer]) -> Callable[[Quantize
     @functools.wraps(function)
     def factory(role: QuantizerRole | None) -> Quantizer:
         role = role or QuantizerRole("linear", "input")
+        _check_role(function.__name__, role)
         return function(role) if role.module_type in ("linear", "grouped_linear") else IdentityQuantizer()
 
     PAPERS[function.__name__] = factory

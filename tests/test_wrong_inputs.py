@@ -119,6 +119,13 @@ COMPILE: dict[str, Call] = {
     "autocast misspelled": lambda: fxquant.autocast(recipe="mxpf8").__enter__(),
     "autocast fp8_recipe": lambda: fxquant.autocast(fp8_recipe="mxfp8"),
     "autocast enabled a name": lambda: fxquant.autocast(enabled="mxfp8"),
+    "set_recipe of no recipe": lambda: fxquant.set_recipe(compiled()),
+    "set_recipe out of order": lambda: fxquant.set_recipe("mxfp8", compiled()),
+    "report of two": lambda: fxquant.report(compiled(), "mxfp8"),
+    "report of a class": lambda: fxquant.report(OneLinear),
+    "load_state_dict of no state": lambda: fxquant.load_state_dict(compiled()),
+    "QuantizationState()": lambda: fxquant.QuantizationState(),
+    "QuantizationState(None)": lambda: fxquant.QuantizationState(None),
     "an empty state": lambda: compiled().load_quantization_state_dict({"a": 1}),
     "state None": lambda: compiled().load_quantization_state_dict(None),
 }
@@ -143,11 +150,21 @@ OPTIONS: dict[str, Call] = {
     "inductor a list": lambda: fxquant.Backend("mxfp8", inductor=["max_autotune"]),
     "inductor misspelled": lambda: fxquant.Backend("mxfp8", inductor={"max_autotunne": True}),
     "inductor a number": lambda: fxquant.Backend("mxfp8", inductor={3: True}),
+    "inductor has a mode": lambda: fxquant.Backend("mxfp8", inductor={"mode": "max-autotune"}),
+    "Inductor's as an option": lambda: named({"recipe": "mxfp8", "triton.cudagraphs": True}),
+    "Backend of options": lambda: fxquant.Backend("mxfp8", options=EAGER),
     "inductor has inner": lambda: fxquant.Backend("mxfp8", inductor={"inner": "aot_eager"}),
 }
 RECIPES: dict[str, Call] = {
     "get(3)": lambda: fxquant.recipes.get(3),
     "get()": lambda: fxquant.recipes.get(),
+    "auto()": lambda: fxquant.recipes.auto(),
+    "a recipe without an answer": lambda: run(fxquant.Recipe()),
+    "a model for a recipe": lambda: fxquant.quantized_model_init(OneLinear()).__enter__(),
+    "a program for a recipe": lambda: fxquant.quantize_program("mxfp8", program()),
+    "a format by name": lambda: fxquant.Format("e4m3"),
+    "a factory of a text": lambda: factories.mxfp8("linear_input"),
+    "a paper's factory of a text": lambda: factories.mxfp6("linear_input"),
     "auto(3)": lambda: fxquant.recipes.auto(3),
     "margin a": lambda: DelayedScaling(margin="a"),
     "margin nan": lambda: DelayedScaling(margin=float("nan")),
@@ -262,6 +279,12 @@ TOOLS: dict[str, Call] = {
     ),
     "calibration a tensor": lambda: fxquant.quantize_program(program(), "current_scaling", calibration=x()),
     "calibration empty": lambda: fxquant.quantize_program(program(), "current_scaling", calibration=[]),
+    "Calibration()": lambda: fxquant.Calibration(),
+    "Calibration of a method": lambda: fxquant.Calibration([x()], method="max"),
+    "Amax by position": lambda: fxquant.Amax("percentile", 99),
+    "Amax misspelled": lambda: fxquant.Amax(percent=99),
+    "diff of one": lambda: fxquant.diff(report()),
+    "diff of models": lambda: fxquant.diff(OneLinear(), OneLinear()),
     "calibration overrides a list": lambda: fxquant.Calibration([x()], overrides=["fc"]),
     "load None": lambda: fxquant.Report.load(None),
     "a decision that is a number": lambda: fxquant.Report.from_json(
@@ -306,6 +329,8 @@ NAMES: dict[str, Call] = {
     "convert_to_float8_training": lambda: fxquant.convert_to_float8_training,
     "quantize_": lambda: fxquant.quantize_,
     "Linear": lambda: fxquant.Linear,
+    "a recipe's class, misspelled": lambda: fxquant.recipes.MXFP8BlockScalin,
+    "a recipe as an attribute": lambda: fxquant.recipes.float8_blockwise,
     "a misspelled name": lambda: fxquant.MXFP8Quantiser,
 }
 INPUTS = {"compile": COMPILE, "options": OPTIONS, "recipes": RECIPES, "quantizers": QUANTIZERS, "tools": TOOLS}
@@ -332,7 +357,7 @@ def test_a_wrong_input_gets_one_sentence(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_there_is_not_is_told_what_to_write(name: str) -> None:
-    with pytest.raises(AttributeError, match=r"has no attribute .*(write|did you mean) .*fxquant"):
+    with pytest.raises(AttributeError, match=r"'fxquant.* has no attribute .*(write|did you mean) "):
         NAMES[name]()
 
 

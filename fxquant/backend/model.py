@@ -13,10 +13,10 @@ from fxquant.backend.by_name import ByName
 from fxquant.backend.by_rank import marked
 from fxquant.backend.checkpoint import Part, gathered, restore
 from fxquant.backend.controls import Controls, controls_that_compiled
+from fxquant.checks import article, checked
 from fxquant.compat.inside.frames import backends_behind, is_compiled_form, unwrapped
-from fxquant.errors import OptionError
+from fxquant.errors import ArgumentError, OptionError
 from fxquant.passes.plan.layers import clean_path
-from fxquant.recipes import Recipe
 from fxquant.report.report import Report
 
 _LAYERS = (
@@ -72,7 +72,11 @@ def _in_no_graph(model: Any, report: Report) -> list[str]:
     ]
 
 
-def set_recipe(model: Any, recipe: Recipe | str) -> None:
+_MODEL = {"model": "a compiled model"}
+
+
+@checked(ArgumentError, called="fxquant.set_recipe", takes=_MODEL)
+def set_recipe(model: Any, recipe: Any) -> None:
     """Runs a compiled model under another recipe from its next call on.
 
     Raises RecipeError for an unknown recipe, and OptionError for a model that fxquant has not compiled, or a function
@@ -89,12 +93,14 @@ def set_recipe(model: Any, recipe: Recipe | str) -> None:
         controls.set_recipe(recipe, None if alone else module)
 
 
+@checked(ArgumentError, called="fxquant.clear_cache", takes=_MODEL)
 def clear_cache(model: Any) -> None:
     """Forgets the quantized weights that the option `cache_weights` keeps of a compiled model."""
     for controls in controls_of(model):
         controls.latest().clear_cache()
 
 
+@checked(ArgumentError, called="fxquant.state_dict", takes=_MODEL)
 def state_dict(model: Any) -> dict[str, Tensor]:
     """The state of delayed scaling and stochastic rounding of a compiled model, as plain tensors.
 
@@ -104,7 +110,8 @@ def state_dict(model: Any) -> dict[str, Tensor]:
     return gathered(_parts(model))
 
 
-def load_state_dict(model: Any, state: Mapping[str, Tensor]) -> None:
+@checked(ArgumentError, called="fxquant.load_state_dict", takes={**_MODEL, "state": "what state_dict gave"})
+def load_state_dict(model: Any, state: Any) -> None:
     """Restores what `state_dict` gave, also before the model has run.
 
     Raises RecipeError for what is not the state of this model under its recipe, and changes nothing then.
@@ -112,6 +119,7 @@ def load_state_dict(model: Any, state: Mapping[str, Tensor]) -> None:
     restore(state, _parts(model))
 
 
+@checked(ArgumentError, called="fxquant.QuantizationState", takes=_MODEL)
 class QuantizationState:
     """The quantization state of a compiled model for tools that save and load objects.
 
@@ -121,6 +129,8 @@ class QuantizationState:
     """
 
     def __init__(self, model: Any) -> None:
+        if not callable(model):
+            raise OptionError(f"fxquant.QuantizationState takes a compiled model, not {article(type(model).__name__)}")
         self._model = model
 
     def state_dict(self) -> dict[str, Tensor]:

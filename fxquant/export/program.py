@@ -28,9 +28,9 @@ from torch.export.graph_signature import ExportGraphSignature, OutputKind, Outpu
 from fxquant.backend.inductor import inductor_settings
 from fxquant.backend.notices import tell
 from fxquant.calibration import Calibration, arguments
-from fxquant.checks import checked
+from fxquant.checks import checked, did_you_mean
 from fxquant.compat.patches import compile_package
-from fxquant.compat.private import is_inductor_option, replacements, tree_map_only
+from fxquant.compat.private import inductor_options, is_inductor_option, replacements, tree_map_only
 from fxquant.compat.values import unguarded_sizes
 from fxquant.decisions import Decision
 from fxquant.errors import ArgumentError, FxQuantWarning, OptionError, ProgramError, RecipeError, UnusedRuleWarning
@@ -150,7 +150,8 @@ def aoti_compile_and_package(
     options = dict(inductor_configs or {})
     for option in options:
         if not is_inductor_option(option):
-            raise OptionError(f"Inductor has no setting {option!r}")
+            hint = did_you_mean(option, inductor_options())
+            raise OptionError(f"Inductor has no setting {option!r}{hint}")
     if program.example_inputs is None:
         raise ProgramError("the program has no example inputs, which compiling a package needs: export it again")
     if not str(package_path).endswith(".pt2"):

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from fxquant.checks import AtLeast, article, checked
+from fxquant.checks import AtLeast, article, checked, did_you_mean
 from fxquant.compat.constants import constants_lifted
 from fxquant.compat.values import statically_known_true
 from fxquant.errors import RecipeError
@@ -30,6 +30,10 @@ class Format(Enum):
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     E5M2 = (torch.float8_e5m2, torch.float8_e5m2)
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise RecipeError(f"a Format is {', '.join(map(str, cls))}, not {value!r}{did_you_mean(value, cls)}")
 
     def dtype(self, tensor_type: str) -> torch.dtype:
         """The element dtype of a role's tensor type: the backward one for gradients."""

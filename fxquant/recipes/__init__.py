@@ -4,6 +4,7 @@ A recipe is a value: it compares, hashes and prints by its settings, and can be 
 gives a named one; `CustomRecipe(qfactory=...)` asks a function of the user's, see also `fxquant.factories`.
 """
 
+from fxquant.checks import did_you_mean
 from fxquant.quantizers import Format
 from fxquant.recipes.base import (
     RECIPES,
@@ -29,6 +30,12 @@ from fxquant.recipes.named import (
     NVFP4WeightOnly,
     QParams,
 )
+
+
+def __getattr__(name: str) -> Recipe:
+    hint = f": write fxquant.recipes.get({name!r})" if name in RECIPES else did_you_mean(name, __all__)
+    raise AttributeError(f"module 'fxquant.recipes' has no attribute {name!r}{hint}")
+
 
 __all__ = [
     "RECIPES",

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from torch import nn
+from torch.export import ExportedProgram
+
 from fxquant.checks import article, checked, did_you_mean
-from fxquant.errors import RecipeError
+from fxquant.errors import ArgumentError, RecipeError
 from fxquant.formats import LINEAR_OPERANDS
 from fxquant.quantizers import (
     DelayedScalingRequest,
@@ -43,7 +46,10 @@ class Recipe:
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         """The quantizer of a role. Raises RecipeError when a user's factory gives none."""
-        raise NotImplementedError
+        raise RecipeError(
+            f"{type(self).__name__} has no answer for {role}: a recipe of one's own defines quantizer(self, role), or "
+            "is CustomRecipe(qfactory=...)"
+        )
 
     def fingerprint(self) -> str:
         """A text that is equal for equal recipes, in every process."""
@@ -132,7 +138,8 @@ class AutoRecipe(Recipe):
         return f"auto({self.recipe})"
 
 
-def auto(recipe: Recipe | str) -> AutoRecipe:
+@checked(ArgumentError, called="fxquant.recipes.auto", takes={"recipe": "a recipe or its name"})
+def auto(recipe: Any) -> AutoRecipe:
     """Keeps the layers in high precision that `recipe` makes slower, see `AutoRecipe`; by name ``"auto(mxfp8)"``.
 
     Raises RecipeError for an unknown recipe.
@@ -183,7 +190,7 @@ def resolve(recipe: Recipe | str) -> Recipe:
         raise RecipeError(f"{recipe.__name__} is a class of recipes: pass an instance, {recipe.__name__}()")
     if isinstance(recipe, Quantizer):
         raise RecipeError("a quantizer is not a recipe: pass CustomRecipe(qfactory=...) with a factory that returns it")
-    if callable(recipe):
+    if callable(recipe) and not isinstance(recipe, nn.Module | ExportedProgram):  # one of those is out of order
         raise RecipeError("a factory is not a recipe by itself: pass CustomRecipe(qfactory=...)")
     raise RecipeError(f"a recipe is a Recipe or one of {', '.join(RECIPES)}, not {article(type(recipe).__name__)}")
 

@@ -9,6 +9,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from fxquant.checks import checked
+from fxquant.errors import ArgumentError
 from fxquant.report.data import result
 from fxquant.report.report import Report
 from fxquant.report.text import aligned
@@ -17,7 +19,9 @@ __all__ = ["Report", "aligned", "result"]
 
 
 class _Reports(ModuleType):
-    def __call__(self, model: Any) -> Report:
+    @staticmethod
+    @checked(ArgumentError, called="fxquant.report", takes={"model": "a compiled model"})
+    def __call__(model: Any) -> Report:
         from fxquant.backend.model import report
 
         return report(model)

@@ -10,7 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
-from fxquant.checks import AtLeast
+from fxquant.checks import AtLeast, checked
+from fxquant.errors import ArgumentError
 from fxquant.files import write_whole
 from fxquant.report import html
 from fxquant.report.diff import KINDS, Change, Difference, Operand, Pair, Source, compare
@@ -43,6 +44,7 @@ class Diff(Difference):
         write_whole(path, lambda file: file.write(whole.encode()))
 
 
+@checked(ArgumentError, called="fxquant.diff", takes=dict.fromkeys("ab", "a Report, its JSON or the path of it"))
 def diff(a: Source, b: Source, tolerance: Annotated[float, AtLeast(0)] = 0.01) -> Diff:
     """The changes between two reports: two recipes, two versions of torch, two checkpoints of a model.
 
