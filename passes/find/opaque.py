@@ -74,8 +74,8 @@ def tells(operator: str) -> bool:
     """Returns True if an operator has a telling name: a custom one, or a fused kernel that torch cannot count."""
     namespace, _, name = operator.rpartition("::")
     words = name.lower().split("_")
-    known = bool(_TELLING & set(words)) or any(" ".join(pair) in _TELLING_PAIRS for pair in pairwise(words))
-    return known and namespace not in ("prim", "prims", "fxquant")
+    multiplies = bool(_TELLING & set(words)) or any(" ".join(pair) in _TELLING_PAIRS for pair in pairwise(words))
+    return multiplies and namespace not in ("prim", "prims", "fxquant")
 
 
 def refused(site: Site, kind: str, lhs: fx.Node, rhs: fx.Node, rhs_is_weight: bool, skip: Skip) -> Match:

@@ -82,7 +82,7 @@ _STANCES = {
     "eager_then_compile": "which runs first calls as they are",
     "aot_eager_then_compile": "which leaves first calls to another backend",
 }
-"""What stances of torch do with a call that has no graph."""
+"""The effect of each stance of torch on a call that has no graph."""
 
 
 def told_not_to_compile(function: Any = None) -> str:
