@@ -5,7 +5,7 @@ It has four roles, and a folder for what torch does not say:
 private  private names of torch, and functions that stand for private ones
 patches  changes to torch, each with its issue, its versions and a probe that says if it is needed (all of them stand in
          `PATCHES`); `patch` has what one is, `fakes` those that make compilations shorter, `flops` those of
-         counts
+         counts, `slices` those of sizes
 device   capability and name of devices, launches
 values   fake tensors and symbolic sizes; `constants` has tensors with data in code that is traced
 inside   facts of frames, checkpoints, memory, ranks, gathers: a file for each part of torch

@@ -25,7 +25,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._ops import OpOverloadPacket
 
-from fxquant.compat import fakes, flops, torch_version
+from fxquant.compat import fakes, flops, slices, torch_version
 from fxquant.compat.inside import copied, memory
 from fxquant.compat.patch import Patch, apply
 from fxquant.compat.private import CheckpointPolicy, inductor_config, own_errors
@@ -469,5 +469,5 @@ def compile_package(program: torch.export.ExportedProgram, path: str, settings: 
 PATCHES = (
     LOOP_SPLIT, EARLY_LAUNCH, FUSED_ARITHMETIC, WORKER_SETTING, FLOAT8_HEADERS, *NAN_ASSERTIONS, WRITTEN_ARGUMENTS,
     RECOMPUTABLE, TENSORS_BESIDE, MEMORY_BUDGET, SWIZZLED_SCALES, fakes.VALUES, fakes.LAUNCHES, *memory.NOTED,
-    copied.GIVEN, copied.TAKEN, flops.FORWARD, flops.BACKWARD,
+    copied.GIVEN, copied.TAKEN, flops.FORWARD, flops.BACKWARD, slices.SLICES,
 )  # fmt: skip

@@ -43,13 +43,8 @@ def on_fakes(*trees: Any, guarded: bool = False) -> Iterator[None]:
     mode = fake_mode_of(trees)
     shapes = None if guarded or mode is None else mode.shape_env
     quiet = nullcontext() if shapes is None else shapes.suppress_guards()
-    pending = [] if mode is None or mode.shape_env is None else mode.shape_env.pending_fresh_unbacked_symbols
-    waiting = len(pending)
     with mode or nullcontext(), enable_python_dispatcher(), unguarded_sizes(), quiet:
-        try:
-            yield
-        finally:
-            del pending[waiting:]  # torch 2.11 takes what a slice leaves for a new size
+        yield
 
 
 def static_fakes(tensors: Sequence[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -125,5 +120,9 @@ def upper_bound(size: int | torch.SymInt) -> int:
 @contextmanager
 def unguarded_sizes() -> Iterator[None]:
     """Lets torch ask in this scope how a tensor lies in memory without holding the program to its example's sizes."""
+    from fxquant.compat.patch import apply
+    from fxquant.compat.slices import SLICES  # not above: importing the package leaves the compiler alone
+
+    apply(SLICES)
     with symbolic_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         yield

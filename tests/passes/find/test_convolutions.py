@@ -11,6 +11,7 @@ from rewriting import Calls, Form, Rewrite, check_form, sizes
 from torch import Tensor
 
 import fxquant
+from fxquant.compat import torch_version
 from fxquant.decisions import SkipReason
 from fxquant.passes.find.walk import find_matmuls
 
@@ -94,6 +95,7 @@ def test_a_program_takes_images_with_a_rest_and_without(rows: int) -> None:
             assert (program.module()(x) - conv(x)).norm() < 0.1 * conv(x).norm()
 
 
+@pytest.mark.skipif(torch_version() < (2, 13), reason="torch 2.11 cannot capture such a convolution")
 def test_patches_whose_number_depends_on_data_say_so() -> None:
     conv = torch.nn.Conv1d(3, 16, 4, 4)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
