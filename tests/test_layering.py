@@ -42,7 +42,7 @@ def test_imports_run_one_way(module: str) -> None:
             assert other <= own, f"{module} imports {target}"
 
 
-WITH_TRITON = ("triton*", "amax", "codes", "gluon", "gluon_blocks", "gluon_ring", "cuda")
+WITH_TRITON = ("triton*", "amax", "codes", "gluon", "gluon_backward", "gluon_blocks", "gluon_ring", "cuda")
 """The names of the files of kernels that need Triton when they are imported."""
 
 

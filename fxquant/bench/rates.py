@@ -24,7 +24,7 @@ from fxquant.backend.backend import Backend
 from fxquant.bench import attention as attention_bench
 from fxquant.bench.inference import in_a_graph
 from fxquant.bench.rounds import failure, timed
-from fxquant.compat.device import capability, card_name, triton_version
+from fxquant.compat.device import capability, card_name, knows_gluon, triton_version
 from fxquant.compat.private import torch_grouped_mm
 from fxquant.cost.gemms import busy_us
 from fxquant.cost.kept import SCHEMA, keep
@@ -305,13 +305,17 @@ def _attention(card: Card, rates: CardRates) -> CardRates:
     if forward is None or backward is None or fp8 is None:
         return rates
     before = rates.attention.get(_WIDTH)
+    of_backward = _fp8_backward(card, heads)
+    in_gluon = knows_gluon() and rates.capability[0] == 9
+    by_triton = before.fp8_backward if before else backward._replace(tflops=1.0)
     measured = AttentionRates(
         source=f"one sequence of {heads} heads, {card.lengths[0]} and {card.lengths[1]} keys",
         forward=forward,
         backward=backward,
         fp8_forward=fitted["fp8_forward"] or fp8,
         gluon_forward=fp8,
-        fp8_backward=_fp8_backward(card, heads) or (before.fp8_backward if before else backward._replace(tflops=1.0)),
+        fp8_backward=by_triton if in_gluon else of_backward or by_triton,
+        gluon_backward=of_backward if in_gluon else None,
         within_step=before.within_step if before else 1.0,
     )
     return replace(rates, attention={**rates.attention, _WIDTH: measured})
@@ -387,8 +391,10 @@ def text(name: str, rates: CardRates, missing: dict[str, str]) -> str:
     for family, (both, columnwise) in rates.casts.items():
         rows.append((f"cast, {family}", f"{both:.0%} of a copy in both directions, {columnwise:.0%} columnwise"))
     for width, of_width in rates.attention.items():
-        for what in ("forward", "backward", "fp8_forward", "gluon_forward", "fp8_backward"):
-            rows.append((f"attention {width}, {what}", f"{getattr(of_width, what).tflops:.0f} TFLOP/s"))
+        for what in ("forward", "backward", "fp8_forward", "gluon_forward", "fp8_backward", "gluon_backward"):
+            rate = getattr(of_width, what)
+            if rate is not None:
+                rows.append((f"attention {width}, {what}", f"{rate.tflops:.0f} TFLOP/s"))
     rows += [(f"not measured: {what}", why) for what, why in missing.items()]
     return aligned([("rate", name), *rows])
 

@@ -27,18 +27,18 @@ def attention_work(attention: Attended, training: bool) -> tuple[Work, ...]:
     rates = _rates(attention)
     plain: Sequence[float | None] = (None, None)
     fp8: Sequence[float | None] = (None, None)
-    gluon = None
+    gluon: Sequence[float | None] = (None, None)
     if rates is not None:
         plain = _times(attention, rates.forward, rates.backward)
         fp8 = _times(attention, rates.fp8_forward, rates.fp8_backward)
-        (gluon,) = _times(attention, rates.gluon_forward)
+        gluon = _times(attention, rates.gluon_forward, rates.gluon_backward or rates.fp8_backward)
     names = ("attention, forward", "attention, backward")[: 1 + training]
     if attention.spec is None:
         return tuple(Work(name, "torch's own", us, us) for name, us in zip(names, plain, strict=False))
     kernels = chosen(attention, training)
     work = []
-    for name, kernel, before, triton in zip(names, kernels, plain, fp8, strict=False):
-        by_kernel = {AttentionKernel.TRITON: triton, AttentionKernel.GLUON: gluon, AttentionKernel.CUDNN: before}
+    for name, kernel, before, triton, warps in zip(names, kernels, plain, fp8, gluon, strict=False):
+        by_kernel = {AttentionKernel.TRITON: triton, AttentionKernel.GLUON: warps, AttentionKernel.CUDNN: before}
         work.append(Work(name, str(kernel), before, by_kernel.get(kernel.kernel)))
     card = rates_of(attention.device)
     for what, cast, moved, launches in _casts(attention, kernels):

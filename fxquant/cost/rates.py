@@ -45,7 +45,7 @@ class AttentionRate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:
-    """The rates of one kind of card for one head dimension; `fp8_backward` includes its casts.
+    """The rates of one kind of card for one head dimension; those of backwards in FP8 include their casts.
 
     A forward and backward in FP8 take `within_step` times as long in a training step as their kernels by themselves.
     """
@@ -56,6 +56,8 @@ class AttentionRates:
     fp8_forward: AttentionRate
     gluon_forward: AttentionRate
     fp8_backward: AttentionRate
+    gluon_backward: AttentionRate | None = None
+    """None where nobody measured it: as `fp8_backward`."""
     within_step: float = 1.0
 
 
@@ -189,9 +191,11 @@ RATES: dict[str, CardRates] = {
         attention={
             128: replace(
                 _H100.attention[128],
-                source="kernels as on an H100; within a step by four Llama3-8B blocks, 2 x 8192 causal tokens, 32 "
-                "heads on 8, delayed scales, backward by cuDNN: 117.3 ms, and 113.4 with attention in bfloat16 (torch "
-                "2.11.0+cu130, triton 3.6.0, 2026-11-29)",
+                source="kernels as on an H100, but for the backward in Gluon (16384 keys and 2 x 8192, 2026-11-30); "
+                "within a step by four Llama3-8B blocks, 2 x 8192 causal tokens, 32 heads on 8, delayed scales, "
+                "backward by cuDNN: 117.3 ms, and 113.4 with attention in bfloat16 (torch 2.11.0+cu130, triton 3.6.0, "
+                "2026-11-29)",
+                gluon_backward=AttentionRate(570, 200, 200),
                 within_step=1.21,
             )
         },

@@ -21,6 +21,8 @@ Scaling = Literal["tensor", "head", "block"]
 """The elements that share a scale: a tensor, heads, or 128 positions of them."""
 SCALINGS: dict[str, Scaling] = {"per_tensor_e4m3": "tensor", "per_head_e4m3": "head", "per_head_128_e4m3": "block"}
 """The formats that kernels multiply, and cast."""
+_GLUON_BACKWARD = 128
+"""The head size that the backward in Gluon takes."""
 _HALVES = (torch.bfloat16, torch.float16)
 LEAST_WORK_OF_GLUON = 1 << 36
 """FLOPs, about a tenth of a millisecond: a launch of Gluon from Python takes longer than Inductor's of Triton."""
@@ -107,8 +109,7 @@ def _forward_kernel(facts: AttentionFacts) -> AttentionKernel:
     spec = facts.spec
     if not _multiplied(spec.qkv):
         return _dequantized(spec)
-    unmasked = not (_masked(spec) or spec.dropout)
-    return AttentionKernel.GLUON if unmasked and _by_gluon(facts.flops) else AttentionKernel.TRITON
+    return AttentionKernel.GLUON if _unmasked(spec) and _by_gluon(facts.flops) else AttentionKernel.TRITON
 
 
 def backward(kernel: AttentionKernel, facts: AttentionFacts) -> str:
@@ -122,7 +123,10 @@ def backward(kernel: AttentionKernel, facts: AttentionFacts) -> str:
         beside_mxfp8 = _is_mxfp8(gradient) or (slot == "dp" and gradient.is_identity)
         if not (_is_gradient(gradient) if _multiplied(spec.qkv) else beside_mxfp8):
             return f"{gradient} in {slot}"
-    return _unless(kernel, AttentionKernel.TRITON if _multiplied(spec.qkv) else AttentionKernel.WIDE)
+    if not _multiplied(spec.qkv):
+        return _unless(kernel, AttentionKernel.WIDE)
+    takes = _unmasked(spec) and facts.width == _GLUON_BACKWARD and not spec.dp.is_delayed  # whose amax it does not take
+    return _unless(kernel, AttentionKernel.GLUON if takes and _by_gluon(facts.flops) else AttentionKernel.TRITON)
 
 
 def _unless(kernel: AttentionKernel, faster: AttentionKernel) -> str:
@@ -131,7 +135,7 @@ def _unless(kernel: AttentionKernel, faster: AttentionKernel) -> str:
 
 def _dequantized(spec: AttentionSpec) -> AttentionKernel:
     """The kernel of dequantized operands: cuDNN has neither masks nor the reference's dropout."""
-    return AttentionKernel.WIDE if _masked(spec) or spec.dropout else AttentionKernel.CUDNN
+    return AttentionKernel.CUDNN if _unmasked(spec) else AttentionKernel.WIDE
 
 
 def _multiplied(spec: QuantSpec) -> bool:
@@ -201,8 +205,9 @@ def _more_than_scale_and_mask(spec: AttentionSpec) -> str:
 _MASKS = ("add", "keep", "fill")
 
 
-def _masked(spec: AttentionSpec) -> bool:
-    return any(step.kind in _MASKS for step in spec.steps)
+def _unmasked(spec: AttentionSpec) -> bool:
+    """Returns True if there is neither a mask, but for causality, nor dropout."""
+    return not spec.dropout and not any(step.kind in _MASKS for step in spec.steps)
 
 
 def _softmax(spec: AttentionSpec) -> str:

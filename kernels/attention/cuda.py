@@ -98,9 +98,11 @@ def attention_backward(
     do_amax, dp_amax = (None if scale is None else torch.zeros(1, device=do.device) for scale in (do_scale, dp_scale))
     scores = _scores(parsed, extras, seed)
     grads: Sequence[Tensor]
-    if kernel is AttentionKernel.TRITON:
+    if kernel in (AttentionKernel.TRITON, AttentionKernel.GLUON):
         cast = GradientCast(dtype=_GRADIENTS[str(parsed.do)], multiplier=do_scale, amax=do_amax, scores_amax=dp_amax)
-        grads = triton_backward.backward(do, (q, k, v), o, lse, scores, SCALINGS[str(parsed.qkv)], cast)
+        by_warps = kernel is AttentionKernel.GLUON
+        run = triton_backward.backward_by_warps if by_warps else triton_backward.backward
+        grads = run(do, (q, k, v), o, lse, scores, SCALINGS[str(parsed.qkv)], cast)
     else:
         wide_q, wide_k, wide_v = wide = _dequantized((q, k, v), parsed.qkv, width, do.dtype)
         if kernel is AttentionKernel.CUDNN:

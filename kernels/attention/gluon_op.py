@@ -1,4 +1,4 @@
-"""The operator that launches `fxquant.kernels.attention.gluon`.
+"""The operators that launch `fxquant.kernels.attention.gluon` and `gluon_backward`.
 
 Inductor emits the source of Triton kernels that a graph launches anew, which it cannot do with Gluon's.
 """
@@ -52,3 +52,28 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return q.new_empty(q.shape, dtype=dtype), lse, torch.empty_like(lse) if record else lse.new_empty(0)
+
+
+@operator(namespace="fxquant_kernels", key="CUDA")
+def attention_bprop(
+    do: Tensor, do_fp8: Tensor, wide_q: Tensor, wide_k: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale_inv: Tensor,
+    k_scale_inv: Tensor, v_scale_inv: Tensor, do_scale_inv: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
+    scaling: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`triton_backward.backward_by_warps` as an operator, of quantized tensors and values; v is laid out as k is."""
+    from fxquant.kernels.attention import gluon_backward  # which not every Triton can import
+
+    tensors = (do, do_fp8, wide_q, wide_k, q, k, v, q_scale_inv, k_scale_inv, v_scale_inv, do_scale_inv, o, lse)
+    dense = [x.contiguous() for x in tensors]
+    with torch.cuda.device(do.device):
+        return gluon_backward.backward(
+            dense[:2], dense[2:4], dense[4:7], dense[7:11], *dense[11:], causal=causal, scale=scale,
+            scaling=cast(Scaling, scaling),
+        )  # fmt: skip
+
+
+@attention_bprop.fake
+def _bprop_fake(
+    do: Tensor, do_fp8: object, wide_q: object, wide_k: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(do), torch.empty_like(wide_k), torch.empty_like(wide_k)

@@ -21,6 +21,7 @@ from fxquant.compat.device import triton_workspace
 from fxquant.compat.patches import writes
 from fxquant.compat.values import statically_known_true
 from fxquant.kernels.attention.choice import Scaling
+from fxquant.kernels.attention.gluon_op import attention_bprop
 from fxquant.kernels.attention.scores import Scores, filled
 from fxquant.kernels.attention.triton_cast import BLOCK, BLOCK_LEN, KINDS, quantize_heads, scale_place
 from fxquant.kernels.attention.triton_dequantize import dequantize_qkv
@@ -263,6 +264,24 @@ def backward(
     return _backward(
         (do8, q[0], k[0], rows), wide, scales, row_terms(do, o, lse), scores, KINDS[scaling], cast.scores_amax
     )
+
+
+def backward_by_warps(
+    do: Tensor, operands: Sequence[Sequence[Tensor]], o: Tensor, lse: Tensor, scores: Scores, scaling: Scaling = "head",
+    cast: GradientCast | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`backward` without mask and dropout by the kernel in Gluon, where `choice.backward` says so.
+
+    It records no amax of the scores' gradient, and dq does not repeat to the bit. P is rounded for dS too.
+    """
+    (q, q_scale), (k, k_scale), (v, v_scale) = operands
+    do, cast = do.contiguous(), cast or GradientCast()
+    do8, do_scale = quantize_heads(do, 1, False, dtype=cast.dtype, multiplier=cast.multiplier, recorded=cast.amax)
+    wide_q, wide_k, rows = dequantize_qkv((q, q_scale), (k, k_scale), (v, v_scale), scaling, do.dtype, True)
+    return attention_bprop(
+        do, do8, wide_q, wide_k, q, k, rows, q_scale, k_scale, v_scale, do_scale, o, lse, scores.causal, scores.scale,
+        scaling,
+    )  # fmt: skip
 
 
 def wide_backward(

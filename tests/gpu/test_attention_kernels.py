@@ -320,6 +320,34 @@ def test_warps_with_work_of_their_own(case: tuple[int, int, int, int, int, int, 
         assert torch.equal(again[1], lse)
 
 
+@pytest.mark.parametrize("case", [case for case in WARPS if case[5] == 128], ids=str)
+def test_a_backward_whose_warps_have_work_of_their_own(
+    case: tuple[int, int, int, int, int, int, bool, Any],
+) -> None:
+    """Against plain torch that rounds where it does; dk and dv have the same bits each time."""
+    batches, heads, kv_heads, queries, keys, width, causal, scaling = case
+    if not (knows_gluon() and is_hopper(torch.device("cuda"))):
+        pytest.skip("no such kernel here")
+    sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries))
+    q, k, v, do = (noise(batches, *size, width, seed=i) for i, size in enumerate(sizes))
+    sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
+    parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
+    given = [(data.contiguous(), scale) for data, scale in parts]
+    wide = [
+        reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
+        for part, (x, g, t) in zip(parts, sides, strict=True)
+    ]
+    options: dict[str, Any] = {"causal": causal, "scale": width**-0.5}
+    o, lse = (x.float() for x in rounding.forward(*wide, **options))
+    o = o.to(torch.bfloat16)
+    got = triton_backward.backward_by_warps(do, given, o, lse, Scores(**options), scaling)
+    want = rounding.backward(do, *wide, o, lse, **options)
+    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert rounding.relative(a, b) < 2**-6, name
+    again = triton_backward.backward_by_warps(do, given, o, lse, Scores(**options), scaling)
+    assert all(map(torch.equal, got[1:], again[1:]))
+
+
 def test_the_operator_has_the_fake_that_it_needs() -> None:
     if not (knows_gluon() and is_hopper(torch.device("cuda"))):
         pytest.skip("no such kernel here")

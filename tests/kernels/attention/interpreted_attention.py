@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attention_rounding as rounding
@@ -13,7 +14,7 @@ from interpreting import interpret
 from torch import Tensor
 
 from fxquant.formats import QuantSpec
-from fxquant.kernels.attention import reference, triton_backward, triton_dequantize, triton_forward
+from fxquant.kernels.attention import reference, triton_backward, triton_dequantize, triton_forward, triton_terms
 from fxquant.kernels.attention import triton_cast as head_cast
 from fxquant.kernels.attention.scores import Scores
 
@@ -33,7 +34,7 @@ def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
 
 
 Builder.create_dot = create_dot
-interpret(triton_backward, triton_dequantize, triton_forward, head_cast)
+interpret(triton_backward, triton_dequantize, triton_forward, triton_terms, head_cast)
 
 SPECS: dict[Any, QuantSpec] = {
     "tensor": QuantSpec(format="per_tensor_e4m3"), "head": QuantSpec(format="per_head_e4m3"),
@@ -231,7 +232,24 @@ def check_backward() -> None:
             assert rounding.relative(a, b) < 2**-6, case
 
 
+def check_terms() -> None:
+    """The kernels around the backward in Gluon: sums of rows, and dq from the order in which threads have it."""
+    heads, tiles, length, ordered = 3, 2, 100, (0, 1, 5, 6, 2, 4, 7, 3, 8)
+    do, o, lse = torch.randn(heads, length, 128), torch.randn(heads, length, 128), torch.randn(heads, length)
+    lse[0, 5] = -torch.inf
+    log_sum, delta = torch.empty(2, heads, tiles * 64)
+    triton_terms.row_terms_kernel[(heads * tiles,)](do, o, lse, log_sum, delta, length, tiles, 64, 128)
+    torch.testing.assert_close(delta[:, :length], (do * o).sum(-1), rtol=0, atol=1e-4)
+    assert not delta[:, length:].any() and (log_sum[:, length:] == torch.inf).all() and log_sum[0, 5] == torch.inf
+    torch.testing.assert_close(log_sum[1:, :length], lse[1:] / math.log(2))
+    x = torch.randn(heads, tiles, 4, 2, 8, 2, 8, 4, 2)
+    dq = torch.empty(heads, length, 128)
+    triton_terms.gather_kernel[(heads * tiles * 2,)](x.permute(ordered).contiguous(), dq, 2.0, length, tiles)
+    assert torch.equal(dq, 2 * x.reshape(heads, -1, 128)[:, :length])
+
+
 if __name__ == "__main__":
+    check_terms()
     check_casts()
     check_given_scales()
     check_forward()

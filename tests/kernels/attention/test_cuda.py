@@ -16,7 +16,7 @@ from fxquant.kernels.attention import choice as attention_choice
 from fxquant.kernels.attention import cuda as attention_cuda
 from fxquant.kernels.attention import reference as attention_reference
 from fxquant.kernels.attention.choice import AttentionFacts, AttentionKernel
-from fxquant.kernels.attention.ops import attention_forward
+from fxquant.kernels.attention.ops import attention_backward, attention_forward
 from fxquant.kernels.operator import Chosen
 from fxquant.passes.lower.lower import lower
 from fxquant.passes.settings import Settings
@@ -99,6 +99,26 @@ def test_short_attention_stays_with_the_kernel_that_inductor_launches(monkeypatc
             flops=4 * 32 * length * length * 128,
         )  # fmt: skip
         assert attention_forward.choose(facts) == Chosen(kernel)
+
+
+def test_which_backwards_are_in_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In FP8, of long sequences of heads of 128 without a mask, and where no amax of the scores' gradient is taken."""
+    monkeypatch.setattr(attention_choice, "knows_gluon", lambda: True)
+    heads, delayed = QuantSpec(format="per_head_e4m3"), QuantSpec.parse("per_tensor_e5m2(slot=0)")
+    plain, causal, mask = Step("mul", 0.125), Step("causal"), Step("keep", extra=0)
+
+    def kernel(gradients: QuantSpec, *steps: Step, width: int = 128, length: int = 4096) -> AttentionKernel:
+        spec = AttentionSpec(qkv=heads, s=heads, do=gradients, dp=gradients, steps=steps)
+        facts = AttentionFacts(
+            spec=spec, axes=4, width=width, features=width, dtype=torch.bfloat16, capability=(9, 0), keys=length,
+            flops=4 * 32 * length * length * width,
+        )  # fmt: skip
+        return attention_backward.choose(facts).kernel
+
+    assert kernel(heads, plain, causal) == kernel(heads, plain) == AttentionKernel.GLUON
+    assert kernel(heads, plain, width=64) == kernel(heads, plain, length=512) == AttentionKernel.TRITON
+    assert kernel(heads, plain, mask) == kernel(delayed, plain) == AttentionKernel.TRITON
+    assert kernel(IDENTITY, plain) == AttentionKernel.CUDNN
 
 
 @pytest.mark.parametrize("quantized", (False, True))

@@ -1,6 +1,8 @@
-"""The attention kernel in Gluon without a GPU: what ptxas makes of it, and how tiles are dealt out."""
+"""The attention kernels in Gluon without a GPU: what ptxas makes of them, and how tiles are dealt out."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ if not knows_gluon():
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fxquant.kernels.attention import gluon as gluon_attention
+from fxquant.kernels.attention import gluon_backward
 
 FEW = 80
 """Bytes of registers that may be spilled: those of head dimension 256 lie outside the loop."""
@@ -28,6 +31,19 @@ def box(*shape: int) -> str:
     """The type of a descriptor."""
     layout = gluon_attention.gl.NVMMASharedLayout.get_default_for(list(shape), gluon_attention.gl.float8e4nv)
     return f"tensordesc<fp8e4nv[{', '.join(map(str, shape))}],{layout!r}>"
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+    """What ptxas says of a kernel for sm_90a."""
+    names = [p.name for p in kernel.params]
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
+    given = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert made.metadata.shared <= 232_448
+    assert ".e4m3.e4m3" in made.asm["ptx"]
+    return assembled(made.asm["ptx"])
 
 
 LONG = pytest.mark.sweep
@@ -46,17 +62,31 @@ def test_nothing_is_serialized_on_hopper(head_dim: int, scaling: str) -> None:
         "GROUPS": config.groups, "REGISTERS": config.registers, "STAGES": config.stages, "BN": config.block_n,
         "D": head_dim,
     }  # fmt: skip
-    names = [p.name for p in kernel.params]
-    signature = {name: types.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
-    given = {(names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert made.metadata.shared <= 232_448
-    assert ".e4m3.e4m3" in made.asm["ptx"]
-    log = assembled(made.asm["ptx"])
+    log = compiled(kernel, types, constants)
     spilled = int(log.split(" bytes spill stores")[0].split()[-1])
     assert spilled <= (FEW if head_dim == 256 else 0), log
+    assert "C75" not in log, log
+
+
+@pytest.mark.parametrize(("gradient", "scaling"), (("fp8e4nv", "head"), pytest.param("fp8e5", "block", marks=LONG)))
+def test_the_backward_is_not_serialized_on_hopper(gradient: str, scaling: str) -> None:
+    """What it spills are numbers that stay the same from step to step."""
+    codes, values, words = (torch.float8_e4m3fn, "fp8e4nv"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")
+    types = {"scale": "fp32", "dk": "*bf16", "dv": "*bf16"}
+    for name, (dtype, text), *shape in (
+        ("q8", codes, 1, 64, 128), ("k8", codes, 1, 64, 128), ("v", codes, 1, 64, 128), ("q", values, 1, 64, 128),
+        ("do8", (torch.float8_e4m3fn, gradient), 1, 64, 128), ("k", values, 1, 128, 64), ("do", values, 1, 64, 128),
+        ("log_sum", words, 1, 64), ("delta", words, 1, 64), ("dq", words, 16, 256),
+    ):  # fmt: skip
+        layout = gluon_backward._layout(tuple(shape), dtype)
+        types[name] = f"tensordesc<{text}[{', '.join(map(str, shape))}],{layout!r}>"
+    types |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "do_scale"), "*fp32")
+    types |= dict.fromkeys("heads kv_heads batch_heads q_len kv_len together".split(), "i32")
+    constants = {
+        "SCALING": KINDS[scaling], "CAUSAL": True, "EVEN": False, "STAGES": gluon_backward.STAGES, "D": 128,
+    }  # fmt: skip
+    log = compiled(gluon_backward.bprop_warps_kernel, types, constants)
+    assert int(log.split(" bytes spill stores")[0].split()[-1]) <= 260, log
     assert "C75" not in log, log
 
 
