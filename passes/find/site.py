@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,17 @@ from fxquant.passes.graph.values import value_of
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A node that may be a matmul. `outer` maps a body's placeholders to what the calling graph passes for them."""
+    """A node that may be a matmul. `outer` maps a body's placeholders to what the calling graph passes for them.
+
+    `computed` are the matrices that are computed from weights.
+    """
 
     node: fx.Node
     outer: Mapping[fx.Node, fx.Node]
+    computed: Container[fx.Node] = ()
 
     def is_weight(self, node: fx.Node) -> bool:
-        return find_weight(node, self.outer) is not None
+        return find_weight(node, self.outer) is not None or node in self.computed
 
     def slots(self, *nodes: fx.Node) -> list[int]:
         """Returns the places of inputs, which outlast them: matmuls among them are replaced before this node is."""

@@ -29,7 +29,7 @@ from fxquant.passes.find.opaque import opaque, refused
 from fxquant.passes.find.site import Site, requires_grad
 from fxquant.passes.find.transforms import Transforms
 from fxquant.passes.find.uses import Uses
-from fxquant.passes.find.weights import find_weight
+from fxquant.passes.find.weights import Computed, find_weight
 from fxquant.passes.graph.meta import UNPLACED
 from fxquant.passes.graph.names import higher_order_op
 from fxquant.passes.graph.values import maybe_value, value_of
@@ -55,6 +55,7 @@ class _Walk:
         self.outer: dict[fx.Node, fx.Node] = {}
         self.seen: set[int] = set()
         self.free: set[Any] = set()
+        self.computed = Computed(self.outer)
 
     def graph(self, gm: fx.GraphModule, regions: Regions) -> Iterator[Match]:
         if id(gm) in self.seen:
@@ -65,6 +66,7 @@ class _Walk:
         transforms = Transforms(gm.graph)
         for node in gm.graph.nodes:
             matches: Iterator[Match]
+            self.computed.add(node)
             if transforms.enter(node):
                 continue
             if node.target is enter_autocast:
@@ -85,7 +87,7 @@ class _Walk:
             return
         match = None
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(maybe_value(node))):
-            site = Site(node=node, outer=self.outer)
+            site = Site(node=node, outer=self.outer, computed=self.computed)
             match = _described(site, form) if form in FORMS else opaque(site, self.free)
         if match is not None:
             autocast = regions.get(_device(node)) if match.takes_autocast else None

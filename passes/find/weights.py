@@ -1,6 +1,7 @@
 """Weights among operands: parameters seen through views, casts and the boundaries of nested graphs.
 
-A matrix that a module holds as a buffer or an attribute is one too, unless a call writes into it.
+A matrix that a module holds as a buffer or an attribute is one too, unless a call writes into it, and so is one that is
+computed from a weight, element by element, with what modules hold alone: by a parametrization, or with adapters added.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fxquant.passes.graph.names import (
     calls,
     op_name,
 )
-from fxquant.passes.graph.values import value_of
+from fxquant.passes.graph.values import maybe_value, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,54 @@ def _is_held(node: fx.Node, value: object) -> bool:
         return True
     written = not value.is_inference() and version(value) > 0
     return not written and (node.op == "get_attr" or held_by_module(node))
+
+
+_BY_ELEMENTS = frozenset(
+    "add iadd sub isub mul imul multiply div divide truediv itruediv neg pow tanh sigmoid softmax abs round clamp "
+    "clamp_min clamp_max where tril triu masked_fill dropout _weight_norm _weight_norm_interface".split()
+)
+"""Operators that make a weight of a weight."""
+
+_JOINS = frozenset(("cat", "concat"))
+"""Operators that make a weight of several."""
+
+
+class Computed:
+    """The matrices that are computed from weights, among the nodes that it was told of in the order of their graph."""
+
+    def __init__(self, outer: Mapping[fx.Node, fx.Node]) -> None:
+        self._outer = outer
+        self._held: set[fx.Node] = set()
+        self._made: set[fx.Node] = set()
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._made
+
+    def add(self, node: fx.Node) -> None:
+        """Looks at the next node."""
+        value = maybe_value(node)
+        if node in self._outer:
+            sources = [self._outer[node]]
+        elif node.op == "placeholder":
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            if isinstance(value, torch.Tensor) and not (is_parameter or HELD in node.meta or held_by_module(node)):
+                return
+            sources = []
+        else:
+            sources = node.all_input_nodes
+        if not self._held.issuperset(sources):
+            return
+        self._held.add(node)
+        if isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
+            alike = [x for x in sources if same_sizes(getattr(maybe_value(x), "shape", ()), value.shape)]
+            made = calls(node, _BY_ELEMENTS) and any(map(self._shows, alike))
+            joined = calls(node, _JOINS) and all(map(self._shows, sources))
+            seen = (node in self._outer or calls(node, SAME_VALUES)) and sources[0] in self._made
+            if made or joined or seen:
+                self._made.add(node)
+
+    def _shows(self, node: fx.Node) -> bool:
+        return node in self._made or find_weight(node, self._outer) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

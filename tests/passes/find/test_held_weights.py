@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,51 @@ def test_every_spelling_finds_the_weight(product: str, buffer: bool) -> None:
         ]  # fmt: skip
     (match,) = backend.found
     assert (match.module_type, match.products[0].rhs_is_weight) == ("linear", True)
+
+
+class Adapted(nn.Module):
+    """A product with a weight to which the product of two adapters is added."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.product, self.w = product, nn.Parameter(torch.randn(64, 32))
+        self.a, self.b = nn.Parameter(torch.randn(16, 32)), nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.w + self.b @ self.a)
+
+
+class Parametrized(nn.Module):
+    """A product with the weight of a layer that computes it from its parameters."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.product, self.layer = product, nn.utils.parametrizations.weight_norm(nn.Linear(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.layer.weight)
+
+
+class Joined(Parametrized):
+    """A product with two weights in one, of which one is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, torch.cat([self.layer.weight, self.layer.weight.tanh()]))
+
+
+@pytest.mark.parametrize("kind", [Adapted, Parametrized, Joined])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_spelling_finds_a_weight_that_is_computed_from_weights(product: str, kind: Any) -> None:
+    model, x, backend = kind(PRODUCTS[product]), torch.randn(16, 32), Rewrite()
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x), rtol=1e-4, atol=1e-4)
+    (match,) = [match for match in backend.found if match.products[0].m == 16]
+    assert (match.module_type, match.products[0].rhs_is_weight) == ("linear", True)
+
+
+def test_what_is_computed_from_an_input_or_by_a_product_is_no_weight() -> None:
+    w, backend = nn.Parameter(torch.randn(32, 32)), Rewrite()
+    torch.compile(lambda x: x @ (w * x.sum()) + x @ (w @ w), backend=backend)(torch.randn(16, 32))
+    assert sorted(match.module_type for match in backend.found) == ["linear", "matmul", "matmul"]
 
 
 def test_what_a_call_writes_is_no_weight() -> None:
