@@ -121,10 +121,10 @@ class Computed:
         self._held.add(node)
         if isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
             alike = [x for x in sources if same_sizes(getattr(maybe_value(x), "shape", ()), value.shape)]
-            made = calls(node, _BY_ELEMENTS) and any(map(self._shows, alike))
+            computed = calls(node, _BY_ELEMENTS) and any(map(self._shows, alike))
             joined = calls(node, _JOINS) and all(map(self._shows, sources))
             seen = (node in self._outer or calls(node, SAME_VALUES)) and sources[0] in self._made
-            if made or joined or seen:
+            if computed or joined or seen:
                 self._made.add(node)
 
     def _shows(self, node: fx.Node) -> bool:
