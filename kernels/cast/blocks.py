@@ -31,6 +31,9 @@ from fxquant.kernels.cast.reference import (
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+_BIAS = 127
+"""That of the exponents of float32."""
+
 _NAN_SCALE = 255
 """The code of NaN in E8M0."""
 
@@ -89,45 +92,50 @@ def encode(y: Tensor, element: Element, random: Tensor | None = None) -> Tensor:
 
     With a byte for each, `random`, byte/256 of a step of the grid is added to the magnitude, and the sum rounded down.
     """
-    magnitude = torch.where(y == y, y.abs(), element.max).clamp(max=element.max)
-    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=_lowest(element))
-    steps = magnitude * _power_of_two(element.mantissa_bits - exponent)
+    magnitude = torch.where(y == y, y.abs(), element.max).clamp(max=element.max)  # whose code no rounding exceeds
+    least = _lowest(element) + _BIAS
+    exponent = (magnitude.view(torch.int32) >> 23).clamp(min=least)
+    steps = magnitude * ((element.mantissa_bits + 2 * _BIAS - exponent) << 23).view(torch.float32)
     steps = torch.round(steps) if random is None else torch.floor(steps + random.float() * (1 / 256))
-    code = steps.int() + ((exponent - _lowest(element)) << element.mantissa_bits)
-    return code.clamp(max=largest_code(element)) | is_negative(y).int() << (element.bits - 1)
+    code = steps.int() + ((exponent - least) << element.mantissa_bits)
+    return code | is_negative(y).int() << (element.bits - 1)
 
 
 def decode(code: Tensor, element: Element) -> Tensor:
     """The float32 values of codes in sign and magnitude, int32."""
-    magnitude = code & ((1 << (element.bits - 1)) - 1)
+    largest = (1 << (element.bits - 1)) - 1
+    magnitude = code & largest
     exponent = (magnitude >> element.mantissa_bits).clamp(min=1) - 1
     # behind the first binade, whose steps subnormals have too, the leading one stands in no bit
     steps = magnitude - (exponent << element.mantissa_bits)
-    values = steps * _power_of_two(exponent + _lowest(element) - element.mantissa_bits)
-    return values * torch.where(code >> (element.bits - 1) != 0, -1.0, 1.0)
-
-
-def largest_code(element: Element) -> int:
-    """The code of the largest number."""
-    mantissa, exponent = math.frexp(element.max)
-    steps = int(mantissa * 2 ** (element.mantissa_bits + 1))
-    return steps + ((exponent - 1 - _lowest(element)) << element.mantissa_bits)
+    power = (exponent + (_lowest(element) - element.mantissa_bits + _BIAS)) << 23
+    return steps * power.view(torch.float32) * torch.where(code > largest, -1.0, 1.0)
 
 
 def pack(code: Tensor, bits: int) -> Tensor:
     """Bytes [..., C * bits / 8] of codes [..., C] of so many bits, the first in the lowest bits."""
     count = 8 // math.gcd(8, bits)
-    word = sum(part << (bits * i) for i, part in enumerate(in_blocks(code, count).unbind(-1)))
-    assert isinstance(word, Tensor)
-    return torch.stack([(word >> (8 * i) & 255).to(torch.uint8) for i in range(count * bits // 8)], -1).flatten(-2)
+    word = _word(in_blocks(code, count), bits)
+    size = count * bits // 8
+    if size == 1:
+        return word.to(torch.uint8)
+    return torch.stack([(word >> (8 * i) & 255).to(torch.uint8) for i in range(size)], -1).flatten(-2)
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
     """The codes, as int32, of the bytes that `pack` gave."""
     count = 8 // math.gcd(8, bits)
-    word = sum(byte.int() << (8 * i) for i, byte in enumerate(in_blocks(data, count * bits // 8).unbind(-1)))
-    assert isinstance(word, Tensor)
+    size = count * bits // 8
+    word = data.int() if size == 1 else _word(in_blocks(data.int(), size), 8)
     return torch.stack([word >> (bits * i) & ((1 << bits) - 1) for i in range(count)], -1).flatten(-2)
+
+
+def _word(parts: Tensor, bits: int) -> Tensor:
+    """The int32 words [...] of parts [..., n] of so many bits, the first in the lowest bits."""
+    first, *rest = parts.unbind(-1)
+    for i, part in enumerate(rest, 1):
+        first = first | part << (bits * i)
+    return first
 
 
 def _sizes(row: Format, x: Tensor) -> tuple[int, int]:
@@ -140,10 +148,6 @@ def _sizes(row: Format, x: Tensor) -> tuple[int, int]:
 def _lowest(element: Element) -> int:
     """The exponent of the smallest normal number."""
     return int(math.log2(element.smallest_normal))
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _global_scale(global_amax: Tensor, element: Element) -> tuple[Tensor, Tensor]:
@@ -169,6 +173,9 @@ def _stored(y: Tensor, element: Element, random: Tensor | None) -> Tensor:
             return cast_fp8(y, element)
         code = torch.where(y == y, encode(y, element, random), 0x7F)
         return code.to(torch.uint8).view(element.dtype)
+    if element.dtype == torch.int8 and random is None:  # in two's complement a sign needs no code of its own
+        steps = torch.where(y == y, y, element.max).clamp(-element.max, element.max) * 2.0**element.mantissa_bits
+        return torch.round(steps).to(torch.int8)
     code = encode(y, element, random)
     if element.dtype == torch.int8:
         return torch.where(code > 127, 128 - code, code).to(torch.int8)
