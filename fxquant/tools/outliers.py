@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-STATISTICS = ("cosine", "product_error", "relative_error", "sqnr", "kurtosis", "exponents")
+STATISTICS = ("cosine", "product_error", "relative_error", "sqnr", "kurtosis", "zeros", "exponents")
 """The statistics of a row that are read."""
 
 TIMES = {"product": 2.5, "product of a tail": 1.8, "elements": 1.3, "hidden": 1.65}
@@ -33,10 +33,26 @@ _CROWD = 32
 _SMALLER = 0.9
 """The share of the usual loss in the norm below which a few large elements make up the norm."""
 
+_TAIL = {"kurtosis": 50.0, "elements": 1.65}
+"""The kurtosis of a tail that is not heavy, and how many times the usual is then lost of the elements beside it."""
+
+_SPIKY = 20.0
+"""The least kurtosis of what hides others: slow changes from token to token, which a transform gathers, have less."""
+
+_SPIKES = 300.0
+"""The kurtosis of single elements that have most of the norm."""
+
 _ROWS = {"kurtosis": 40.0, "norm": 0.85, "elements": 1.2}
 """The kurtosis, and the losses beside those of rows, of columns in which a few rows have the norm.
 
 These hide what is beside them in a block, so that more is lost of the elements than in rows, and less of the norm.
+"""
+
+_SPREAD = {"row": 1.25, "column": 0.92, "norm": 0.75}
+"""The losses of rows' elements beside the usual, and of columns' elements or norm beside rows', if few are large.
+
+A block of rows loses what it always loses, since a row is large as a whole. A Hadamard transform over rows makes
+elements of like size of each large one, of which less is lost: the others are not seen beside them.
 """
 
 _BOTH = 0.75
@@ -57,7 +73,7 @@ class Seen(NamedTuple):
 
     `product` is the relative error of its product in the norm, None where products are not measured; `elements` the
     mean relative error of its elements, `norm` the relative error of the operand in the norm, `kurtosis` that of its
-    elements, and `near` the number of those within a quarter of the largest.
+    elements, `near` the number of those within a quarter of the largest, and `zeros` the share of those that are zero.
     """
 
     product: float | None
@@ -65,6 +81,7 @@ class Seen(NamedTuple):
     norm: float
     kurtosis: float = 0.0
     near: int = 0
+    zeros: float = 0.0
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Seen:
@@ -75,7 +92,7 @@ class Seen(NamedTuple):
         counts = {int(exponent): count for exponent, count in (row.get("exponents") or {}).items()}
         near = sum(count for exponent, count in counts.items() if exponent >= max(counts) - 1)
         lost = (row.get("relative_error") or 0.0, noise(row.get("sqnr")), row.get("kurtosis") or 0.0)
-        return cls(error, *lost, near)
+        return cls(error, *lost, near, row.get("zeros") or 0.0)
 
 
 def noise(sqnr: float | None) -> float:
@@ -83,27 +100,45 @@ def noise(sqnr: float | None) -> float:
     return 0.0 if sqnr is None else math.inf if sqnr == -math.inf else 10 ** (-sqnr / 20)
 
 
-def outliers(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dict[K, float]:
-    """The operands that lose many times what is usual, with how many times it is, the most first.
+class Outlier(NamedTuple):
+    """An operand that loses much more than usual: how many times as much, and by which of the `SIGNS`."""
+
+    times: float
+    sign: str
+
+
+SIGNS = {
+    "product": "its product has {0:.1f} times the usual error",
+    "tail": "a few large elements hide others, of which {0:.1f} times the usual is lost",
+    "same tail": "a few large elements hide others, as in the other direction",
+    "rows": "a few large rows begin here, beside which others are lost",
+}
+"""The signs of an outlier, as sentences."""
+
+
+def outliers(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dict[K, Outlier]:
+    """The operands that lose many times what is usual, those that lose most first.
 
     An operand hurts its product, or it has a tail whose few large elements hide what all others lose: more than usual
     of the elements, and less of the norm. Columns of a gradient take such tails from gradients behind it, so they are
     outliers only where rows are, or in the one layer where a few large rows begin. The mean of steps counts.
     """
     products = products_times_usual(seen, places)
-    result = {key: x for key, x in products.items() if x > TIMES[_product_of(seen[key])] and _loses(seen[key])}
+    hurt = (key for key, x in products.items() if x > TIMES[_product_of(seen[key])] and _loses(seen[key]))
+    result = {key: Outlier(products[key], "product") for key in hurt}
     elements = {key: statistics.fmean(one.elements for one in steps) for key, steps in seen.items()}
     tails = dict[Place, float]()
     for key, times in _hidden(seen, elements, places).items():
         if places[key].role != "grad_output" or places[key].direction == "rowwise":
             tails[places[key]] = elements[key]
-            result[key] = max(times, result.get(key, 0.0))
-    result |= _first_large_rows(seen, elements, places, tails)
+            result[key] = max(Outlier(times, "tail"), result.get(key, Outlier(0.0, "")))
+    begun = _first_large_rows(seen, elements, places, tails)
+    result |= {key: Outlier(times, "rows") for key, times in begun.items()}
     for key, place in places.items():
         other = next((p for p in tails if p[:2] == place[:2] and p[3] == place[3]), None)
         if other and key not in result and elements[key] > max(_BOTH * tails[other], LEAST["elements"]):
-            result[key] = elements[key] / tails[other]
-    return dict(sorted(result.items(), key=lambda item: -item[1]))
+            result[key] = Outlier(elements[key] / tails[other], "same tail")
+    return dict(sorted(result.items(), key=lambda item: -item[1].times))
 
 
 def _first_large_rows(
@@ -112,25 +147,37 @@ def _first_large_rows(
     """The columns of the gradient in which a few large rows begin, with how many times as much they lose as rows do.
 
     Of all that have such rows it is the layer nearest the loss, from which those before it inherit them. It is none if
-    a gradient behind it has a tail, and where columns are transformed, which spreads large rows.
+    a gradient behind it has a tail. Where columns are transformed, less is lost of them than of rows.
     """
+    last = _last(places)
     begins: dict[Hashable, tuple[K, float] | None] = {}
     at = {place: key for key, place in places.items() if place.role == "grad_output" and key in elements}
     rows = {place: key for place, key in at.items() if place.direction == "rowwise"}
     norms = {place: statistics.fmean(one.norm for one in seen[key]) for place, key in at.items()}
     usual = _by({place: norms[place] for place in rows}, {place: place for place in rows}, lambda p: p.format)
+    usual_elements = _usual(elements, places)
     for place, key in at.items():
         row = place._replace(direction="rowwise")
-        if row in tails:
-            begins[place.format] = None
         if row == place or row not in rows:
             continue
-        times = _times(elements[key], elements[rows[row]])
-        is_large = elements[key] > LEAST["elements"] and times > _ROWS["elements"]
-        is_few = min(one.kurtosis for one in seen[key]) > _ROWS["kurtosis"]
-        if is_large and is_few and norms[place] < _ROWS["norm"] * _median(usual[row]):
+        of_rows, of_columns = elements[rows[row]], elements[key]
+        is_even = norms[row] > _ROWS["norm"] * _median(usual[row])
+        if row in tails or (not is_even and _is_spiky(row, seen[rows[row]], last)):
+            begins[place.format] = None
+        times = _times(of_columns, of_rows)
+        hides = of_columns > LEAST["elements"] and times > _ROWS["elements"]
+        hides = hides and norms[place] < _ROWS["norm"] * _median(usual[row]) and _are_few(seen[key])
+        is_whole = is_even and of_rows < _SPREAD["row"] * usual_elements[rows[row]] and _are_few(seen[rows[row]])
+        if hides:
             begins[place.format] = (key, times)
+        elif is_whole and (of_columns < _SPREAD["column"] * of_rows or norms[place] < _SPREAD["norm"] * norms[row]):
+            begins[place.format] = (key, _times(of_rows, of_columns))
     return dict(filter(None, begins.values()))
+
+
+def _are_few(steps: Sequence[Seen]) -> bool:
+    """Returns True if a few large rows have the norm in all steps; rows of zeros, as those of padding, do not count."""
+    return min(one.kurtosis * (1.0 - one.zeros) for one in steps) > _ROWS["kurtosis"]
 
 
 def products_times_usual(seen: Mapping[K, Sequence[Seen]], places: Mapping[K, Place]) -> dict[K, float]:
@@ -151,24 +198,48 @@ def _hidden(seen: Mapping[K, Sequence[Seen]], elements: Mapping[K, float], place
     """The operands with a tail, with how many times as much as usual they lose of their elements.
 
     The tail is heavy in all steps, or they lose less than usual of the norm. Usual is what layers of a like name lose,
-    since an activation makes its own tail, and the median of the role at least. A loss over classes makes one too: the
-    gradient of the last layer has an element as large as the largest in each row, that of the row's class.
+    since an activation makes its own tail. A loss over classes makes one too: the gradient of the last layer has an
+    element as large as the largest in each row, that of the row's class.
     """
-    last = [*places.values()][-1].layer if places else ""
+    last = _last(places)
     norms = {key: statistics.fmean(one.norm for one in steps) for key, steps in seen.items()}
-    kinds, peers = _by(elements, places, lambda p: p[1:]), _by(elements, places, lambda p: (_end(p.layer), *p[1:]))
+    usual = _usual(elements, places)
     usual_norms = _by(norms, places, lambda p: p[1:])
     result = {}
     for key, lost in elements.items():
-        alike = sorted(peers[key])
-        usual = max(_median(kinds[key]), alike[len(alike) // 4 if len(alike) > 2 else 0] if len(alike) > 1 else 0.0)
         norm = _times(norms[key], _median(usual_norms[key]))
-        times = _times(lost, usual)
-        is_heavy = min(one.kurtosis for one in seen[key]) > _HEAVY and times > TIMES["elements"]
-        is_hidden = norm < _SMALLER and _times(times, norm) > TIMES["hidden"]
-        of_classes = places[key][:2] == (last, "grad_output") and min(one.near for one in seen[key]) > _CROWD
-        if lost > LEAST["elements"] and (is_heavy or is_hidden) and not of_classes:
+        times = _times(lost, usual[key])
+        kurtosis = min(one.kurtosis for one in seen[key])
+        is_heavy = kurtosis > _HEAVY and times > TIMES["elements"]
+        is_heavy = is_heavy or (kurtosis > _TAIL["kurtosis"] and times > _TAIL["elements"])
+        is_hidden = norm < _SMALLER and _times(times, norm) > TIMES["hidden"] and kurtosis > _SPIKY
+        if lost > LEAST["elements"] and (is_heavy or is_hidden) and not _is_of_classes(places[key], seen[key], last):
             result[key] = times
+    return result
+
+
+def _last(places: Mapping[K, Place]) -> str:
+    return [*places.values()][-1].layer if places else ""
+
+
+def _is_of_classes(place: Place, steps: Sequence[Seen], last: str) -> bool:
+    """Returns True for the gradient of a loss over classes, of the `last` layer."""
+    return place[:2] == (last, "grad_output") and min(one.near for one in steps) > _CROWD
+
+
+def _is_spiky(place: Place, steps: Sequence[Seen], last: str) -> bool:
+    """Returns True if single elements have most of the norm, from which layers before have large rows."""
+    return min(one.kurtosis for one in steps) > _SPIKES and not _is_of_classes(place, steps, last)
+
+
+def _usual(elements: Mapping[K, float], places: Mapping[K, Place]) -> dict[K, float]:
+    """What is usually lost of elements: what layers of a like name lose, and the median of the role at least."""
+    kinds, peers = _by(elements, places, lambda p: p[1:]), _by(elements, places, lambda p: (_end(p.layer), *p[1:]))
+    result = {}
+    for key in elements:
+        alike = sorted(peers[key])
+        peer = alike[len(alike) // 4 if len(alike) > 2 else 0] if len(alike) > 1 else 0.0
+        result[key] = max(_median(kinds[key]), peer)
     return result
 
 

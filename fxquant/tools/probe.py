@@ -49,8 +49,11 @@ def probe(
     whose error on the same tensors is measured beside that of the quantizers that there are. A step ends with that of
     an optimizer; the measuring form of a graph is compiled once, and others run as they were.
 
-    Raises OptionError for a model that fxquant has not compiled, and for what matches nothing.
+    Raises OptionError for a model that fxquant has not compiled, and for what matches nothing. Warns at the end of what
+    was asked for, and of which nothing was measured.
     """
+    if isinstance(compiled, list | tuple):
+        raise OptionError("a probe measures one model: open one for each, with fxquant.probe(a) as log, ..")
     request = Request.of(layers, tensors, stats, whatif)
     controls = controls_of(compiled)
     if any(one.session is not None for one in controls):
@@ -60,7 +63,11 @@ def probe(
         yield ProbeLog(session)
     if not session.rows:
         what = "no layer that is quantized matches" if session.ran else "no compiled graph ran inside it"
+        what = "log.unmeasured says why" if session.unmeasured else what
         tell(f"fxquant.probe measured nothing: {what}", FxQuantWarning)
+    elif missed := _missed(session, request, named=tensors is not None):
+        what = f"{', '.join(missed)}: no product that ran has such operands"
+        tell(f"fxquant.probe measured nothing of {what}", FxQuantWarning)
 
 
 @contextmanager
@@ -87,6 +94,19 @@ def measuring(controls: Iterable[Controls], request: Request, every: int) -> Ite
         hook.remove()
         for one in controls:
             one.session = None
+
+
+def _missed(session: Session, request: Request, *, named: bool) -> list[str]:
+    """The patterns, the tensors if they are named, and the candidates of which there is no row, nor a reason why."""
+    layers = {row["layer"] for row in session.rows} | {one.layer for one in session.unmeasured}
+    roles = {row["role"] for row in session.rows} | {one.role for one in session.unmeasured}
+    tried = {row.get("candidate") for row in session.rows} | {one.candidate for one in session.unmeasured}
+    patterns = [p for p in request.layers or () if not any(re.fullmatch(p, layer) for layer in layers)]
+    return [
+        *(f"layers={pattern!r}" for pattern in patterns),
+        *(f"tensors={tensor!r}" for tensor in request.tensors if named and tensor not in roles),
+        *(f"whatif={candidate}" for candidate in map(str, request.candidates) if candidate not in tried),
+    ]
 
 
 def _check_layers(compiled: Any, request: Request) -> None:

@@ -57,6 +57,7 @@ class ProbeLog:
         what the quantizers that there are lose. Quantizers that are only tried do not count.
         """
         _check(statistic, [name for name in STATISTICS if name not in _NO_ORDER])
+        self._check_measured(statistic)
         worst = min if statistic in _LOW else max
         values: dict[Operand, list[float]] = {}
         for row in self.rows:
@@ -74,7 +75,7 @@ class ProbeLog:
         lose more than usual; with how many times it is, the most first. Of several steps the mean counts. That is under
         the quantizers that there are, or under a `candidate` of ``whatif``.
 
-        Raises OptionError where nothing is quantized, for a candidate that was not tried, and without the statistics.
+        Raises OptionError where nothing is quantized, for a candidate that was not tried, and without all statistics.
         """
         rows = [row for row in self.rows if row["whatif"]] if candidate else self.rows
         names = dict.fromkeys(str(row["candidate"]) for row in self.rows if row["whatif"])
@@ -85,15 +86,22 @@ class ProbeLog:
         if self.rows and not wanted:
             tried = f"outliers(candidate={next(iter(names))!r})" if names else "whatif=['nvfp4'], and name it here"
             raise OptionError(f"nothing is quantized, so nothing is lost: try {tried}")
-        if wanted and not any(statistic in wanted[0] for statistic in LOST):
-            raise OptionError(f"outliers needs stats=[{', '.join(map(repr, LOST))}]")
+        if wanted and (missing := [statistic for statistic in LOST if statistic not in wanted[0]]):
+            needed, without = ", ".join(map(repr, LOST)), ", ".join(missing)
+            raise OptionError(f"outliers needs stats=[{needed}], and this log has no {without}")
         seen: dict[Operand, list[Seen]] = {}
         places: dict[Operand, Place] = {}
         for row in wanted:
             operand = _operand(row)
             places[operand] = Place(*operand, row["quantizer"])
             seen.setdefault(operand, []).append(Seen.of(row))
-        return list(outliers(seen, places).items())
+        return [(operand, one.times) for operand, one in outliers(seen, places).items()]
+
+    def _check_measured(self, statistic: str) -> None:
+        """Raises OptionError for a statistic that the probe was not asked for."""
+        if self.rows and statistic not in self.rows[0]:
+            has = ", ".join(name for name in STATISTICS if name in self.rows[0])
+            raise OptionError(f"{statistic} was not measured: name it in stats= (this log has {has})")
 
     def to_jsonl(self, path: str | Path) -> None:
         """Writes a row a line as JSON: numbers that are not finite are null there."""
@@ -141,6 +149,7 @@ class ProbeLog:
         rows = [row for row in self.rows if not row["whatif"]]
         if not rows:
             raise OptionError("there are no rows to plot")
+        self._check_measured(statistic)
         operands, steps = _in_order(rows), sorted({row["step"] for row in rows})
         values = {(_operand(row), row["step"]): row.get(statistic) for row in rows}
         cells = [[_number(values.get((operand, step))) for step in steps] for operand in operands]

@@ -13,6 +13,9 @@ from fxquant.recipes.operands import Operand
 from fxquant.recipes.source import python_of
 from fxquant.report.text import aligned
 
+_MOST = 12
+"""The reasons that the text of a result has."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -67,7 +70,8 @@ class SearchResult:
     means over `orders` orders of the batches. `front` has the best choices that were measured, `uniform` each candidate
     everywhere, `effects` the estimates for all operands, the largest first. `chosen` has the candidate of each operand;
     those that are missing stay in high precision. `cut` is empty, or says that the time limit has ended the search, and
-    what the result is then.
+    what the result is then. `signs` says of operands and candidates that do not fit what was seen, `note` why a
+    candidate everywhere is the result, or is not.
     """
 
     recipe: CustomRecipe
@@ -84,6 +88,8 @@ class SearchResult:
     orders: int
     budget: Mapping[str, float]
     cut: str = ""
+    signs: Mapping[tuple[Operand, str], str] = field(default_factory=dict, repr=False)
+    note: str = ""
 
     @property
     def kept(self) -> list[Operand]:
@@ -102,6 +108,35 @@ class SearchResult:
         usual = {kind: max(names, key=lambda name: (names[name], whole[name])) for kind, names in kinds.items()}
         return [o for o in operands if self.chosen.get(o, "") != usual[o.role, o.direction]]
 
+    @property
+    def why(self) -> dict[Operand, str]:
+        """Why operands are protected, and why others are not for which a probe has seen that a candidate is unfit."""
+        ((kind, limit),) = self.budget.items()
+        reasons, protected = dict[Operand, str](), set(self.protected)
+        for operand in sorted(protected | {operand for operand, _ in self.signs}):
+            chosen = self.chosen.get(operand, "")
+            seen = {name: text for (one, name), text in self.signs.items() if one == operand}
+            others = "; ".join(f"{name}: {text}" for name, text in seen.items() if name != chosen)
+            if operand in protected:
+                reasons[operand] = others or f"chosen for {kind} {limit:g}, no probe has seen that others are unfit"
+            elif chosen in seen:
+                reasons[operand] = f"not protected, {self._within} with it; {chosen}: {seen[chosen]}"
+        return reasons
+
+    @property
+    def _within(self) -> str:
+        ((kind, limit),) = self.budget.items()
+        return f"the loss is {self.gap:+.2%}" if kind == "loss" else f"{kind} {limit:g} is kept"
+
+    def _reasons(self) -> list[str]:
+        """The lines of text about operands, alike ones together."""
+        alike = defaultdict[tuple[str, str], list[str]](list)
+        for operand, reason in self.why.items():
+            alike[self.chosen.get(operand, "high precision"), reason].append(" ".join(operand))
+        lines = [f"{', '.join(operands)} ({name}): {reason}" for (name, reason), operands in alike.items()]
+        more = [f"and {len(lines) - _MOST} more reasons, in result.why"] if len(lines) > _MOST else []
+        return [*lines[:_MOST], *more]
+
     def __str__(self) -> str:
         ((kind, limit),) = self.budget.items()
         costs = ", ".join(f"{value:.3g} {'bits' if name == 'bits' else name}" for name, value in self.cost.items())
@@ -111,7 +146,9 @@ class SearchResult:
             f"fxquant.search under {kind} {limit:g}: {'loss not measured' if math.isnan(self.loss) else loss}; "
             f"{self.coverage:.0%} of FLOPs quantized; {costs}; {self.runs} runs{of_orders}"
         )
-        lines = [f"# {line}" for text in (about, self.cut) for line in textwrap.wrap(text, 86)]
+        lines = [f"# {line}" for text in (about, self.cut, self.note) for line in textwrap.wrap(text, 86)]
+        for reason in self._reasons():
+            lines += [f"# {line}" for line in textwrap.wrap(reason, 86, subsequent_indent="    ")]
         lines += [f"#   {line}" for line in self.front_table().splitlines()]
         return "\n".join([*lines, python_of(self.recipe), ""])
 

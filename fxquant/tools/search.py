@@ -21,7 +21,7 @@ from fxquant.compat.private import tree_leaves
 from fxquant.errors import ArgumentError, OptionError, RecipeError
 from fxquant.recipes import CustomRecipe, HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
-from fxquant.tools.cut import best_of, sentence
+from fxquant.tools.cut import best_of, not_worse, sentence
 from fxquant.tools.emulation import ROLES
 from fxquant.tools.least_bits import OUTLIER, LeastBits, Tolerance
 from fxquant.tools.losses import MOST, Losses, share
@@ -29,7 +29,7 @@ from fxquant.tools.measured import Measured, key_of
 from fxquant.tools.patterns import recipe_of
 from fxquant.tools.progress import progress
 from fxquant.tools.result import Effect, Point, SearchResult, pareto
-from fxquant.tools.sensitivity import Sensitivity, from_json, request_of, to_json, unfit
+from fxquant.tools.sensitivity import Sensitivity, from_json, request_of, signs, to_json, unfit
 from fxquant.tools.space import Chosen, Path, Space, Step
 from fxquant.tools.training import OutOfTime, Training, adamw, loss_of
 from fxquant.tools.trials import Trials, batches_of
@@ -137,6 +137,8 @@ class _Search:
         self.errors: dict[tuple[Operand, int], float] = {}
         self.alone: dict[Operand, tuple[float, float]] = {}
         self.unfit: Mapping[tuple[Operand, int], int] = {}
+        self.signs: Mapping[tuple[Operand, int], str] = {}
+        self.note = ""
         self.spread = self.chance = 0.0
         """The standard deviation of a gap from one order of the batches to another, and that of its mean."""
         self.doing = "beginning"
@@ -268,6 +270,7 @@ class _Search:
                 self.effects[key] = seen.losses.get(key, usual)
                 self.errors[key] = seen.errors.get(key, 0.0)
         self.unfit = unfit(seen)
+        self.signs = signs(seen, self.unfit)
         for operand, i in self.unfit:  # whose estimate may miss what it costs
             if (operand, i) in self.effects:
                 others = [
@@ -426,12 +429,9 @@ class _Search:
             )
             for i, candidate in enumerate(self.recipes)
         ]
-        kept = [point for point in uniform if self.kind == "loss" and point.gap <= self.limit < result.gap]
-        if kept:  # of what was measured
-            result = min(kept, key=lambda point: point.cost["bits"])
-            chosen = dict(result.chosen)
-            recipe = self._recipe(chosen)
-        return self._result(recipe, result, plain, uniform, points)
+        least, self.note = not_worse(result, uniform, self.kind, self.limit)
+        recipe = recipe if least is result else self._recipe(dict(least.chosen))
+        return self._result(recipe, least, plain, uniform, points)
 
     def _result(
         self, recipe: CustomRecipe, result: Point, plain: float, uniform: list[Point], points: list[Point],
@@ -447,7 +447,8 @@ class _Search:
             recipe=recipe, front=pareto(seen, self.kind), uniform=uniform, loss=result.loss, plain=plain,
             gap=result.gap, cost=result.cost, coverage=result.quantized, effects=effects, runs=self.losses.runs,
             orders=self.losses.orders, budget={self.kind: self.limit},
-            chosen={operand: self.names[i] for operand, i in result.chosen.items()}, cut=cut,
+            chosen={operand: self.names[i] for operand, i in result.chosen.items()}, cut=cut, note=self.note,
+            signs={(operand, self.names[i]): sign for (operand, i), sign in self.signs.items()},
         )  # fmt: skip
 
     def _cut(self) -> SearchResult:

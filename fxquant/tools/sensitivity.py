@@ -15,7 +15,7 @@ from fxquant.recipes import HighPrecision, Recipe
 from fxquant.recipes.operands import Operand
 from fxquant.roles import GEMM_OPERANDS
 from fxquant.tools.emulation import WithoutHistory
-from fxquant.tools.outliers import STATISTICS, Place, Seen, noise, outliers, products_times_usual
+from fxquant.tools.outliers import SIGNS, STATISTICS, Place, Seen, noise, outliers, products_times_usual
 from fxquant.tools.trials import Trials
 
 _STATISTICS = (*STATISTICS, "loss_change")
@@ -80,6 +80,20 @@ def unfit(seen: Sensitivity) -> dict[Key, int]:
                 others = {(Operand(layer, *other), i) for other in sides}
                 levels |= dict.fromkeys(others & hurting, 2)
     return levels
+
+
+def signs(seen: Sensitivity, levels: Mapping[Key, int]) -> dict[Key, str]:
+    """Why a candidate is unfit for operands, as sentences; `levels` is what `unfit` has answered."""
+    times = _times_usual(seen.errors)
+    found = outliers(seen.steps, {key: Place(*key[0], key[1]) for key in seen.steps})
+    result = {}
+    for key, level in levels.items():
+        if key in found:
+            result[key] = SIGNS[found[key].sign].format(found[key].times)
+        else:
+            beside = ", beside an outlier" if level > 1 else ""
+            result[key] = SIGNS["product"].format(times[key]) + beside
+    return result
 
 
 def _times_usual(errors: Mapping[Key, float]) -> dict[Key, float]:

@@ -349,6 +349,21 @@ def test_what_measured_nothing_is_told(compiled: Any) -> None:
         pass
 
 
+def test_what_no_operand_matches_is_told(compiled: Any) -> None:
+    """Though others match: by patterns, tensors and candidates; and statistics that a log has not."""
+    asked = {"layers": ["up", ""], "tensors": ["input", "q"], "whatif": ["mxfp8", "high_precision"]}
+    with pytest.warns(fxquant.FxQuantWarning) as told, fxquant.probe(compiled, stats="amax", **asked) as log:
+        compiled(torch.randn(8, 32)).sum().backward()
+    (message,) = [str(one.message) for one in told if "fxquant.probe" in str(one.message)]
+    wanted = "fxquant.probe measured nothing of layers='', tensors='q', whatif=high_precision: no product"
+    assert message.startswith(wanted)
+    for ask in (log.worst, lambda: log.plot("map.png"), log.outliers):
+        with pytest.raises(OptionError, match=r"was not measured|needs stats="):
+            ask()
+    with pytest.raises(OptionError, match="a probe measures one model"), fxquant.probe([compiled]):
+        pass
+
+
 class Planted(nn.Module):
     """Six layers behind a norm each; two channels of the inputs of two layers are 2^8 times larger than others.
 

@@ -22,7 +22,7 @@ from fxquant.errors import ArgumentError, OptionError
 from fxquant.quantizers import QuantizedOperand
 from fxquant.recipes.operands import Operand
 from fxquant.recipes.source import python_of
-from fxquant.tools.cut import best_of
+from fxquant.tools.cut import best_of, not_worse
 from fxquant.tools.outliers import Place, Seen, outliers
 from fxquant.tools.patterns import name_pattern, recipe_of
 from fxquant.tools.result import Point, SearchResult
@@ -175,6 +175,10 @@ def test_three_faults_at_once_are_protected_and_nothing_else() -> None:
     assert {operand[:2] for operand in result.protected} == planted_places
     assert result.gap < 0.005 < result.uniform[0].gap and result.coverage == 1.0
     assert result.cost["bits"] < 5.1
+    assert set(result.why) >= set(result.protected)
+    assert all(result.why[one].startswith("nvfp4: ") for one in result.protected)
+    hidden = "nvfp4: a few large elements hide others, of which"
+    assert hidden in result.why[Operand("0.up", "grad_output", "rowwise")] and hidden in " ".join(str(result).split())
 
 
 class Scaled(nn.Module):
@@ -239,9 +243,24 @@ def test_large_rows_of_a_gradient_count_where_they_begin() -> None:
     for i in large:
         seen[layers[i], "rowwise"] = [Seen(0.1, 0.2, 0.14, 90.0)]
         seen[layers[i], "columnwise"] = [Seen(0.1, 0.4 + 0.1 * (i == 0), 0.1, 90.0)]
-    assert outliers(seen, places) == {("3.up", "columnwise"): pytest.approx(2.0)}
+    assert outliers(seen, places) == {("3.up", "columnwise"): (pytest.approx(2.0), "rows")}
     seen["5.up", "rowwise"] = [Seen(0.1, 0.5, 0.1, 200.0)]
     assert outliers(seen, places).keys() == {("5.up", "rowwise")}
+
+
+@pytest.mark.parametrize("columns", [Seen(0.1, 0.13, 0.14, 9.0), Seen(0.1, 0.2, 0.07, 9.0)])
+def test_large_rows_count_where_columns_are_transformed(columns: Seen) -> None:
+    """Less is lost of these, and rows lose what they always do; rows of padding, and single elements, are no such."""
+    layers = [f"{i}.up" for i in range(6)]
+    places = {
+        (layer, d): Place(layer, "grad_output", d, "nvfp4") for layer in layers for d in ("rowwise", "columnwise")
+    }
+    seen = {key: [Seen(0.1, 0.2, 0.14, 3.0)] for key in places}
+    large = {(layer, d): [Seen(0.1, 0.2, 0.14, 90.0)] for layer in layers[:4] for d in ("rowwise",)}
+    seen |= large | {("3.up", "columnwise"): [columns]}
+    assert {key: one.sign for key, one in outliers(seen, places).items()} == {("3.up", "columnwise"): "rows"}
+    assert not outliers(seen | {("3.up", "rowwise"): [Seen(0.1, 0.2, 0.14, 90.0, 0, 0.9)]}, places)
+    assert not outliers(seen | {("4.up", "rowwise"): [Seen(0.1, 0.2, 0.05, 2000.0)]}, places)
 
 
 def searched(model: nn.Module, data: Sequence[Any], budget: dict[str, float], **settings: Any) -> SearchResult:
@@ -325,6 +344,24 @@ def test_a_search_that_is_cut_returns_the_best_that_was_measured(budget: dict[st
     best = best_of(points, kind, limit, {(operand, 0): 2}, lambda one: one.cost["bits"] <= 5.0)
     assert best == (points[1] if kind == "loss" else points[0])
     assert best_of(points[:1], "loss", 0.05, {(operand, 0): 2}, lambda _: True) is None
+
+
+def test_a_candidate_everywhere_is_never_better_than_the_result() -> None:
+    """By more than the allowed loss: below that, outliers are protected all the same, and the result says so."""
+
+    def point(name: str, gap: float, bits: float) -> Point:
+        return Point({"bits": bits}, 1 + gap, gap, 1.0, {Operand(name, "input", "rowwise"): 0}, name)
+
+    result, four, eight = point("result", 0.003, 4.7), point("four", -0.07, 4.5), point("eight", 0.0, 8.25)
+    best, note = not_worse(result, [four, eight], "loss", 0.005)
+    assert best is four and note.startswith("four everywhere costs no more and has a smaller loss here; what the sea")
+    best, note = not_worse(result, [replace(four, gap=-0.001), eight], "loss", 0.005)
+    assert best is result and "four everywhere keeps the loss here too, with 4.5 bits (-0.10%)" in note
+    assert not_worse(result, [replace(four, gap=0.02), eight], "loss", 0.005) == (result, "")
+    best, note = not_worse(replace(result, gap=0.01), [four, eight], "loss", 0.005)
+    assert best is four and "keeps the loss; what the search chose is at +1.00%" in note
+    assert not_worse(result, [four, eight], "bits", 5.0)[0] is four
+    assert not_worse(result, [replace(four, gap=0.02), eight], "bits", 5.0) == (result, "")
 
 
 def test_what_cannot_be_searched_is_said() -> None:
