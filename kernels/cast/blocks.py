@@ -32,7 +32,7 @@ from fxquant.kernels.cast.reference import (
 _FLT_MAX = torch.finfo(torch.float32).max
 _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 _BIAS = 127
-"""That of the exponents of float32."""
+"""The bias of float32's exponents."""
 
 _NAN_SCALE = 255
 """The code of NaN in E8M0."""
