@@ -233,7 +233,7 @@ def _is_spiky(place: Place, steps: Sequence[Seen], last: str) -> bool:
 
 
 def _usual(elements: Mapping[K, float], places: Mapping[K, Place]) -> dict[K, float]:
-    """What is usually lost of elements: what layers of a like name lose, and the median of the role at least."""
+    """The usual loss of elements: that of layers of a like name, and the median of the role at least."""
     kinds, peers = _by(elements, places, lambda p: p[1:]), _by(elements, places, lambda p: (_end(p.layer), *p[1:]))
     result = {}
     for key in elements:

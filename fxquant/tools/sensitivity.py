@@ -85,11 +85,11 @@ def unfit(seen: Sensitivity) -> dict[Key, int]:
 def signs(seen: Sensitivity, levels: Mapping[Key, int]) -> dict[Key, str]:
     """Why a candidate is unfit for operands, as sentences; `levels` is what `unfit` has answered."""
     times = _times_usual(seen.errors)
-    found = outliers(seen.steps, {key: Place(*key[0], key[1]) for key in seen.steps})
+    hurt = outliers(seen.steps, {key: Place(*key[0], key[1]) for key in seen.steps})
     result = {}
     for key, level in levels.items():
-        if key in found:
-            result[key] = SIGNS[found[key].sign].format(found[key].times)
+        if key in hurt:
+            result[key] = SIGNS[hurt[key].sign].format(hurt[key].times)
         else:
             beside = ", beside an outlier" if level > 1 else ""
             result[key] = SIGNS["product"].format(times[key]) + beside
