@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import importlib.util
 import inspect
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch._dynamo.guards
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._functorch._aot_autograd import graph_compile
+from torch.fx.experimental import recording
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 class Ranks:
@@ -93,6 +97,11 @@ def quick_compiler() -> None:
     # the text of each graph, which is written whether something logs it or not
     graph_compile._log_joint_graph = graph_compile._log_inference_graph = lambda *args: None
     graph_compile._log_fw_bw_graphs = lambda *args: (None, None)
+    # a sum or product walks its parts for this each time that a symbolic size is asked for
+    sympy.Expr.is_number = property(functools.lru_cache(1 << 16)(sympy.Expr.is_number.fget))
+    for name, method in list(vars(ShapeEnv).items()):
+        if getattr(getattr(method, "__code__", None), "co_filename", None) == recording.__file__:
+            setattr(ShapeEnv, name, method.__wrapped__)  # without a record of each call and a line in a log
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
