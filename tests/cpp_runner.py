@@ -15,22 +15,24 @@ SOURCE = """
 #include <fstream>
 #include <iostream>
 #include <iterator>
-#include <torch/torch.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 
-torch::Tensor read(const char* path) {
+at::Tensor read(const char* path) {
   std::ifstream file(path, std::ios::binary);
   std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  return torch::pickle_load(bytes).toTensor();
+  return torch::jit::pickle_load(bytes).toTensor();
 }
 
 int main(int, char** argv) {
   c10::InferenceMode guard;
   torch::inductor::AOTIModelPackageLoader loader(argv[1]);
-  auto y = loader.run({read(argv[2]).to(torch::Device(argv[4]))})[0].cpu().to(torch::kDouble);
-  auto wanted = read(argv[3]).to(torch::kDouble);
+  auto y = loader.run({read(argv[2]).to(at::Device(argv[4]))})[0].cpu().to(at::kDouble);
+  auto wanted = read(argv[3]).to(at::kDouble);
   bool same = y.sizes() == wanted.sizes() &&
-      (y - wanted).norm().item<double>() <= std::stod(argv[5]) * wanted.norm().item<double>();
+      y.sub(wanted).norm().item<double>() <= std::stod(argv[5]) * wanted.norm().item<double>();
   std::cout << (same ? "same" : "different") << std::endl;
   return same ? 0 : 1;
 }
