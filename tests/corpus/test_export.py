@@ -30,7 +30,7 @@ QUICK = ("llama_gqa", "flex_plain")
 ALWAYS = ("current_scaling", "mxfp8")
 """The recipes that the first always runs under."""
 
-SLOW = ("bert", "gpt2")
+SLOW = ("bert",)
 """Others that always run; the rest is for `make sweep`."""
 
 SINKS = "kitchen_sink", "ragged_kitchen_sink"
