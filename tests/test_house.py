@@ -55,6 +55,7 @@ def test_a_folder_of_passes_knows_those_below(folder: str) -> None:
 LATE = {
     "fxquant": "operators are registered when they are first asked for: a saved program may be all that is loaded",
     "fxquant.__main__": "a command loads what it needs",
+    "fxquant.compat.values": "importing the package leaves the compiler of torch alone",
     "fxquant.kernels": "code for devices needs Triton or a compiler, which those who only choose do without",
     "fxquant.report": "the package is the function `fxquant.report(model)` too, which asks backends",
     "fxquant.weights": "a build of torch may have no FSDP",
