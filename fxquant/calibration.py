@@ -13,8 +13,6 @@ from torch import Tensor
 from fxquant.checks import article, checked
 from fxquant.errors import ArgumentError, OptionError
 
-METHODS = ("max", "moving_average", "percentile")
-
 _BINS = 0x7F80
 """Magnitudes by the upper 16 bits of their float32: bins of a 128th of a power of two, up to infinity."""
 
@@ -28,7 +26,7 @@ class Amax:
     further one to `momentum` of itself. ``percentile`` takes the magnitude that `percentile` percent of all elements
     do not exceed, rounded up by less than a 128th of its value. NaN is ignored, as in every amax.
 
-    Raises OptionError for an unknown method or a number out of range.
+    Raises ArgumentError for an unknown method, and OptionError for a number out of range.
     """
 
     method: Literal["max", "moving_average", "percentile"] = "max"
@@ -36,11 +34,6 @@ class Amax:
     percentile: float = 99.99
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise OptionError(f"unknown calibration method {self.method!r}; known methods: {', '.join(METHODS)}")
-        for name in ("momentum", "percentile"):
-            if not isinstance(getattr(self, name), (int, float)):
-                raise OptionError(f"{name} must be a number, not {getattr(self, name)!r}")
         if not 0 <= self.momentum < 1:
             raise OptionError(f"momentum must be at least 0 and less than 1, not {self.momentum}")
         if not 0 < self.percentile <= 100:

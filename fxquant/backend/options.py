@@ -58,8 +58,9 @@ class Options:
             raise OptionError(f"options are {A_DICT}, not {article(type(options).__name__)}")
         unknown = [key for key in options if key not in OPTIONS]
         if unknown:
-            hint = _elsewhere(unknown[0]) or did_you_mean(unknown[0], OPTIONS)
-            raise OptionError(f"unknown options {unknown}{hint}; known options: {', '.join(OPTIONS)}")
+            elsewhere = _elsewhere(unknown[0])
+            hint = f"{elsewhere};" if elsewhere else did_you_mean(unknown[0], OPTIONS) or ";"
+            raise OptionError(f"unknown options {unknown}{hint} known options: {', '.join(OPTIONS)}")
         if "recipe" not in options:
             raise OptionError(
                 f"the option 'recipe' is missing: options={{'recipe': name}} with one of {', '.join(RECIPES)}"
@@ -153,9 +154,10 @@ def _check_keywords(keywords: Iterable[str], called: str) -> None:
         if name in OPTIONS:
             raise ArgumentError(f"{name} is an option of the backend: write options={{{name!r}: ...}}")
         if name not in _OF_TORCH:
-            hint = _elsewhere(name) or did_you_mean(name, [*_OF_TORCH, "recipe", *OPTIONS])
+            elsewhere = _elsewhere(name)
+            hint = f"{elsewhere}." if elsewhere else did_you_mean(name, [*_OF_TORCH, "recipe", *OPTIONS]) or "."
             raise ArgumentError(
-                f"{called} got an unexpected keyword {name!r}{hint}; known keywords: recipe, {', '.join(_OF_TORCH)}; "
+                f"{called} got an unexpected keyword {name!r}{hint} Known keywords: recipe, {', '.join(_OF_TORCH)}; "
                 f"known options: {', '.join(OPTIONS)}"
             )
 

@@ -1021,7 +1021,7 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     )  # fmt: skip
     infinite = torch.full((4, 64), torch.inf)
     refused(ProgramError, "layer '0' is infinite", lambda: calibrated(one_layer()[2], infinite))
-    refused(OptionError, "known methods: max", lambda: Amax(method="mean"))  # type: ignore[arg-type]
+    refused(OptionError, "method must be 'max'", lambda: Amax(method="mean"))  # type: ignore[arg-type]
     refused(OptionError, "momentum", lambda: Amax(momentum=1.0))
     refused(OptionError, "percentile", lambda: Amax(percentile=0))
     refused(OptionError, "must be a number, not '99'", lambda: Amax(percentile="99"))  # type: ignore[arg-type]
@@ -1031,7 +1031,7 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
     )  # fmt: skip
     for inputs, kind in (({"x": x}, "dict"), ("data.pt", "str"), (3, "int"), (x, "Tensor")):
         refused(
-            OptionError, f"not a {kind}: put a single input into a list",
+            OptionError, f"{kind}: put a single input into a list",
             lambda inputs=inputs: quantize_program(program, "current_scaling", calibration=inputs),
         )  # fmt: skip
     refused(OptionError, "no regular expression", lambda: Calibration([x], overrides={"(": None}))
