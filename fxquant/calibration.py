@@ -75,8 +75,8 @@ class Calibration:
                 "overrides is a dict of regular expressions of layers and an fxquant.Amax for each, not "
                 f"{article(type(self.overrides).__name__)}"
             )
-        for layers, amax in [("amax", self.amax), *self.overrides.items()]:
-            if not isinstance(amax, Amax) and (layers == "amax" or amax is not None):
+        for layers, amax in self.overrides.items():
+            if not isinstance(amax, Amax | None):
                 raise OptionError(f"calibration of {layers!r}: an fxquant.Amax is expected, not {amax!r}")
         for layers in self.overrides:
             try:

@@ -1029,14 +1029,14 @@ def test_bad_input_is_refused_in_one_sentence() -> None:
         ProgramError, "program: Trying to flatten user inputs with exported input tree spec: TreeSpec",
         lambda: calibrated(program, (x, x)),
     )  # fmt: skip
-    for inputs, kind in (({"x": x}, "dict"), ("data.pt", "str"), (3, "int"), (x, "Tensor")):
+    for inputs, kind in (({"x": x}, "a dict"), ("data.pt", "a str"), (3, "an int"), (x, "a Tensor")):
         refused(
-            OptionError, f"{kind}: put a single input into a list",
+            OptionError, f"not {kind}: put a single input into a list",
             lambda inputs=inputs: quantize_program(program, "current_scaling", calibration=inputs),
         )  # fmt: skip
     refused(OptionError, "no regular expression", lambda: Calibration([x], overrides={"(": None}))
     refused(OptionError, "of 'down': an fxquant.Amax is expected", lambda: Calibration([x], overrides={"down": "max"}))  # type: ignore[dict-item]
-    refused(OptionError, "of 'amax': an fxquant.Amax is expected", lambda: Calibration([x], amax="max"))  # type: ignore[arg-type]
+    refused(OptionError, "amax must be an Amax, not 'max'", lambda: Calibration([x], amax="max"))  # type: ignore[arg-type]
     refused(
         ProgramError,
         "is already: give the program it was made from",
