@@ -29,7 +29,8 @@ def not_worse(result: Point, uniform: Sequence[Point], kind: str, limit: float) 
     """The result of a search, or a candidate everywhere that is better; and a sentence, if there is one to say.
 
     One is better that costs no more and has the smaller loss: by more than the limit of an allowed loss, below which
-    losses count as equal, and outliers stay protected. So is one that keeps the loss if the result does not.
+    losses count as equal, and outliers stay protected. A loss below the unquantized one counts as that one: rounding
+    improves a training by luck alone. So is one better that keeps the loss if the result does not.
     """
     kept = [point for point in uniform if point.gap <= limit]
     if kind == "loss" and kept and result.gap > limit:
@@ -38,7 +39,7 @@ def not_worse(result: Point, uniform: Sequence[Point], kind: str, limit: float) 
     cost, margin = ("bits", limit) if kind == "loss" else (kind, 0.0)
     most = result.cost["bits"] if kind == "loss" else limit
     no_dearer = [point for point in uniform if point.cost[cost] <= most * (1 + 1e-9)]
-    better = [point for point in no_dearer if point.gap < result.gap - margin]
+    better = [point for point in no_dearer if max(point.gap, 0.0) < result.gap - margin]
     if better:
         best = min(better, key=lambda point: point.gap)
         chose = f"what the search chose has {result.gap:+.2%} and {result.cost['bits']:.3g} bits"

@@ -353,8 +353,9 @@ def test_a_candidate_everywhere_is_never_better_than_the_result() -> None:
         return Point({"bits": bits}, 1 + gap, gap, 1.0, {Operand(name, "input", "rowwise"): 0}, name)
 
     result, four, eight = point("result", 0.003, 4.7), point("four", -0.07, 4.5), point("eight", 0.0, 8.25)
-    best, note = not_worse(result, [four, eight], "loss", 0.005)
-    assert best is four and note.startswith("four everywhere costs no more and has a smaller loss here; what the sea")
+    best, note = not_worse(replace(result, gap=0.02), [replace(four, gap=0.01)], "loss", 0.005)
+    assert best.name == "four" and note.startswith("four everywhere costs no more and has a smaller loss here; what")
+    assert not_worse(result, [four, eight], "loss", 0.005)[0] is result, "a loss below the unquantized one is luck"
     best, note = not_worse(result, [replace(four, gap=-0.001), eight], "loss", 0.005)
     assert best is result and "four everywhere keeps the loss here too, with 4.5 bits (-0.10%)" in note
     assert not_worse(result, [replace(four, gap=0.02), eight], "loss", 0.005) == (result, "")
