@@ -64,6 +64,7 @@ def chosen(attention: Attended, training: bool) -> list[Chosen[AttentionKernel]]
         keys=attention.keys,
         flops=4 * attention.batch * attention.heads * attention.queries * attention.keys * attention.width,
         learned=attention.learned,
+        repeats=torch.are_deterministic_algorithms_enabled(),
     )
     return [called.choose(facts) for called in (attention_forward, attention_backward)[: 1 + training]]
 

@@ -33,7 +33,9 @@ class AttentionFacts(Facts):
     """An attention: its spec and sizes.
 
     `axes` is how many q, k and v have, `width` and `features` are D and Dv, `keys` how many there are, `flops` those of
-    a forward. `learned` says that the backward gives the gradient of a mask, a bias or a scale of the scores.
+    a forward. `learned` says that the backward gives the gradient of a mask, a bias or a scale of the scores; `repeats`
+    that it has to repeat to the bit, as `torch.use_deterministic_algorithms` asks, which dq of cuDNN's does not, nor
+    that of the kernel in Gluon.
     """
 
     spec: AttentionSpec
@@ -44,6 +46,7 @@ class AttentionFacts(Facts):
     keys: int | torch.SymInt
     flops: int = 0
     learned: bool = False
+    repeats: bool = False
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class AttentionFacts(Facts):
         return cls(
             spec=parsed, axes=k[0].ndim, width=width, features=features_of(v, parsed), dtype=dtype, keys=keys,
             capability=(9, 0) if missing else capability(device), learned=learned,
+            repeats=torch.are_deterministic_algorithms_enabled(),
             flops=4 * math.prod(map(size_hint, (*q[0].shape, keys))),
         )  # fmt: skip
 
@@ -117,7 +121,7 @@ def backward(kernel: AttentionKernel, facts: AttentionFacts) -> str:
     spec = facts.spec
     reason = _problem(facts) or ("its mask, bias or scale is learned" if facts.learned else "")
     if reason or not spec.has_fp8_backward:
-        return reason or _unless(kernel, _dequantized(spec))
+        return reason or _unless(kernel, AttentionKernel.WIDE if facts.repeats else _dequantized(spec))
     for slot in ("do", "dp"):
         gradient = getattr(spec, slot)
         beside_mxfp8 = _is_mxfp8(gradient) or (slot == "dp" and gradient.is_identity)
@@ -125,7 +129,8 @@ def backward(kernel: AttentionKernel, facts: AttentionFacts) -> str:
             return f"{gradient} in {slot}"
     if not _multiplied(spec.qkv):
         return _unless(kernel, AttentionKernel.WIDE)
-    takes = _unmasked(spec) and facts.width == _GLUON_BACKWARD and not spec.dp.is_delayed  # whose amax it does not take
+    takes = _unmasked(spec) and facts.width == _GLUON_BACKWARD and not facts.repeats
+    takes = takes and not spec.dp.is_delayed  # whose amax it does not take
     return _unless(kernel, AttentionKernel.GLUON if takes and _by_gluon(facts.flops) else AttentionKernel.TRITON)
 
 

@@ -107,11 +107,13 @@ def test_which_backwards_are_in_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, delayed = QuantSpec(format="per_head_e4m3"), QuantSpec.parse("per_tensor_e5m2(slot=0)")
     plain, causal, mask = Step("mul", 0.125), Step("causal"), Step("keep", extra=0)
 
-    def kernel(gradients: QuantSpec, *steps: Step, width: int = 128, length: int = 4096) -> AttentionKernel:
+    def kernel(
+        gradients: QuantSpec, *steps: Step, width: int = 128, length: int = 4096, repeats: bool = False
+    ) -> AttentionKernel:
         spec = AttentionSpec(qkv=heads, s=heads, do=gradients, dp=gradients, steps=steps)
         facts = AttentionFacts(
             spec=spec, axes=4, width=width, features=width, dtype=torch.bfloat16, capability=(9, 0), keys=length,
-            flops=4 * 32 * length * length * width,
+            flops=4 * 32 * length * length * width, repeats=repeats,
         )  # fmt: skip
         return attention_backward.choose(facts).kernel
 
@@ -119,6 +121,19 @@ def test_which_backwards_are_in_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel(heads, plain, width=64) == kernel(heads, plain, length=512) == AttentionKernel.TRITON
     assert kernel(heads, plain, mask) == kernel(delayed, plain) == AttentionKernel.TRITON
     assert kernel(IDENTITY, plain) == AttentionKernel.CUDNN
+    assert kernel(heads, plain, repeats=True) == AttentionKernel.TRITON
+    assert kernel(IDENTITY, plain, repeats=True) == AttentionKernel.WIDE
+
+
+def test_backwards_repeat_to_the_bit_where_torch_asks_for_it() -> None:
+    tensors = [torch.empty(1, 4, 64, 64, dtype=torch.float8_e4m3fn), torch.empty(4)]
+    spec = str(AttentionSpec(qkv=QuantSpec(format="per_head_e4m3"), s=QuantSpec(format="per_head_e4m3")))
+    try:
+        for asked in (True, False):
+            torch.use_deterministic_algorithms(asked)
+            assert AttentionFacts.of(tensors, tensors, tensors, spec, 64, torch.bfloat16).repeats is asked
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("quantized", (False, True))
