@@ -118,6 +118,9 @@ class Backend(Given):
         self.states = states or StateStore()
         self._names: Callable[[], Mapping[str, str]] = _names_of(None if model is None else unwrapped(model))
         self._begin(Options(recipe=recipe, **options))
+        if self.inductor and self.options.inner == "aot_eager":
+            ignored = ", ".join(sorted(self.inductor))
+            tell(f"settings of Inductor have no effect with inner='aot_eager': {ignored}", FxQuantWarning)
         self.controls = Controls(self)
         if model is not None:
             self.controls.add_root(model)

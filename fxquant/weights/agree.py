@@ -6,6 +6,7 @@ columns that go through all shards do.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fxquant.checks import checked
 from fxquant.compat.inside.placements import local_part_of
 from fxquant.compat.values import version
-from fxquant.errors import ArgumentError
+from fxquant.errors import ArgumentError, FxQuantWarning
 from fxquant.formats import OperandSpec, QuantSpec
 from fxquant.kernels.cast import reference
 from fxquant.kernels.cast.ops import amax as tensor_amax
@@ -35,9 +36,17 @@ def precompute_scales(model: nn.Module) -> None:
         fxquant.precompute_scales(model)
 
     After each step of the optimizer, on every rank. Without it each group of `fully_shard` asks the other ranks when
-    it gathers its weights. Formats in blocks (MXFP8, blocks of 128) have nothing to agree on.
+    it gathers its weights. Formats in blocks (MXFP8, blocks of 128) have nothing to agree on. Warns of a model whose
+    weights nothing has prepared.
     """
-    agree(parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    shards = [parameter for parameter in model.parameters() if is_quantized_shard(parameter)]
+    if not shards:
+        warnings.warn(
+            f"fxquant.prepare_fsdp has prepared no weight of {type(model).__name__}: precompute_scales has no effect",
+            FxQuantWarning,
+            stacklevel=2,
+        )
+    agree(shards)
 
 
 Groups = tuple[dist.ProcessGroup, ...]

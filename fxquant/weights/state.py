@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fxquant.checks import checked
 from fxquant.compat.inside.subclass import set_apply
-from fxquant.errors import ArgumentError, RecipeError
+from fxquant.errors import ArgumentError, FxQuantWarning, RecipeError
 from fxquant.formats import OperandSpec
 from fxquant.roles import Direction
 from fxquant.weights.parts import plain_spec
@@ -42,10 +43,18 @@ def payload_state_dict(model: nn.Module) -> dict[str, Tensor]:
     A weight is ``<layer>.weight.rowwise.data``, ``.rowwise.scale`` and so on, in the memory of the model, and
     ``<layer>.weight.format``, the bytes of its format's text. All are plain tensors, and scales lie by rows: a copy
     where the model has them as tensor cores read them. Loaded into a model that trains masters, these get the values
-    that the payloads stand for.
+    that the payloads stand for. Warns of a model that has no quantized weight.
     """
     with _payloads():
-        return model.state_dict()
+        state = model.state_dict()
+    if not any(name.endswith("weight.format") for name in state):
+        warnings.warn(
+            f"no weight of {type(model).__name__} is quantized: fxquant.quantize_parameters makes them so, and without "
+            "it payload_state_dict is state_dict",
+            FxQuantWarning,
+            stacklevel=2,
+        )
+    return state
 
 
 @contextlib.contextmanager

@@ -687,3 +687,9 @@ def test_a_checkpoint_around_a_compiled_model_compiles_it() -> None:
     got, x.grad = x.grad, None
     run(x).sum().backward()
     assert torch.equal(x.grad, got)
+
+
+@pytest.mark.parametrize("settings", [{"mode": "max-autotune"}, {"inductor": {"max_autotune": True}}])
+def test_settings_of_inductor_that_nothing_reads_are_told(settings: dict[str, Any]) -> None:
+    with pytest.warns(fxquant.FxQuantWarning, match="no effect with inner='aot_eager': .*max_autotune"):
+        fxquant.Backend("mxfp8", inner="aot_eager", **settings)

@@ -167,3 +167,11 @@ def test_an_optimizer_goes_on_from_masters_as_if_it_had_never_stopped() -> None:
     optimizers[2].load_state_dict(optimizers[1].state_dict())
     steps(second, optimizers[2], range(2, 4))
     assert_same_bits(second.state_dict(), whole.state_dict())
+
+
+def test_a_model_without_quantized_weights_is_told() -> None:
+    plain = nn.Sequential(nn.Linear(32, 32))
+    with pytest.warns(fxquant.FxQuantWarning, match="no weight of Sequential is quantized: fxquant.quantize_par"):
+        assert fxquant.payload_state_dict(plain).keys() == plain.state_dict().keys()
+    with pytest.warns(fxquant.FxQuantWarning, match="prepare_fsdp has prepared no weight of Sequential"):
+        fxquant.precompute_scales(plain)
