@@ -39,14 +39,14 @@ def precompute_scales(model: nn.Module) -> None:
     it gathers its weights. Formats in blocks (MXFP8, blocks of 128) have nothing to agree on. Warns of a model whose
     weights nothing has prepared.
     """
-    shards = [parameter for parameter in model.parameters() if is_quantized_shard(parameter)]
-    if not shards:
+    weights = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    if not any(map(is_quantized_shard, weights)):
         warnings.warn(
             f"fxquant.prepare_fsdp has prepared no weight of {type(model).__name__}: precompute_scales has no effect",
             FxQuantWarning,
             stacklevel=2,
         )
-    agree(shards)
+    agree(weights)
 
 
 Groups = tuple[dist.ProcessGroup, ...]
