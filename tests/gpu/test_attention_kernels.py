@@ -68,6 +68,17 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
 
 
+def operands(q: Tensor, k: Tensor, v: Tensor, scaling: Any) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Returns q, k and v quantized, and the values that they stand for."""
+    sides = ((q, q.shape[1] // k.shape[1], False), (k, 1, False), (v, 1, True))
+    parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
+    wide = [
+        reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
+        for part, (x, g, t) in zip(parts, sides, strict=True)
+    ]
+    return [(data.contiguous(), scale) for data, scale in parts], wide
+
+
 def make_mask(kind: str | None, batches: int, heads: int, queries: int, keys: int) -> Tensor | None:
     if kind is None:
         return None
@@ -240,17 +251,10 @@ def test_values(case: tuple[int, int, int, int, int, int, bool, str | None, Any,
     options: dict[str, Any] = {
         "causal": causal, "scale": width**-0.5, "mask": mask, "dropout": dropout, "seed": seed
     }  # fmt: skip
-    sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
-    if scaling is None:
-        given: list[Any] = [[q], [k], [v]]
-        wide = [x.float() for x in (q, k, v)]
-    else:
-        parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
-        given = [(data.contiguous(), scale) for data, scale in parts]
-        wide = [
-            reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
-            for part, (x, g, t) in zip(parts, sides, strict=True)
-        ]
+    given: list[Any] = [[q], [k], [v]]
+    wide = [x.float() for x in (q, k, v)]
+    if scaling is not None:
+        given, wide = operands(q, k, v, scaling)
     scores = Scores(**options)
     o, lse = triton_forward.forward(given, scores, torch.bfloat16, scaling=scaling or "head")
     exact, exact_lse = rounding.forward(*wide, **options)
@@ -296,13 +300,7 @@ def test_warps_with_work_of_their_own(case: tuple[int, int, int, int, int, int, 
     q, k, v = (noise(batches, *size, width, seed=i) for i, size in enumerate(sizes))
     v = v * 3
     v[:, :, : keys // 2] *= 8
-    sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
-    parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
-    given = [(data.contiguous(), scale) for data, scale in parts]
-    wide = [
-        reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
-        for part, (x, g, t) in zip(parts, sides, strict=True)
-    ]
+    given, wide = operands(q, k, v, scaling)
     options: dict[str, Any] = {"causal": causal, "scale": width**-0.5}
     scores = Scores(**options)
     o, lse, weights = warp_attention.forward(given, scores, torch.bfloat16, scaling, record=True)
@@ -330,13 +328,7 @@ def test_a_backward_whose_warps_have_work_of_their_own(
         pytest.skip("no such kernel here")
     sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries))
     q, k, v, do = (noise(batches, *size, width, seed=i) for i, size in enumerate(sizes))
-    sides = ((q, heads // kv_heads, False), (k, 1, False), (v, 1, True))
-    parts = [reference.quantize_heads(x, SPECS[scaling], g, t) for x, g, t in sides]
-    given = [(data.contiguous(), scale) for data, scale in parts]
-    wide = [
-        reference.dequantize_heads(part, SPECS[scaling], g, t, x.shape[-2:])
-        for part, (x, g, t) in zip(parts, sides, strict=True)
-    ]
+    given, wide = operands(q, k, v, scaling)
     options: dict[str, Any] = {"causal": causal, "scale": width**-0.5}
     o, lse = (x.float() for x in rounding.forward(*wide, **options))
     o = o.to(torch.bfloat16)

@@ -347,7 +347,7 @@ def test_a_search_that_is_cut_returns_the_best_that_was_measured(budget: dict[st
 
 
 def test_a_candidate_everywhere_is_never_better_than_the_result() -> None:
-    """By more than the allowed loss: below that, outliers are protected all the same, and the result says so."""
+    """Losses that differ by no more than is allowed leave outliers protected, and the result says so."""
 
     def point(name: str, gap: float, bits: float) -> Point:
         return Point({"bits": bits}, 1 + gap, gap, 1.0, {Operand(name, "input", "rowwise"): 0}, name)

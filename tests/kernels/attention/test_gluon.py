@@ -34,7 +34,7 @@ def box(*shape: int) -> str:
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """What ptxas says of a kernel for sm_90a."""
+    """Returns what ptxas says of a kernel for sm_90a."""
     names = [p.name for p in kernel.params]
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from helpers import assembled
 from interpreting import run_interpreted
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -56,7 +55,7 @@ def test_launches_are_traced_and_say_what_they_write() -> None:
 
 
 def compiled_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> str:
-    """What ptxas says of a kernel for sm_90a."""
+    """Returns what ptxas says of a kernel for sm_90a."""
     names = [p.name for p in kernel.params]
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
@@ -65,12 +64,7 @@ def compiled_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str,
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.shared <= 232_448
     assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"] and ".e4m3.e4m3" in made.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(made.asm["ptx"])
-        file.flush()
-        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return assembled(made.asm["ptx"])
 
 
 @pytest.mark.sweep
